@@ -1,0 +1,48 @@
+"""Random numbers by position: element i of a stream is a function of (key, i), so any slice can be computed alone.
+
+A torch generator hands out numbers in the order of calls, which ties values to the layout of the job. Here every
+element is hashed from its global index with the finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable
+pseudorandom number generators", 2014), in integer tensor operations that give the same bits on every device.
+"""
+
+import hashlib
+
+import torch
+
+_GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed 64-bit integer
+_MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+_MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+
+
+def stream_key(*parts: str | int) -> int:
+    """A 63-bit key that is a function of its parts, equal on every machine and in every run."""
+    text = "\x1f".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def uniform_at(index: torch.Tensor, key: int) -> torch.Tensor:
+    """Uniform numbers in the open interval (0, 1), float64, one for each int64 index."""
+    return _unit(_mix(index * _GOLDEN + key))
+
+
+def normal_at(index: torch.Tensor, key: int) -> torch.Tensor:
+    """Standard normal numbers, float64, one for each int64 index, by the Box-Muller transform."""
+    radius = uniform_at(index * 2, key).log_().mul_(-2.0).sqrt_()
+    angle = uniform_at(index * 2 + 1, key).mul_(2.0 * torch.pi)
+    return angle.cos_().mul_(radius)
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    bits = (bits ^ _shift_right(bits, 30)).mul_(_MIX_1)
+    bits = (bits ^ _shift_right(bits, 27)).mul_(_MIX_2)
+    return bits.bitwise_xor_(_shift_right(bits, 31))
+
+
+def _shift_right(bits: torch.Tensor, places: int) -> torch.Tensor:
+    """A logical shift: torch's own copies the sign."""
+    return (bits >> places).bitwise_and_((1 << (64 - places)) - 1)
+
+
+def _unit(bits: torch.Tensor) -> torch.Tensor:
+    """The top 53 bits as a number in the middle of one of 2^53 equal cells of (0, 1)."""
+    return _shift_right(bits, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)

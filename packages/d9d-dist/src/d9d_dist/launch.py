@@ -1,0 +1,90 @@
+"""What the launcher told this process about its place in the job, read once, before any process group exists."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from d9d_dist.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The place of this process among the processes of a job.
+
+    Attributes:
+        rank: Global rank, `0 <= rank < world_size`.
+        world_size: Number of processes of the job.
+        local_rank: Rank among the processes of this node.
+        local_world_size: Number of processes on this node.
+        node_rank: Index of this node.
+        has_launcher: Whether a launcher started this process and offers a rendezvous (`MASTER_ADDR`, `MASTER_PORT`).
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    has_launcher: bool = False
+
+
+_TORCHRUN = {
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_world_size": "LOCAL_WORLD_SIZE",
+    "node_rank": "GROUP_RANK",
+}
+_SLURM = {
+    "rank": "SLURM_PROCID",
+    "world_size": "SLURM_NTASKS",
+    "local_rank": "SLURM_LOCALID",
+    "local_world_size": "SLURM_NTASKS_PER_NODE",
+    "node_rank": "SLURM_NODEID",
+}
+
+
+def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
+    """Read torchrun's environment variables, or else those of a Slurm step, or else assume a single process.
+
+    A Slurm step counts only where `MASTER_ADDR` is set too: an interactive allocation has Slurm's variables without
+    being a distributed job.
+
+    Args:
+        environment: The variables to read; those of this process by default.
+
+    Returns:
+        The place of this process.
+
+    Raises:
+        UserError: If a variable is no integer, or the rank lies outside the world.
+    """
+    variables = os.environ if environment is None else environment
+    if "RANK" in variables and "WORLD_SIZE" in variables:
+        launch = _read(variables, _TORCHRUN)
+    elif "SLURM_PROCID" in variables and "MASTER_ADDR" in variables:
+        launch = _read(variables, _SLURM)
+    else:
+        return Launch()
+    if not 0 <= launch.rank < launch.world_size:
+        raise UserError(
+            f"the launcher set rank = {launch.rank} in a world of {launch.world_size}; expected 0 <= rank < "
+            "world size. "
+            "Start the job with torchrun, or unset RANK and WORLD_SIZE to run a single process."
+        )
+    return launch
+
+
+def _read(variables: Mapping[str, str], names: Mapping[str, str]) -> Launch:
+    values: dict[str, int] = {}
+    for field, name in names.items():
+        if name not in variables:
+            continue
+        try:
+            values[field] = int(variables[name])
+        except ValueError:
+            raise UserError(f"environment variable {name} = {variables[name]!r}; expected an integer.") from None
+    # A launcher that tells no local world size is taken to have one node.
+    values.setdefault("local_world_size", values["world_size"])
+    values.setdefault("local_rank", values["rank"] % values["local_world_size"])
+    return Launch(**values, has_launcher=True)

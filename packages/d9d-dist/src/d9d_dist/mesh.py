@@ -1,0 +1,138 @@
+"""The degrees of parallelism of a job, and the mesh domains that they span: one set of ranks, seen several ways.
+
+| domain  | axes, slowest first                                            | used for                            |
+| ------- | -------------------------------------------------------------- | ----------------------------------- |
+| regular | pp, dp_replicate, dp_shard, cp_shard, cp_replicate, tp         | coordinates of a rank               |
+| dense   | pp, dp_replicate, dp_cp_shard, cp_replicate, tp                | parameters of dense layers          |
+| expert  | pp, ep_replicate, ep_shard                                     | parameters of experts               |
+| batch   | pp, dp, cp, tp                                                 | which samples and tokens a rank sees |
+| flat    | world                                                          | everything at once                  |
+
+Experts borrow their ranks from dp x cp x tp: `ep_replicate * ep_shard` is the product of those degrees.
+"""
+
+from datetime import timedelta
+from math import prod
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from d9d_dist.context import DistributedContext, Domains
+from d9d_dist.errors import UserError
+from d9d_dist.launch import Launch, read_launch
+
+
+class MeshConfig(BaseModel):
+    """Degrees of parallelism. Their product is the number of ranks; one may be -1 and takes what the others leave."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pipeline_parallel: int = Field(1, description="Pipeline stages' ranks (axis pp).")
+    data_parallel_replicate: int = Field(1, description="Replicas of the parameters, each with its own samples.")
+    data_parallel_shard: int = Field(1, description="Ranks that share the parameters out, each with its own samples.")
+    context_parallel_shard: int = Field(1, description="Ranks that share a sequence and the parameters out.")
+    context_parallel_replicate: int = Field(1, description="Ranks that share a sequence out and hold equal parameters.")
+    tensor_parallel: int = Field(1, description="Ranks that share each layer's matrices out (axis tp).")
+    expert_parallel: int = Field(
+        1, description="Ranks that share experts out; divides dp x cp x tp, borrows its ranks."
+    )
+
+    @field_validator("*")
+    @classmethod
+    def _positive_or_rest(cls, degree: int) -> int:
+        if degree < 1 and degree != -1:
+            raise ValueError(f"got {degree}; expected a positive number of ranks, or -1 for all that remain")
+        return degree
+
+    def resolve(self, world_size: int) -> Self:
+        """Replace -1 by what the other degrees leave, and check the degrees against the world.
+
+        Args:
+            world_size: Number of ranks of the job.
+
+        Returns:
+            A configuration without -1 whose degrees multiply to `world_size`.
+
+        Raises:
+            UserError: If they cannot multiply to `world_size`, or the expert degree does not divide its ranks.
+        """
+        degrees = {name: getattr(self, name) for name in type(self).model_fields if name != "expert_parallel"}
+        rest = [name for name, degree in degrees.items() if degree == -1]
+        known = prod(degree for degree in degrees.values() if degree != -1)
+        if len(rest) > 1:
+            raise UserError(
+                f"mesh.{' and mesh.'.join(rest)} are both -1; expected at most one. Give all but one a number."
+            )
+        if rest and world_size % known == 0:
+            degrees[rest[0]] = world_size // known
+        elif rest or known != world_size:
+            raise UserError(_describe_product(degrees, known, world_size))
+        experts = world_size // degrees["pipeline_parallel"]
+        expert_parallel = experts if self.expert_parallel == -1 else self.expert_parallel
+        if experts % expert_parallel:
+            raise UserError(
+                f"mesh.expert_parallel = {expert_parallel}; expected a divisor of the {experts} ranks of a "
+                "pipeline stage "
+                "(data x context x tensor parallel degrees), whose ranks the experts borrow."
+            )
+        return self.model_copy(update={**degrees, "expert_parallel": expert_parallel})
+
+    def domains(self) -> Domains:
+        """The axes of every domain with their sizes, slowest axis first; for a configuration without -1."""
+        pp, tp, ep = self.pipeline_parallel, self.tensor_parallel, self.expert_parallel
+        dp_replicate, dp_shard = self.data_parallel_replicate, self.data_parallel_shard
+        cp_shard, cp_replicate = self.context_parallel_shard, self.context_parallel_replicate
+        dp, cp = dp_replicate * dp_shard, cp_shard * cp_replicate
+        return {
+            "regular": {
+                "pp": pp,
+                "dp_replicate": dp_replicate,
+                "dp_shard": dp_shard,
+                "cp_shard": cp_shard,
+                "cp_replicate": cp_replicate,
+                "tp": tp,
+            },
+            "dense": {
+                "pp": pp,
+                "dp_replicate": dp_replicate,
+                "dp_cp_shard": dp_shard * cp_shard,
+                "cp_replicate": cp_replicate,
+                "tp": tp,
+            },
+            "expert": {"pp": pp, "ep_replicate": dp * cp * tp // ep, "ep_shard": ep},
+            "batch": {"pp": pp, "dp": dp, "cp": cp, "tp": tp},
+            "flat": {"world": pp * dp * cp * tp},
+        }
+
+    def build(self, *, launch: Launch | None = None, timeout: timedelta = timedelta(minutes=10)) -> DistributedContext:
+        """Join the job: check the degrees, start the process group, build the meshes.
+
+        Collective: every rank of the job calls it. Without a launcher it is a job of one process.
+
+        Args:
+            launch: The place of this process; read from the environment by default.
+            timeout: How long a collective may take before it fails.
+
+        Returns:
+            The context of this rank. Close it, or use it as a context manager.
+
+        Raises:
+            UserError: If the degrees do not fit the number of ranks; before any process group starts.
+        """
+        launch = launch or read_launch()
+        return DistributedContext(self.resolve(launch.world_size).domains(), launch=launch, timeout=timeout)
+
+
+def _describe_product(degrees: dict[str, int], known: int, world_size: int) -> str:
+    used = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree != 1) or "all degrees 1"
+    if -1 in degrees.values():
+        return (
+            f"mesh: {used} on {world_size} ranks; expected the known degrees' product, {known}, to divide "
+            f"{world_size}. "
+            f"Start a multiple of {known} ranks, or lower a degree."
+        )
+    return (
+        f"mesh: {used} make {known} ranks, but the job has {world_size}. Start {known} ranks (torchrun "
+        "--nproc-per-node "
+        f"{known}), or let one degree take the rest, e.g. --mesh.data_parallel_shard -1."
+    )

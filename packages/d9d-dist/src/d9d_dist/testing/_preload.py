@@ -1,0 +1,8 @@
+"""What the fork server imports once for all ranks: forking costs milliseconds, importing seconds."""
+
+import torch
+import torch.distributed
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import torch.distributed.tensor.debug  # noqa: F401  (imported for its effect on the forked ranks)

@@ -1,0 +1,105 @@
+"""The life of one warm rank: wait for a call, run it in a fresh process group, send back what came of it."""
+
+import faulthandler
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One function call on one rank; `arguments` stay pickled until the module that may define their types is there."""
+
+    module: str
+    file: str
+    function: str
+    arguments: bytes
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a call: a pickled result, or the traceback as text."""
+
+    result: bytes | None = None
+    error: str | None = None
+
+
+def serve(connection: Connection, log: str) -> None:
+    """Serve calls until the parent closes the connection. Output, native code's included, goes to the file `log`."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the parent, which ends its ranks
+    torch.set_num_threads(1)
+    while True:
+        try:
+            call = pickle.loads(connection.recv_bytes())  # noqa: S301  (bytes of our own parent)
+        except (EOFError, OSError):
+            return
+        connection.send_bytes(pickle.dumps(_run(call)))
+
+
+def _run(call: Call) -> Outcome:
+    os.environ.update(call.environment)
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        function = _load_function(call)
+        result = pickle.dumps(function(*pickle.loads(call.arguments)))  # noqa: S301  (bytes of our own parent)
+        if dist.is_initialized():
+            dist.barrier()  # nobody leaves while a peer may still need it
+    except BaseException:  # (whatever ends a rank is reported, SystemExit too)
+        return Outcome(error=traceback.format_exc())
+    _forget_process_groups()
+    torch.set_default_dtype(torch.float32)
+    return Outcome(result=result)
+
+
+def _forget_process_groups() -> None:
+    """End the process group and drop DTensor's caches, whose entries point into meshes of the ended group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _clear_sharding_prop_cache()
+
+
+def _load_function(call: Call) -> Callable[..., Any]:
+    target: Any = sys.modules.get(call.module) or _load_module(call.module, call.file)
+    for part in call.function.split("."):
+        target = getattr(target, part)
+    return target
+
+
+def _load_module(name: str, file: str) -> ModuleType:
+    """Load a module by file under the name that the parent knows it by.
+
+    Test modules are not importable by name under pytest's `importlib` mode, but pickled arguments refer to that name.
+    """
+    spec = importlib.util.spec_from_file_location(name, Path(file))
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {file} as module {name}.")
+    module = importlib.util.module_from_spec(spec)
+    for parent in accumulate(name.split(".")[:-1], "{}.{}".format):
+        sys.modules.setdefault(parent, ModuleType(parent))  # pickle imports the parents of a dotted name too
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,224 @@
+"""Runs a function on N ranks in warm, reused processes: a distributed test costs what its collectives cost.
+
+A fork server imports torch once; ranks are forked from it and kept. A rank that fails or hangs takes its pool's
+processes with it, and the next run forks new ones, so that no test can poison another.
+"""
+
+import atexit
+import functools
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import connection as mp_connection
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from d9d_dist.testing._worker import Call, Outcome, serve
+
+_GRACE_SECONDS = 0.5
+_LOG_TAIL_CHARACTERS = 8_000
+
+
+class RankError(AssertionError):
+    """A rank failed, died or hung. The message names the rank and shows its traceback, stacks and last output.
+
+    Attributes:
+        rank: The first rank that failed.
+    """
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    process: ForkServerProcess
+    connection: Connection
+    log: Path
+
+    def last_output(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL_CHARACTERS:].strip()
+
+
+class RankPool:
+    """Warm processes that play the ranks of a job on this machine, over gloo."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["d9d_dist.testing._preload"])
+        self._folder = tempfile.TemporaryDirectory(prefix="d9d-ranks-")
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> Self:
+        """Give the pool itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """End all ranks."""
+        self.close()
+
+    def run(self, function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0) -> list[Any]:
+        """Call `function(*args)` on every rank, in a fresh process group.
+
+        Each rank finds torchrun's environment variables set, so that `MeshConfig(...).build()` works as it does in a
+        job.
+
+        Args:
+            function: A function at the top level of a module, or a static method of a class there.
+            args: Its arguments; pickled, the same for every rank.
+            world_size: Number of ranks.
+            timeout: Seconds after which the run counts as hung.
+
+        Returns:
+            What each rank returned, in the order of ranks.
+
+        Raises:
+            RankError: If a rank raises, dies, or is not back in time; then with the stacks of all ranks.
+            TypeError: If `function` cannot be found by its name from another process.
+        """
+        calls = self._calls(function, args, world_size)
+        self._grow(world_size)
+        workers = self._workers[:world_size]
+        for worker in workers:
+            worker.log.write_bytes(b"")
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        try:
+            for worker, call in zip(workers, calls, strict=True):
+                environment = {**call.environment, "MASTER_PORT": str(store.port)}
+                worker.connection.send_bytes(
+                    pickle.dumps(Call(call.module, call.file, call.function, call.arguments, environment))
+                )
+            return self._collect(workers, time.monotonic() + timeout, timeout)
+        except BaseException:
+            self._kill()
+            raise
+
+    def close(self) -> None:
+        """End all ranks and remove their logs. The pool can be used again afterwards."""
+        self._kill()
+
+    @staticmethod
+    def _calls(function: Callable[..., Any], args: Sequence[Any], world_size: int) -> list[Call]:
+        name = getattr(function, "__qualname__", "<no name>")
+        if "<" in name or inspect.getmodule(function) is None:
+            raise TypeError(
+                f"got the function {name}, which other processes cannot find by name; "
+                "pass a function that is defined at the top level of a module."
+            )
+        arguments = pickle.dumps(args)
+        return [
+            Call(function.__module__, inspect.getfile(function), name, arguments, _environment(rank, world_size))
+            for rank in range(world_size)
+        ]
+
+    def _grow(self, world_size: int) -> None:
+        Path(self._folder.name).mkdir(exist_ok=True)
+        while len(self._workers) < world_size:
+            ours, theirs = self._context.Pipe()
+            log = Path(self._folder.name) / f"rank-{len(self._workers)}.log"
+            process = self._context.Process(target=serve, args=(theirs, str(log)), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, ours, log))
+
+    def _collect(self, workers: Sequence[_Worker], deadline: float, timeout: float) -> list[Any]:
+        outcomes: dict[int, Outcome] = {}
+        failed: list[int] = []
+        while len(outcomes) < len(workers):
+            waiting = {worker.connection: rank for rank, worker in enumerate(workers) if rank not in outcomes}
+            ready = mp_connection.wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
+            if not ready and failed:
+                break  # the others wait for a rank that will not come
+            if not ready:
+                raise RankError(_describe_hang(workers, outcomes, timeout), rank=min(waiting.values()))
+            for connection in ready:
+                rank = waiting[connection]  # ty: ignore[invalid-argument-type]  (wait returns what it was given)
+                outcomes[rank] = _receive(workers[rank])
+                if outcomes[rank].error is not None:
+                    failed.append(rank)
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if failed:
+            raise RankError(_describe_failures(workers, outcomes, failed), rank=failed[0])
+        return [pickle.loads(outcomes[rank].result or b"") for rank in range(len(workers))]  # noqa: S301  (our own ranks)
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.connection.close()
+        self._workers.clear()
+
+
+@functools.cache
+def _shared_pool() -> RankPool:
+    pool = RankPool()
+    atexit.register(pool.close)
+    return pool
+
+
+def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0) -> list[Any]:
+    """Call `function(*args)` on every rank of a pool that this process keeps until it ends; see `RankPool.run`."""
+    return _shared_pool().run(function, *args, world_size=world_size, timeout=timeout)
+
+
+def _environment(rank: int, world_size: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        # The parent holds the store, on a port that the system chose: no two runs can clash.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _receive(worker: _Worker) -> Outcome:
+    try:
+        outcome: Outcome = pickle.loads(worker.connection.recv_bytes())  # noqa: S301  (our own rank)
+    except (EOFError, OSError):
+        worker.process.join(timeout=_GRACE_SECONDS)
+        outcome = Outcome(error=f"The process died with exit code {worker.process.exitcode}.")
+    return outcome
+
+
+def _describe_failures(workers: Sequence[_Worker], outcomes: dict[int, Outcome], failed: Sequence[int]) -> str:
+    """Name the first rank that failed; ranks with the same traceback share one paragraph."""
+    parts = [f"{len(failed)} of {len(workers)} ranks failed; rank {failed[0]} was the first."]
+    ranks_by_error: dict[str, list[int]] = {}
+    for rank in failed:
+        ranks_by_error.setdefault((outcomes[rank].error or "").strip(), []).append(rank)
+    for error, ranks in ranks_by_error.items():
+        parts.append(f"--- rank {', '.join(map(str, ranks))} ---\n{error}")
+        if output := workers[ranks[0]].last_output():
+            parts.append(f"--- last output of rank {ranks[0]} ---\n{output}")
+    return "\n".join(parts)
+
+
+def _describe_hang(workers: Sequence[_Worker], outcomes: dict[int, Outcome], timeout: float) -> str:
+    hung = [rank for rank in range(len(workers)) if rank not in outcomes]
+    for rank in hung:
+        with suppress(ProcessLookupError):
+            os.kill(workers[rank].process.pid or 0, signal.SIGUSR1)
+    time.sleep(_GRACE_SECONDS)
+    done = ", ".join(map(str, sorted(outcomes))) or "none"
+    parts = [f"ranks {', '.join(map(str, hung))} did not finish within {timeout:g} s; finished: {done}."]
+    parts += [f"--- stacks of rank {rank} ---\n{workers[rank].last_output()}" for rank in hung]
+    return "\n".join(parts)

@@ -1,0 +1,38 @@
+import pytest
+
+from d9d_dist import Launch, UserError, read_launch
+
+
+def test_without_a_launcher_there_is_one_process() -> None:
+    assert read_launch({}) == Launch()
+
+
+def test_reads_torchrun() -> None:
+    variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+    assert read_launch(variables) == Launch(5, 8, 1, 4, 1, has_launcher=True)
+
+
+def test_reads_slurm() -> None:
+    variables = {
+        "SLURM_PROCID": "3",
+        "SLURM_NTASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NODEID": "1",
+        "MASTER_ADDR": "node0",
+    }
+    assert read_launch(variables) == Launch(3, 4, 1, 2, 1, has_launcher=True)
+
+
+def test_an_interactive_slurm_allocation_is_no_job() -> None:
+    assert read_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == Launch()
+
+
+def test_refuses_a_rank_outside_the_world() -> None:
+    with pytest.raises(UserError, match=r"rank = 4 in a world of 4; expected 0 <= rank < world size. Start the job"):
+        read_launch({"RANK": "4", "WORLD_SIZE": "4"})
+
+
+def test_refuses_what_is_no_number() -> None:
+    with pytest.raises(UserError, match=r"environment variable WORLD_SIZE = 'four'; expected an integer"):
+        read_launch({"RANK": "0", "WORLD_SIZE": "four"})

@@ -1,0 +1,117 @@
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from d9d_dist import MeshConfig
+from d9d_dist.testing import RankError, run_ranks
+
+
+@dataclass(frozen=True)
+class _Point:
+    x: int
+
+
+def _sum_of_ranks(point: _Point) -> tuple[_Point, torch.Tensor]:
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        total = torch.tensor(ctx.rank)
+        dist.all_reduce(total)
+        return _Point(point.x + ctx.rank), total
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_come_in_the_order_of_ranks(world_size: int) -> None:
+    results = run_ranks(_sum_of_ranks, _Point(10), world_size=world_size)
+    assert [point for point, _ in results] == [_Point(10 + rank) for rank in range(world_size)]
+    assert all(total.item() == sum(range(world_size)) for _, total in results)
+
+
+def test_processes_are_reused() -> None:
+    first = run_ranks(_pid, world_size=4)
+    assert run_ranks(_pid, world_size=2) == first[:2]
+    assert len(set(first)) == 4
+    assert os.getpid() not in first
+
+
+def _fail_on_rank_1() -> None:
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        print("before the end")
+        if ctx.rank == 1:
+            raise KeyError("the culprit")
+        ctx.wait_world()
+
+
+def test_the_failing_rank_is_named_and_the_pool_recovers() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1 was the first.*--- rank 1 ---.*KeyError: 'the culprit'") as caught:
+        run_ranks(_fail_on_rank_1, world_size=3)
+    assert caught.value.rank == 1
+    assert "before the end" in str(caught.value)
+    assert run_ranks(_pid, world_size=2)
+
+
+def _die_on_rank_0() -> None:
+    if os.environ["RANK"] == "0":
+        os._exit(7)
+    time.sleep(30)
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    with pytest.raises(RankError, match=r"--- rank 0 ---\nThe process died with exit code 7\."):
+        run_ranks(_die_on_rank_0, timeout=20)
+
+
+def _hang_on_rank_1() -> None:
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        if ctx.rank == 1:
+            _oversleep()
+        ctx.wait_world()
+
+
+def _oversleep() -> None:
+    time.sleep(60)
+
+
+def test_a_hang_shows_the_stacks_of_all_ranks() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(_hang_on_rank_1, timeout=2)
+    message = str(caught.value)
+    assert "ranks 0, 1 did not finish within 2 s; finished: none." in message
+    before, after = message.split("--- stacks of rank 1 ---")
+    assert "_oversleep" in after
+    assert "barrier" in before
+
+
+def _exit() -> None:
+    raise SystemExit(3)
+
+
+def test_an_exit_is_a_failure() -> None:
+    with pytest.raises(RankError, match="SystemExit: 3"):
+        run_ranks(_exit)
+
+
+def test_ranks_that_fail_alike_are_shown_once() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(_exit, world_size=2)
+    assert str(caught.value).count("Traceback") == 1
+
+
+def _closures() -> list[Callable[[], Any]]:
+    def inner() -> None: ...
+
+    return [inner, lambda: None]
+
+
+@pytest.mark.parametrize("function", _closures())
+def test_refuses_a_function_that_other_processes_cannot_find(function: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError, match="pass a function that is defined at the top level of a module"):
+        run_ranks(function)
