@@ -1,0 +1,131 @@
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from d9d_dist import MeshConfig, parallelize_fsdp
+from d9d_dist.testing import run_ranks
+from d9d_pipeline import (
+    Action,
+    Backward,
+    Executor,
+    Forward,
+    ForwardOnly,
+    GPipe,
+    Inputs,
+    OneForwardOneBackward,
+    Schedule,
+    build,
+)
+
+
+class _Block(nn.Module):
+    """A stage that passes a dict on: one entry to use, one that the next stage ignores, one without gradient."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size, dtype=torch.float64)
+        self.unused = nn.Linear(size, size, dtype=torch.float64)
+
+    def forward(self, x: Any, *, gain: float) -> dict[str, torch.Tensor]:
+        x = x["x"] if isinstance(x, dict) else x
+        return {"x": torch.tanh(self.linear(x)) * gain, "unused": self.unused(x), "ids": torch.arange(3)}
+
+
+class _AllStagesHere(Schedule):
+    """Every stage on one rank, GPipe order."""
+
+    def __init__(self, stages_per_rank: int) -> None:
+        self.stages_per_rank = stages_per_rank
+
+    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+        for microbatch in range(num_microbatches):
+            yield from (Forward(stage, microbatch) for stage in range(self.stages_per_rank))
+        for microbatch in range(num_microbatches):
+            yield from (Backward(stage, microbatch) for stage in reversed(range(self.stages_per_rank)))
+
+
+def _stages(count: int) -> list[_Block]:
+    torch.manual_seed(0)
+    return [_Block(5) for _ in range(count)]
+
+
+def _gradients(stages: list[_Block]) -> list[torch.Tensor]:
+    return [block.linear.weight.grad.clone() for block in stages if block.linear.weight.grad is not None]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_gradients_equal_those_of_the_whole_batch(num_stages: int, num_microbatches: int) -> None:
+    x = torch.randn(8, 5, dtype=torch.float64)
+    stages = _stages(num_stages)
+    payload: Any = x
+    for stage in stages:
+        payload = stage(payload, gain=2.0)
+    payload["x"].square().sum().backward()
+    expected = _gradients(stages)
+    for stage in stages:
+        stage.zero_grad()
+    schedule = _AllStagesHere(num_stages) if num_stages > 1 else OneForwardOneBackward()
+    executor = Executor(build(schedule, num_ranks=1, num_microbatches=num_microbatches), dict(enumerate(stages)))
+    inputs = [Inputs(part, gain=2.0) for part in x.chunk(num_microbatches)]
+    executor.step(inputs, lambda outputs, microbatch: outputs["x"].square().sum())
+    assert len(expected) == num_stages
+    torch.testing.assert_close(_gradients(stages), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_without_backwards_outputs_come_in_order_and_nothing_is_kept() -> None:
+    seen: list[tuple[int, float]] = []
+    executor = Executor(build(ForwardOnly(), num_ranks=1, num_microbatches=3), {0: nn.Identity()})
+
+    def note(outputs: torch.Tensor, microbatch: int) -> None:
+        seen.append((microbatch, outputs.item()))
+
+    executor.step([Inputs(torch.tensor(float(i))) for i in range(3)], note)
+    assert seen == [(0, 0.0), (1, 1.0), (2, 2.0)]
+
+
+def test_a_loss_that_depends_on_nothing_trainable_is_no_error() -> None:
+    executor = Executor(build(GPipe(), num_ranks=1, num_microbatches=1), {0: nn.Identity()})
+    executor.step([Inputs(torch.ones(2))], lambda outputs, microbatch: outputs.sum())
+
+
+def _count_reductions() -> tuple[int, torch.Tensor]:
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        parallelize_fsdp(model, ctx.mesh_for("flat"))
+        executor = Executor(build(OneForwardOneBackward(), num_ranks=1, num_microbatches=4), {0: model})
+        with CommDebugMode() as comm:
+            executor.step(
+                [Inputs(torch.full((1, 4), float(ctx.rank + 1))) for _ in range(4)], lambda outputs, _: outputs.sum()
+            )
+        counts = {str(op): count for op, count in comm.get_comm_counts().items()}
+        assert isinstance(model.weight.grad, DTensor)
+        return sum(count for op, count in counts.items() if "reduce_scatter" in op), model.weight.grad.full_tensor()
+
+
+def test_gradients_are_reduced_once_a_step() -> None:
+    for reductions, gradient in run_ranks(_count_reductions):
+        assert reductions == 1
+        assert torch.equal(gradient, torch.full((4, 4), 4 * (1.0 + 2.0)))
+
+
+def test_refuses_a_program_of_several_ranks() -> None:
+    with pytest.raises(ValueError, match=r"got a program for 2 ranks; this executor runs programs of one rank"):
+        Executor(build(GPipe(), num_ranks=2, num_microbatches=2), {0: nn.Identity()})
+
+
+def test_refuses_other_stages() -> None:
+    with pytest.raises(ValueError, match=r"got the stages \[1\]; the program has the stages 0 to 0"):
+        Executor(build(GPipe(), num_ranks=1, num_microbatches=2), {1: nn.Identity()})
+
+
+def test_refuses_a_wrong_number_of_microbatches() -> None:
+    executor = Executor(build(GPipe(), num_ranks=1, num_microbatches=2), {0: nn.Identity()})
+    with pytest.raises(ValueError, match=r"got inputs for 1 microbatches; the program has 2"):
+        executor.step([Inputs(torch.ones(1))], lambda outputs, _: outputs.sum())
