@@ -3,7 +3,7 @@ import random
 import numpy as np
 import torch
 
-from d9d_dist import MeshConfig, seed_everything
+from d9d_dist import MeshConfig, seed_everything, stream_key
 from d9d_dist.testing import run_ranks
 
 
@@ -24,3 +24,8 @@ def test_ranks_with_other_data_draw_other_numbers_and_tensor_parallel_ranks_draw
 def test_the_same_seed_and_step_give_the_same_numbers() -> None:
     assert _draws({}, 3) == _draws({}, 3)
     assert _draws({}, 3) != _draws({}, 4)
+
+
+def test_a_key_is_the_same_everywhere() -> None:
+    assert stream_key(0, "layers.0.weight", 1) == 4495649201911211739
+    assert stream_key(1, 23) != stream_key(12, 3)

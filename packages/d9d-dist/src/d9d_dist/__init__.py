@@ -7,7 +7,7 @@ from d9d_dist.gradients import clip_grad_norm_, global_grad_norm, scale_gradient
 from d9d_dist.late_init import ModuleLateInit, canonical_name, materialize
 from d9d_dist.launch import Launch, read_launch
 from d9d_dist.mesh import MeshConfig
-from d9d_dist.seeds import seed_everything
+from d9d_dist.seeds import seed_everything, stream_key
 from d9d_dist.stage import StageInfo
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "scale_gradients_",
     "seed_everything",
     "set_gradient_sync",
+    "stream_key",
 ]

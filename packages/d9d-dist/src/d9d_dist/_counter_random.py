@@ -5,19 +5,11 @@ element is hashed from its global index with the finaliser of SplitMix64 (Steele
 pseudorandom number generators", 2014), in integer tensor operations that give the same bits on every device.
 """
 
-import hashlib
-
 import torch
 
 _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed 64-bit integer
 _MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
 _MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
-
-
-def stream_key(*parts: str | int) -> int:
-    """A 63-bit key that is a function of its parts, equal on every machine and in every run."""
-    text = "\x1f".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def uniform_at(index: torch.Tensor, key: int) -> torch.Tensor:

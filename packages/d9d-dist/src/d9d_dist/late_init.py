@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d9d_dist._counter_random import normal_at, stream_key, uniform_at
+from d9d_dist._counter_random import normal_at, uniform_at
+from d9d_dist.seeds import stream_key
 
 _CHUNK_ELEMENTS = 1 << 20
 # Names that wrappers put between a model's own names: activation checkpointing and torch.compile.

@@ -1,0 +1,26 @@
+"""How a script ends: a user's mistake is one message and exit code 2, Ctrl-C is exit code 130, a bug is a traceback."""
+
+import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from d9d_dist import UserError
+
+
+@contextmanager
+def command_line() -> Generator[None]:
+    """Run a script's main part in a `with` statement, and end the process as its outcome deserves.
+
+    A `UserError` is printed as one message to the standard error, once on each node, and ends the process with exit
+    code 2. Ctrl-C ends it with 130: what was saved is kept, and the same command continues from there.
+    """
+    try:
+        yield
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"d9d: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("d9d: interrupted. The same command continues from the last checkpoint.", file=sys.stderr)
+        raise SystemExit(130) from None

@@ -1,0 +1,119 @@
+"""Every field a training job can be configured by, as frozen pydantic models: documented, checked, with defaults.
+
+A job's own settings go into a subclass: `class PretrainConfig(TrainerConfig): model: Qwen3Params`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+from d9d_dist import MeshConfig
+from d9d_loop.config_source import parse_command_line
+from d9d_loop.lr_schedule import LrScheduleConfig, WarmupCosineConfig
+from d9d_loop.optimizer import AdamWConfig, OptimizerConfig
+from d9d_metrics import JsonlTrackerConfig, TrackerConfig
+
+
+class Section(BaseModel):
+    """A part of a configuration: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunConfig(Section):
+    """Where a job keeps what it writes."""
+
+    folder: Path = Field(Path("runs"), description="Folder of all runs.")
+    name: str = Field("run", min_length=1, description="Name of this run: its folder within the folder of all runs.")
+
+    @property
+    def dir(self) -> Path:
+        """The folder of this run."""
+        return self.folder / self.name
+
+
+class BatchConfig(Section):
+    """How many samples a step takes, and how they are cut."""
+
+    global_size: PositiveInt = Field(description="Samples of one optimizer step, over all ranks.")
+    microbatch_size: PositiveInt | None = Field(
+        None, description="Samples of one forward pass on one rank; by default all of a rank's samples at once."
+    )
+
+
+class DataConfig(Section):
+    """How samples are read."""
+
+    shuffle: bool = Field(True, description="Whether each epoch has a random order of its own.")
+    num_workers: int = Field(0, ge=0, description="Processes that read samples; 0 reads in the training process.")
+
+
+class GradientConfig(Section):
+    """What happens to gradients before the optimizer."""
+
+    max_norm: PositiveFloat | None = Field(
+        None, description="Largest global norm; larger gradients are scaled down. Null only measures the norm."
+    )
+
+
+class CheckpointConfig(Section):
+    """When the job is saved."""
+
+    every: PositiveInt = Field(100, description="Steps between checkpoints; the last step is always saved.")
+    keep_last: PositiveInt | None = Field(2, description="Checkpoints to keep; all of them if null.")
+
+
+class EvaluationConfig(Section):
+    """When and on what the model is evaluated, if there is evaluation data."""
+
+    every: PositiveInt = Field(100, description="Steps between evaluations; the last step is always evaluated.")
+    num_samples: PositiveInt | None = Field(None, description="The first so many samples; all of them if null.")
+
+
+class LoggingConfig(Section):
+    """What is shown and tracked."""
+
+    every: PositiveInt = Field(10, description="Steps between tracked values; the first and last step are tracked too.")
+    progress: bool = Field(True, description="Whether to draw a progress bar, where there is a terminal.")
+
+
+class TrainerConfig(Section):
+    """The configuration of a training job."""
+
+    steps: PositiveInt = Field(description="Optimizer steps of the whole job, those before a resume included.")
+    batch: BatchConfig
+    seed: int = Field(0, ge=0, description="Seed of initial weights, sample order and dropout.")
+    run: RunConfig = RunConfig()
+    mesh: MeshConfig = MeshConfig.model_validate({})
+    data: DataConfig = DataConfig()
+    optimizer: Annotated[OptimizerConfig, Field(description="The optimizer and its hyper-parameters.")] = AdamWConfig()
+    lr_schedule: Annotated[LrScheduleConfig, Field(description="The learning rate over steps.")] = WarmupCosineConfig()
+    gradients: GradientConfig = GradientConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    logging: LoggingConfig = LoggingConfig()
+    trackers: tuple[TrackerConfig, ...] = Field((JsonlTrackerConfig(),), description="Where values are tracked.")
+    initial_weights: Path | None = Field(
+        None, description="Folder in the Hugging Face layout to start from, instead of random weights."
+    )
+    export: bool = Field(True, description="Whether to write the trained model to `export/` in the run's folder.")
+
+    @classmethod
+    def from_cli(cls, default_file: str | Path | None = None, arguments: Sequence[str] | None = None) -> Self:
+        """Read a configuration file and the overrides on the command line.
+
+        `script.py [FILE] [--section.key VALUE ...]`; `--help` documents every field and exits.
+
+        Args:
+            default_file: The TOML or JSON file to read where the command line names none.
+            arguments: The command line without the program's name; that of this process by default.
+
+        Returns:
+            The checked configuration.
+
+        Raises:
+            UserError: If the file or a field is wrong; every wrong field is listed.
+        """
+        return parse_command_line(cls, default_file, arguments)

@@ -1,0 +1,92 @@
+"""Measures the loss and the task's metrics on held-out data, and leaves no trace in the training."""
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from d9d_dist import DistributedContext
+from d9d_loop.batches import Collate, EvaluationBatches, Samples, batch_loader
+from d9d_loop.device import to_device
+from d9d_loop.task import Task, to_inputs
+from d9d_metrics import WeightedMean, compute_metrics
+from d9d_pipeline import Executor, ForwardOnly, build
+from d9d_state import rng_state, set_rng_state
+
+
+class Evaluator:
+    """Evaluates a model on the first samples of its data; the result does not depend on the number of ranks.
+
+    Args:
+        model: The model under training.
+        samples: The evaluation data.
+        task: Makes inputs, losses and metrics.
+        collate: Makes a batch of samples.
+        num_samples: How many samples to use; all if `None`.
+        batch_size: Samples of a forward pass on one rank.
+        ctx: The job's context.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        samples: Samples,
+        *,
+        task: Task,
+        collate: Collate,
+        num_samples: int | None,
+        batch_size: int,
+        ctx: DistributedContext,
+    ) -> None:
+        self._model, self._samples, self._task, self._collate = model, samples, task, collate
+        self._batches = EvaluationBatches(
+            num_samples=min(num_samples or len(samples), len(samples)),
+            batch_size=batch_size,
+            dp_rank=ctx.coordinate("batch", "dp"),
+            dp_size=ctx.size("batch", "dp"),
+        )
+        self._executor = Executor(build(ForwardOnly(), num_ranks=1, num_microbatches=1), {0: model})
+        self._ctx = ctx
+
+    def __call__(self) -> dict[str, float]:
+        """Evaluate once; collective.
+
+        Returns:
+            `loss`, the weighted mean over all samples, and the task's metrics, equal on every rank.
+        """
+        metrics = {name: metric.to(self._ctx.device) for name, metric in self._task.metrics().items()}
+        mean_loss = WeightedMean().to(self._ctx.device)
+
+        def take_loss(outputs: Any, batch: Any) -> None:
+            loss = self._task.loss(outputs, batch)
+            mean_loss.update(loss.total, loss.weight)
+            self._task.update_metrics(metrics, outputs=outputs, batch=batch, loss=loss)
+
+        with _without_trace(self._model):
+            for number, batch in enumerate(self._loader()):
+                is_real = number < self._batches.num_real
+                inputs = to_inputs(self._task.inputs(batch))
+                self._executor.step(
+                    [inputs], lambda outputs, _, batch=batch, real=is_real: take_loss(outputs, batch) if real else None
+                )
+        dp = self._ctx.mesh_for("batch")["dp"].get_group()
+        return compute_metrics({"loss": mean_loss, **metrics}, dp)
+
+    def _loader(self) -> Iterator[Any]:
+        for batch in batch_loader(self._samples, self._batches, collate=self._collate, num_workers=0):
+            yield to_device(batch, self._ctx.device)
+
+
+@contextmanager
+def _without_trace(model: nn.Module) -> Generator[None]:
+    """Evaluation mode without gradients; random states are put back, so that training cannot tell it happened."""
+    state = rng_state()
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+        set_rng_state(state)

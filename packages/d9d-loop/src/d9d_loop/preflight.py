@@ -1,0 +1,125 @@
+"""Everything that a user can get wrong about a job, found before a process group starts or a file is written."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from d9d_dist import Launch, MeshConfig, StageInfo, UserError, read_launch
+from d9d_loop.batches import Samples
+from d9d_loop.config import TrainerConfig
+from d9d_loop.model_provider import ModelProvider
+from d9d_state import CheckpointStore, check_same_model, identity_of
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """What was derived from a configuration and the environment, and found to fit together.
+
+    Attributes:
+        launch: The place of this process in the job.
+        mesh: The degrees of parallelism, without -1.
+        dp_size: Number of data-parallel ranks.
+        microbatch_size: Samples of a microbatch on one rank.
+        num_microbatches: Microbatches of a step on one rank.
+    """
+
+    launch: Launch
+    mesh: MeshConfig
+    dp_size: int
+    microbatch_size: int
+    num_microbatches: int
+
+
+def check_job(
+    config: TrainerConfig, *, provider: ModelProvider, data: Samples, evaluation_data: Samples | None
+) -> JobPlan:
+    """Check a job, without collectives and without writing anything.
+
+    Args:
+        config: The job's configuration.
+        provider: Builds the model.
+        data: The training data.
+        evaluation_data: The evaluation data, if there are any.
+
+    Returns:
+        What follows from the configuration on this process.
+
+    Raises:
+        UserError: Naming the field, what was got, what was expected and what to do.
+    """
+    launch = read_launch()
+    mesh = config.mesh.resolve(launch.world_size)
+    _check_degrees(mesh)
+    dp_size = mesh.data_parallel_replicate * mesh.data_parallel_shard
+    microbatch_size = _check_batch(config, dp_size)
+    _check_data(data, "training data")
+    if evaluation_data is not None:
+        _check_data(evaluation_data, "evaluation data")
+    _check_writable(config.run.dir)
+    with torch.device("meta"):
+        model = provider.build(StageInfo())
+    _check_checkpoint(config, model)
+    if config.initial_weights is not None:
+        mapper = provider.state_mapper(model) or identity_of(model)
+        mapper.check(source=config.initial_weights, target=model)
+    return JobPlan(
+        launch, mesh, dp_size, microbatch_size, num_microbatches=config.batch.global_size // (dp_size * microbatch_size)
+    )
+
+
+def _check_degrees(mesh: MeshConfig) -> None:
+    supported = {"data_parallel_replicate", "data_parallel_shard"}
+    for name in type(mesh).model_fields:
+        degree: int = getattr(mesh, name)
+        if name not in supported and degree != 1:
+            raise UserError(f"mesh.{name} = {degree}; expected 1: the Trainer has only data parallelism so far.")
+
+
+def _check_batch(config: TrainerConfig, dp_size: int) -> int:
+    """The size of a microbatch."""
+    total, size = config.batch.global_size, config.batch.microbatch_size
+    unit = dp_size if size is None else dp_size * size
+    if total % unit:
+        what = f"{dp_size} data-parallel ranks" + ("" if size is None else f" x batch.microbatch_size = {size}")
+        below, above = total // unit * unit, (total // unit + 1) * unit
+        raise UserError(
+            f"batch.global_size = {total} cannot be shared out evenly to {what}; expected a multiple of {unit}. "
+            f"Use {f'{below} or ' if below else ''}{above}, or change the degrees."
+        )
+    return total // dp_size if size is None else size
+
+
+def _check_data(data: Samples, what: str) -> None:
+    if len(data) == 0:
+        raise UserError(f"the {what} are empty; expected at least one sample. Check where they are read from.")
+
+
+def _check_writable(folder: Path) -> None:
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "may not be written to" if existing.is_dir() else "is a file, not a folder"
+        raise UserError(
+            f"run folder {folder}: {existing} {reason}. Choose another one with --run.folder, or change permissions."
+        )
+
+
+def _check_checkpoint(config: TrainerConfig, model: nn.Module) -> None:
+    info = CheckpointStore(checkpoint_folder(config)).newest()
+    if info is None:
+        return
+    check_same_model(info, model)
+    if info.step > config.steps:
+        raise UserError(
+            f"steps = {config.steps}, but the run in {config.run.dir} has done {info.step} already. "
+            f"Use --steps {info.step} or more to continue it, or --run.name for a new run."
+        )
+
+
+def checkpoint_folder(config: TrainerConfig) -> Path:
+    """Where a job keeps its checkpoints."""
+    return config.run.dir / "checkpoints"

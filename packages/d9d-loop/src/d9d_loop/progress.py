@@ -1,0 +1,39 @@
+"""Shows a person how far a job is; a bar on a terminal, single lines elsewhere."""
+
+from collections.abc import Mapping
+
+from tqdm import tqdm
+
+
+class Progress:
+    """A progress bar over the steps of a job, with the last values that were measured.
+
+    Args:
+        num_steps: Steps of the whole job.
+        done: Steps done before.
+        visible: Whether to show anything; only the main process does.
+        bar: Whether to draw a bar, where the standard error is a terminal.
+    """
+
+    def __init__(self, *, num_steps: int, done: int, visible: bool, bar: bool) -> None:
+        self._visible = visible
+        # disable=None leaves the bar out where there is no terminal.
+        disable = None if visible and bar else True
+        self._bar = tqdm(total=num_steps, initial=done, unit="step", dynamic_ncols=True, disable=disable)
+
+    def step(self) -> None:
+        """Count a step."""
+        self._bar.update()
+
+    def values(self, values: Mapping[str, float]) -> None:
+        """Show values behind the bar."""
+        self._bar.set_postfix({name: f"{value:.4g}" for name, value in values.items()}, refresh=False)
+
+    def line(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self._visible:
+            self._bar.write(text)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()

@@ -1,0 +1,142 @@
+"""Turns what steps measure into what people and trackers see, and keeps the job's record of it."""
+
+import json
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+import torch
+from pydantic import JsonValue
+
+from d9d_dist import DistributedContext
+from d9d_loop.config import TrainerConfig
+from d9d_loop.job_state import Record
+from d9d_loop.progress import Progress
+from d9d_loop.train_step import StepOutcome
+from d9d_metrics import Metric, MultiTracker, build_trackers, compute_metrics
+
+
+class Reports:
+    """Shows and tracks the values of a job. Values are brought to the host only on the steps that are reported.
+
+    Opening it creates the run's folder, writes `config.json` and opens the trackers, on the main process.
+
+    Args:
+        config: The job's configuration.
+        resolved: The same, as JSON.
+        record: The job's record, which reports keep up to date.
+        weight_unit: What the loss's weight counts, e.g. tokens.
+        ctx: The job's context.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        resolved: Mapping[str, JsonValue],
+        *,
+        record: Record,
+        weight_unit: str,
+        ctx: DistributedContext,
+    ) -> None:
+        self._config, self._record, self._ctx = config, record, ctx
+        self._throughput_name = f"{weight_unit}_per_second"
+        self._tracker = _open_trackers(config, resolved, record.step) if ctx.is_main_process else MultiTracker([])
+        self._progress = Progress(
+            num_steps=config.steps, done=record.step, visible=ctx.is_main_process, bar=config.logging.progress
+        )
+        self._clock = _Clock(ctx.device)
+
+    def __enter__(self) -> Self:
+        """Give the reports themselves."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Close the trackers and the progress bar."""
+        self._progress.close()
+        self._tracker.close()
+
+    def step(self, outcome: StepOutcome, metrics: Mapping[str, Metric]) -> None:
+        """Count a step, and report it if its turn has come. Collective on those steps."""
+        self._progress.step()
+        self._clock.add(outcome.weight)
+        step, every = self._record.step, self._config.logging.every
+        if step % every and step not in (1, self._config.steps):
+            return
+        values = {
+            "loss": outcome.loss.item(),
+            "learning_rate": outcome.learning_rate,
+            "grad_norm": outcome.grad_norm.item(),
+            self._throughput_name: self._clock.lap(),
+            **compute_metrics(metrics, self._ctx.mesh_for("batch")["dp"].get_group()),
+        }
+        for metric in metrics.values():
+            metric.reset()
+        self._tracker.log(step, values)
+        self._progress.values(values)
+
+    def evaluation(self) -> None:
+        """Report the evaluation that the record holds."""
+        self._clock.pause()
+        values = self._record.evaluation
+        self._tracker.log(self._record.step, {f"evaluation_{name}": value for name, value in values.items()})
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        self._progress.line(f"step {self._record.step}: held-out {shown}")
+
+    def settle(self, outcome: StepOutcome) -> None:
+        """Bring the record up to date before it is saved."""
+        self._record.train_loss = outcome.loss.item()
+        self._record.weight_per_second = self._clock.average()
+        self._clock.pause()
+
+
+class _Clock:
+    """Measures throughput: weight over the time that training took, evaluations and checkpoints left out."""
+
+    def __init__(self, device: torch.device) -> None:
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._lap_weight, self._total_weight = zero, zero.clone()
+        self._lap_seconds = self._total_seconds = 0.0
+        self._since = time.perf_counter()
+
+    def add(self, weight: torch.Tensor) -> None:
+        self._lap_weight = self._lap_weight + weight
+
+    def lap(self) -> float:
+        """Throughput since the last lap; waits for the device, so that the time is that of the work."""
+        weight = self._lap_weight.item()
+        self._take_time()
+        throughput = weight / max(self._lap_seconds, 1e-9)
+        self._end_lap()
+        return throughput
+
+    def average(self) -> float:
+        """Throughput since the start."""
+        weight = (self._total_weight + self._lap_weight).item()
+        self._take_time()
+        return weight / max(self._total_seconds + self._lap_seconds, 1e-9)
+
+    def pause(self) -> None:
+        """Leave out the time since the last call of `lap` or `average`, or since here."""
+        self._since = time.perf_counter()
+
+    def _take_time(self) -> None:
+        now = time.perf_counter()
+        self._lap_seconds += now - self._since
+        self._since = now
+
+    def _end_lap(self) -> None:
+        self._total_weight = self._total_weight + self._lap_weight
+        self._total_seconds += self._lap_seconds
+        self._lap_weight, self._lap_seconds = torch.zeros_like(self._lap_weight), 0.0
+
+
+def _open_trackers(config: TrainerConfig, resolved: Mapping[str, JsonValue], step: int) -> MultiTracker:
+    folder = config.run.dir
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
+    tracker = build_trackers(config.trackers, folder)
+    # A run that was killed before its first checkpoint starts over: what it tracked is forgotten too.
+    tracker.resume(step)
+    tracker.log_config(resolved)
+    return tracker

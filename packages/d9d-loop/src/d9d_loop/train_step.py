@@ -1,0 +1,105 @@
+"""One optimizer step, top to bottom: the order of lines is the order of things."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from d9d_dist import DistributedContext, clip_grad_norm_, scale_gradients_
+from d9d_loop.lr_schedule import LrSchedule
+from d9d_loop.task import Task, to_inputs
+from d9d_metrics import Metric
+from d9d_pipeline import Executor, OneForwardOneBackward, build
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step measured; tensors on the device, equal on every rank.
+
+    Attributes:
+        loss: Weighted mean of the loss over the global batch, 0-dim float64.
+        weight: Weight of the global batch, 0-dim float64.
+        grad_norm: Global norm of the gradients before clipping, 0-dim.
+        learning_rate: Learning rate of the first parameter group.
+    """
+
+    loss: torch.Tensor
+    weight: torch.Tensor
+    grad_norm: torch.Tensor
+    learning_rate: float
+
+
+class TrainStep:
+    """Takes optimizer steps.
+
+    Args:
+        model: Materialised and parallelised.
+        optimizer: Over the model's trainable parameters, at their peak learning rates.
+        task: Makes inputs and losses.
+        metrics: Updated with each microbatch.
+        lr_schedule: Factor of the peak learning rate by step.
+        max_norm: Largest global gradient norm; `None` only measures it.
+        num_microbatches: Microbatches of a step on this rank.
+        ctx: The job's context.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        task: Task,
+        metrics: Mapping[str, Metric],
+        lr_schedule: LrSchedule,
+        max_norm: float | None,
+        num_microbatches: int,
+        ctx: DistributedContext,
+    ) -> None:
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer = optimizer
+        self._peaks = [group["lr"] for group in optimizer.param_groups]
+        self._task, self._metrics = task, metrics
+        self._lr_schedule = lr_schedule
+        self._max_norm = float("inf") if max_norm is None else max_norm
+        self._executor = Executor(
+            build(OneForwardOneBackward(), num_ranks=1, num_microbatches=num_microbatches), {0: model}
+        )
+        self._ctx = ctx
+        self._dp = ctx.mesh_for("batch")["dp"]
+
+    def __call__(self, step: int, batches: Sequence[Any]) -> StepOutcome:
+        """Take one step: forward, backward, reduce, divide by the global weight, clip, update.
+
+        Collectives: those of the model; one all-reduce of loss and weight; those of the gradient norm.
+
+        Args:
+            step: Number of steps done before this one.
+            batches: This rank's microbatches, on its device.
+        """
+        totals = torch.zeros(2, dtype=torch.float64, device=self._ctx.device)
+
+        def take_loss(outputs: Any, microbatch: int) -> torch.Tensor:
+            loss = self._task.loss(outputs, batches[microbatch])
+            totals[0] += loss.total.detach()
+            totals[1] += loss.weight
+            self._task.update_metrics(self._metrics, outputs=outputs, batch=batches[microbatch], loss=loss)
+            return loss.total
+
+        self._executor.step([to_inputs(self._task.inputs(batch)) for batch in batches], take_loss)
+        if self._dp.size() > 1:
+            dist.all_reduce(totals, group=self._dp.get_group())
+        total, weight = totals.unbind()
+        # A batch without weight has no gradients either: they stay zero instead of becoming 0 / 0.
+        per_weight = torch.where(weight > 0, 1.0 / weight, 0.0)
+        scale_gradients_(self._parameters, per_weight)
+        grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx)
+        factor = self._lr_schedule(step)
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * factor
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return StepOutcome(total * per_weight, weight, grad_norm, self._peaks[0] * factor)

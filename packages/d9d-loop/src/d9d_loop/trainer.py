@@ -1,0 +1,186 @@
+"""The Trainer: one function that a newcomer reads top to bottom; each line is a part that also works without it."""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import JsonValue
+from torch import nn
+from torch.utils.data import default_collate
+
+from d9d_dist import DistributedContext, StageInfo, materialize, seed_everything
+from d9d_loop.batches import Collate, Samples, TrainBatches, batch_loader
+from d9d_loop.config import TrainerConfig
+from d9d_loop.device import to_device
+from d9d_loop.evaluation import Evaluator
+from d9d_loop.events import CheckpointSaved, EvaluationDone, Events, Finished, ModelExported, StepDone
+from d9d_loop.job_state import JobState
+from d9d_loop.lr_schedule import LrSchedule
+from d9d_loop.model_provider import FunctionProvider, ModelProvider
+from d9d_loop.optimizer import OptimizerProvider
+from d9d_loop.preflight import JobPlan, check_job, checkpoint_folder
+from d9d_loop.reports import Reports
+from d9d_loop.sample_order import SampleOrder
+from d9d_loop.task import Task
+from d9d_loop.train_result import TrainResult
+from d9d_loop.train_step import TrainStep
+from d9d_state import CheckpointStore, load_model_state, save_model_state
+
+
+class Trainer:
+    """Trains a model. The same script runs as one process and under torchrun.
+
+    Attributes:
+        events: Subscribe to what happens: `trainer.events.on(StepDone, handler)`.
+
+    Args:
+        config: The job's configuration.
+        model: Builds the model: a provider, or just the function that builds a pipeline stage of it.
+        data: The training data.
+        task: Makes inputs and losses.
+        evaluation_data: Held-out data to evaluate on.
+        collate: Makes a batch of a list of samples.
+        optimizer: Builds the optimizer; by default, what the configuration says.
+        lr_schedule: Factor of the peak learning rate by step; by default, what the configuration says.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        model: ModelProvider | Callable[[StageInfo], nn.Module],
+        data: Samples,
+        task: Task,
+        evaluation_data: Samples | None = None,
+        collate: Collate = default_collate,
+        optimizer: OptimizerProvider | None = None,
+        lr_schedule: LrSchedule | None = None,
+    ) -> None:
+        self.events = Events()
+        self._config = config
+        self._provider = model if isinstance(model, ModelProvider) else FunctionProvider(model)
+        self._data, self._evaluation_data, self._collate = data, evaluation_data, collate
+        self._task = task
+        self._optimizer = optimizer or config.optimizer.build
+        self._lr_schedule = lr_schedule or config.lr_schedule.build(config.steps)
+
+    def train(self) -> TrainResult:
+        """Run the job to its end, from its newest checkpoint if it has one.
+
+        Returns:
+            What came of it; equal on every rank.
+
+        Raises:
+            UserError: If the job cannot be as it was asked for; before anything starts.
+        """
+        plan = check_job(self._config, provider=self._provider, data=self._data, evaluation_data=self._evaluation_data)
+        with plan.mesh.build(launch=plan.launch) as ctx:
+            return self._train(plan, ctx)
+
+    def _train(self, plan: JobPlan, ctx: DistributedContext) -> TrainResult:
+        config, task = self._config, self._task
+        seed_everything(config.seed, ctx)
+        model = self._build_model(ctx)
+        optimizer = self._optimizer(model)
+        state = JobState(
+            CheckpointStore(checkpoint_folder(config), keep_last=config.checkpoint.keep_last),
+            model=model,
+            optimizer=optimizer,
+            config=_resolved(config),
+            seed=config.seed,
+            ctx=ctx,
+        )
+        record = state.restore()
+        metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
+        take_step = TrainStep(
+            model,
+            optimizer,
+            task=task,
+            metrics=metrics,
+            lr_schedule=self._lr_schedule,
+            max_norm=config.gradients.max_norm,
+            num_microbatches=plan.num_microbatches,
+            ctx=ctx,
+        )
+        evaluate = self._evaluator(model, plan, ctx)
+        with Reports(config, _resolved(config), record=record, weight_unit=task.weight_unit, ctx=ctx) as reports:
+            for batches in self._steps(record.step, plan, ctx):
+                outcome = take_step(record.step, batches)
+                record.step += 1
+                self.events.emit(StepDone(record.step, outcome.loss, outcome.grad_norm, outcome.learning_rate))
+                reports.step(outcome, metrics)
+                is_last = record.step == config.steps
+                if evaluate is not None and (is_last or record.step % config.evaluation.every == 0):
+                    record.evaluation = evaluate()
+                    reports.evaluation()
+                    self.events.emit(EvaluationDone(record.step, record.evaluation))
+                if is_last or record.step % config.checkpoint.every == 0:
+                    reports.settle(outcome)
+                    state.save(record)
+                    self.events.emit(CheckpointSaved(record.step))
+            export_dir = self._export(model, ctx) if config.export else None
+        assert record.train_loss is not None
+        assert record.weight_per_second is not None
+        result = TrainResult(
+            steps=record.step,
+            train_loss=record.train_loss,
+            evaluation=record.evaluation,
+            weight_per_second=record.weight_per_second,
+            run_dir=config.run.dir,
+            export_dir=export_dir,
+        )
+        self.events.emit(Finished(result, model, ctx))
+        return result
+
+    def _build_model(self, ctx: DistributedContext) -> nn.Module:
+        """Build on meta, parallelise, materialise, fill."""
+        with torch.device("meta"):
+            model = self._provider.build(StageInfo())
+        self._provider.parallelize(model, ctx)
+        materialize(model, device=ctx.device, seed=self._config.seed)
+        if self._config.initial_weights is not None:
+            load_model_state(model, self._config.initial_weights, self._provider.state_mapper(model))
+        return model.train()
+
+    def _steps(self, first_step: int, plan: JobPlan, ctx: DistributedContext) -> Iterator[list[Any]]:
+        """The microbatches of this rank, for one step after the other."""
+        config = self._config
+        batches = TrainBatches(
+            SampleOrder(len(self._data), seed=config.seed, shuffle=config.data.shuffle),
+            first_step=first_step,
+            num_steps=config.steps,
+            num_microbatches=plan.num_microbatches,
+            microbatch_size=plan.microbatch_size,
+            dp_rank=ctx.coordinate("batch", "dp"),
+            dp_size=plan.dp_size,
+        )
+        loader = batch_loader(self._data, batches, collate=self._collate, num_workers=config.data.num_workers)
+        on_device = (to_device(batch, ctx.device) for batch in loader)
+        while microbatches := list(islice(on_device, plan.num_microbatches)):
+            yield microbatches
+
+    def _evaluator(self, model: nn.Module, plan: JobPlan, ctx: DistributedContext) -> Evaluator | None:
+        if self._evaluation_data is None:
+            return None
+        return Evaluator(
+            model,
+            self._evaluation_data,
+            task=self._task,
+            collate=self._collate,
+            num_samples=self._config.evaluation.num_samples,
+            batch_size=plan.microbatch_size,
+            ctx=ctx,
+        )
+
+    def _export(self, model: nn.Module, ctx: DistributedContext) -> Path:
+        folder = self._config.run.dir / "export"
+        mapper = self._provider.state_mapper(model)
+        save_model_state(model, folder, mapper and mapper.inverse(), ctx, extra_files=self._provider.export_files())
+        self.events.emit(ModelExported(folder))
+        return folder
+
+
+def _resolved(config: TrainerConfig) -> dict[str, JsonValue]:
+    return config.model_dump(mode="json")
