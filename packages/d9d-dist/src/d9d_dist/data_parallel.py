@@ -20,10 +20,13 @@ class Precision:
     Attributes:
         compute: What parameters are cast to for forward and backward.
         reduce: What gradients are cast to while ranks add them up.
+        cast_inputs: Whether floating-point inputs of forward are cast to the compute dtype too. Inner blocks that take
+            float32 tables beside their activations, such as rotary ones, want False.
     """
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    cast_inputs: bool = True
 
 
 def parallelize_hsdp(
@@ -60,7 +63,9 @@ def parallelize_hsdp(
     fully_shard(
         module,
         mesh=_replicate_and_shard(mesh, shard_axis),
-        mp_policy=MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce, cast_forward_inputs=dtypes.cast_inputs
+        ),
         reshard_after_forward=reshard_after_forward,
     )
     assert isinstance(module, FSDPModule)

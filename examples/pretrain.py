@@ -1,0 +1,143 @@
+"""Pretrain a Qwen3-style decoder, dense or MoE, on bytes of the Python standard library; export it for transformers."""
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from d9d_dist import DistributedContext, StageInfo, UserError, parallelize_hsdp
+from d9d_loop import Finished, Inputs, Loss, ModelProvider, Section, Task, Trainer, TrainerConfig, command_line
+from d9d_metrics import BitsPerByte, plot_metrics
+from d9d_modules import Qwen3ForCausalLM, Qwen3Params, generate, qwen3_from_hugging_face, qwen3_hugging_face_config
+from d9d_moe import Qwen3MoeForCausalLM, Qwen3MoeParams, qwen3_moe_from_hugging_face, qwen3_moe_hugging_face_config
+from d9d_state import JsonValue, StateMapper
+
+
+class Text(Section):
+    folder: Path = Path(sysconfig.get_path("stdlib"))
+    pattern: str = "**/*.py"
+    length: int = 256
+
+
+class Experts(Section):
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+
+
+class PretrainConfig(TrainerConfig):
+    text: Text = Text()
+    model: Qwen3Params
+    experts: Experts | None = None
+
+    @property
+    def moe(self) -> Qwen3MoeParams | None:
+        if self.experts is None:
+            return None
+        sizes = self.experts.model_dump(exclude={"intermediate_size"})
+        return Qwen3MoeParams(decoder=self.model, expert_intermediate_size=self.experts.intermediate_size, **sizes)
+
+
+class Bytes:
+    """Consecutive windows of a text, each one byte longer than the model's input: the next byte is the label."""
+
+    def __init__(self, text: bytes, length: int) -> None:
+        self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.length = length
+
+    def __len__(self) -> int:
+        return max(len(self.tokens) - 1, 0) // self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.tokens[index * self.length : (index + 1) * self.length + 1].long()
+
+
+def read_text(text: Text) -> tuple[Bytes, Bytes]:
+    """Training and held-out text: whole files, one in ten held out, chosen by the hash of their names."""
+    names = sorted(path for path in text.folder.glob(text.pattern) if not {"site-packages", "test"} & set(path.parts))
+    if not names:
+        raise UserError(f"text.folder = {text.folder} has no files {text.pattern}; give a folder with --text.folder PATH.")
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for path in names:
+        name = path.relative_to(text.folder).as_posix()
+        parts[hashlib.sha256(name.encode()).digest()[0] % 10 == 0].append(path.read_bytes())
+    return Bytes(b"".join(parts[0]), text.length), Bytes(b"".join(parts[1]), text.length)
+
+
+class Decoder(ModelProvider):
+    def __init__(self, config: PretrainConfig) -> None:
+        self.dense, self.moe = config.model, config.moe
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        return Qwen3ForCausalLM(self.dense, stage) if self.moe is None else Qwen3MoeForCausalLM(self.moe, stage)
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
+        for block in model.get_submodule("backbone.layers").children():
+            parallelize_hsdp(block, dense, shard_axis="dp_cp_shard")
+        parallelize_hsdp(model, dense, shard_axis="dp_cp_shard")
+
+    def state_mapper(self, model: nn.Module) -> StateMapper:
+        return qwen3_from_hugging_face(self.dense) if self.moe is None else qwen3_moe_from_hugging_face(self.moe)
+
+    def export_files(self) -> Mapping[str, JsonValue]:
+        dense, moe = self.dense, self.moe
+        return {"config.json": qwen3_hugging_face_config(dense) if moe is None else qwen3_moe_hugging_face_config(moe)}
+
+
+class NextByte(Task):
+    weight_unit = "tokens"
+
+    def inputs(self, batch: torch.Tensor) -> Inputs:
+        return Inputs(batch[:, :-1], labels=batch[:, 1:])
+
+    def loss(self, outputs: torch.Tensor, batch: torch.Tensor) -> Loss:
+        return Loss(outputs.sum(), weight=outputs.numel())
+
+    def metrics(self) -> dict[str, BitsPerByte]:
+        return {"bits_per_byte": BitsPerByte()}
+
+    def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Any, loss: Loss) -> None:
+        metrics["bits_per_byte"].update(loss.total.detach(), loss.weight)
+
+
+def report(done: Finished, length: int) -> None:
+    """Draw the curves, let the model write, and say in one line of JSON what came of the job."""
+    prompt = torch.frombuffer(bytearray(b"def "), dtype=torch.uint8).long()[None].to(done.ctx.device)
+    draws = torch.Generator(done.ctx.device).manual_seed(0)
+    written = generate(
+        done.model.eval(), prompt, max_new_tokens=200, max_context=length, temperature=0.7, generator=draws
+    )
+    if not done.ctx.is_main_process:
+        return
+    result = done.result
+    curves = [("bits_per_byte", "evaluation_bits_per_byte"), ("learning_rate",), ("grad_norm",)]
+    plot_metrics(result.run_dir / "metrics.jsonl", result.run_dir / "loss.png", panels=curves, title=result.run_dir.name)
+    print(bytes(written[0].tolist()).decode(errors="replace"), end="\n\n")
+    summary = {
+        "steps": result.steps,
+        "train_loss": result.train_loss,
+        "val_bits_per_byte": result.evaluation["bits_per_byte"],
+        "tokens_per_second": round(result.weight_per_second),
+        "run_dir": str(result.run_dir),
+        "export_dir": str(result.export_dir),
+    }
+    print(json.dumps(summary))
+
+
+def main() -> None:
+    config = PretrainConfig.from_cli(Path(__file__).with_suffix(".toml"))
+    train, held_out = read_text(config.text)
+    trainer = Trainer(config, model=Decoder(config), data=train, evaluation_data=held_out, task=NextByte())
+    trainer.events.on(Finished, lambda done: report(done, config.text.length))
+    trainer.train()
+
+
+if __name__ == "__main__":
+    with command_line():
+        main()

@@ -1,0 +1,161 @@
+"""Keeps a run's values in a text file of one JSON object a line, which any tool reads and a kill cannot spoil."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, final
+
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from d9d_dist import UserError
+
+RESERVED_NAMES = frozenset({"step", "time", "config"})
+
+
+@final
+class JsonlTracker:
+    """Appends to a JSON Lines file.
+
+    A call of `log` writes `{"step": 10, "time": 1767225600.0, "loss": 2.5}`, where the time is in seconds since 1970,
+    and `log_config` writes `{"time": 1767225600.0, "config": {...}}`. Numbers that JSON does not know are written as
+    the strings `"nan"`, `"inf"` and `"-inf"`, which Python's `float` and pandas' `to_numeric` read; `read_metrics`
+    gives numbers back. Each line is one write straight to the operating system: what was logged survives the process,
+    however it ends.
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        """Open the file for appending, with its folder if needed; a last line that a kill cut short is dropped.
+
+        Args:
+            path: The file, usually `metrics.jsonl` in the run's folder.
+            clock: Gives the time of a line, in seconds.
+        """
+        self._path = path
+        self._clock = clock
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_torn_line(path)
+        self._file = path.open("ab", buffering=0)
+
+    def resume(self, step: int) -> None:
+        """Drop the lines of later steps.
+
+        The file is replaced as a whole, so a kill leaves either the old one or the new one.
+
+        Raises:
+            UserError: If a line is not a JSON object; the file stays as it was.
+        """
+        self._file.close()
+        kept = [line for line, record in _lines(self._path) if record.get("step", step) <= step]
+        _replace(self._path, b"".join(kept))
+        self._file = self._path.open("ab", buffering=0)
+
+    def log_config(self, config: Mapping[str, JsonValue]) -> None:
+        """Append a line with the configuration."""
+        self._append({"time": self._clock(), "config": dict(config)})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Append a line with the values of a step.
+
+        Raises:
+            UserError: If a value has the name of one of the line's own fields.
+        """
+        if taken := RESERVED_NAMES & values.keys():
+            raise UserError(f"got values named {sorted(taken)}, which a line of {self._path} uses itself; rename them.")
+        numbers = {name: _to_json(float(value)) for name, value in values.items()}
+        self._append({"step": step, "time": self._clock(), **numbers})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _append(self, record: Mapping[str, object]) -> None:
+        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+
+
+@final
+class JsonlTrackerConfig(BaseModel):
+    """Chooses a JSON Lines file in the run's folder.
+
+    Attributes:
+        kind: The word that chooses this tracker.
+        file: Name of the file, relative to the run's folder.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["jsonl"] = "jsonl"
+    file: str = "metrics.jsonl"
+
+    def build(self, run_dir: Path) -> JsonlTracker:
+        """Open the file in the run's folder."""
+        return JsonlTracker(run_dir / self.file)
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Read what a `JsonlTracker` logged.
+
+    Args:
+        path: The file; a last line that is still being written is left out.
+
+    Returns:
+        One mapping for each call of `log`, in order: the values by name, with `step` and `time`. Configurations are
+        left out.
+
+    Raises:
+        UserError: If a line is not a JSON object.
+    """
+    return [
+        {name: float(value) for name, value in record.items()} | {"step": record["step"]}
+        for _, record in _lines(path)
+        if "step" in record
+    ]
+
+
+def _to_json(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield the complete lines of a file with what they say."""
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if line.endswith(b"\n"):
+            yield line, _parse(line, f"line {number} of {path}")
+
+
+def _parse(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise UserError(f"{place} is {line[:40]!r}; expected a JSON object. Delete the line or the file.")
+    return record
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off what follows the last newline."""
+    content = path.read_bytes() if path.exists() else b""
+    if content and not content.endswith(b"\n"):
+        _replace(path, content[: content.rfind(b"\n") + 1])
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Put a new file in the place of an old one, at once and for good."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    _fsync_folder(path.parent)
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

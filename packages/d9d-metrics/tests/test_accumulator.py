@@ -1,0 +1,54 @@
+import math
+
+import pytest
+import torch
+
+from d9d_metrics import Accumulator
+from d9d_metrics.accumulator import Reduction
+
+
+@pytest.mark.parametrize(("reduction", "expected"), [("sum", 6.0), ("max", 4.0), ("min", -1.0)])
+def test_combines_numbers_and_tensors_of_any_dtype(reduction: Reduction, expected: float) -> None:
+    accumulator = Accumulator(reduction)
+    accumulator.update(3)
+    accumulator.update(torch.tensor(4, dtype=torch.int32))
+    accumulator.update(torch.tensor(-1.0, dtype=torch.bfloat16))
+    assert accumulator.value.dtype == torch.float64
+    assert accumulator.value.item() == expected
+
+
+@pytest.mark.parametrize(("reduction", "identity"), [("sum", 0.0), ("max", -math.inf), ("min", math.inf)])
+def test_reset_returns_to_the_identity(reduction: Reduction, identity: float) -> None:
+    accumulator = Accumulator(reduction, shape=[2])
+    assert accumulator.value.tolist() == [identity, identity]
+    accumulator.update(torch.tensor([1.0, 2.0]))
+    assert accumulator.value.tolist() == [1.0, 2.0]
+    accumulator.reset()
+    assert accumulator.value.tolist() == [identity, identity]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "max", "min"])
+@pytest.mark.parametrize("nan", [math.nan, torch.tensor(math.nan)])
+def test_nan_wins_and_stays(reduction: Reduction, nan: float | torch.Tensor) -> None:
+    accumulator = Accumulator(reduction)
+    for value in (1.0, nan, 2.0):
+        accumulator.update(value)
+    assert accumulator.value.isnan()
+
+
+def test_keeps_no_graph() -> None:
+    accumulator = Accumulator("sum")
+    accumulator.update(torch.tensor(2.0, requires_grad=True) * 3)
+    assert not accumulator.value.requires_grad
+
+
+def test_a_million_tokens_are_counted_exactly() -> None:
+    accumulator = Accumulator("sum")
+    accumulator.update(torch.tensor(2**53 - 1))
+    accumulator.update(1)
+    assert accumulator.value.item() == 2**53
+
+
+def test_refuses_a_tensor_of_another_shape() -> None:
+    with pytest.raises(RuntimeError, match="shape"):
+        Accumulator("sum", shape=[3]).update(torch.ones(2, 3))

@@ -1,0 +1,50 @@
+import pytest
+import torch
+
+from d9d_dist import UserError
+from d9d_metrics import Max, Sum, WeightedMean
+
+
+def test_state_goes_through_a_state_dict() -> None:
+    saved = WeightedMean()
+    saved.update(6.0, 4.0)
+    loaded = WeightedMean()
+    loaded.load_state_dict(saved.state_dict())
+    loaded.update(2.0, 4.0)
+    assert loaded.compute().item() == 1.0
+    assert saved.compute().item() == 1.5
+
+
+def test_a_state_dict_is_a_copy() -> None:
+    metric = Sum()
+    state = metric.state_dict()
+    metric.update(1.0)
+    assert state["total"].item() == 0.0
+
+
+def test_refuses_the_state_of_another_metric_and_stays_as_it_was() -> None:
+    metric = WeightedMean()
+    metric.update(6.0, 4.0)
+    message = r"WeightedMean has the tensors \{'total': \(\)\}; expected \{'total': \(\), 'weight': \(\)\}"
+    with pytest.raises(UserError, match=message):
+        metric.load_state_dict(Sum().state_dict())
+    assert metric.compute().item() == 1.5
+
+
+def test_refuses_a_state_of_another_shape() -> None:
+    with pytest.raises(UserError, match=r"\{'total': \(2,\)\}; expected \{'total': \(\)\}"):
+        Sum().load_state_dict({"total": torch.zeros(2, dtype=torch.float64)})
+
+
+def test_reset_forgets_everything() -> None:
+    metric = WeightedMean()
+    metric.update(6.0, 4.0)
+    metric.reset()
+    metric.update(3.0, 1.0)
+    assert metric.compute().item() == 3.0
+
+
+def test_moves_to_a_device_in_place() -> None:
+    metric = Max()
+    assert metric.to("meta") is metric
+    assert metric.compute().device.type == "meta"

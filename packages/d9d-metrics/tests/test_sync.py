@@ -1,0 +1,133 @@
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from d9d_dist.testing import run_ranks
+from d9d_metrics import (
+    Accumulator,
+    BitsPerByte,
+    Max,
+    Metric,
+    Min,
+    Perplexity,
+    Sum,
+    WeightedMean,
+    compute_metrics,
+    sync_metrics,
+)
+
+Values = list[float]
+
+
+class PerClassCount(Metric):
+    """Holds accumulators of more than one dim and both kinds of reduction."""
+
+    def __init__(self) -> None:
+        self.counts = Accumulator("sum", shape=[2, 3])
+        self.largest = Accumulator("max", shape=[3])
+
+    def accumulators(self) -> dict[str, Accumulator]:
+        return {"counts": self.counts, "largest": self.largest}
+
+    def update(self, values: torch.Tensor) -> None:
+        self.counts.update(values)
+        self.largest.update(values.amax(0))
+
+    def compute(self) -> torch.Tensor:
+        return self.counts.value.sum(0) - self.largest.value
+
+
+def every_metric(values: Sequence[float]) -> dict[str, Metric]:
+    """All of the catalogue, fed with values one by one."""
+    total, mean, largest, smallest = Sum(), WeightedMean(), Max(), Min()
+    bits, perplexity = BitsPerByte(), Perplexity()
+    for value in values:
+        total.update(value)
+        mean.update(value, abs(value) + 1)
+        largest.update(value)
+        smallest.update(value)
+        bits.update(abs(value), 3)
+        perplexity.update(abs(value) / 1e3, 2)
+    return {"sum": total, "mean": mean, "max": largest, "min": smallest, "bits": bits, "perplexity": perplexity}
+
+
+def computed_on_ranks(cases: list[list[Values]]) -> list[dict[str, float]]:
+    dist.init_process_group("gloo")
+    group, rank = dist.group.WORLD, dist.get_rank()
+    return [compute_metrics(every_metric(case[rank]), group) for case in cases]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_equals_one_process_however_the_data_is_split(world_size: int, data: st.DataObject) -> None:
+    values = st.lists(st.floats(-1e3, 1e3, width=32), max_size=6)
+    split = st.lists(values, min_size=world_size, max_size=world_size)
+    cases = data.draw(st.lists(split, min_size=5, max_size=30))
+    results = run_ranks(computed_on_ranks, cases, world_size=world_size)
+    for rank_results in results:
+        for case, result in zip(cases, rank_results, strict=True):
+            expected = compute_metrics(every_metric([value for part in case for value in part]), None)
+            assert result == pytest.approx(expected, rel=1e-12, abs=1e-10)
+    assert all(result == results[0] for result in results), "ranks disagree"
+
+
+def count_collectives() -> tuple[int, list[float], list[float]]:
+    dist.init_process_group("gloo")
+    count = PerClassCount()
+    count.update(torch.arange(6.0).view(2, 3) * (1 if dist.get_rank() == 0 else -1))
+    metrics = {f"mean {i}": WeightedMean() for i in range(20)} | {"count": count, "max": Max(), "min": Min()}
+    with torch.profiler.profile() as profile:
+        synced = sync_metrics(metrics, dist.group.WORLD)
+    num_collectives = sum(event.name == "gloo:all_reduce" for event in profile.events())
+    return num_collectives, synced["count"].compute().tolist(), count.counts.value.flatten().tolist()
+
+
+def test_all_metrics_take_two_collectives_whatever_their_shapes() -> None:
+    first, second = run_ranks(count_collectives, world_size=2)
+    assert first[0] == second[0] == 2
+    assert first[1] == second[1] == [-3.0, -4.0, -5.0]
+    assert first[2] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "the local state changed"
+
+
+def sync_thrice_over_a_mesh() -> tuple[list[float], float, float, bool]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    rank = dist.get_rank()
+    total, other, largest = Sum(), Sum(), Max()
+    total.update(10.0**rank)
+    other.update(-1.0)
+    largest.update(math.nan if rank == 2 else float(rank))
+    metrics = {"total": total, "other": other, "largest": largest}
+    if rank == 3:
+        metrics = dict(reversed(metrics.items()))
+    both = [sync_metrics(metrics, mesh)["total"].compute().item() for _ in range(2)]
+    row = compute_metrics({"total": total}, mesh["b"])["total"]
+    synced = sync_metrics(metrics, mesh)
+    return both, row, total.compute().item(), bool(synced["largest"].compute().isnan())
+
+
+def test_over_a_mesh_repeatedly_in_any_order_with_nan() -> None:
+    results = run_ranks(sync_thrice_over_a_mesh, world_size=4)
+    assert [result[0] for result in results] == [[1111.0, 1111.0]] * 4
+    assert [result[1] for result in results] == [11.0, 11.0, 1100.0, 1100.0]
+    assert [result[2] for result in results] == [1.0, 10.0, 100.0, 1000.0]
+    assert [result[3] for result in results] == [True] * 4
+
+
+def test_alone_it_copies() -> None:
+    metric = Max()
+    metric.update(1.0)
+    synced = sync_metrics({"max": metric}, None)["max"]
+    metric.update(2.0)
+    assert (synced.compute().item(), metric.compute().item()) == (1.0, 2.0)
+
+
+def test_no_metrics_are_no_values() -> None:
+    assert sync_metrics({}, None) == {}
+    assert compute_metrics({}, None) == {}

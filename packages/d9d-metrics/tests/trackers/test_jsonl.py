@@ -1,0 +1,116 @@
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from d9d_dist import UserError
+from d9d_metrics import JsonlTracker, JsonlTrackerConfig, read_metrics
+
+
+def tracker_with_steps(path: Path, *steps: int) -> JsonlTracker:
+    tracker = JsonlTracker(path)
+    for step in steps:
+        tracker.log(step, {"loss": 1.0 / (step + 1)})
+    return tracker
+
+
+def steps_in(path: Path) -> list[float]:
+    return [record["step"] for record in read_metrics(path)]
+
+
+def test_writes_one_json_object_a_line(tmp_path: Path) -> None:
+    clock = itertools.count(100.5)
+    tracker = JsonlTracker(tmp_path / "runs" / "metrics.jsonl", clock=lambda: next(clock))
+    tracker.log_config({"name": "größe", "mesh": {"dp": 2}})
+    tracker.log(3, {"loss": 2, "rate": 0.5})
+    tracker.close()
+    assert (tmp_path / "runs" / "metrics.jsonl").read_text(encoding="utf-8") == (
+        '{"time": 100.5, "config": {"name": "größe", "mesh": {"dp": 2}}}\n'
+        '{"step": 3, "time": 101.5, "loss": 2.0, "rate": 0.5}\n'
+    )
+
+
+def test_a_line_is_in_the_file_when_log_returns(tmp_path: Path) -> None:
+    tracker_with_steps(tmp_path / "metrics.jsonl", 1)
+    assert steps_in(tmp_path / "metrics.jsonl") == [1]
+
+
+@given(values=st.dictionaries(st.text().filter(lambda name: name not in {"step", "time", "config"}), st.floats()))
+def test_reads_back_every_float_and_every_name(
+    values: dict[str, float], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+    tracker = JsonlTracker(path, clock=lambda: 0.0)
+    tracker.log(7, values)
+    tracker.close()
+    (record,) = read_metrics(path)
+    assert record == pytest.approx(values | {"step": 7, "time": 0.0}, rel=0, abs=0, nan_ok=True)
+
+
+def test_non_finite_values_are_strict_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    JsonlTracker(path).log(1, {"a": math.nan, "b": math.inf, "c": -math.inf})
+    record = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert (record["a"], record["b"], record["c"]) == ("nan", "inf", "-inf")
+
+
+def test_resume_forgets_later_steps_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker_with_steps(path, 1, 2, 3, 4).close()
+    tracker = JsonlTracker(path)
+    tracker.resume(2)
+    tracker.log(3, {"loss": 9.0})
+    assert steps_in(path) == [1, 2, 3]
+    assert read_metrics(path)[-1]["loss"] == 9.0
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"], "a temporary file stayed"
+
+
+def test_resume_keeps_the_mode_that_new_files_have(tmp_path: Path) -> None:
+    tracker = tracker_with_steps(tmp_path / "metrics.jsonl", 1, 2)
+    before = (tmp_path / "metrics.jsonl").stat().st_mode
+    tracker.resume(1)
+    assert (tmp_path / "metrics.jsonl").stat().st_mode == before
+
+
+def test_resume_from_nothing_forgets_every_step_but_no_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log_config({"name": "first"})
+    tracker.log(0, {"loss": 1.0})
+    tracker.resume(-1)
+    assert json.loads(path.read_text())["config"] == {"name": "first"}
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "time": 1.0, "lo', b"{", b'{"step": 2, "time": 1.0}'])
+def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker_with_steps(path, 1).close()
+    path.write_bytes(path.read_bytes() + torn)
+    assert steps_in(path) == [1]
+    tracker_with_steps(path, 2).close()
+    assert steps_in(path) == [1, 2]
+
+
+def test_a_broken_line_is_named_and_the_file_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n[1, 2]\n')
+    with pytest.raises(
+        UserError, match=r"line 2 of .*metrics\.jsonl is b'\[1, 2\]\\n'; expected a JSON object\. Delete"
+    ):
+        JsonlTracker(path).resume(0)
+    assert path.read_bytes() == b'{"step": 1}\n[1, 2]\n'
+
+
+def test_refuses_a_value_named_like_a_field_of_the_line(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"got values named \['step', 'time'\], which a line of .* uses itself; rename"):
+        tracker.log(1, {"time": 1.0, "step": 2.0, "loss": 0.0})
+
+
+def test_config_names_the_file_in_the_run_folder(tmp_path: Path) -> None:
+    JsonlTrackerConfig(file="curves.jsonl").build(tmp_path).log(1, {})
+    assert steps_in(tmp_path / "curves.jsonl") == [1]

@@ -1,0 +1,34 @@
+"""One layer of a pre-norm decoder, open at both of its blocks: any attention, any feed-forward."""
+
+from typing import final
+
+from torch import Tensor, nn
+
+from d9d_modules.rms_norm import RMSNorm
+from d9d_modules.rope import RotaryTables
+
+
+@final
+class DecoderLayer(nn.Module):
+    """`h = x + attention(norm(x))`, then `h + feed_forward(norm(h))`.
+
+    Args:
+        hidden_size: Size of the last dim of input and output.
+        attention: Called with hidden states [B, L, D] and the rotary tables; returns [B, L, D].
+        feed_forward: Called with hidden states [B, L, D]; returns [B, L, D].
+        norm_eps: Epsilon of both RMS norms.
+    """
+
+    def __init__(
+        self, hidden_size: int, *, attention: nn.Module, feed_forward: nn.Module, norm_eps: float = 1e-6
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(hidden_size, eps=norm_eps)
+        self.attention = attention
+        self.feed_forward_norm = RMSNorm(hidden_size, eps=norm_eps)
+        self.feed_forward = feed_forward
+
+    def forward(self, x_BLD: Tensor, rotary: RotaryTables) -> Tensor:
+        """Map hidden states [B, L, D] to the same shape and dtype."""
+        attended_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rotary)
+        return attended_BLD + self.feed_forward(self.feed_forward_norm(attended_BLD))

@@ -1,0 +1,29 @@
+import torch
+from torch import Tensor, nn
+
+from d9d_modules import DecoderLayer, RotaryTables, rotary_tables
+
+
+class _Attention(nn.Module):
+    def forward(self, x: Tensor, rotary: RotaryTables) -> Tensor:
+        return 2 * x + rotary.cos.sum()
+
+
+class _FeedForward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x + 1
+
+
+def test_both_blocks_are_residual_and_normalised_before() -> None:
+    layer = DecoderLayer(4, attention=_Attention(), feed_forward=_FeedForward(), norm_eps=0.1).double()
+    nn.init.normal_(layer.attention_norm.weight)
+    nn.init.normal_(layer.feed_forward_norm.weight)
+    rotary = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=2, theta=10.0)
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+
+    def norm(y: Tensor, weight: Tensor) -> Tensor:
+        return y / (y.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight
+
+    attended = x + 2 * norm(x, layer.attention_norm.weight) + rotary.cos.sum()
+    expected = attended + 3 * norm(attended, layer.feed_forward_norm.weight) + 1
+    torch.testing.assert_close(layer(x, rotary), expected)

@@ -1,0 +1,79 @@
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from d9d_dist import UserError
+from d9d_modules import Qwen3ForCausalLM, Qwen3Params, generate
+
+VOCAB = 8
+
+
+def _successor(input_ids: Tensor) -> Tensor:
+    """The likeliest token is the last one plus one; the second likeliest is the last one plus two."""
+    return 2.0 * F.one_hot((input_ids + 1) % VOCAB, VOCAB) + 1.0 * F.one_hot((input_ids + 2) % VOCAB, VOCAB)
+
+
+def test_temperature_zero_takes_the_likeliest() -> None:
+    prompt = torch.tensor([[3], [6]])
+    continued = generate(_successor, prompt, max_new_tokens=4, max_context=10, temperature=0)
+    assert continued.tolist() == [[3, 4, 5, 6, 7], [6, 7, 0, 1, 2]]
+
+
+def test_the_model_sees_at_most_the_context() -> None:
+    seen: list[list[int]] = []
+
+    def model(input_ids: Tensor) -> Tensor:
+        seen.append(input_ids[0].tolist())
+        return _successor(input_ids)
+
+    generate(model, torch.tensor([[0, 1]]), max_new_tokens=3, max_context=3, temperature=0)
+    assert seen == [[0, 1], [0, 1, 2], [1, 2, 3]]
+
+
+def test_top_k_draws_among_the_likeliest_only() -> None:
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.zeros(500, 1, dtype=torch.int64)
+    drawn = generate(_successor, prompt, top_k=2, max_new_tokens=1, max_context=1, generator=generator)[:, 1]
+    assert set(drawn.tolist()) == {1, 2}
+    # exp(2) : exp(1)
+    assert abs((drawn == 1).float().mean().item() - 0.731) < 0.07
+    everything = generate(_successor, prompt, max_new_tokens=1, max_context=1, generator=generator)[:, 1]
+    assert set(everything.tolist()) == set(range(VOCAB))
+
+
+def test_top_k_beyond_the_vocabulary_takes_all() -> None:
+    continued = generate(_successor, torch.tensor([[0]]), max_new_tokens=2, max_context=4, top_k=100)
+    assert continued.shape == (1, 3)
+
+
+def test_low_temperature_sharpens() -> None:
+    prompt = torch.zeros(300, 1, dtype=torch.int64)
+    drawn = generate(_successor, prompt, max_new_tokens=1, max_context=1, temperature=0.05)[:, 1]
+    assert drawn.eq(1).all()
+
+
+def test_equal_seeds_give_equal_text_and_no_graph() -> None:
+    params = Qwen3Params(
+        vocab_size=16, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=8
+    )
+    model = Qwen3ForCausalLM(params)
+    prompt = torch.randint(0, 16, (2, 3))
+    first, second = (
+        generate(model, prompt, max_new_tokens=6, max_context=4, generator=torch.Generator().manual_seed(5))
+        for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    assert torch.equal(first[:, :3], prompt)
+
+
+def test_bad_options_are_refused() -> None:
+    prompt = torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(UserError, match=r"input_ids have shape \(2, 0\); expected \[batch, length\] with length >= 1"):
+        generate(_successor, prompt.new_zeros(2, 0), max_new_tokens=1, max_context=1)
+    with pytest.raises(UserError, match=r"max_context = 0; expected at least 1 token"):
+        generate(_successor, prompt, max_new_tokens=1, max_context=0)
+    with pytest.raises(UserError, match=r"temperature = -1\.0; expected 0 \(the likeliest token\) or more"):
+        generate(_successor, prompt, max_new_tokens=1, max_context=1, temperature=-1.0)
+    with pytest.raises(UserError, match=r"top_k = 0; expected at least 1, or None for all tokens"):
+        generate(_successor, prompt, max_new_tokens=1, max_context=1, top_k=0)

@@ -1,0 +1,39 @@
+"""The experts: as many SwiGLU blocks as there are groups of rows, computed together."""
+
+from typing import final
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from d9d_moe.grouped_linear import GroupedLinear
+
+
+@final
+class GroupedSwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, with the projections of the expert that each row belongs to.
+
+    Args:
+        num_experts: Number of experts.
+        hidden_size: Size of the last dim of input and output.
+        intermediate_size: Size of the gated space of each expert.
+        init_std: Standard deviation of the initial weights.
+    """
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, *, init_std: float = 0.02) -> None:
+        super().__init__()
+        self.gate_proj = GroupedLinear(num_experts, hidden_size, intermediate_size, init_std=init_std)
+        self.up_proj = GroupedLinear(num_experts, hidden_size, intermediate_size, init_std=init_std)
+        self.down_proj = GroupedLinear(num_experts, intermediate_size, hidden_size, init_std=init_std)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Map rows to rows.
+
+        Args:
+            rows: Rows [N, hidden_size], sorted by expert.
+            counts: Number of rows of each expert [num_experts], integer; they add up to N.
+
+        Returns:
+            Rows [N, hidden_size], in the same order and dtype.
+        """
+        gated = F.silu(self.gate_proj(rows, counts)) * self.up_proj(rows, counts)
+        return self.down_proj(gated, counts)

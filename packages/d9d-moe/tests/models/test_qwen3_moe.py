@@ -1,0 +1,130 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from d9d_dist import MeshConfig, StageInfo, UserError, materialize, parallelize_fsdp
+from d9d_dist.testing import run_ranks
+from d9d_modules import Qwen3Params, SwiGLU, checkpoint_activations
+from d9d_moe import MoeFeedForward, Qwen3MoeForCausalLM, Qwen3MoeParams
+
+PARAMS = Qwen3MoeParams(
+    decoder=Qwen3Params(
+        vocab_size=19,
+        hidden_size=12,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        intermediate_size=20,
+        initializer_range=0.3,
+    ),
+    num_experts=5,
+    top_k=2,
+    expert_intermediate_size=10,
+    dense_layers=(1,),
+)
+
+
+def test_chained_stages_are_the_whole_model() -> None:
+    whole = Qwen3MoeForCausalLM(PARAMS).double()
+    input_ids, labels = torch.randint(0, 19, (2, 2, 7))
+    expected = whole(input_ids, labels=labels)
+    expected.sum().backward()
+    state = whole.state_dict()
+    stages = [Qwen3MoeForCausalLM(PARAMS, StageInfo(index, 3)).double() for index in range(3)]
+    hidden = input_ids
+    for stage in stages:
+        stage.load_state_dict({name: state[name] for name in stage.state_dict()})
+        hidden = stage(hidden, labels=labels)
+    hidden.sum().backward()
+    torch.testing.assert_close(hidden, expected, rtol=1e-12, atol=1e-12)
+    split = {name: parameter.grad for stage in stages for name, parameter in stage.named_parameters()}
+    torch.testing.assert_close(split, {name: p.grad for name, p in whole.named_parameters()}, rtol=1e-10, atol=1e-12)
+
+
+def test_dense_layers_stay_dense_at_their_global_index() -> None:
+    stage = Qwen3MoeForCausalLM(PARAMS, StageInfo(0, 2))
+    blocks = [layer.feed_forward for layer in stage.layers.values()]
+    assert isinstance(blocks[0], MoeFeedForward)
+    assert isinstance(blocks[1], SwiGLU)
+    last = Qwen3MoeForCausalLM(PARAMS, StageInfo(1, 2))
+    assert all(isinstance(layer.feed_forward, MoeFeedForward) for layer in last.layers.values())
+
+
+def test_sizes_reach_the_experts() -> None:
+    model = Qwen3MoeForCausalLM(replace(PARAMS, renormalize=False))
+    block = model.layers["0"].feed_forward
+    assert isinstance(block, MoeFeedForward)
+    assert block.experts.gate_proj.weight.shape == (5, 10, 12)
+    assert block.router.top_k == 2
+    assert not block.router.renormalize
+
+
+def test_built_on_meta_and_materialised_it_is_complete() -> None:
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(replace(PARAMS, decoder=replace(PARAMS.decoder, tie_word_embeddings=True)))
+    materialize(model, device=torch.device("cpu"), seed=0)
+    ids = torch.randint(0, 19, (2, 3))
+    assert model(ids, labels=ids).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_stages_run_on_meta(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        first, last = (Qwen3MoeForCausalLM(PARAMS, StageInfo(index, 2)).to(dtype) for index in range(2))
+        hidden = first(torch.empty(2, 3, dtype=torch.int64))
+        losses = last(hidden, labels=torch.empty(2, 3, dtype=torch.int64))
+    assert (hidden.shape, hidden.dtype) == ((2, 3, 12), dtype)
+    assert (losses.shape, losses.dtype) == ((2, 3), dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0}, r"num_experts = 0; expected a number above 0"),
+        ({"expert_intermediate_size": 0}, r"expert_intermediate_size = 0; expected a number above 0"),
+        ({"top_k": 6}, r"top_k = 6; expected 1 <= top_k <= num_experts = 5"),
+        ({"dense_layers": (0, 4)}, r"dense_layers names layer 4; expected indices from 0 to 3"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        replace(PARAMS, **changes)
+
+
+def test_a_tied_model_in_several_stages_is_refused() -> None:
+    tied = replace(PARAMS, decoder=replace(PARAMS.decoder, tie_word_embeddings=True))
+    with pytest.raises(UserError, match=r"tie_word_embeddings = True with 2 pipeline stages"):
+        Qwen3MoeForCausalLM(tied, StageInfo(1, 2))
+
+
+def _sharded_gradients(params: Qwen3MoeParams, input_ids: Tensor) -> dict[str, Tensor]:
+    """Gradients of the summed loss, as full tensors."""
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        mesh = ctx.mesh_for("dense")["dp_cp_shard"]
+        with torch.device("meta"):
+            model = Qwen3MoeForCausalLM(params).double()
+        for layer in model.layers.values():
+            checkpoint_activations(layer)
+            parallelize_fsdp(layer, mesh)
+        parallelize_fsdp(model, mesh)
+        materialize(model, device=ctx.device, seed=7)
+        mine = input_ids.chunk(2)[ctx.rank]
+        model(mine, labels=mine).sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        return {name: g.full_tensor() for name, g in gradients.items() if isinstance(g, DTensor)}
+
+
+def test_a_sharded_model_gives_the_gradients_of_one_process() -> None:
+    input_ids = torch.randint(0, 19, (4, 6))
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(PARAMS).double()
+    materialize(model, device=torch.device("cpu"), seed=7)
+    model(input_ids, labels=input_ids).sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for gradients in run_ranks(_sharded_gradients, PARAMS, input_ids, world_size=2):
+        torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)

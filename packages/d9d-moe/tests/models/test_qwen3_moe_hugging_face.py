@@ -1,0 +1,233 @@
+"""Against an independent implementation: `transformers`' Qwen3-MoE."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import Qwen3MoeForCausalLM as Reference
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
+
+from d9d_dist import StageInfo, UserError
+from d9d_modules import Qwen3Params
+from d9d_moe import (
+    Qwen3MoeForCausalLM,
+    Qwen3MoeParams,
+    qwen3_moe_from_hugging_face,
+    qwen3_moe_hugging_face_config,
+    qwen3_moe_params_from_hugging_face,
+)
+from d9d_state import StateMapper, load_model_state, save_model_state
+
+
+@st.composite
+def qwen3_moe_params(draw: st.DrawFn) -> Qwen3MoeParams:
+    num_kv_heads = draw(st.integers(1, 2))
+    num_layers = draw(st.integers(1, 3))
+    num_experts = draw(st.integers(1, 6))
+    decoder = Qwen3Params(
+        vocab_size=draw(st.integers(3, 40)),
+        # Multiples of 4 take the grouped kernel in float32, the others the loop.
+        hidden_size=draw(st.sampled_from([4, 8, 16, 10])),
+        num_layers=num_layers,
+        num_heads=num_kv_heads * draw(st.integers(1, 2)),
+        num_kv_heads=num_kv_heads,
+        head_dim=2 * draw(st.integers(1, 6)),
+        intermediate_size=draw(st.integers(1, 20)),
+        tie_word_embeddings=draw(st.booleans()),
+        rope_theta=10_000.0,
+    )
+    return Qwen3MoeParams(
+        decoder=decoder,
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, num_experts)),
+        expert_intermediate_size=draw(st.sampled_from([4, 12, 7])),
+        renormalize=draw(st.booleans()),
+        dense_layers=tuple(draw(st.sets(st.integers(0, num_layers - 1), max_size=1))),
+    )
+
+
+def _params(*, tied: bool = False) -> Qwen3MoeParams:
+    decoder = Qwen3Params(
+        vocab_size=21,
+        hidden_size=16,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        intermediate_size=24,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )
+    return Qwen3MoeParams(decoder=decoder, num_experts=4, top_k=2, expert_intermediate_size=12, dense_layers=(1,))
+
+
+def _reference(params: Qwen3MoeParams, dtype: torch.dtype) -> Reference:
+    config = Qwen3MoeConfig.from_dict(qwen3_moe_hugging_face_config(params))
+    # Its own choice would be torch's grouped kernel, which takes neither float64 nor unaligned sizes.
+    config._experts_implementation = "eager"
+    model = Reference(config).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3)
+    if dtype == torch.float64:
+        for module in model.modules():
+            _keep_float64(module)
+    return model
+
+
+def _keep_float64(module: nn.Module) -> None:
+    """The reference rounds to float32 inside its norm and its router, whatever it is given."""
+    match module:
+        case Qwen3MoeRMSNorm():
+            module.forward = partial(_norm, module)
+        case Qwen3MoeTopKRouter():
+            module.forward = partial(_route, module)
+
+
+def _norm(norm: Qwen3MoeRMSNorm, hidden_states: Tensor) -> Tensor:
+    return F.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _route(router: Qwen3MoeTopKRouter, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = F.linear(hidden_states.flatten(0, -2), router.weight)
+    chosen, indices = logits.softmax(-1).topk(router.top_k)
+    return logits, chosen / chosen.sum(-1, keepdim=True) if router.norm_topk_prob else chosen, indices
+
+
+def _on_disk(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The reference's own tensors, which fuse the experts in memory, under the names and shapes of its files."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            result[name] = tensor
+            continue
+        prefix, _, kind = name.rpartition(".")
+        for expert, matrix in enumerate(tensor):
+            projections = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
+            for projection, part in zip(projections, matrix.chunk(len(projections)), strict=True):
+                result[f"{prefix}.{expert}.{projection}.weight"] = part
+    return result
+
+
+def _apply(mapper: StateMapper, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    mapped: dict[str, Tensor] = {}
+    for group in mapper.groups:
+        mapped |= mapper.apply({name: tensors[name] for name in group.inputs})
+    return mapped
+
+
+def _relative_error(got: Tensor, expected: Tensor) -> float:
+    return ((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(params=qwen3_moe_params(), batch=st.integers(1, 3), length=st.integers(1, 10), seed=st.integers(0, 1000))
+def test_logits_losses_and_gradients_match(
+    *, dtype: torch.dtype, tolerance: float, params: Qwen3MoeParams, batch: int, length: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    mapper = qwen3_moe_from_hugging_face(params)
+    reference = _reference(params, dtype)
+    ours = Qwen3MoeForCausalLM(params).to(dtype)
+    ours.load_state_dict(_apply(mapper, _on_disk(dict(reference.named_parameters()))))
+    input_ids, labels = torch.randint(0, params.decoder.vocab_size, (2, batch, length))
+    labels[:, 1::3] = -100
+
+    expected_logits = reference(input_ids).logits
+    assert _relative_error(ours(input_ids), expected_logits) <= tolerance
+
+    expected = F.cross_entropy(expected_logits.flatten(0, 1), labels.flatten(), reduction="none").view(batch, length)
+    losses = ours(input_ids, labels=labels)
+    assert _relative_error(losses, expected) <= tolerance
+
+    expected.sum().backward()
+    losses.sum().backward()
+    # Some have no gradient in the reference: a router with one renormalised expert, experts that saw no token.
+    named = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in reference.named_parameters()
+    }
+    expected_gradients = _apply(mapper, _on_disk(named))
+    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    assert gradients.keys() == expected_gradients.keys()
+    largest = max(gradient.abs().max() for gradient in expected_gradients.values())
+    for name, gradient in gradients.items():
+        assert gradient is not None, name
+        # Relative to the whole gradient: a single tensor may be zero but for rounding (one token has no one to attend).
+        assert (gradient - expected_gradients[name]).abs().max() <= tolerance * largest, name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_stage_finds_its_tensors_in_the_checkpoint(tied: bool) -> None:
+    params = _params(tied=tied)
+    count = 1 if tied else 3
+    built = [name for i in range(count) for name in Qwen3MoeForCausalLM(params, StageInfo(i, count)).state_dict()]
+    mapper = qwen3_moe_from_hugging_face(params)
+    assert sorted(built) == sorted(mapper.outputs)
+    assert set(mapper.inputs) == set(_on_disk(dict(_reference(params, torch.float32).named_parameters())))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_export_loads_in_the_reference(tmp_path: Path, tied: bool) -> None:
+    params = _params(tied=tied)
+    model = Qwen3MoeForCausalLM(params)
+    save_model_state(
+        model,
+        tmp_path / "export",
+        qwen3_moe_from_hugging_face(params).inverse(),
+        extra_files={"config.json": qwen3_moe_hugging_face_config(params)},
+    )
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert isinstance(reference, Reference)
+    input_ids = torch.randint(0, 21, (2, 9))
+    assert _relative_error(model(input_ids), reference(input_ids).logits) <= 1e-5
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_of_the_reference_loads_in_stages(tmp_path: Path, tied: bool) -> None:
+    reference = _reference(_params(tied=tied), torch.float32)
+    reference.save_pretrained(tmp_path)
+    params = qwen3_moe_params_from_hugging_face(json.loads((tmp_path / "config.json").read_text()))
+    input_ids = torch.randint(0, 21, (2, 9))
+    hidden, num_stages = input_ids, 1 if tied else 2
+    for index in range(num_stages):
+        stage = Qwen3MoeForCausalLM(params, StageInfo(index, num_stages))
+        load_model_state(stage, tmp_path, qwen3_moe_from_hugging_face(params))
+        hidden = stage(hidden)
+    assert _relative_error(hidden, reference(input_ids).logits) <= 1e-5
+
+
+def test_the_config_survives_the_round_trip() -> None:
+    params = _params()
+    written = json.loads(json.dumps(qwen3_moe_hugging_face_config(params)))
+    assert qwen3_moe_params_from_hugging_face(written) == params
+    # As `transformers` writes it itself.
+    assert qwen3_moe_params_from_hugging_face(Qwen3MoeConfig.from_dict(written).to_diff_dict()) == params
+
+
+def test_the_sparse_step_names_dense_layers() -> None:
+    config = {**qwen3_moe_hugging_face_config(_params()), "decoder_sparse_step": 2, "mlp_only_layers": None}
+    assert qwen3_moe_params_from_hugging_face(config).dense_layers == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "qwen3"}, r"config\.json has model_type = 'qwen3'; only 'qwen3_moe' is supported"),
+        ({"attention_bias": True}, r"config\.json has attention_bias = True; only False is supported"),
+        ({"num_experts": None}, r"config\.json has no 'num_experts'"),
+        ({"mlp_only_layers": "0"}, r"config\.json has mlp_only_layers = '0'; expected a list of layer indices"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        qwen3_moe_params_from_hugging_face({**qwen3_moe_hugging_face_config(_params()), **changes})

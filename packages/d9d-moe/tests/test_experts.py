@@ -1,0 +1,18 @@
+import pytest
+import torch
+
+from d9d_modules import SwiGLU
+from d9d_moe import GroupedSwiGLU
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 6), (torch.float32, 8)])
+def test_each_expert_is_a_swiglu(dtype: torch.dtype, size: int) -> None:
+    experts = GroupedSwiGLU(3, size, 2 * size, init_std=1.0).to(dtype)
+    counts = [2, 0, 4]
+    rows = torch.randn(6, size, dtype=dtype)
+    expected = []
+    for expert, chunk in enumerate(rows.split(counts)):
+        dense = SwiGLU(size, 2 * size).to(dtype)
+        dense.load_state_dict({name: tensor[expert] for name, tensor in experts.state_dict().items()})
+        expected.append(dense(chunk))
+    torch.testing.assert_close(experts(rows, torch.tensor(counts)), torch.cat(expected), rtol=1e-4, atol=1e-4)

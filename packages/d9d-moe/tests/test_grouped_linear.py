@@ -1,0 +1,99 @@
+import pytest
+import torch
+from torch import Tensor
+
+from d9d_moe import GroupedLinear, GroupedMatmulBackend, choose_backend, grouped_matmul
+
+COUNTS = [[4, 0, 3, 5], [0, 0, 0, 12], [12, 0, 0, 0], [3, 3, 3, 3]]
+
+
+def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """One row at a time."""
+    groups = [group for group, count in enumerate(counts.tolist()) for _ in range(count)]
+    return torch.stack([weight[group] @ row for row, group in zip(x, groups, strict=True)])
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize(
+    ("backend", "dtype", "tolerance"),
+    [
+        ("eager", torch.float64, 1e-12),
+        ("eager", torch.float32, 1e-5),
+        ("grouped_mm", torch.float32, 1e-5),
+        ("grouped_mm", torch.bfloat16, 3e-2),
+    ],
+)
+def test_values_and_gradients(
+    backend: GroupedMatmulBackend, dtype: torch.dtype, tolerance: float, counts: list[int]
+) -> None:
+    x = torch.randn(12, 16, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, 8, 16, dtype=dtype, requires_grad=True)
+    sizes = torch.tensor(counts)
+    gradient = torch.randn(12, 8, dtype=dtype)
+    got = grouped_matmul(x, weight, sizes, backend=backend)
+    expected = _loop(x, weight, sizes)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=4 * tolerance)
+    got_gradients = torch.autograd.grad(got, (x, weight), gradient)
+    wanted = torch.autograd.grad(expected, (x, weight), gradient)
+    torch.testing.assert_close(got_gradients, wanted, rtol=tolerance, atol=8 * tolerance)
+    assert got_gradients[1][sizes == 0].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_inputs", "num_outputs", "num_rows", "expected"),
+    [
+        (torch.float32, 4, 8, 3, "grouped_mm"),
+        (torch.bfloat16, 8, 16, 3, "grouped_mm"),
+        (torch.float16, 8, 16, 3, "grouped_mm"),
+        (torch.float64, 4, 8, 3, "eager"),
+        (torch.float32, 5, 8, 3, "eager"),
+        (torch.float32, 4, 6, 3, "eager"),
+        (torch.bfloat16, 4, 8, 3, "eager"),
+        (torch.float32, 4, 8, 0, "eager"),
+    ],
+)
+def test_the_kernel_is_chosen_where_it_can_serve(
+    dtype: torch.dtype, num_inputs: int, num_outputs: int, num_rows: int, expected: GroupedMatmulBackend
+) -> None:
+    x = torch.randn(num_rows, num_inputs, dtype=dtype, requires_grad=True)
+    weight = torch.randn(2, num_outputs, num_inputs, dtype=dtype, requires_grad=True)
+    assert choose_backend(x, weight) == expected
+    y = grouped_matmul(x, weight, torch.tensor([0, num_rows]))
+    assert y.shape == (num_rows, num_outputs)
+    y.sum().backward()  # an expanded gradient, which the kernel refuses as it is
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert weight.grad[0].eq(0).all()
+
+
+def test_rows_that_are_not_contiguous_are_served() -> None:
+    x = torch.randn(8, 6).T
+    weight = torch.randn(2, 4, 8)
+    counts = torch.tensor([2, 4])
+    torch.testing.assert_close(grouped_matmul(x, weight, counts), _loop(x, weight, counts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_shapes_are_inferred_on_meta(dtype: torch.dtype) -> None:
+    x = torch.empty(6, 8, dtype=dtype, device="meta")
+    weight = torch.empty(2, 4, 8, dtype=dtype, device="meta", requires_grad=True)
+    y = grouped_matmul(x, weight, torch.empty(2, dtype=torch.int64, device="meta"))
+    assert (y.shape, y.dtype, y.is_meta) == ((6, 4), dtype, True)
+    y.sum().backward()
+    assert weight.grad is not None
+
+
+def test_the_module_multiplies_with_its_weight() -> None:
+    layer = GroupedLinear(3, 4, 8, init_std=1.0)
+    assert layer.weight.shape == (3, 8, 4)
+    x, counts = torch.randn(5, 4), torch.tensor([1, 0, 4])
+    torch.testing.assert_close(layer(x, counts), _loop(x, layer.weight, counts))
+
+
+def test_reset_parameters_draws_from_the_given_normal_distribution() -> None:
+    layer = GroupedLinear(4, 100, 150, init_std=0.3)
+    for _ in range(2):
+        assert abs(layer.weight.std().item() - 0.3) < 0.01
+        torch.nn.init.zeros_(layer.weight)
+        layer.reset_parameters()

@@ -1,0 +1,95 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from d9d_dist import UserError, materialize
+from d9d_modules import SwiGLU
+from d9d_moe import Dispatched, LocalDispatcher, MoeFeedForward, Routing
+
+
+def _dense_sum(moe: MoeFeedForward, x: Tensor) -> Tensor:
+    """Every expert on every token, weighed by a matrix that is zero where the router did not choose."""
+    tokens = x.flatten(0, -2)
+    routing = moe.router(tokens)
+    weights = torch.zeros(len(tokens), moe.num_experts, dtype=x.dtype)
+    weights = weights.scatter(1, routing.indices, routing.probabilities)
+    total = torch.zeros_like(tokens)
+    for expert in range(moe.num_experts):
+        state = {name: tensor[expert] for name, tensor in moe.experts.named_parameters()}
+        dense = SwiGLU(x.shape[-1], 7).to(x.dtype)
+        total = total + weights[:, expert : expert + 1] * torch.func.functional_call(dense, state, (tokens,))
+    return total.view_as(x)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_matches_all_experts_weighed_by_the_router(top_k: int, renormalize: bool) -> None:
+    moe = MoeFeedForward(6, 7, num_experts=5, top_k=top_k, renormalize=renormalize, init_std=0.7).double()
+    x = torch.randn(2, 4, 6, dtype=torch.float64, requires_grad=True)
+    got, expected = moe(x), _dense_sum(moe, x)
+    torch.testing.assert_close(got, expected)
+    inputs = (x, *moe.parameters())
+    gradient = torch.randn_like(x)
+    # With one renormalised expert, the weight is 1 whatever the router says, so the loop gives it no gradient.
+    wanted = torch.autograd.grad(expected, inputs, gradient)
+    torch.testing.assert_close(torch.autograd.grad(got, inputs, gradient), wanted)
+
+
+def test_all_tokens_to_one_expert() -> None:
+    moe = MoeFeedForward(6, 7, num_experts=5, top_k=1).double()
+    with torch.no_grad():
+        moe.router.weight.zero_()
+        moe.router.weight[3] = 100.0
+    x = torch.rand(9, 6, dtype=torch.float64) + 0.1
+    assert moe.router(x).indices.eq(3).all()
+    torch.testing.assert_close(moe(x), _dense_sum(moe, x))
+    moe(x).sum().backward()
+    gradient = moe.experts.down_proj.weight.grad
+    assert gradient is not None
+    assert [bool(expert.any()) for expert in gradient] == [False, False, False, True, False]
+
+
+def test_no_tokens() -> None:
+    moe = MoeFeedForward(8, 8, num_experts=4, top_k=2)
+    y = moe(torch.zeros(0, 3, 8))
+    assert y.shape == (0, 3, 8)
+    y.sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.eq(0).all() for parameter in moe.parameters())
+
+
+def test_recomputation_gives_the_same_gradients() -> None:
+    moe = MoeFeedForward(8, 8, num_experts=4, top_k=2)
+    x = torch.randn(5, 8, requires_grad=True)
+    inputs = (x, *moe.parameters())
+    expected = torch.autograd.grad(moe(x).square().sum(), inputs)
+    got = torch.autograd.grad(checkpoint(moe, x, use_reentrant=False).square().sum(), inputs)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_the_dispatcher_is_the_one_passed_in() -> None:
+    class Recording:
+        def __init__(self) -> None:
+            self.counts: list[int] = []
+
+        def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> Dispatched:
+            dispatched = LocalDispatcher().dispatch(tokens_TD, routing, num_experts=num_experts)
+            self.counts = dispatched.counts.tolist()
+            return dispatched
+
+    recording = Recording()
+    MoeFeedForward(4, 4, num_experts=3, top_k=2, dispatcher=recording)(torch.randn(5, 4))
+    assert sum(recording.counts) == 10
+
+
+def test_built_on_meta_and_materialised_it_is_complete() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(MoeFeedForward(32, 48, num_experts=4, top_k=2, init_std=0.1))
+    materialize(model, device=torch.device("cpu"), seed=0)
+    for name, parameter in model.named_parameters():
+        assert abs(parameter.std().item() - 0.1) < 0.02, name
+
+
+def test_top_k_above_the_experts_is_refused() -> None:
+    with pytest.raises(UserError, match=r"top_k = 3; expected 1 <= top_k <= num_experts = 2"):
+        MoeFeedForward(4, 4, num_experts=2, top_k=3)

@@ -1,0 +1,44 @@
+"""Several fine-tuning methods on one model, each on its own part."""
+
+from itertools import combinations
+from typing import final
+
+from torch import nn
+
+from d9d_dist import UserError
+from d9d_peft._pattern import shorten
+from d9d_peft.method import PeftMethod, Plan
+
+
+@final
+class Stack:
+    """Applies several methods at once; none may deal with a parameter that another one deals with."""
+
+    def __init__(self, *methods: PeftMethod) -> None:
+        """Stack methods; their order does not matter.
+
+        Args:
+            methods: At least one.
+
+        Raises:
+            UserError: If there is none.
+        """
+        if not methods:
+            raise UserError("Stack got no methods; expected at least one, as in Stack(LoRA(...), FullTune(...)).")
+        self._methods = methods
+
+    def plan(self, model: nn.Module) -> Plan:
+        """Join what the methods would do.
+
+        Raises:
+            UserError: If a method does not fit the model, or two methods claim the same parameters.
+        """
+        plans = [(method, method.plan(model)) for method in self._methods]
+        for (one, one_plan), (other, other_plan) in combinations(plans, 2):
+            if overlap := sorted(one_plan.claimed & other_plan.claimed):
+                raise UserError(f"{one} and {other} both claim {shorten(overlap)}; narrow one of their patterns.")
+        return Plan(
+            claimed=frozenset().union(*(plan.claimed for _, plan in plans)),
+            trainable=frozenset().union(*(plan.trainable for _, plan in plans)),
+            replacements={name: item for _, plan in plans for name, item in plan.replacements.items()},
+        )
