@@ -1,0 +1,153 @@
+"""Every change to a file system that this package makes, so that a test can kill it at each of them.
+
+Nothing here is atomic by itself but `rename`; the callers build commits from these steps.
+"""
+
+import ctypes
+import hashlib
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from d9d_dist import UserError
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_BLOCK = 1 << 24  # bytes hashed and written at a time, so that both work on what is in the cache
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a file must look like to be the one that was written.
+
+    Attributes:
+        size: In bytes.
+        sha256: Hexadecimal digest of the whole file.
+    """
+
+    size: int
+    sha256: str
+
+
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
+    """Create a file that does not exist yet, with its bytes on the disk when this returns."""
+    digest = hashlib.sha256()
+    size = 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        for part in parts:
+            view = memoryview(part).cast("B")
+            for start in range(0, len(view), _BLOCK):
+                block = view[start : start + _BLOCK]
+                digest.update(block)
+                _write_all(descriptor, block)
+            size += len(view)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return FileRecord(size, digest.hexdigest())
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and the ones above it, with their entries on the disk. One that exists stays as it is."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir()
+        fsync_folder(path.parent)
+
+
+def fsync_folder(path: Path) -> None:
+    """Bring the entries of a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(src: Path, dst: Path) -> None:
+    """Give a file or folder its final name; a file with that name is replaced in one step."""
+    src.rename(dst)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Swap two folders of one file system in one step, so that there is no moment in which either name is missing.
+
+    Where the system cannot do that, the moment is short, and the folder that was replaced is left as `.old`.
+    """
+    exchanged = _renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    if exchanged != 0:
+        aside = other.with_name(f"{other.name}.old")
+        rename(other, aside)
+        rename(one, other)
+        rename(aside, one)
+
+
+def remove_file(path: Path) -> None:
+    """Delete a file, if it exists."""
+    path.unlink(missing_ok=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder and what is in it. A symlink in it is deleted, not followed."""
+    for entry in sorted(path.iterdir()):
+        if entry.is_dir() and not entry.is_symlink():
+            remove_folder(entry)
+        else:
+            remove_file(entry)
+    path.rmdir()
+
+
+def digest_of(path: Path) -> FileRecord:
+    """Size and digest of a file as it is now."""
+    with path.open("rb") as file:
+        return FileRecord(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def member(folder: Path, name: str) -> Path:
+    """The path of a regular file in a folder, from a name that somebody else wrote.
+
+    Symlinks are refused, save those of the Hugging Face cache: from `snapshots/<revision>/` into `blobs/` beside it.
+
+    Raises:
+        UserError: If the name is not that of a file directly in the folder, or there is no regular file.
+    """
+    if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise UserError(f"{folder} names the file {name!r}; expected the plain name of a file in that folder.")
+    path = folder / name
+    try:
+        mode = path.lstat().st_mode
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}. The folder is incomplete; get it anew.") from error
+    if stat.S_ISLNK(mode) and _is_cache_link(path):
+        mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{path} is {_kind(mode)}; expected a regular file.")
+    return path
+
+
+def _renameat2(*arguments: int | bytes) -> int:
+    """Linux's `renameat2`, which Python does not offer; -1 where it does not exist or the file system refuses."""
+    try:
+        return int(ctypes.CDLL(None, use_errno=True).renameat2(*arguments))
+    except (AttributeError, OSError, TypeError):
+        return -1
+
+
+def _write_all(descriptor: int, block: memoryview) -> None:
+    while block:
+        block = block[os.write(descriptor, block) :]
+
+
+def _is_cache_link(path: Path) -> bool:
+    snapshots = path.parent.resolve().parent
+    return snapshots.name == "snapshots" and path.resolve().parent == snapshots.parent / "blobs" and path.exists()
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFLNK: "a symlink", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO"}
+    return kinds.get(stat.S_IFMT(mode), "a special file")

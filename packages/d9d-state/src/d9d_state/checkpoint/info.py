@@ -1,0 +1,125 @@
+"""One complete checkpoint, as it lies on disk: what can be known and proven of it before a tensor is read."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from d9d_dist import UserError
+from d9d_state import _files
+from d9d_state.checkpoint.manifest import STATE_NAME, Manifest, rank_state_name
+from d9d_state.errors import StateError
+from d9d_state.json_value import JsonValue, parse_json
+from d9d_state.tensor_info import TensorInfo
+
+_STEP_FOLDER = re.compile(r"step-(\d{8,18})")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A complete checkpoint, of which no tensor was read yet.
+
+    Attributes:
+        folder: Where it is.
+        manifest: What it consists of.
+    """
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps that were done when it was saved."""
+        return self.manifest.step
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Global shape and dtype of every tensor."""
+        return {name: record.info for name, record in self.manifest.tensors.items()}
+
+    @property
+    def state(self) -> JsonValue:
+        """What `save` got as `state`, read and verified.
+
+        Raises:
+            StateError: If the file is damaged.
+        """
+        return self._read_json(STATE_NAME)
+
+    @property
+    def rank_states(self) -> list[JsonValue]:
+        """What `save` got as `rank_state` on every rank, read and verified.
+
+        Raises:
+            StateError: If a file is damaged.
+        """
+        return [self._read_json(rank_state_name(rank)) for rank in range(self.manifest.num_ranks)]
+
+    def verify(self, names: list[str] | None = None) -> None:
+        """Read files and compare their digests with the manifest's.
+
+        Args:
+            names: Which files; `None` means all.
+
+        Raises:
+            StateError: Naming the damaged files.
+        """
+        damaged = [name for name in (self.manifest.files if names is None else names) if not self._is_sound(name)]
+        if damaged:
+            paths = ", ".join(str(self.folder / name) for name in damaged)
+            raise StateError(
+                f"{paths}: the content is not what was written at step {self.step}. "
+                f"Move {self.folder} away to resume from the checkpoint before it."
+            )
+
+    def _is_sound(self, name: str) -> bool:
+        try:
+            return _files.digest_of(_files.member(self.folder, name)) == self.manifest.files[name]
+        except (UserError, OSError):
+            return False
+
+    def _read_json(self, name: str) -> JsonValue:
+        self.verify([name])
+        return parse_json(_files.member(self.folder, name).read_bytes())
+
+
+def folder_name(step: int) -> str:
+    """The name of the folder with the checkpoint of a step.
+
+    Raises:
+        ValueError: If the step is negative.
+    """
+    if step < 0:
+        raise ValueError(f"got step = {step}; expected 0 or more.")
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int:
+    """The step that a folder name stands for; -1 if it is not the name of a complete checkpoint."""
+    match = _STEP_FOLDER.fullmatch(name)
+    step = int(match[1]) if match else -1
+    return step if match and name == folder_name(step) else -1
+
+
+def open_complete(path: Path) -> CheckpointInfo:
+    """Read the manifest of a folder and look at its files.
+
+    Raises:
+        StateError: Saying why it is no complete checkpoint.
+    """
+    step = step_of(path.name)
+    if step < 0 or path.is_symlink() or not path.is_dir():
+        raise StateError("it is no folder with the name of a complete checkpoint, such as step-00000100.")
+    manifest = Manifest.read(path)
+    if manifest.step != step:
+        raise StateError(f"its manifest is of step {manifest.step}.")
+    for name, record in manifest.files.items():
+        try:
+            size = _files.member(path, name).stat().st_size
+        except (UserError, OSError) as error:
+            raise StateError(str(error)) from error
+        if size != record.size:
+            raise StateError(f"{name} has {size} bytes, but {record.size} were written.")
+    return CheckpointInfo(path, manifest)

@@ -1,0 +1,127 @@
+"""The tensors of a job by name: the model's, and the optimizer's under the names of the parameters they belong to."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from d9d_dist import UserError
+from d9d_state.checkpoint.info import CheckpointInfo
+from d9d_state.module_tensors import unique_tensors
+from d9d_state.tensor_info import TensorInfo
+
+_MODEL = "model."
+_OPTIMIZER = "optimizer."
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer as `model.<name>`, a tied one once: what to save, or to load into."""
+    return {_MODEL + name: tensor.detach() for name, tensor in unique_tensors(model).items()}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as `optimizer.<parameter>.<key>`: what to save, or to load into.
+
+    Hyper-parameters are not state: whoever built the optimizer sets them again.
+
+    Args:
+        model: Whose parameters the optimizer updates.
+        optimizer: Its state per parameter is made of tensors and `None`.
+
+    Raises:
+        ValueError: If it updates a tensor that is no parameter of the model, or keeps state that is no tensor.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter, _ in _named_parameters(model, optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is None:
+                continue
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"the optimizer keeps {key} = {value!r} for {name}; expected a tensor. "
+                    "Keep it as a tensor, so that it can be saved."
+                )
+            tensors[f"{_OPTIMIZER}{name}.{key}"] = value
+    return tensors
+
+
+def prepare_optimizer_for_load(model: nn.Module, optimizer: Optimizer, info: CheckpointInfo) -> None:
+    """Give an optimizer state of the kind that a checkpoint holds, unset, for `optimizer_tensors` to name.
+
+    An optimizer that has not stepped yet has no state to load into. State of a parameter's shape is placed like the
+    parameter; the step counter is where torch's optimizers keep it; parameters that the checkpoint has no state for,
+    because they never had a gradient, have none afterwards.
+
+    Args:
+        model: Materialised and parallelised.
+        optimizer: Of the class that the checkpoint was saved with. What state it has is replaced.
+        info: The checkpoint.
+
+    Raises:
+        ValueError: If the optimizer updates a tensor that is no parameter of the model.
+    """
+    saved: dict[str, dict[str, TensorInfo]] = {}
+    for name, tensor_info in info.tensors.items():
+        if name.startswith(_OPTIMIZER):
+            parameter_name, _, key = name.removeprefix(_OPTIMIZER).rpartition(".")
+            saved.setdefault(parameter_name, {})[key] = tensor_info
+    for name, parameter, group in _named_parameters(model, optimizer):
+        optimizer.state.pop(parameter, None)
+        if name in saved:
+            optimizer.state[parameter] = {
+                key: _empty_state(key, tensor_info, parameter, group) for key, tensor_info in saved[name].items()
+            }
+
+
+def check_same_model(info: CheckpointInfo, model: nn.Module) -> None:
+    """Refuse a checkpoint of another model, before anything is started.
+
+    Args:
+        info: The checkpoint.
+        model: The whole model; `meta` is enough.
+
+    Raises:
+        UserError: Listing every tensor that is missing, unexpected, or of another shape or dtype.
+    """
+    saved = {
+        name.removeprefix(_MODEL): tensor_info for name, tensor_info in info.tensors.items() if name.startswith(_MODEL)
+    }
+    wanted = {name: TensorInfo.of(tensor) for name, tensor in unique_tensors(model).items()}
+    lines = [f"  the model has {name}, the checkpoint does not" for name in wanted if name not in saved]
+    lines += [f"  the checkpoint has {name}, the model does not" for name in saved if name not in wanted]
+    lines += [
+        f"  {name} is {saved[name].describe()} in the checkpoint, {wanted[name].describe()} in the model"
+        for name in wanted
+        if name in saved and saved[name] != wanted[name]
+    ]
+    if lines:
+        raise UserError(
+            f"{info.folder} is a checkpoint of another model:\n"
+            + "\n".join(lines)
+            + "\nUse the configuration it was saved with, or another run folder."
+        )
+
+
+def _named_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, Mapping[str, object]]]:
+    """Name, parameter and group of everything that the optimizer updates."""
+    names = {id(parameter): name for name, parameter in unique_tensors(model).items()}
+    found: list[tuple[str, Tensor, Mapping[str, object]]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"parameter {position} of the optimizer's group {index} is none of the model's; build the "
+                    "optimizer from the parameters of the parallelised model."
+                )
+            found.append((names[id(parameter)], parameter, group))
+    return found
+
+
+def _empty_state(key: str, info: TensorInfo, parameter: Tensor, group: Mapping[str, object]) -> Tensor:
+    if key == "step" and info.shape == ():
+        on_device = bool(group.get("capturable")) or bool(group.get("fused"))
+        return torch.empty((), dtype=info.dtype, device=parameter.device if on_device else "cpu")
+    if info.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=info.dtype, requires_grad=False)
+    return torch.empty(info.shape, dtype=info.dtype, device=parameter.device)

@@ -1,0 +1,130 @@
+"""The comparison of a mapper with both of its ends, before a byte of data is read: all mismatches in one report."""
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+from d9d_dist import UserError
+from d9d_state.model_folder import ModelFolder
+from d9d_state.module_tensors import aliases, module_tensors
+from d9d_state.tensor_info import TensorInfo
+
+if TYPE_CHECKING:
+    from d9d_state.mapper.graph import StateGroup, StateMapper
+
+
+def check(
+    mapper: "StateMapper",
+    *,
+    source: str | Path | Mapping[str, TensorInfo],
+    target: nn.Module | Mapping[str, TensorInfo],
+    unused: Literal["error", "ignore"],
+) -> None:
+    """Raise one `UserError` that lists everything that does not fit; see `StateMapper.check`."""
+    held = source if isinstance(source, Mapping) else ModelFolder.open(source).tensors
+    if isinstance(target, nn.Module):
+        wanted = {name: TensorInfo.of(tensor) for name, tensor in module_tensors(target).items()}
+        first_names = aliases(target)
+    else:
+        wanted = dict(target)
+        first_names = {name: name for name in wanted}
+    refuse_mismatches(
+        mapper,
+        held=held,
+        wanted=wanted,
+        first_names=first_names,
+        consumed=mapper.inputs if unused == "error" else held.keys(),
+    )
+
+
+def refuse_mismatches(
+    mapper: "StateMapper",
+    *,
+    held: Mapping[str, TensorInfo],
+    wanted: Mapping[str, TensorInfo],
+    first_names: Mapping[str, str],
+    consumed: Collection[str],
+) -> None:
+    """Raise the report, if there is anything to report.
+
+    Args:
+        mapper: What is checked.
+        held: The tensors of the source.
+        wanted: The tensors of the model, a tied one under each name.
+        first_names: For each name of the model the first name of the same tensor.
+        consumed: Names that the source may hold.
+
+    Raises:
+        UserError: Listing every mismatch.
+    """
+    skipped = skipped_groups(mapper, held=held.keys(), first_names=first_names)
+    groups = [group for group in mapper.groups if group not in skipped]
+    produced = [name for group in groups for name in group.outputs]
+    filled = {first_names[name] for name in produced if name in first_names}
+    sections = {
+        "missing in the file": [name for group in groups for name in group.inputs if name not in held],
+        "in the file, but unused; drop() them, or ignore what is unused": [
+            name for name in held if name not in consumed
+        ],
+        "produced, but not in the model": [name for name in produced if name not in wanted],
+        "in the model, but nothing fills them; keep() them if that is meant": [
+            name for name in wanted if first_names[name] == name and name not in filled
+        ],
+        "wrong shape or dtype": [line for group in groups for line in _misfits(mapper, group, held, wanted)],
+    }
+    report = [
+        line
+        for title, entries in sections.items()
+        if entries
+        for line in (f"  {title}:", *(f"    {entry}" for entry in entries))
+    ]
+    if report:
+        raise UserError("the checkpoint, the mapper and the model do not fit together:\n" + "\n".join(report))
+
+
+def skipped_groups(
+    mapper: "StateMapper", *, held: Iterable[str], first_names: Mapping[str, str]
+) -> frozenset["StateGroup"]:
+    """The groups that need not run: the source lacks them, and all they fill is filled under another, tied name."""
+    held = frozenset(held)
+    absent = [group for group in mapper.groups if group.inputs and held.isdisjoint(group.inputs)]
+    if not absent:
+        return frozenset()
+    filled = {
+        first_names[name]
+        for group in mapper.groups
+        if held.issuperset(group.inputs)
+        for name in group.outputs
+        if name in first_names
+    }
+    return frozenset(
+        group for group in absent if group.outputs and all(first_names.get(name) in filled for name in group.outputs)
+    )
+
+
+def _misfits(
+    mapper: "StateMapper", group: "StateGroup", held: Mapping[str, TensorInfo], wanted: Mapping[str, TensorInfo]
+) -> list[str]:
+    if not group.inputs or any(name not in held for name in group.inputs):
+        return []
+    try:
+        outputs = mapper.apply({name: held[name].to_meta() for name in group.inputs})
+    except ValueError as error:
+        return [str(error)]
+    return [
+        f"{name}: got {given.describe()} from {', '.join(group.inputs)}; expected {wanted[name].describe()}"
+        for name, given in ((name, TensorInfo.of(tensor)) for name, tensor in outputs.items())
+        if name in wanted and not _fits(given, wanted[name])
+    ]
+
+
+def _fits(given: TensorInfo, wanted: TensorInfo) -> bool:
+    return given.shape == wanted.shape and (given.dtype == wanted.dtype or both_floating(given.dtype, wanted.dtype))
+
+
+def both_floating(one: torch.dtype, other: torch.dtype) -> bool:
+    """Whether values may be converted from one dtype to the other when they are copied."""
+    return one.is_floating_point and other.is_floating_point

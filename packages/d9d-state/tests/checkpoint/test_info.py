@@ -1,0 +1,39 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from d9d_state import CheckpointStore, StateError
+from d9d_state.checkpoint.info import folder_name, open_complete, step_of
+
+
+@pytest.mark.parametrize(("step", "name"), [(0, "step-00000000"), (100, "step-00000100"), (10**9, "step-1000000000")])
+def test_names_stand_for_steps(step: int, name: str) -> None:
+    assert folder_name(step) == name
+    assert step_of(name) == step
+
+
+@pytest.mark.parametrize(
+    "name", ["step-100", "step-000000100", "step-00000100.bak", "Step-00000100", "step--0000100", ""]
+)
+def test_other_names_stand_for_none(name: str) -> None:
+    assert step_of(name) == -1
+
+
+def test_steps_are_counted_from_zero() -> None:
+    with pytest.raises(ValueError, match="got step = -1; expected 0 or more"):
+        folder_name(-1)
+
+
+def test_says_where_the_damage_is_and_what_to_do(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path).save(1, {"a": torch.ones(1)})
+    info = open_complete(tmp_path / "step-00000001")
+    info.verify()
+    (info.folder / "state.json").write_text("true")
+    (info.folder / "rank-00000.json").unlink()
+    with pytest.raises(StateError) as caught:
+        info.verify()
+    assert str(info.folder / "state.json") in str(caught.value)
+    assert str(info.folder / "rank-00000.json") in str(caught.value)
+    assert f"Move {info.folder} away to resume from the checkpoint before it" in str(caught.value)
+    info.verify(["tensors-00000.safetensors"])

@@ -1,0 +1,357 @@
+import logging
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from d9d_dist import UserError
+from d9d_state import CheckpointStore, StateError, TensorInfo
+
+
+def _tensors(value: int) -> dict[str, Tensor]:
+    return {
+        "model.a": torch.full((3, 4), float(value)),
+        "model.b": torch.arange(5, dtype=torch.bfloat16) + value,
+        "model.c": torch.empty(0, 2),
+        "optimizer.a.step": torch.tensor(float(value)),
+        "strided": (torch.arange(12).view(3, 4) + value).t(),
+    }
+
+
+def _save(store: CheckpointStore, *steps: int) -> None:
+    for step in steps:
+        store.save(step, _tensors(step), state={"step": step}, rank_state=[step, 0.1])
+
+
+def _steps(store: CheckpointStore) -> list[int]:
+    return [info.step for info in store.complete()]
+
+
+def test_nothing_is_touched_before_the_first_save(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "deep" / "checkpoints")
+    assert store.newest() is None
+    store.discard_partials()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    _save(store, 7)
+    info = store.newest()
+    assert info is not None
+    assert (info.step, info.state, info.rank_states) == (7, {"step": 7}, [[7, 0.1]])
+    assert info.tensors == {name: TensorInfo.of(tensor) for name, tensor in _tensors(7).items()}
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in _tensors(0).items()}
+    store.load(info, loaded)
+    for name, tensor in _tensors(7).items():
+        assert torch.equal(loaded[name], tensor), name
+    info.verify()
+
+
+def test_a_part_can_be_loaded(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 7)
+    info = store.newest()
+    assert info is not None
+    tensor = torch.zeros(5, dtype=torch.bfloat16)
+    store.load(info, {"model.b": tensor})
+    assert torch.equal(tensor, _tensors(7)["model.b"])
+
+
+def test_the_newest_is_that_of_the_highest_step(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 9, 100, 20)
+    assert _steps(store) == [100, 20, 9]
+
+
+def test_a_run_keeps_its_id(tmp_path: Path) -> None:
+    _save(CheckpointStore(tmp_path / "a"), 1)
+    _save(CheckpointStore(tmp_path / "a"), 2)
+    _save(CheckpointStore(tmp_path / "b"), 1)
+    _save(CheckpointStore(tmp_path / "c", run_id="mine"), 1)
+    ids = [info.manifest.run_id for name in "abc" for info in CheckpointStore(tmp_path / name).complete()]
+    assert ids[0] == ids[1] != ids[2]
+    assert ids[3] == "mine"
+
+
+def test_checkpoints_are_never_overwritten(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 7)
+    before = {path: path.read_bytes() for path in (tmp_path / "step-00000007").iterdir()}
+    with pytest.raises(UserError, match="step-00000007 is complete already, and checkpoints are never overwritten"):
+        _save(store, 7)
+    assert {path: path.read_bytes() for path in (tmp_path / "step-00000007").iterdir()} == before
+
+
+def test_a_damaged_folder_is_moved_out_of_the_way_of_a_new_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path)
+    for _ in range(2):
+        _save(store, 7)
+        (tmp_path / "step-00000007" / "state.json").unlink()
+    _save(store, 7)
+    assert _steps(store) == [7]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000007",
+        "step-00000007.damaged-1",
+        "step-00000007.damaged-2",
+    ]
+    assert "moving" in caplog.text
+
+
+def test_only_tensors_and_json_are_saved(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    not_tensors: Any = {"a": [1]}
+    with pytest.raises(ValueError, match=r"a is of type list; expected a tensor\. Put it into state"):
+        store.save(1, not_tensors)
+    not_json: Any = {"x": object()}
+    with pytest.raises(ValueError, match=r"value\.x is of type object"):
+        store.save(1, {}, state=not_json)
+    with pytest.raises(ValueError, match=r"value\.x is of type object"):
+        store.save(1, {}, rank_state=not_json)
+    with pytest.raises(ValueError, match="got step = -1; expected 0 or more"):
+        store.save(-1, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_retention_keeps_the_newest_and_always_what_was_just_saved(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2)
+    _save(store, 1, 2, 3)
+    assert _steps(store) == [3, 2]
+    _save(CheckpointStore(tmp_path, keep_last=1), 1)
+    assert _steps(store) == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
+    with pytest.raises(ValueError, match="got keep_last = 0; expected at least 1, or None"):
+        CheckpointStore(tmp_path, keep_last=0)
+
+
+def test_a_deletion_that_fails_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    _save(store, 1)
+
+    def refuse(_path: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "rmdir", refuse)
+    _save(store, 2)
+    assert "step-00000001 could not be deleted: [Errno 1] Operation not permitted" in caplog.text
+    assert _steps(store) == [2]
+
+
+def test_partials_are_discarded_and_nothing_else(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 1)
+    for name in ("step-00000002.partial", "mine.partial", "step-2.partial", "step-00000003.bak"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    (tmp_path / "step-00000004.partial").symlink_to(tmp_path / "mine.partial")
+    store.discard_partials()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "mine.partial",
+        "step-00000001",
+        "step-00000003.bak",
+        "step-00000004.partial",
+        "step-2.partial",
+    ]
+
+
+def _break(folder: Path, how: str) -> None:
+    match how:
+        case "no manifest":
+            (folder / "manifest.json").unlink()
+        case "damaged manifest":
+            data = bytearray((folder / "manifest.json").read_bytes())
+            data[40] ^= 1
+            (folder / "manifest.json").write_bytes(data)
+        case "missing file":
+            (folder / "tensors-00000.safetensors").unlink()
+        case "truncated file":
+            os.truncate(folder / "tensors-00000.safetensors", 100)
+        case "grown file":
+            with (folder / "rank-00000.json").open("ab") as file:
+                file.write(b" ")
+        case "linked file":
+            (folder / "state.json").rename(folder / "elsewhere")
+            (folder / "state.json").symlink_to("elsewhere")
+        case "link to a folder":
+            folder.rename(folder.with_name("elsewhere"))
+            folder.symlink_to("elsewhere")
+        case "a file":
+            shutil.rmtree(folder)
+            folder.touch()
+        case name:
+            folder.rename(folder.with_name(name))
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("no manifest", "manifest.json cannot be read: No such file or directory"),
+        ("damaged manifest", "manifest.json is damaged"),
+        ("missing file", "tensors-00000.safetensors cannot be read"),
+        ("truncated file", "tensors-00000.safetensors has 100 bytes, but "),
+        ("grown file", "rank-00000.json has 8 bytes, but 7 were written"),
+        ("linked file", "state.json is a symlink"),
+        ("step-00000002.partial", "it is no folder with the name of a complete checkpoint"),
+        ("step-00000002.bak", "it is no folder with the name of a complete checkpoint"),
+        ("step-00000002.damaged-1", "it is no folder with the name of a complete checkpoint"),
+        ("step-00000003", "its manifest is of step 2"),
+        ("step-000000002", "it is no folder with the name of a complete checkpoint"),
+        ("link to a folder", "it is no folder with the name of a complete checkpoint"),
+        ("a file", "it is no folder with the name of a complete checkpoint"),
+    ],
+)
+def test_what_is_not_complete_is_skipped_with_a_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, reason: str
+) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 1, 2)
+    _break(tmp_path / "step-00000002", how)
+    with caplog.at_level(logging.WARNING):
+        info = store.newest()
+    assert info is not None
+    assert info.step == 1
+    assert "skipping" in caplog.text
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize("name", ["tensors-00000.safetensors", "state.json", "rank-00000.json"])
+def test_every_changed_byte_is_found_and_the_file_is_named(tmp_path: Path, name: str) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 1)
+    info = store.newest()
+    assert info is not None
+    path = info.folder / name
+    data = path.read_bytes()
+    for index, byte in enumerate(data):
+        with path.open("r+b") as file:
+            file.seek(index)
+            file.write(bytes([byte ^ 1 << index % 8]))
+        with pytest.raises(StateError, match=rf"{name}: the content is not what was written at step 1\. Move"):
+            info.verify()
+        with path.open("r+b") as file:
+            file.seek(index)
+            file.write(data[index : index + 1])
+    info.verify()
+
+
+def test_damage_is_found_before_a_tensor_is_written(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 1)
+    info = store.newest()
+    assert info is not None
+    with (info.folder / "tensors-00000.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    tensors = {name: torch.full_like(tensor, 5) for name, tensor in _tensors(1).items()}
+    with pytest.raises(StateError, match="tensors-00000"):
+        store.load(info, tensors)
+    assert all(bool((tensor == 5).all()) for tensor in tensors.values())
+
+
+def test_damaged_state_is_not_handed_out(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 1)
+    info = store.newest()
+    assert info is not None
+    (info.folder / "state.json").write_bytes(b'{"step":2}')
+    (info.folder / "rank-00000.json").write_bytes(b"[1,0.2]")
+    with pytest.raises(StateError, match=r"state\.json: the content is not what was written"):
+        _ = info.state
+    with pytest.raises(StateError, match=r"rank-00000\.json: the content is not what was written"):
+        _ = info.rank_states
+
+
+def test_a_file_of_another_checkpoint_is_found(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 1, 2)
+    name = "tensors-00000.safetensors"
+    shutil.copy(tmp_path / "step-00000001" / name, tmp_path / "step-00000002" / name)
+    info = store.newest()
+    assert info is not None
+    assert info.step == 2
+    with pytest.raises(StateError, match="tensors-00000"):
+        store.load(info, {"model.a": torch.zeros(3, 4)})
+
+
+def test_tensors_that_do_not_fit_are_all_listed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 1)
+    info = store.newest()
+    assert info is not None
+    tensors = {"model.a": torch.zeros(2), "model.b": torch.zeros(5), "model.z": torch.zeros(1)}
+    with pytest.raises(
+        StateError,
+        match=r"step-00000001 does not fit: model\.z is not in it; "
+        r"model\.a is \[3, 4\] float32, expected \[2\] float32; "
+        r"model\.b is \[5\] bfloat16, expected \[5\] float32",
+    ):
+        store.load(info, tensors)
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 1)
+
+    def full(_descriptor: int, _block: memoryview) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(StateError, match=r"step-00000002 could not be written: .*No space left on device"):
+            _save(store, 2)
+    assert _steps(store) == [1]
+    _save(store, 2)
+    assert _steps(store) == [2, 1]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StateError, match="step-00000001 could not be made: "):
+        _save(CheckpointStore(tmp_path / "file"), 1)
+
+
+_pickle_is_forbidden = [False]
+
+
+def _refuse_pickle(event: str, _arguments: object) -> None:
+    if _pickle_is_forbidden[0] and event == "pickle.find_class":
+        raise AssertionError("something was unpickled")
+
+
+@pytest.fixture
+def _no_pickle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise AssertionError("something was pickled or unpickled")
+
+    sys.addaudithook(_refuse_pickle)
+    for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr(torch, "save", refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    _pickle_is_forbidden[0] = True
+    yield
+    _pickle_is_forbidden[0] = False
+
+
+@pytest.mark.usefixtures("_no_pickle")
+def test_nothing_is_pickled_or_unpickled(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 1)
+    info = store.newest()
+    assert info is not None
+    store.load(info, _tensors(0))
+    assert info.state == {"step": 1}
+    assert {path.suffix for path in info.folder.iterdir()} == {".json", ".safetensors"}
+    with pytest.raises(AssertionError, match="something was pickled"):
+        pickle.dumps(1)

@@ -1,0 +1,77 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from d9d_dist import UserError
+from d9d_state import TensorInfo, identity, identity_of, keep, parallel, rename, stack
+
+
+def _info(*shape: int, dtype: torch.dtype = torch.float32) -> TensorInfo:
+    return TensorInfo(shape, dtype)
+
+
+def test_one_report_lists_every_mismatch() -> None:
+    mapper = parallel(
+        identity("shape", "dtype", "absent"),
+        rename("stray", "not_in_model"),
+        stack(["left", "right"], "stacked"),
+        keep("kept"),
+    )
+    source = {
+        "shape": _info(2, 3),
+        "dtype": _info(2, dtype=torch.int64),
+        "stray": _info(1),
+        "left": _info(1),
+        "right": _info(2),
+        "extra": _info(1),
+    }
+    target = {name: _info(2) for name in ("shape", "dtype", "absent", "stacked", "kept", "unfilled")}
+    with pytest.raises(UserError) as caught:
+        mapper.check(source=source, target=target)
+    lines = str(caught.value).splitlines()
+    assert lines[:-1] == [
+        "the checkpoint, the mapper and the model do not fit together:",
+        "  missing in the file:",
+        "    absent",
+        "  in the file, but unused; drop() them, or ignore what is unused:",
+        "    extra",
+        "  produced, but not in the model:",
+        "    not_in_model",
+        "  in the model, but nothing fills them; keep() them if that is meant:",
+        "    unfilled",
+        "  wrong shape or dtype:",
+        "    shape: got [2, 3] float32 from shape; expected [2] float32",
+        "    dtype: got [2] int64 from dtype; expected [2] float32",
+    ]
+    assert lines[-1].startswith("    stack(dim=0) on left, right failed: ")
+
+
+def test_what_fits_is_returned() -> None:
+    mapper = identity("a")
+    assert mapper.check(source={"a": _info(2, dtype=torch.bfloat16)}, target={"a": _info(2)}) is mapper
+
+
+def test_unused_tensors_can_be_ignored() -> None:
+    identity("a").check(source={"a": _info(2), "b": _info(2)}, target={"a": _info(2)}, unused="ignore")
+
+
+def test_reads_headers_of_a_folder_and_a_meta_model(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 3), "bias": torch.ones(3)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    with pytest.raises(UserError, match=r"bias: got \[3\] float32 from bias; expected \[2\] float32"):
+        identity_of(model).check(source=tmp_path, target=model)
+
+
+def test_a_tied_tensor_needs_one_name_only() -> None:
+    one, two = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    two.weight = one.weight
+    model = nn.ModuleDict({"one": one, "two": two})
+    both = identity("one.weight", "two.weight")
+    both.check(source={"one.weight": _info(2, 2)}, target=model)
+    both.check(source={"two.weight": _info(2, 2)}, target=model)
+    with pytest.raises(UserError, match=r"missing in the file:\n    one\.weight\n    two\.weight"):
+        both.check(source={}, target=model)

@@ -1,0 +1,55 @@
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from d9d_state import cast, transform, transpose
+
+
+def test_transpose_and_back() -> None:
+    tensor = torch.arange(24).view(2, 3, 4)
+    mapper = transpose("a", "b", dim0=0, dim1=2)
+    output = mapper.apply({"a": tensor})
+    assert torch.equal(output["b"], tensor.transpose(0, 2))
+    assert torch.equal(mapper.inverse().apply(output)["a"], tensor)
+
+
+def test_transpose_keeps_the_name_unless_told() -> None:
+    assert transpose("a").apply({"a": torch.ones(2, 3)})["a"].shape == (3, 2)
+
+
+def test_cast_and_back() -> None:
+    tensor = torch.randn(8).bfloat16()
+    mapper = cast("a", "b", dtype=torch.float32, back=torch.bfloat16)
+    output = mapper.apply({"a": tensor})["a"]
+    assert output.dtype is torch.float32
+    assert torch.equal(mapper.inverse().apply({"a": output})["a"], tensor)
+    assert len(mapper.groups) == 2
+
+
+def test_cast_needs_a_dtype_to_go_back_to() -> None:
+    with pytest.raises(ValueError, match=r"cast\(float16\) has no inverse; build it as cast\(..., back=dtype\)"):
+        cast("a", dtype=torch.float16).inverse()
+
+
+def _swap(a: Tensor, b: Tensor) -> Sequence[Tensor]:
+    return [b, a]
+
+
+def test_transform_runs_a_function_and_its_inverse() -> None:
+    mapper = transform(["a", "b"], ["c", "d"], _swap, inverse=_swap)
+    tensors = {"a": torch.tensor(1), "b": torch.tensor(2)}
+    output = mapper.apply(tensors)
+    assert {name: int(tensor) for name, tensor in output.items()} == {"c": 2, "d": 1}
+    assert mapper.inverse().apply(output) == tensors
+
+
+def test_transform_without_an_inverse() -> None:
+    with pytest.raises(ValueError, match=r"has no inverse; build it as transform\(..., inverse=function\)"):
+        transform(["a", "b"], ["c", "d"], _swap).inverse()
+
+
+def test_transform_must_give_one_tensor_per_name() -> None:
+    with pytest.raises(ValueError, match=r"transform\(.*_swap.*\) on a, b gave 2 tensors; expected 1"):
+        transform(["a", "b"], ["c"], _swap).apply({"a": torch.ones(1), "b": torch.ones(1)})

@@ -1,0 +1,58 @@
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from d9d_state.json_value import dump_json, parse_json
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@given(_VALUES)
+def test_values_come_back_bit_for_bit_from_one_text(value: Any) -> None:
+    text = dump_json(value)
+    assert parse_json(text) == value
+    assert dump_json(parse_json(text)) == text
+    assert parse_json(dump_json(value, indent=2)) == value
+
+
+def test_texts_are_canonical() -> None:
+    assert dump_json({"b": (1, 2.5), "a": None}) == b'{"a":null,"b":[1,2.5]}'
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": [math.nan]}, r"value\.a\[0\] = nan; JSON holds finite numbers only"),
+        ({"a": math.inf}, r"value\.a = inf; JSON holds finite"),
+        ({"a": {1: 2}}, r"value\.a has the key 1 of type int; JSON keys are str"),
+        ([object()], r"value\[0\] is of type object; expected None, bool, int, float, str, list or dict"),
+        (b"bytes", "value is of type bytes"),
+    ],
+)
+def test_what_has_no_place_in_json_is_named(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dump_json(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (lambda: b'{"a": 1, "b": 2, "a": 3}', "JSON repeats the key 'a'"),
+        (lambda: b"[NaN]", "JSON holds NaN, which is no finite number"),
+        (lambda: b"[-Infinity]", "JSON holds -Infinity"),
+        (lambda: b"[" * 100_000, "JSON nests too deeply"),
+        (lambda: b"\xff", "codec can't decode"),
+        (lambda: b"{", "Expecting property name"),
+    ],
+)
+def test_texts_that_a_careful_writer_would_not_write_are_refused(text: Callable[[], bytes], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_json(text())

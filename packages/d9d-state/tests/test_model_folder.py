@@ -1,0 +1,95 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from d9d_dist import UserError
+from d9d_state import ModelFolder, TensorInfo
+
+
+def _write_index(folder: Path, weight_map: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_one_file(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    folder = ModelFolder.open(tmp_path)
+    assert folder.tensors == {"a": TensorInfo((2,), torch.float32)}
+    assert folder.files == {"a": tmp_path / "model.safetensors"}
+
+
+def test_several_files_and_an_index(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.ones(3), "unlisted": torch.ones(1)}, tmp_path / "two.safetensors")
+    _write_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    folder = ModelFolder.open(str(tmp_path))
+    assert folder.tensors == {"a": TensorInfo((2,), torch.float32), "b": TensorInfo((3,), torch.float32)}
+    assert folder.files == {"a": tmp_path / "one.safetensors", "b": tmp_path / "two.safetensors"}
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"holds no model; expected model\.safetensors or model\.safetensors\.index\.json"
+    ):
+        ModelFolder.open(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x.safetensors", "/etc/hostname", "a/../x.safetensors", "", ".", "..", "sub/x.safetensors", "a\\b", "a\0b"],
+)
+def test_an_index_names_files_of_its_folder_only(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    for path in (tmp_path, folder / "sub"):
+        save_file({"a": torch.ones(1)}, path / "x.safetensors")
+    _write_index(folder, {"a": name})
+    with pytest.raises(UserError, match="expected the plain name of a file in that folder"):
+        ModelFolder.open(folder)
+
+
+def test_an_index_names_regular_files_only(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "outside.safetensors")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "link.safetensors").symlink_to("../outside.safetensors")
+    os.mkfifo(folder / "fifo.safetensors")
+    for name, kind in (("link", "a symlink"), ("fifo", "a FIFO")):
+        _write_index(folder, {"a": f"{name}.safetensors"})
+        with pytest.raises(UserError, match=f"is {kind}; expected a regular file"):
+            ModelFolder.open(folder)
+
+
+def test_an_index_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    _write_index(tmp_path, {})
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").symlink_to("../model.safetensors.index.json")
+    with pytest.raises(UserError, match="is a symlink"):
+        ModelFolder.open(folder)
+
+
+def test_an_index_that_promises_too_much(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
+    _write_index(tmp_path, {"a": "x.safetensors", "b": "x.safetensors"})
+    with pytest.raises(UserError, match=r"names tensors that are not there: b in x\.safetensors"):
+        ModelFolder.open(tmp_path)
+    _write_index(tmp_path, {"a": "y.safetensors"})
+    with pytest.raises(UserError, match=r"y\.safetensors cannot be read: No such file"):
+        ModelFolder.open(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_an_index_without_a_sound_weight_map(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UserError, match="has no sound weight_map"):
+        ModelFolder.open(tmp_path)
+
+
+def test_an_index_that_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x", "a": "y"}}')
+    with pytest.raises(UserError, match="is no valid JSON: JSON repeats the key 'a'"):
+        ModelFolder.open(tmp_path)

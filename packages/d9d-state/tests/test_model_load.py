@@ -1,0 +1,189 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from d9d_dist import MeshConfig, UserError, parallelize_hsdp
+from d9d_dist.testing import run_ranks
+from d9d_state import concat, drop, identity, keep, load_model_state, model_load, parallel, rename, scope, stack
+from d9d_state._sharding import gather_whole
+from d9d_state.module_tensors import module_tensors
+
+
+class _Model(nn.Module):
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 2)
+        self.qkv = nn.Linear(2, 5)
+        self.head = nn.Linear(2, 5, bias=False)
+        self.register_buffer("scale", torch.zeros(2))
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.randn_like(tensor) for name, tensor in module_tensors(model).items()}
+
+
+def _save(folder: Path, tensors: dict[str, Tensor], *, shards: int = 1) -> None:
+    """Write what the peer would write: one file, or several and an index."""
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for shard in range(shards):
+        name = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = dict(sorted(tensors.items())[shard::shards])
+        save_file(part, folder / name)
+        weight_map.update(dict.fromkeys(part, name))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def _assert_holds(model: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, tensor in module_tensors(model).items():
+        assert torch.equal(tensor.detach(), values[name]), name
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_files_of_the_peer_fill_the_model(tmp_path: Path, shards: int) -> None:
+    model = _Model()
+    values = _values(model)
+    _save(tmp_path, values, shards=shards)
+    weight = model.qkv.weight
+    load_model_state(model, tmp_path)
+    _assert_holds(model, values)
+    assert model.qkv.weight is weight
+    assert weight.requires_grad
+
+
+def test_a_mapper_joins_what_files_hold_apart(tmp_path: Path) -> None:
+    model = _Model()
+    values = _values(model)
+    disk = {
+        "m.emb": values["embedding.weight"],
+        "m.q": values["qkv.weight"][:3].clone(),
+        "m.k": values["qkv.weight"][3:].clone(),
+        **{f"m.bias.{index}": value.clone() for index, value in enumerate(values["qkv.bias"])},
+        "m.rotary": torch.ones(1),
+    }
+    _save(tmp_path, disk, shards=3)
+    before = {name: tensor.clone() for name, tensor in module_tensors(model).items()}
+    mapper = scope(
+        "m.",
+        "",
+        parallel(
+            rename("emb", "embedding.weight"),
+            concat(["q", "k"], "qkv.weight"),
+            stack([f"bias.{index}" for index in range(5)], "qkv.bias"),
+            drop("rotary"),
+            keep("head.weight", "scale"),
+        ),
+    )
+    load_model_state(model, tmp_path, mapper)
+    _assert_holds(model, {**values, "head.weight": before["head.weight"], "scale": before["scale"]})
+
+
+def test_floating_dtypes_are_converted(tmp_path: Path) -> None:
+    model = _Model()
+    values = {name: value.bfloat16() for name, value in _values(model).items()}
+    _save(tmp_path, values)
+    load_model_state(model, tmp_path)
+    _assert_holds(model, {name: value.float() for name, value in values.items()})
+
+
+def test_of_a_wider_mapper_a_stage_takes_its_part_and_opens_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = nn.Linear(2, 3)
+    values = _values(stage)
+    _save(tmp_path, {"a": torch.ones(9), "b": values["bias"], "w": values["weight"]}, shards=3)
+    opened: list[str] = []
+    original = model_load.safe_open
+
+    def record(path: Path, framework: str) -> object:
+        opened.append(path.name)
+        return original(path, framework=framework)
+
+    monkeypatch.setattr(model_load, "safe_open", record)
+    load_model_state(stage, tmp_path, parallel(rename("a", "elsewhere"), rename("b", "bias"), rename("w", "weight")))
+    _assert_holds(stage, values)
+    assert opened == ["model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"]
+
+
+def test_a_tied_tensor_may_be_in_the_files_under_any_of_its_names(tmp_path: Path) -> None:
+    for index, (left_out, mapper) in enumerate(
+        [
+            ("head.weight", None),
+            ("head.weight", identity(*module_tensors(_Model()))),
+            ("embedding.weight", identity(*module_tensors(_Model()))),
+            (None, None),
+        ]
+    ):
+        model = _Model(tied=True)
+        values = _values(model)
+        values["head.weight"] = values["embedding.weight"]
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        _save(folder, {name: value.clone() for name, value in values.items() if name != left_out})
+        load_model_state(model, folder, mapper)
+        _assert_holds(model, values)
+        assert model.head.weight is model.embedding.weight
+
+
+def test_nothing_is_written_when_anything_does_not_fit(tmp_path: Path) -> None:
+    model = _Model()
+    values = _values(model)
+    values["qkv.bias"] = torch.ones(4)
+    values["extra"] = torch.ones(1)
+    del values["scale"]
+    _save(tmp_path, values)
+    before = {name: tensor.clone() for name, tensor in module_tensors(model).items()}
+    with pytest.raises(UserError) as caught:
+        load_model_state(model, tmp_path)
+    for line in ("missing in the file:\n    scale", "unused; drop() them, or ignore what is unused:\n    extra"):
+        assert line in str(caught.value)
+    assert "qkv.bias: got [4] float32 from qkv.bias; expected [5] float32" in str(caught.value)
+    _assert_holds(model, before)
+
+
+def test_unused_tensors_can_be_ignored(tmp_path: Path) -> None:
+    stage = nn.Linear(2, 3)
+    values = _values(stage)
+    _save(tmp_path, {**values, "other.stage": torch.ones(1)})
+    load_model_state(stage, tmp_path, unused="ignore")
+    _assert_holds(stage, values)
+
+
+def test_a_model_without_storage_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path, _values(nn.Linear(2, 3)))
+    with pytest.raises(ValueError, match="the model is on the meta device; materialize it before its state is loaded"):
+        load_model_state(nn.Linear(2, 3, device="meta"), tmp_path)
+
+
+def _load_sharded(folder: str, shard: int, replicate: int) -> dict[str, Tensor]:
+    with MeshConfig(data_parallel_shard=shard, data_parallel_replicate=replicate).build() as ctx:
+        model = _Model()
+        parallelize_hsdp(model, ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"], shard_axis="dp_cp_shard")
+        load_model_state(model, folder, parallel(identity("embedding.weight", "scale", "head.weight"), _JOIN))
+        return {name: gather_whole(tensor) for name, tensor in module_tensors(model).items()}
+
+
+_JOIN = parallel(
+    concat(["q", "k"], "qkv.weight", sizes=[3, 2]),
+    stack([f"bias.{index}" for index in range(5)], "qkv.bias"),
+)
+
+
+@pytest.mark.parametrize(("shard", "replicate"), [(2, 1), (2, 2)])
+def test_each_rank_fills_its_shards(tmp_path: Path, shard: int, replicate: int) -> None:
+    values = _values(_Model())
+    disk = {name: values[name] for name in ("embedding.weight", "scale", "head.weight")}
+    disk |= {"q": values["qkv.weight"][:3].clone(), "k": values["qkv.weight"][3:].clone()}
+    disk |= {f"bias.{index}": value.clone() for index, value in enumerate(values["qkv.bias"])}
+    _save(tmp_path, disk, shards=2)
+    for loaded in run_ranks(_load_sharded, str(tmp_path), shard, replicate, world_size=shard * replicate):
+        assert loaded.keys() == values.keys()
+        assert all(torch.equal(loaded[name], values[name]) for name in values)

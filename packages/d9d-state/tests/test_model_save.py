@@ -1,0 +1,234 @@
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from d9d_dist import MeshConfig, UserError, parallelize_hsdp
+from d9d_dist.testing import run_ranks
+from d9d_state import (
+    StateError,
+    concat,
+    drop,
+    identity_of,
+    load_model_state,
+    parallel,
+    rename,
+    save_model_state,
+    sequential,
+    stack,
+    unstack,
+)
+from d9d_state.module_tensors import module_tensors
+
+
+def _peer_reads(folder: Path) -> dict[str, Tensor]:
+    """All tensors as the peer reads them, by way of the index where there is one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return load_file(folder / "model.safetensors")
+    weight_map = json.loads(index.read_text())["weight_map"]
+    return {name: load_file(folder / file)[name] for name, file in weight_map.items()}
+
+
+def test_one_file_that_the_peer_reads(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    save_model_state(model, tmp_path / "export", extra_files={"config.json": {"hidden_size": 2}})
+    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == ["config.json", "model.safetensors"]
+    loaded = _peer_reads(tmp_path / "export")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+    assert json.loads((tmp_path / "export" / "config.json").read_text()) == {"hidden_size": 2}
+
+
+def test_files_are_cut_by_size(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    save_model_state(model, tmp_path / "export", max_shard_bytes=24)
+    names = sorted(path.name for path in (tmp_path / "export").iterdir())
+    assert names == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 48}
+    assert list(index["weight_map"]) == sorted(model.state_dict())
+    loaded = _peer_reads(tmp_path / "export")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_tensor_larger_than_a_file_gets_its_own(tmp_path: Path) -> None:
+    save_model_state(nn.Linear(2, 3), tmp_path / "export", max_shard_bytes=1)
+    assert (tmp_path / "export" / "model-00002-of-00002.safetensors").exists()
+
+
+def test_the_inverse_of_the_load_mapper_saves(tmp_path: Path) -> None:
+    model = nn.Linear(2, 4)
+    mapper = parallel(
+        concat(["q", "k"], "weight", sizes=[3, 1]),
+        stack(["b0", "b1", "b2", "b3"], "bias"),
+        drop("rotary"),
+    )
+    save_model_state(model, tmp_path / "export", mapper.inverse(), max_shard_bytes=8)
+    assert sorted(_peer_reads(tmp_path / "export")) == ["b0", "b1", "b2", "b3", "k", "q"]
+    other = nn.Linear(2, 4)
+    load_model_state(other, tmp_path / "export", mapper.restrict(outputs=["weight", "bias"]))
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(other.bias, model.bias)
+
+
+def test_what_is_dropped_is_not_written(tmp_path: Path) -> None:
+    save_model_state(nn.Linear(2, 3), tmp_path / "export", parallel(rename("weight", "w"), drop("bias")))
+    assert list(_peer_reads(tmp_path / "export")) == ["w"]
+
+
+def test_mapper_and_model_must_fit(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        save_model_state(nn.Linear(2, 3), tmp_path / "export", parallel(rename("w", "weight"), rename("bias", "b")))
+    assert "consumed, but not in the model: w" in str(caught.value)
+    assert "in the model, but not consumed; drop() them if that is meant: weight" in str(caught.value)
+    with pytest.raises(ValueError, match=r"unstack\(dim=0\) on bias failed"):
+        save_model_state(
+            nn.Linear(2, 3), tmp_path / "export", parallel(rename("weight", "w"), unstack("bias", ["a", "b"]))
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dtypes_without_a_place_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"safetensors files cannot hold torch\.complex128"):
+        save_model_state(nn.Linear(2, 3, dtype=torch.complex128), tmp_path / "export")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_earlier_export_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    extra = {"config.json": {"version": 1}}
+    save_model_state(nn.Linear(2, 3), tmp_path / "export", max_shard_bytes=1, extra_files=extra)
+    save_model_state(model, tmp_path / "export", extra_files={"config.json": {"version": 2}})
+    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export"]
+    assert torch.equal(_peer_reads(tmp_path / "export")["weight"], model.weight)
+
+
+def test_a_folder_with_anything_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(UserError, match=r"holds model\.safetensors, thesis\.tex, which this export would delete"):
+        save_model_state(nn.Linear(2, 3), tmp_path)
+    with pytest.raises(UserError, match=r"thesis\.tex is a file; expected a folder"):
+        save_model_state(nn.Linear(2, 3), tmp_path / "thesis.tex")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "model.safetensors", "model.safetensors.index.json"])
+def test_extra_files_have_names_of_their_own(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="expected a plain file name that is not one of the weights'"):
+        save_model_state(nn.Linear(2, 3), tmp_path / "export", extra_files={name: {}})
+
+
+def test_what_fails_leaves_the_earlier_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 3)
+    save_model_state(model, tmp_path / "export")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(StateError, match=r"export could not be written: .*No space left on device"):
+            save_model_state(nn.Linear(2, 3), tmp_path / "export")
+    assert torch.equal(_peer_reads(tmp_path / "export")["weight"], model.weight)
+    save_model_state(nn.Linear(2, 3), tmp_path / "export")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export"]
+
+
+def _save_sharded(folder: str) -> dict[str, Tensor]:
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 5), nn.Linear(5, 3))
+        values = {name: tensor.clone() for name, tensor in module_tensors(model).items()}
+        parallelize_hsdp(model, ctx.mesh_for("dense")["dp_cp_shard"], shard_axis="dp_cp_shard")
+        mapper = sequential(
+            identity_of(model),
+            parallel(
+                stack(["1.bias"], "one"),
+                rename("1.weight", "1.weight"),
+                concat(["0.weight"], "0.weight"),
+                rename("0.bias", "0.bias"),
+            ),
+        )
+        save_model_state(model, folder, mapper, ctx, max_shard_bytes=40, extra_files={"config.json": {}})
+        assert (Path(folder) / "config.json").exists()
+        return values
+
+
+def test_a_sharded_model_is_gathered(tmp_path: Path) -> None:
+    values = run_ranks(_save_sharded, str(tmp_path / "export"))[0]
+    loaded = _peer_reads(tmp_path / "export")
+    assert torch.equal(loaded.pop("one"), values.pop("1.bias")[None])
+    assert loaded.keys() == values.keys()
+    assert all(torch.equal(loaded[name], values[name]) for name in values)
+
+
+def _save_without_ctx(folder: str) -> None:
+    with MeshConfig(data_parallel_shard=2).build():
+        save_model_state(nn.Linear(2, 3), folder)
+
+
+def test_several_ranks_need_a_context(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="got no ctx on 2 ranks; pass the DistributedContext as ctx"):
+        run_ranks(_save_without_ctx, str(tmp_path / "export"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def _fail_on_main(folder: str) -> str:
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        model = nn.Linear(4, 4)
+        parallelize_hsdp(model, ctx.mesh_for("dense")["dp_cp_shard"], shard_axis="dp_cp_shard")
+        if ctx.is_main_process:
+            shutil.rmtree(Path(folder).parent)
+            Path(folder).parent.touch()
+        ctx.wait_world()
+        with pytest.raises(StateError) as caught:
+            save_model_state(model, folder, ctx=ctx)
+        return str(caught.value)
+
+
+def test_a_failure_of_the_writer_reaches_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    messages = run_ranks(_fail_on_main, str(tmp_path / "runs" / "export"))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("rank 0: ")
+    assert "export could not be written" in messages[0]
+
+
+def test_an_export_that_is_killed_anywhere_is_the_earlier_one_or_the_new_one(
+    tmp_path: Path, run_killed: Callable[..., bool]
+) -> None:
+    old, new = nn.Linear(2, 3), nn.Linear(2, 3)
+    folder = tmp_path / "export"
+    outcomes: set[str] = set()
+    at = 0
+    killed = True
+    while killed:
+        at += 1
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        save_model_state(old, folder, max_shard_bytes=1, extra_files={"config.json": {"of": "old"}})
+        killed = run_killed(
+            lambda: save_model_state(new, folder, max_shard_bytes=1, extra_files={"config.json": {"of": "new"}}), at=at
+        )
+        of = json.loads((folder / "config.json").read_text())["of"]
+        outcomes.add(of)
+        loaded = _peer_reads(folder)
+        assert all(
+            torch.equal(loaded[name], tensor) for name, tensor in {"old": old, "new": new}[of].state_dict().items()
+        )
+        save_model_state(new, folder, extra_files={"config.json": {"of": "new"}})
+        assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert outcomes == {"old", "new"}
+    assert at > 30
