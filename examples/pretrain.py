@@ -61,7 +61,7 @@ def read_text(text: Text) -> tuple[Bytes, Bytes]:
     """Training and held-out text: whole files, one in ten held out, chosen by the hash of their names."""
     names = sorted(path for path in text.folder.glob(text.pattern) if not {"site-packages", "test"} & set(path.parts))
     if not names:
-        raise UserError(f"text.folder = {text.folder} has no files {text.pattern}; give a folder with --text.folder PATH.")
+        raise UserError(f"text.folder = {text.folder} has no files {text.pattern}; name one with --text.folder PATH.")
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for path in names:
         name = path.relative_to(text.folder).as_posix()
@@ -117,7 +117,8 @@ def report(done: Finished, length: int) -> None:
         return
     result = done.result
     curves = [("bits_per_byte", "evaluation_bits_per_byte"), ("learning_rate",), ("grad_norm",)]
-    plot_metrics(result.run_dir / "metrics.jsonl", result.run_dir / "loss.png", panels=curves, title=result.run_dir.name)
+    metrics, picture = result.run_dir / "metrics.jsonl", result.run_dir / "loss.png"
+    plot_metrics(metrics, picture, panels=curves, title=result.run_dir.name)
     print(bytes(written[0].tolist()).decode(errors="replace"), end="\n\n")
     summary = {
         "steps": result.steps,

@@ -1,0 +1,88 @@
+"""Builds every package as a wheel, and imports and tests each in an environment with only what it declares."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*command: str | Path, **environment: str) -> str:
+    """Run a command from the root; show its output and stop if it fails."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
+        raise SystemExit(f"failed: {' '.join(map(str, command))}")
+    return done.stdout
+
+
+def project(name: str) -> dict[str, Any]:
+    return tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def wheel_of(name: str, wheels: Path) -> Path:
+    (wheel,) = wheels.glob(f"{name.replace('-', '_')}-[0-9]*.whl")
+    return wheel
+
+
+def environment(folder: Path, wheels: Path, name: str, *extra: str) -> Path:
+    """An environment that holds a package's wheel, what it declares, and `extra`, at the versions of the lock."""
+    constraints = folder / "constraints.txt"
+    locked = run("uv", "export", "-q", "--locked", "--all-packages", "--no-emit-workspace", "--no-hashes")
+    constraints.write_text(locked, encoding="utf-8")
+    run("uv", "venv", "-q", "--python", sys.executable, folder / "venv")
+    python = folder / "venv" / "bin" / "python"
+    run(
+        *("uv", "pip", "install", "-q", "--python", python, "--find-links", wheels, "--constraints", constraints),
+        *(wheel_of(name, wheels), *extra),
+        VIRTUAL_ENV=str(folder / "venv"),
+    )
+    return python
+
+
+def check_package(name: str, wheels: Path) -> str:
+    """Import a package and run its tests; the last line of what pytest printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        python = environment(Path(folder), wheels, name, *project(name)["dependency-groups"]["test"])
+        run(python, "-I", "-c", f"import {name.replace('-', '_')}")
+        output = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"packages/{name}/tests")
+    (summary,) = re.findall(r"^\d+ passed.*$", output, flags=re.MULTILINE)
+    return summary
+
+
+def check_meta(names: list[str], wheels: Path) -> str:
+    """Install the meta package from the wheels, and import everything that it stands for."""
+    with tempfile.TemporaryDirectory() as folder:
+        python = environment(Path(folder), wheels, "d9d")
+        run(python, "-I", "-c", "".join(f"import {name.replace('-', '_')}\n" for name in names))
+    return f"installs and imports {len(names)} packages"
+
+
+def main() -> None:
+    names = sorted(path.parent.name for path in (ROOT / "packages").glob("*/pyproject.toml"))
+    names.remove("d9d")
+    with tempfile.TemporaryDirectory() as folder:
+        wheels = Path(folder)
+        run("uv", "build", "-q", "--all-packages", "--wheel", "--no-sources", "--out-dir", wheels)
+        for name in names:
+            start = time.monotonic()
+            summary = check_package(name, wheels)
+            print(f"{name}: {summary}; with its environment {time.monotonic() - start:.0f} s", flush=True)
+        print(f"d9d: {check_meta(names, wheels)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Fine-tuning the model that the main job exported: equal on any number of ranks, readable by peft and transformers."""
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from jobs import TINY_MODEL, curve, on_ranks, options
+
+HYBRID = {"mesh.data_parallel_replicate": 2, "mesh.data_parallel_shard": 2}
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("runs")
+    (ended,) = on_ranks("pretrain", options(TINY_MODEL, {"run.folder": runs, "steps": 5}))
+    return Path(ended.summary["export_dir"])
+
+
+def _finetune(runs: Path, name: str, pretrained: Path, mesh: dict[str, int], world_size: int) -> dict[str, str]:
+    text = {key: value for key, value in TINY_MODEL.items() if not key.startswith("model.")}
+    job = {"run.folder": runs, "run.name": name, "initial_weights": pretrained, "steps": 10, "logging.every": 1}
+    ended = on_ranks("finetune_lora", options(text, job, mesh), world_size=world_size)
+    assert ended[0].code == 0, ended[0].errors
+    return ended[0].summary
+
+
+def test_ranks_agree_and_peers_read_what_comes_out(tmp_path: Path, pretrained: Path) -> None:
+    one = _finetune(tmp_path, "one", pretrained, {}, 1)
+    _finetune(tmp_path, "four", pretrained, HYBRID, 4)
+    for name in ("loss", "grad_norm", "evaluation_loss"):
+        ours, theirs = curve(tmp_path / "four", name), curve(tmp_path / "one", name)
+        assert ours == pytest.approx(theirs, rel=1e-5), name
+    losses = curve(tmp_path / "one", "loss")
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    base, merged = load(pretrained, dtype=torch.float32), load(one["export_dir"], dtype=torch.float32)
+    tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = base.eval()(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(base, one["adapters_dir"]).eval()(tokens).logits
+        after = merged.eval()(tokens).logits
+    torch.testing.assert_close(adapted, after, rtol=1e-5, atol=1e-5)
+    assert (after - before).abs().max() > 1e-4
+
+
+def test_only_adapters_are_trained_and_checkpointed_state_shows_it(tmp_path: Path, pretrained: Path) -> None:
+    _finetune(tmp_path, "run", pretrained, {}, 1)
+    (newest,) = (tmp_path / "run" / "checkpoints").iterdir()
+    names = json.loads((newest / "manifest.json").read_text())["tensors"]
+    moments = [name for name in names if name.startswith("optimizer.") and not name.endswith(".step")]
+    assert moments
+    assert all("lora_" in name for name in moments)
+
+
+def test_without_a_pretrained_model(tmp_path: Path) -> None:
+    (ended,) = on_ranks("finetune_lora", options({"initial_weights": tmp_path / "none", "run.folder": tmp_path}))
+    assert ended.code == 2
+    assert ended.errors.endswith("none is not there; run examples/pretrain.py first.\n")

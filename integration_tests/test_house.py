@@ -1,0 +1,99 @@
+"""Rules of the house that no tool checks for us."""
+
+import ast
+import importlib.util
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "packages").glob("*/src/**/*.py"))
+
+
+def _names(sources: list[Path]) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in sources]
+
+
+def names_cuda(text: str) -> bool:
+    """Whether a source names the device of one vendor, in code or in a string."""
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr == "cuda")
+        or (isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda"))
+        for node in ast.walk(ast.parse(text))
+    )
+
+
+def test_no_source_names_cuda() -> None:
+    assert names_cuda("x = torch.cuda.current_device()")
+    assert names_cuda("x = torch.device('cuda:0')")
+    assert not [path for path in SOURCES if names_cuda(path.read_text(encoding="utf-8"))]
+
+
+def test_every_module_says_why_it_exists() -> None:
+    assert not [path for path in SOURCES if ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None]
+
+
+def test_at_most_one_folder_below_a_package() -> None:
+    assert SOURCES
+    assert not [name for name in _names(SOURCES) if len(Path(name).parts) > 6]
+
+
+@pytest.mark.parametrize("package", sorted(path.parent.name for path in (ROOT / "packages").glob("*/pyproject.toml")))
+def test_every_package_has_its_papers(package: str) -> None:
+    folder = ROOT / "packages" / package
+    for name in ("README.md", "CHANGELOG.md"):
+        assert len((folder / name).read_text(encoding="utf-8")) > 100, name
+    if package != "d9d":
+        assert (folder / "src" / package.replace("-", "_") / "py.typed").exists()
+    version = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert version in (folder / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def _dev_requirements() -> list[str]:
+    projects = [
+        tomllib.loads(path.read_text(encoding="utf-8"))
+        for path in [ROOT / "pyproject.toml", *(ROOT / "packages").glob("*/pyproject.toml")]
+    ]
+    return [line for project in projects for group in project.get("dependency-groups", {}).values() for line in group]
+
+
+def test_every_development_dependency_has_a_lower_bound() -> None:
+    assert _dev_requirements()
+    assert all(">=" in requirement for requirement in _dev_requirements())
+
+
+def _check_lock() -> Any:
+    spec = importlib.util.spec_from_file_location("check_lock", ROOT / ".ci" / "check_lock.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _lock(source: dict[str, str], *urls: str) -> dict[str, Any]:
+    return {"package": [{"name": "x", "source": source, "wheels": [{"url": url, "hash": "sha256:0"} for url in urls]}]}
+
+
+@pytest.mark.parametrize(
+    ("lock", "problem"),
+    [
+        (_lock({"registry": "https://mirror.invalid/simple"}), "expected the default index or the workspace"),
+        (_lock({"git": "https://code.invalid/x"}), "expected the default index or the workspace"),
+        (_lock({"editable": "."}, "https://a.invalid/1.whl", "https://b.invalid/2.whl"), "expected one host"),
+        (_lock({"editable": "."}, "http://a.invalid/1.whl"), "expected https"),
+        (_lock({"editable": "."}, "https://10.0.0.1:8080/1.whl"), "expected https and a plain public host name"),
+        (_lock({"editable": "."}, "https://user:word@a.invalid/1.whl"), "expected https and a plain public host name"),
+    ],
+)
+def test_the_lock_check_finds(lock: dict[str, Any], problem: str) -> None:
+    found = list(_check_lock().problems(lock, "https://index.invalid/simple"))
+    assert len(found) == 1
+    assert problem in found[0]
+
+
+def test_the_lock_check_passes_a_clean_lock() -> None:
+    lock = _lock({"registry": "https://index.invalid/simple"}, "https://a.invalid/1.whl", "https://a.invalid/2.whl")
+    assert not list(_check_lock().problems(lock, "https://index.invalid/simple"))

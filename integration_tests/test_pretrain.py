@@ -1,0 +1,198 @@
+"""The main job end to end: layouts, resume, export, and everything that can be asked of it wrongly."""
+
+import importlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from jobs import EXAMPLES, TINY_MODEL, Ended, copy_run, curve, on_ranks, options, records, run_with_kills
+from safetensors.torch import load_file
+
+HYBRID = {"mesh.data_parallel_replicate": 2, "mesh.data_parallel_shard": 2}
+MOE = str(EXAMPLES / "pretrain_moe.toml")
+
+
+def _tiny(runs: Path, name: str, **more: Any) -> list[str]:
+    return options(TINY_MODEL, {"run.folder": runs, "run.name": name, "logging.every": 1}, **more)
+
+
+def _run(arguments: list[str], world_size: int = 1) -> Ended:
+    ended = on_ranks("pretrain", arguments, world_size=world_size)
+    assert [each.code for each in ended] == [0] * world_size, ended[0].errors
+    return ended[0]
+
+
+def _close(ours: list[float], theirs: list[float], *, rel: float) -> bool:
+    return len(ours) == len(theirs) > 0 and ours == pytest.approx(theirs, rel=rel)
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2])
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_four_ranks_give_the_curve_of_one_process(tmp_path: Path, kind: str, microbatch_size: int) -> None:
+    file = [MOE] if kind == "moe" else []
+    _run(file + _tiny(tmp_path, "one", steps=20, evaluation__every=10))
+    _run(
+        file
+        + _tiny(tmp_path, "four", steps=20, evaluation__every=10, batch__microbatch_size=microbatch_size)
+        + options(HYBRID),
+        world_size=4,
+    )
+    for name in ("loss", "grad_norm", "bits_per_byte", "evaluation_loss"):
+        assert _close(curve(tmp_path / "four", name), curve(tmp_path / "one", name), rel=1e-5), name
+    assert len(curve(tmp_path / "one", "loss")) == 20
+
+
+def test_the_run_folder_and_the_last_line(tmp_path: Path) -> None:
+    ended = _run(_tiny(tmp_path, "tiny", steps=6, checkpoint__every=3))
+    run_dir = tmp_path / "tiny"
+    summary = ended.summary
+    assert summary["steps"] == 6
+    assert summary["run_dir"] == str(run_dir)
+    assert summary["export_dir"] == str(run_dir / "export")
+    assert summary["train_loss"] == curve(run_dir, "loss")[-1]
+    assert summary["val_bits_per_byte"] == curve(run_dir, "evaluation_bits_per_byte")[-1]
+    assert summary["tokens_per_second"] > 0
+    assert json.loads((run_dir / "config.json").read_text())["model"]["hidden_size"] == 32
+    assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+    assert "def " in ended.output
+
+
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_killed(tmp_path: Path) -> None:
+    arguments = {"steps": 12, "checkpoint__every": 2, "evaluation__every": 5}
+    _run(_tiny(tmp_path, "warm", **arguments))
+    start = time.monotonic()
+    _run(_tiny(tmp_path, "calm", **arguments))
+    life = time.monotonic() - start
+    kills = run_with_kills("pretrain", _tiny(tmp_path, "killed", **arguments), longest=life, seed=time.time_ns())
+    print(f"killed {kills} times")
+    assert records(tmp_path / "killed") == records(tmp_path / "calm")
+    for file in ("export/model.safetensors", "export/config.json"):
+        assert (tmp_path / "killed" / file).read_bytes() == (tmp_path / "calm" / file).read_bytes(), file
+
+
+def test_more_steps_continue_a_run(tmp_path: Path) -> None:
+    _run(_tiny(tmp_path, "run", steps=4))
+    before = records(tmp_path / "run")
+    assert _run(_tiny(tmp_path, "run", steps=7)).summary["steps"] == 7
+    after = records(tmp_path / "run")
+    assert after[: len(before)] == before
+    assert curve(tmp_path / "run", "step") == sorted(curve(tmp_path / "run", "step"))
+    assert max(curve(tmp_path / "run", "step")) == 7
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
+    first = _run(_tiny(tmp_path, "run", steps=4))
+    before = records(tmp_path / "run")
+    assert _run(_tiny(tmp_path, "run", steps=4)).summary == first.summary
+    assert records(tmp_path / "run") == before
+
+
+def test_a_run_continues_on_another_mesh(tmp_path: Path) -> None:
+    _run(_tiny(tmp_path, "start", steps=4, lr_schedule__final_fraction=1.0))
+    for name, ranks in (("one", 1), ("four", 4)):
+        copy_run(tmp_path / "start", tmp_path / name)
+        mesh = HYBRID if ranks == 4 else {}
+        _run(_tiny(tmp_path, name, steps=8, lr_schedule__final_fraction=1.0) + options(mesh), world_size=ranks)
+    for name in ("loss", "grad_norm"):
+        assert _close(curve(tmp_path / "four", name), curve(tmp_path / "one", name), rel=1e-5), name
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("dense", "true"), ("dense", "false"), ("moe", "true")])
+def test_transformers_loads_the_export_and_gives_the_same_logits(tmp_path: Path, kind: str, tied: str) -> None:
+    file = [MOE] if kind == "moe" else []
+    ended = _run(file + _tiny(tmp_path, "run", steps=3, model__tie_word_embeddings=tied))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(ended.summary["export_dir"], dtype=torch.float32).eval()
+    assert type(theirs).__name__ == ("Qwen3MoeForCausalLM" if kind == "moe" else "Qwen3ForCausalLM")
+    ours = _exported_model(tmp_path / "run", kind)
+    tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def _exported_model(run_dir: Path, kind: str) -> torch.nn.Module:
+    from d9d_dist import StageInfo  # noqa: PLC0415
+    from d9d_state import load_model_state  # noqa: PLC0415
+
+    pretrain = importlib.import_module("pretrain")
+    config = pretrain.PretrainConfig.model_validate(json.loads((run_dir / "config.json").read_text()))
+    provider = pretrain.Decoder(config)
+    model = provider.build(StageInfo())
+    load_model_state(model, run_dir / "export", provider.state_mapper(model))
+    return model
+
+
+def test_the_moe_job_learns(tmp_path: Path) -> None:
+    _run([MOE, *_tiny(tmp_path, "moe", steps=40, optimizer__learning_rate="1e-2")])
+    losses = curve(tmp_path / "moe", "loss")
+    assert losses[-1] < losses[0] - 1.0
+    names = load_file(tmp_path / "moe" / "export" / "model.safetensors").keys()
+    assert any("experts.7" in name for name in names)
+
+
+_MISTAKES = {
+    "an unknown key": (
+        ["--optimizer.learning_rat", "1"],
+        "optimizer.learning_rat is not a configuration key; did you ",
+    ),
+    "a mistyped section": (["--modle.hidden_size", "1"], "modle is not a configuration key; did you mean model?"),
+    "no number": (["--steps", "many"], "steps = 'many'; expected a valid integer"),
+    "heads that do not divide": (
+        ["--model.num_heads", "3", "--model.num_kv_heads", "2"],
+        "num_kv_heads = 2 does not div",
+    ),
+    "a mesh of other ranks": (["--mesh.data_parallel_shard", "2"], "make 2 ranks, but the job has 1. Start 2 ranks"),
+    "a batch that does not divide": (
+        ["--batch.global_size", "10", "--batch.microbatch_size", "4"],
+        "batch.global_size = 10 cannot be shared out evenly to 1 data-parallel ranks x batch.microbatch_size = 4",
+    ),
+    "a missing data folder": (["--text.folder", "no/such"], "text.folder = no/such has no files json/*.py; name one"),
+    "a run folder under a file": (
+        ["--run.folder", "{file}"],
+        "is a file, not a folder. Choose another one with --run.f",
+    ),
+    "a parallelism that is not there": (["--mesh.tensor_parallel", "-1"], ""),
+}
+
+
+@pytest.mark.parametrize("mistake", _MISTAKES)
+def test_a_mistake_is_one_message_and_leaves_nothing(tmp_path: Path, mistake: str) -> None:
+    extra, message = _MISTAKES[mistake]
+    (tmp_path / "file").touch()
+    arguments = [word.format(file=tmp_path / "file" / "runs") for word in extra]
+    if mistake == "a parallelism that is not there":
+        ended = on_ranks("pretrain", _tiny(tmp_path, "run", steps=2) + arguments, world_size=2)[0]
+        message = "mesh.tensor_parallel = 2; expected 1: the Trainer has only data parallelism so far."
+    else:
+        ended = on_ranks("pretrain", _tiny(tmp_path, "run", steps=2) + arguments)[0]
+    assert ended.code == 2
+    assert ended.errors.startswith("d9d: ")
+    assert message in ended.errors
+    assert "Traceback" not in ended.errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_an_empty_data_folder(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (ended,) = on_ranks("pretrain", _tiny(tmp_path, "run", steps=2, text__folder=tmp_path / "empty"))
+    assert (ended.code, "has no files json/*.py" in ended.errors) == (2, True)
+    (tmp_path / "empty" / "json").mkdir()
+    (tmp_path / "empty" / "json" / "a.py").touch()
+    (ended,) = on_ranks("pretrain", _tiny(tmp_path, "run", steps=2, text__folder=tmp_path / "empty"))
+    assert ended.code == 2
+    assert "the training data are empty; expected at least one sample" in ended.errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    _run(_tiny(tmp_path, "run", steps=2))
+    before = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
+    (ended,) = on_ranks("pretrain", [*_tiny(tmp_path, "run", steps=2), "--model.num_layers", "3"])
+    assert ended.code == 2
+    assert "is a checkpoint of another model:" in ended.errors
+    assert "the model has backbone.layers.2.attention.q_proj.weight, the checkpoint does not" in ended.errors
+    assert before == {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
