@@ -47,7 +47,7 @@ class Bytes:
     """Consecutive windows of a text, each one byte longer than the model's input: the next byte is the label."""
 
     def __init__(self, text: bytes, length: int) -> None:
-        self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.tokens = torch.frombuffer(bytearray(text + b"."), dtype=torch.uint8)[:-1]  # it takes no empty buffer
         self.length = length
 
     def __len__(self) -> int:

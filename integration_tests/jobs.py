@@ -1,4 +1,4 @@
-"""Runs the examples as jobs in warm ranks, as `python` and `torchrun` would, without the seconds that importing takes."""
+"""Runs the examples as jobs in warm ranks, as `python` and `torchrun` would, without the seconds of importing."""
 
 import importlib
 import json

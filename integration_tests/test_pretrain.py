@@ -41,8 +41,10 @@ def test_four_ranks_give_the_curve_of_one_process(tmp_path: Path, kind: str, mic
         + options(HYBRID),
         world_size=4,
     )
+    # In float32 a rounding error can send a token to another expert; test_layouts.py compares that in float64.
+    tolerance = 1e-3 if kind == "moe" else 1e-5
     for name in ("loss", "grad_norm", "bits_per_byte", "evaluation_loss"):
-        assert _close(curve(tmp_path / "four", name), curve(tmp_path / "one", name), rel=1e-5), name
+        assert _close(curve(tmp_path / "four", name), curve(tmp_path / "one", name), rel=tolerance), name
     assert len(curve(tmp_path / "one", "loss")) == 20
 
 
