@@ -45,14 +45,14 @@ class Accumulator:
         Args:
             value: A number, or a tensor of the accumulator's shape on its device, of any real dtype.
         """
-        operand = value.detach().double() if isinstance(value, Tensor) else value
+        operand = value.detach().double() if isinstance(value, Tensor) else torch.full_like(self.value, value)
         match self.reduction:
             case "sum":
                 self.value.add_(operand)
             case "max":
-                self.value.clamp_(min=operand)
+                torch.maximum(self.value, operand, out=self.value)
             case "min":
-                self.value.clamp_(max=operand)
+                torch.minimum(self.value, operand, out=self.value)
 
     def reset(self) -> None:
         """Forget everything taken in."""

@@ -72,7 +72,8 @@ def choose_backend(x_NI: Tensor, weight_GOI: Tensor) -> GroupedMatmulBackend:
     The decision is made from dtypes and shapes alone, so no device has to be waited for.
     """
     _, num_outputs, num_inputs = weight_GOI.shape
-    served = x_NI.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    # The kernel's meta function took only bfloat16 before torch 2.15; shapes need no kernel.
+    served = not x_NI.is_meta and x_NI.dtype in (torch.float32, torch.bfloat16, torch.float16)
     # Rows of inputs, outputs and of their gradients.
     aligned = all(size * x_NI.element_size() % _ALIGNMENT == 0 for size in (num_inputs, num_outputs))
     return "grouped_mm" if served and aligned and len(x_NI) > 0 else "eager"
