@@ -1,15 +1,15 @@
 """Every Python snippet that a page or README shows is run: what the documentation says is what the packages do.
 
 The python blocks of a page run in order and in one namespace, in a folder of their own. A block of any language with
-`title="x.toml"` behind its language also lies in that folder as a file of this name. Functions named `test_*` are
-called at the end, as pytest would. A block marked `python no-run` is left out, and its first line says why:
-`# not run: ...`.
+`title="x.toml"` behind its language also is a file of this name in that folder. Functions named `test_*` are
+called at the end, as pytest would. In a README a block marked `python no-run` is left out, and the line above it says
+why: `<!-- not run: ... -->`. In the guides everything runs.
 """
 
 import contextlib
-import importlib.util
 import re
 import sys
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +22,9 @@ GUIDES = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*GUIDES, *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("README.md"))]
 
 _FENCE = re.compile(r"^(?P<indent>[ >]*)(?P<ticks>```+|~~~+)(?P<info>.*)$")
+_PYTHON = re.compile(r"[{. ]*(python|py)", re.IGNORECASE)
 _TITLE = re.compile(r'\btitle="([^"]+)"')
-_NO_RUN = "# not run: "
+_NOT_RUN = re.compile(r"<!-- not run: .+ -->")
 _MAIN_GUARD = 'if __name__ == "__main__":'
 
 
@@ -42,7 +43,7 @@ class Block:
 
     @property
     def is_python(self) -> bool:
-        return self.info.split()[:1] in (["python"], ["py"], ["python3"], ["pycon"])
+        return _PYTHON.match(self.info) is not None
 
     @property
     def runs(self) -> bool:
@@ -56,22 +57,23 @@ def blocks(text: str) -> list[Block]:
         ValueError: If a block would silently escape: it is indented, never closed, or left out without a reason.
     """
     found: list[Block] = []
-    fence: re.Match[str] | None = None
-    lines: list[str] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if fence is not None:
-            if line.strip() != fence["ticks"]:
-                lines.append(line)
-                continue
-            found.append(Block(fence["info"].strip(), "\n".join(lines) + "\n", number - len(lines)))
-            fence, lines = None, []
-        elif (fence := _FENCE.match(line)) and (fence["indent"] or fence["ticks"] != "```"):
-            raise ValueError(f"line {number}: expected a fence of three backticks at the start of the line.")
-    if fence is not None:
-        raise ValueError(f"the block {fence['info']!r} is never closed.")
+    page = text.splitlines()
+    opened: tuple[int, str] | None = None
+    for number, line in enumerate(page):
+        if opened is not None:
+            start, info = opened
+            if line.rstrip() == "```":
+                found.append(Block(info.strip(), "".join(f"{code}\n" for code in page[start:number]), start + 1))
+                opened = None
+        elif fence := _FENCE.match(line):
+            if fence["indent"] or fence["ticks"] != "```":
+                raise ValueError(f"line {number + 1}: expected a fence of three backticks at the start of the line.")
+            opened = number + 1, fence["info"]
+    if opened is not None:
+        raise ValueError(f"line {opened[0]}: the block is never closed.")
     for block in found:
-        if block.is_python and not block.runs and not block.code.startswith(_NO_RUN):
-            raise ValueError(f"line {block.line}: expected the reason for no-run, {_NO_RUN!r}..., as the first line.")
+        if block.is_python and not block.runs and not _NOT_RUN.fullmatch(page[max(block.line - 3, 0)]):
+            raise ValueError(f"line {block.line - 1}: expected the reason above the block: <!-- not run: ... -->")
     return found
 
 
@@ -79,59 +81,72 @@ def run_page(page: Path, folder: Path) -> int:
     """Run the snippets of a page in `folder`; the number of blocks that ran. What a snippet raises is raised."""
     snippets = blocks(page.read_text(encoding="utf-8"))
     python = [block for block in snippets if block.runs]
-    module, source = _module(page, python, folder)
-    arguments = sys.argv
-    sys.modules[module.__name__], sys.argv = module, [str(source)]
-    try:
-        with contextlib.chdir(folder):
-            for block in snippets:
-                if block.title is not None:
-                    Path(block.title).parent.mkdir(parents=True, exist_ok=True)
-                    Path(block.title).write_text(block.code, encoding="utf-8")
-                if block.runs:
-                    _run(block, module, source, page)
-            for name in [name for name in vars(module) if name.startswith("test_")]:
-                vars(module)[name]()
-    finally:
-        sys.argv = arguments
-        del sys.modules[module.__name__]
+    namespace = ModuleType(re.sub(r"\W", "_", f"snippets_of_{page.parent.name}_{page.stem}"))
+    whole = folder / f"{namespace.__name__}.py"
+    whole.write_text(_on_their_lines(python), encoding="utf-8")
+    with contextlib.chdir(folder), _as_a_script(namespace, whole):
+        for block in snippets:
+            if block.title is not None:
+                Path(block.title).parent.mkdir(parents=True, exist_ok=True)
+                Path(block.title).write_text(block.code, encoding="utf-8")
+            if block.runs:
+                _run(block, namespace, whole, page)
+        for name in [name for name in vars(namespace) if name.startswith("test_")]:
+            vars(namespace)[name]()
     return len(python)
 
 
-def _module(page: Path, python: list[Block], folder: Path) -> tuple[ModuleType, Path]:
-    """An empty module for the page, and a file with its snippets on the lines where the page has them.
+@contextlib.contextmanager
+def _as_a_script(namespace: ModuleType, file: Path) -> Generator[None]:
+    """The command line that a script without arguments has; afterwards the namespace is no module any more."""
+    arguments, sys.argv = sys.argv, [str(file)]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
+        for name in [name for name, module in sys.modules.items() if module is namespace]:
+            del sys.modules[name]
 
-    Ranks in other processes find a page's functions by that file, and tracebacks show its lines.
-    """
+
+def _on_their_lines(python: list[Block]) -> str:
+    """The blocks as one file, on the lines where the page has them: tracebacks show it, other processes load it."""
     lines: list[str] = []
     for block in python:
         lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
-    name = re.sub(r"\W", "_", f"snippets_of_{page.parent.name}_{page.stem}")
-    source = folder / f"{name}.py"
-    source.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, source)
-    assert spec is not None
-    return importlib.util.module_from_spec(spec), source
+    return "\n".join(lines) + "\n"
 
 
-def _run(block: Block, module: ModuleType, source: Path, page: Path) -> None:
-    code = compile("\n" * (block.line - 1) + block.code, str(source), "exec", dont_inherit=True)
-    # A script runs as one; everything else must be found by its module's name from other processes.
-    name, vars(module)["__name__"] = module.__name__, "__main__" if _MAIN_GUARD in block.code else module.__name__
+def _run(block: Block, namespace: ModuleType, whole: Path, page: Path) -> None:
+    """Run a block as a part of the page's file, or as its own if it has a title; `run_ranks` finds functions there."""
+    name, source, above = namespace.__name__, whole, "\n" * (block.line - 1)
+    if block.title is not None:
+        name, source, above = f"{name}_{Path(block.title).stem}", Path(block.title).absolute(), ""
+    sys.modules[name] = namespace
+    # What a script defines cannot be found from other processes, as is the case for any script.
+    names = {"__name__": "__main__" if _MAIN_GUARD in block.code else name, "__file__": str(source)}
+    before = {key: vars(namespace).get(key) for key in names}
     try:
-        exec(code, vars(module))  # noqa: S102  (our own documentation)
+        vars(namespace).update(names)
+        code = compile(above + block.code, str(source), "exec", dont_inherit=True)
+        exec(code, vars(namespace))  # noqa: S102  (our own documentation)
     except BaseException as error:
         error.add_note(f"in the snippet at {page}:{block.line}")
         raise
     finally:
-        vars(module)["__name__"] = name
+        vars(namespace).update(before)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[path.relative_to(ROOT).as_posix() for path in PAGES])
 def test_snippets_run(page: Path, tmp_path: Path) -> None:
-    num_run = run_page(page, tmp_path)
-    assert num_run > 0 or page not in GUIDES, "every guide shows something that runs"
+    run_page(page, tmp_path)
     assert not dist.is_initialized(), "a snippet left its process group running"
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=[path.name for path in GUIDES])
+def test_every_guide_shows_something_and_all_of_it_runs(page: Path) -> None:
+    shown = [block for block in blocks(page.read_text(encoding="utf-8")) if block.is_python]
+    assert shown
+    assert all(block.runs for block in shown)
 
 
 def test_there_are_pages() -> None:
@@ -161,6 +176,20 @@ def test_a_script_runs_as_main(tmp_path: Path) -> None:
         run_page(page, tmp_path)
 
 
+def test_a_titled_snippet_is_a_file_of_its_own_and_shares_the_namespace(tmp_path: Path) -> None:
+    page = _page(
+        tmp_path,
+        "```python\nx = 2\ndef here(): ...\n```\n"
+        '```python title="there.py"\ndef there(): return x\n```\n'
+        "```python\nimport inspect\nassert there() == 2\n"
+        'assert inspect.getsourcefile(there).endswith("/there.py")\n'
+        'assert inspect.getsourcefile(here).endswith("_page.py")\n'
+        'assert inspect.getsource(there) == "def there(): return x\\n"\n'
+        "assert inspect.getmodule(there) is not None\n```\n",
+    )
+    assert run_page(page, tmp_path) == 3
+
+
 def test_a_failing_snippet_fails_and_says_where(tmp_path: Path) -> None:
     page = _page(tmp_path, "# Title\n\n```python\nx = 1\n```\n\n```python\nx = 2\nassert x == 3\n```\n")
     with pytest.raises(AssertionError) as failure:
@@ -181,10 +210,10 @@ def test_a_failing_test_on_a_page_fails(tmp_path: Path) -> None:
 
 
 def test_a_block_that_is_not_run_says_why(tmp_path: Path) -> None:
-    excused = _page(tmp_path, "```python no-run\n# not run: it needs a cluster\nraise RuntimeError\n```\n")
-    assert run_page(excused, tmp_path) == 0
-    with pytest.raises(ValueError, match="line 2: expected the reason for no-run"):
-        run_page(_page(tmp_path, "```python no-run\nraise RuntimeError\n```\n"), tmp_path)
+    block = "```python no-run\nraise RuntimeError\n```\n"
+    assert run_page(_page(tmp_path, f"<!-- not run: it needs a cluster -->\n{block}"), tmp_path) == 0
+    with pytest.raises(ValueError, match=r"line 2: expected the reason above the block: <!-- not run: \.\.\. -->"):
+        run_page(_page(tmp_path, f"text\n{block}"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +223,7 @@ def test_a_block_that_is_not_run_says_why(tmp_path: Path) -> None:
         ("> ```python\n> x = 1\n> ```\n", "line 1: expected a fence of three backticks"),
         ("````python\nx = 1\n````\n", "line 1: expected a fence of three backticks"),
         ("~~~python\nx = 1\n~~~\n", "line 1: expected a fence of three backticks"),
-        ("```python\nx = 1\n", "the block 'python' is never closed"),
+        ("```python\nx = 1\n", "line 1: the block is never closed"),
     ],
 )
 def test_no_block_escapes(tmp_path: Path, text: str, message: str) -> None:
