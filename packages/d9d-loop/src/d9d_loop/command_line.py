@@ -18,9 +18,14 @@ def command_line() -> Generator[None]:
     try:
         yield
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"d9d: {error}", file=sys.stderr)
+        _say(str(error))
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        print("d9d: interrupted. The same command continues from the last checkpoint.", file=sys.stderr)
+        _say("interrupted. The same command continues from the last checkpoint.")
         raise SystemExit(130) from None
+
+
+def _say(message: str) -> None:
+    """Print to the standard error, once on each node: a launcher shows what every process prints."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"d9d: {message}", file=sys.stderr)

@@ -1,18 +1,18 @@
-"""Reads a configuration from a file and the command line, and explains everything that is wrong with it at once."""
+"""Reads a configuration from a file and the command line, and refuses a wrong one with all that is wrong with it."""
 
-import difflib
 import json
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from d9d_dist import UserError
-from d9d_loop._config_help import describe_fields, field_names
+from d9d_loop._config_errors import explain
+from d9d_loop._config_help import describe_fields
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -72,8 +72,7 @@ def validate_config(model: type[M], values: Mapping[str, Any]) -> M:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        lines = list(dict.fromkeys(_explain(model, details) for details in error.errors()))
-        raise UserError("\n     ".join(lines)) from None
+        raise UserError("\n     ".join(explain(model, error))) from None
 
 
 def _split(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
@@ -111,62 +110,12 @@ def _parse_value(text: str) -> Any:
     """Lists, tables and null by their syntax; all else stays text, which the field's type makes sense of."""
     if text == "null":
         return None
-    if text[:1] in "[{" and text:
-        try:
-            return tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            return text
+    if text.startswith(("[", "{")):
+        for parse in (_parse_toml, json.loads):
+            with suppress(ValueError):
+                return parse(text)
     return text
 
 
-def _explain(model: type[BaseModel], details: ErrorDetails) -> str:
-    place = [str(part) for part in details["loc"]]
-    name = ".".join(_without_choices(model, place))
-    if details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return _explain_unknown(model, name)
-    if details["type"] == "missing":
-        return f"{name} is missing; set it in the configuration file, or with --{name} VALUE."
-    message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    if details["type"] in ("value_error", "assertion_error"):
-        return f"{name}: {message}{'' if message.endswith('.') else '.'}"
-    expected = message.replace("Input should be", "expected", 1)
-    return (
-        f"{name} = {_shown(details['input'])}; {expected}. Change it in the configuration file, or with --{name} VALUE."
-    )
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _explain_unknown(model: type[BaseModel], name: str) -> str:
-    known = field_names(model)
-    section, _, key = name.rpartition(".")
-    siblings = [other.removeprefix(f"{section}.") for other in known if other.rpartition(".")[0] == section]
-    close = difflib.get_close_matches(key, siblings, n=1) or difflib.get_close_matches(name, known, n=1)
-    if close:
-        suggestion = close[0] if "." in close[0] or not section else f"{section}.{close[0]}"
-        return f"{name} is not a configuration key; did you mean {suggestion}?"
-    place = f"[{section}] has" if section else "there are"
-    return f"{name} is not a configuration key; {place} {', '.join(sorted(siblings))}."
-
-
-def _without_choices(model: type[BaseModel], place: Sequence[str]) -> Iterator[str]:
-    """Drop what pydantic puts into a location besides keys: the tag of the union member that it tried."""
-    known = {part for name in field_names(model) for part in name.split(".")}
-    for position, part in enumerate(place):
-        follows_choice = position > 0 and part in _tags(model, place[0])
-        if part in known or not follows_choice:
-            yield part
-
-
-def _tags(model: type[BaseModel], field: str) -> set[str]:
-    annotation = model.model_fields[field].annotation if field in model.model_fields else None
-    members = [annotation, *get_args(annotation)]
-    return {
-        str(tag)
-        for member in members
-        if isinstance(member, type) and issubclass(member, BaseModel) and "kind" in member.model_fields
-        for tag in get_args(member.model_fields["kind"].annotation)
-    }
+def _parse_toml(text: str) -> Any:
+    return tomllib.loads(f"value = {text}")["value"]

@@ -81,12 +81,14 @@ class Evaluator:
 
 @contextmanager
 def _without_trace(model: nn.Module) -> Generator[None]:
-    """Evaluation mode without gradients; random states are put back, so that training cannot tell it happened."""
+    """Evaluation mode without gradients; modes and random states are put back: training cannot tell it happened."""
     state = rng_state()
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train()
+        for module in training:
+            module.training = True
         set_rng_state(state)

@@ -1,12 +1,17 @@
 """What a job must remember to continue as if it had never stopped, and how that is saved and restored."""
 
-from dataclasses import asdict, dataclass, field
+import json
+from collections.abc import Mapping
+from dataclasses import field
 
-from pydantic import JsonValue, TypeAdapter
+import torch
+from pydantic import ConfigDict, JsonValue, TypeAdapter
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, seed_everything
+from d9d_metrics import Metric
 from d9d_state import (
     CheckpointStore,
     model_tensors,
@@ -17,7 +22,7 @@ from d9d_state import (
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, config=ConfigDict(ser_json_inf_nan="strings"))
 class Record:
     """Where a job stands.
 
@@ -36,16 +41,26 @@ class Record:
     weight_per_second: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _RankState:
+    """What a checkpoint keeps for each rank."""
+
+    random: JsonValue
+    metrics: dict[str, dict[str, list[str]]]
+
+
 _RECORD = TypeAdapter(Record)
+_RANK_STATE = TypeAdapter(_RankState)
 
 
 class JobState:
-    """The model, the optimizer and the record of a job, saved and restored together.
+    """The model, the optimizer, the metrics and the record of a job, saved and restored together.
 
     Args:
         store: Where checkpoints are.
         model: Materialised and parallelised.
         optimizer: Over its parameters.
+        metrics: Those that gather values between two reports, on this rank.
         config: The resolved configuration, kept in each checkpoint for people to read.
         seed: The job's seed.
         ctx: The job's context.
@@ -57,12 +72,13 @@ class JobState:
         *,
         model: nn.Module,
         optimizer: Optimizer,
+        metrics: Mapping[str, Metric],
         config: JsonValue,
         seed: int,
         ctx: DistributedContext,
     ) -> None:
         self._store, self._model, self._optimizer = store, model, optimizer
-        self._config, self._seed, self._ctx = config, seed, ctx
+        self._metrics, self._config, self._seed, self._ctx = metrics, config, seed, ctx
 
     def restore(self) -> Record:
         """Continue from the newest complete checkpoint, if there is one. Collective.
@@ -79,9 +95,11 @@ class JobState:
         state = info.state
         assert isinstance(state, dict)
         record = _RECORD.validate_python(state["record"])
-        rank_states = info.rank_states
+        rank_states = [_RANK_STATE.validate_python(rank_state) for rank_state in info.rank_states]
+        for rank_state in rank_states[self._ctx.rank :: self._ctx.world_size]:
+            _gather_into(self._metrics, rank_state.metrics)
         if len(rank_states) == self._ctx.world_size:
-            set_rng_state(rank_states[self._ctx.rank])
+            set_rng_state(rank_states[self._ctx.rank].random)
         else:
             seed_everything(self._seed, self._ctx, step=record.step)
         return record
@@ -91,10 +109,27 @@ class JobState:
         self._store.save(
             record.step,
             self._tensors(),
-            state={"record": asdict(record), "config": self._config},
-            rank_state=rng_state(),
+            # A loss may be NaN and a perplexity infinite, which JSON knows as text only.
+            state={"record": json.loads(_RECORD.dump_json(record)), "config": self._config},
+            rank_state={"random": rng_state(), "metrics": _gathered(self._metrics)},
             ctx=self._ctx,
         )
 
     def _tensors(self) -> dict[str, Tensor]:
         return {**model_tensors(self._model), **optimizer_tensors(self._model, self._optimizer)}
+
+
+def _gathered(metrics: Mapping[str, Metric]) -> dict[str, dict[str, list[str]]]:
+    """What metrics hold, as hexadecimal numbers: exact, and infinities are among them."""
+    return {
+        name: {key: [value.hex() for value in state.flatten().tolist()] for key, state in metric.state_dict().items()}
+        for name, metric in metrics.items()
+    }
+
+
+def _gather_into(metrics: Mapping[str, Metric], saved: Mapping[str, Mapping[str, list[str]]]) -> None:
+    """Let metrics take in what metrics of the same names held, on whichever rank that was."""
+    for name in metrics.keys() & saved.keys():
+        for key, accumulator in metrics[name].accumulators().items():
+            values = torch.tensor([float.fromhex(value) for value in saved[name][key]], dtype=torch.float64)
+            accumulator.update(values.view(accumulator.value.shape).to(accumulator.value.device))

@@ -11,7 +11,7 @@ from d9d_dist import Launch, MeshConfig, StageInfo, UserError, read_launch
 from d9d_loop.batches import Samples
 from d9d_loop.config import TrainerConfig
 from d9d_loop.model_provider import ModelProvider
-from d9d_state import CheckpointStore, check_same_model, identity_of
+from d9d_state import CheckpointStore, StateMapper, check_same_model, identity_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,7 @@ def check_job(
         model = provider.build(StageInfo())
     _check_checkpoint(config, model)
     if config.initial_weights is not None:
-        mapper = provider.state_mapper(model) or identity_of(model)
-        mapper.check(source=config.initial_weights, target=model)
+        _check_initial_weights(config.initial_weights, provider.state_mapper(model), model)
     return JobPlan(
         launch, mesh, dp_size, microbatch_size, num_microbatches=config.batch.global_size // (dp_size * microbatch_size)
     )
@@ -99,7 +98,8 @@ def _check_data(data: Samples, what: str) -> None:
 
 def _check_writable(folder: Path) -> None:
     existing = folder.absolute()
-    while not existing.exists():
+    # Path.exists raises where a folder above may not be searched; this only says no.
+    while not os.access(existing, os.F_OK):
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         reason = "may not be written to" if existing.is_dir() else "is a file, not a folder"
@@ -118,6 +118,13 @@ def _check_checkpoint(config: TrainerConfig, model: nn.Module) -> None:
             f"steps = {config.steps}, but the run in {config.run.dir} has done {info.step} already. "
             f"Use --steps {info.step} or more to continue it, or --run.name for a new run."
         )
+
+
+def _check_initial_weights(folder: Path, mapper: StateMapper | None, model: nn.Module) -> None:
+    try:
+        (mapper or identity_of(model)).check(source=folder, target=model)
+    except UserError as error:
+        raise UserError(f"initial_weights = {folder}: {error}") from None
 
 
 def checkpoint_folder(config: TrainerConfig) -> Path:

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -75,9 +76,17 @@ class Reports:
         self._tracker.log(step, values)
         self._progress.values(values)
 
+    @contextmanager
+    def not_training(self) -> Generator[None]:
+        """Leave the time of the body out of the throughput."""
+        self._clock.stop()
+        try:
+            yield
+        finally:
+            self._clock.start()
+
     def evaluation(self) -> None:
         """Report the evaluation that the record holds."""
-        self._clock.pause()
         values = self._record.evaluation
         self._tracker.log(self._record.step, {f"evaluation_{name}": value for name, value in values.items()})
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
@@ -87,11 +96,10 @@ class Reports:
         """Bring the record up to date before it is saved."""
         self._record.train_loss = outcome.loss.item()
         self._record.weight_per_second = self._clock.average()
-        self._clock.pause()
 
 
 class _Clock:
-    """Measures throughput: weight over the time that training took, evaluations and checkpoints left out."""
+    """Measures throughput: weight over the time between `start` and `stop`. It is made running."""
 
     def __init__(self, device: torch.device) -> None:
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -116,8 +124,13 @@ class _Clock:
         self._take_time()
         return weight / max(self._total_seconds + self._lap_seconds, 1e-9)
 
-    def pause(self) -> None:
-        """Leave out the time since the last call of `lap` or `average`, or since here."""
+    def stop(self) -> None:
+        """Leave out the time from here to the next `start`; waits for the device, whose work belongs to before."""
+        self._lap_weight.item()
+        self._take_time()
+
+    def start(self) -> None:
+        """Go on after a `stop`."""
         self._since = time.perf_counter()
 
     def _take_time(self) -> None:

@@ -84,16 +84,17 @@ class Trainer:
         seed_everything(config.seed, ctx)
         model = self._build_model(ctx)
         optimizer = self._optimizer(model)
+        metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
         state = JobState(
             CheckpointStore(checkpoint_folder(config), keep_last=config.checkpoint.keep_last),
             model=model,
             optimizer=optimizer,
+            metrics=metrics,
             config=_resolved(config),
             seed=config.seed,
             ctx=ctx,
         )
         record = state.restore()
-        metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
         take_step = TrainStep(
             model,
             optimizer,
@@ -113,12 +114,14 @@ class Trainer:
                 reports.step(outcome, metrics)
                 is_last = record.step == config.steps
                 if evaluate is not None and (is_last or record.step % config.evaluation.every == 0):
-                    record.evaluation = evaluate()
+                    with reports.not_training():
+                        record.evaluation = evaluate()
                     reports.evaluation()
                     self.events.emit(EvaluationDone(record.step, record.evaluation))
                 if is_last or record.step % config.checkpoint.every == 0:
                     reports.settle(outcome)
-                    state.save(record)
+                    with reports.not_training():
+                        state.save(record)
                     self.events.emit(CheckpointSaved(record.step))
             export_dir = self._export(model, ctx) if config.export else None
         assert record.train_loss is not None

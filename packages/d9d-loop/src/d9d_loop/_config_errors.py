@@ -1,0 +1,84 @@
+"""Says what is wrong with a configuration in the words of the house: what was got, what was expected, what to do."""
+
+import difflib
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from d9d_loop._config_keys import Place, all_keys, locate, sections_of
+
+
+def explain(model: type[BaseModel], error: ValidationError) -> list[str]:
+    """A line for everything that is wrong."""
+    return list(dict.fromkeys(_explain(model, details) for details in error.errors()))
+
+
+def _explain(model: type[BaseModel], details: ErrorDetails) -> str:
+    place = locate(model, details["loc"])
+    name = ".".join(map(str, place.keys))
+    match details["type"]:
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            return _explain_unknown(model, name, [key.name for key in place.siblings])
+        case "missing":
+            return _explain_missing(name, [key.name for key in place.below if key.default is None])
+        case "union_tag_not_found" | "union_tag_invalid":
+            return f"{name}.{_explain_choice(place, details.get('ctx', {}))}. {_advice(place.keys)}"
+        case "value_error" | "assertion_error":
+            message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+            return f"{name}{': ' if name else ''}{message}{'' if message.endswith('.') else '.'}"
+        case _:
+            return f"{name} = {_shown(details['input'])}; {_expected(details['msg'])}. {_advice(place.keys)}"
+
+
+def _explain_unknown(model: type[BaseModel], name: str, siblings: Sequence[str]) -> str:
+    section = name.rpartition(".")[0]
+    if close := _closest(model, name, siblings):
+        return f"{name} is not a configuration key; did you mean {' or '.join(close)}?"
+    place = f"[{section}] has" if section else "there are"
+    return f"{name} is not a configuration key; {place} {', '.join(sorted(siblings))}."
+
+
+def _closest(model: type[BaseModel], name: str, siblings: Sequence[str]) -> list[str]:
+    """A similar key of the section; or else keys of that name elsewhere; or else the most similar of all."""
+    section, dot, key = name.rpartition(".")
+    if close := difflib.get_close_matches(key, siblings, n=1):
+        return [f"{section}{dot}{close[0]}"]
+    known = [other.name for other in all_keys(model) if not sections_of(other.annotation)]
+    if name in known:
+        return []  # a key of another kind of this section
+    return [other for other in known if other.rpartition(".")[2] == key] or difflib.get_close_matches(name, known, n=1)
+
+
+def _explain_missing(name: str, required_below: Sequence[str]) -> str:
+    names = [f"{name}.{key}" for key in required_below] or [name]
+    verb, options = ("is", "it") if len(names) == 1 else ("are", "them")
+    arguments = " ".join(f"--{missing} VALUE" for missing in names)
+    return f"{' and '.join(names)} {verb} missing; set {options} in the configuration file, or with {arguments}."
+
+
+def _explain_choice(place: Place, context: Mapping[str, str]) -> str:
+    """About the key that says which member of a union is meant, usually `kind`."""
+    key = context["discriminator"].strip("'")
+    expected = ", ".join(repr(tag) for other in place.below if other.name == key for tag in get_args(other.annotation))
+    got = f"= {context['tag']!r}" if "tag" in context else "is missing"
+    return f"{key} {got}; expected one of {expected}"
+
+
+def _expected(message: str) -> str:
+    expected = message.replace("Input should be", "expected", 1)
+    return re.sub(r"^expected (greater|less)", r"expected a number \1", expected)
+
+
+def _advice(keys: Sequence[str | int]) -> str:
+    """How to change a value; one in a list is given with the whole list."""
+    names = itertools.takewhile(lambda key: isinstance(key, str), keys)
+    return f"Change it in the configuration file, or with --{'.'.join(map(str, names))} VALUE."
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,249 @@
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+import pytest
+from pydantic import BaseModel, Field, model_validator
+
+from d9d_dist import UserError
+from d9d_loop import Section, TrainerConfig, validate_config
+
+BATCH = {"batch": {"global_size": 8}}
+JOB = {"steps": 3, **BATCH}
+
+
+class Adam(Section):
+    kind: Literal["adam"] = "adam"
+    learning_rate: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.99)
+
+
+class Momentum(Section):
+    kind: Literal["momentum"] = "momentum"
+    learning_rate: float = 1.0
+    decay: float = Field(0.9, gt=0, lt=1)
+
+
+Choice = Annotated[Adam | Momentum, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True)
+class Width:
+    hidden: int
+    heads: int = 1
+
+
+class Inner(Section):
+    choice: Choice = Adam()
+    untagged: Adam | Momentum | None = None
+
+
+class Job(Section):
+    width: Width
+    optimizer: Choice = Adam()
+    each: tuple[Choice, ...] = ()
+    inner: Inner = Inner()
+    optional_width: Width | None = None
+    by_name: dict[str, int] = Field(default_factory=dict)
+    whole: int | str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.whole == 13:
+            raise ValueError("whole = 13 brings bad luck; use another number")
+        return self
+
+
+def _problems(model: type[BaseModel], values: dict[str, Any]) -> list[str]:
+    with pytest.raises(UserError) as error:
+        validate_config(model, values)
+    return str(error.value).split("\n     ")
+
+
+def _problem(model: type[BaseModel], values: dict[str, Any]) -> str:
+    (problem,) = _problems(model, values)
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stps": 4}, "stps is not a configuration key; did you mean steps?"),
+        (
+            {"batch": {"global_sise": 8, "global_size": 8}},
+            "batch.global_sise is not a configuration key; did you mean batch.global_size?",
+        ),
+        (
+            {"optimizer": {"learning_rat": 1}},
+            "optimizer.learning_rat is not a configuration key; did you mean optimizer.learning_rate?",
+        ),
+        ({"learning_rate": 1}, "learning_rate is not a configuration key; did you mean optimizer.learning_rate?"),
+        (
+            {"run": {"every": 2}},
+            "run.every is not a configuration key; did you mean checkpoint.every or evaluation.every or logging.every?",
+        ),
+        ({"gradient": {"max_norm": 2}}, "gradient is not a configuration key; did you mean gradients?"),
+        ({"run": {"zzz": 2}}, "run.zzz is not a configuration key; [run] has folder, name."),
+        (
+            {"trackers": [{"kind": "jsonl", "fil": "x"}]},
+            "trackers.0.fil is not a configuration key; did you mean trackers.0.file?",
+        ),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_closest_one(values: dict[str, Any], message: str) -> None:
+    assert _problem(TrainerConfig, {**JOB, **values}) == message
+
+
+def test_an_unknown_key_that_is_like_nothing_is_answered_with_all_keys() -> None:
+    assert _problem(Inner, {"qqq": 1}) == "qqq is not a configuration key; there are choice, untagged."
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"width": {"hidden": 1, "head": 2}}, "width.head is not a configuration key; did you mean width.heads?"),
+        (
+            {"optional_width": {"hidden": 1, "hedas": 2}},
+            "optional_width.hedas is not a configuration key; did you mean optional_width.heads?",
+        ),
+        (
+            {"optimizer": {"kind": "adam", "decay": 1}},
+            "optimizer.decay is not a configuration key; [optimizer] has betas, kind, learning_rate.",
+        ),
+        (
+            {"optimizer": {"kind": "momentum", "decai": 1}},
+            "optimizer.decai is not a configuration key; did you mean optimizer.decay?",
+        ),
+        (
+            {"inner": {"choice": {"kind": "adam", "bet": 1}}},
+            "inner.choice.bet is not a configuration key; did you mean inner.choice.betas?",
+        ),
+        (
+            {"each": [{"kind": "momentum"}, {"kind": "adam", "betes": 1}]},
+            "each.1.betes is not a configuration key; did you mean each.1.betas?",
+        ),
+    ],
+)
+def test_keys_are_known_in_dataclasses_unions_and_lists(values: dict[str, Any], message: str) -> None:
+    assert _problem(Job, {"width": {"hidden": 1}, **values}) == message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"width": {"hidden": "wide"}},
+            "width.hidden = 'wide'; expected a valid integer, unable to parse string as an "
+            "integer. Change it in the configuration file, or with --width.hidden VALUE.",
+        ),
+        (
+            {"optimizer": {"kind": "momentum", "decay": 1.5}},
+            "optimizer.decay = 1.5; expected a number less than 1. "
+            "Change it in the configuration file, or with --optimizer.decay VALUE.",
+        ),
+        (
+            {"optimizer": {"kind": "momentum", "decay": 0}},
+            "optimizer.decay = 0; expected a number greater than 0. "
+            "Change it in the configuration file, or with --optimizer.decay VALUE.",
+        ),
+        (
+            {"optimizer": {"kind": "sgd"}},
+            "optimizer.kind = 'sgd'; expected one of 'adam', 'momentum'. Change it in the "
+            "configuration file, or with --optimizer VALUE.",
+        ),
+        (
+            {"optimizer": {"decay": 1}},
+            "optimizer.kind is missing; expected one of 'adam', 'momentum'. Change it in the "
+            "configuration file, or with --optimizer VALUE.",
+        ),
+        (
+            {"each": [{"kind": "adam", "betas": [1, "x"]}]},
+            "each.0.betas.1 = 'x'; expected a valid number, unable to "
+            "parse string as a number. Change it in the configuration file, or with --each VALUE.",
+        ),
+        (
+            {"by_name": {"a": "b"}},
+            "by_name.a = 'b'; expected a valid integer, unable to parse string as an integer. "
+            "Change it in the configuration file, or with --by_name.a VALUE.",
+        ),
+        (
+            {"width": 7},
+            "width = 7; expected a dictionary or an instance of Width. Change it in the configuration file, "
+            "or with --width VALUE.",
+        ),
+        ({"whole": 13}, "whole = 13 brings bad luck; use another number."),
+    ],
+)
+def test_a_wrong_value_is_answered_with_what_was_expected(values: dict[str, Any], message: str) -> None:
+    assert _problem(Job, {"width": {"hidden": 1}, **values}) == message
+
+
+def test_a_choice_may_be_made_by_another_key_than_kind() -> None:
+    class Left(Section):
+        side: Literal["left"]
+        size: int = 1
+
+    class Right(Section):
+        side: Literal["right"]
+
+    class Sides(Section):
+        at: Annotated[Left | Right, Field(discriminator="side")]
+
+    assert _problem(Sides, {"at": {"side": "left", "sizes": 2}}) == (
+        "at.sizes is not a configuration key; did you mean at.size?"
+    )
+    assert _problem(Sides, {"at": {"side": "up"}}).startswith("at.side = 'up'; expected one of 'left', 'right'. ")
+    assert _problem(Sides, {"at": {}}).startswith("at.side is missing; expected one of 'left', 'right'. ")
+
+
+def test_a_value_that_fits_no_member_of_a_union_is_explained_once_for_each() -> None:
+    assert _problems(Job, {"width": {"hidden": 1}, "whole": [1]}) == [
+        f"whole = [1]; expected a valid {kind}. Change it in the configuration file, or with --whole VALUE."
+        for kind in ("integer", "string")
+    ]
+
+
+def test_a_long_value_is_shown_in_part() -> None:
+    message = _problem(TrainerConfig, {**BATCH, "steps": "a" * 100})
+    assert message.startswith(f"steps = '{'a' * 56}...; expected a valid integer")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (BATCH, "steps is missing; set it in the configuration file, or with --steps VALUE."),
+        (
+            {"steps": 1},
+            "batch.global_size is missing; set it in the configuration file, or with --batch.global_size VALUE.",
+        ),
+        (
+            {"steps": 1, "batch": {}},
+            "batch.global_size is missing; set it in the configuration file, or with --batch.global_size VALUE.",
+        ),
+    ],
+)
+def test_a_missing_key_is_named_with_its_option(values: dict[str, Any], message: str) -> None:
+    assert _problem(TrainerConfig, values) == message
+
+
+def test_a_missing_section_is_named_by_the_keys_it_needs() -> None:
+    class Pair(Section):
+        left: int
+        right: int
+
+    class Pairs(Section):
+        pair: Pair
+
+    assert _problem(Pairs, {}) == (
+        "pair.left and pair.right are missing; set them in the configuration file, or with --pair.left VALUE "
+        "--pair.right VALUE."
+    )
+
+
+def test_everything_that_is_wrong_is_listed_at_once() -> None:
+    assert _problems(TrainerConfig, {"stps": 1, "batch": {"global_size": 0}, "mesh": {"data_parallel_shard": 0}}) == [
+        "steps is missing; set it in the configuration file, or with --steps VALUE.",
+        "batch.global_size = 0; expected a number greater than 0. Change it in the configuration file, or with "
+        "--batch.global_size VALUE.",
+        "mesh.data_parallel_shard: got 0; expected a positive number of ranks, or -1 for all that remain.",
+        "stps is not a configuration key; did you mean steps?",
+    ]

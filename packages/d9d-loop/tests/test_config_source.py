@@ -1,0 +1,129 @@
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from d9d_dist import UserError
+from d9d_loop import TrainerConfig, read_config_file
+from d9d_loop.config_source import parse_command_line
+
+JOB = {"steps": 3, "batch": {"global_size": 8}}
+
+
+def _parse(*words: str, file: Path | None = None) -> TrainerConfig:
+    return parse_command_line(TrainerConfig, file, words)
+
+
+def _values(model: BaseModel) -> dict[str, Any]:
+    return model.model_dump(mode="json")
+
+
+def test_reads_toml_and_json(tmp_path: Path) -> None:
+    toml, text = tmp_path / "job.toml", tmp_path / "job.json"
+    toml.write_text("steps = 3\nbatch.global_size = 8\n", encoding="utf-8")
+    text.write_text(json.dumps(JOB), encoding="utf-8")
+    assert read_config_file(toml) == read_config_file(str(text)) == JOB
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.toml", None, r"absent\.toml cannot be read: .*No such file.*\. Check the path\."),
+        ("job.yaml", b"steps: 3", r"job\.yaml: expected a \.toml or \.json file\."),
+        ("torn.toml", b"steps = [1, ", r"torn\.toml is not well formed: .*"),
+        ("torn.json", b'{"steps": ', r"torn\.json is not well formed: .*"),
+        ("list.json", b"[1]", r"list\.json holds list; expected sections and keys\."),
+        ("binary.toml", b"\xff\xfe", r"binary\.toml cannot be read: .*decode.*\. Check the path\."),
+    ],
+)
+def test_refuses_a_bad_file(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=f"^configuration file {re.escape(str(tmp_path))}/{message}$"):
+        read_config_file(file)
+
+
+def test_refuses_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "job.toml"
+    folder.mkdir()
+    with pytest.raises(UserError, match=r"job\.toml cannot be read: .*Is a directory"):
+        read_config_file(folder)
+
+
+def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
+    default, other = tmp_path / "default.json", tmp_path / "other.json"
+    default.write_text(json.dumps(JOB), encoding="utf-8")
+    other.write_text(json.dumps({**JOB, "steps": 5}), encoding="utf-8")
+    assert _parse(file=default).steps == 3
+    assert _parse(str(other), file=default).steps == 5
+    config = _parse("--steps", "7", str(other), "--batch.global_size=16", file=default)
+    assert (config.steps, config.batch.global_size) == (7, 16)
+
+
+def test_overrides_are_of_every_kind() -> None:
+    config = _parse(
+        *("--steps", "3", "--batch.global_size", "8", "--mesh.data_parallel_shard", "-1", "--logging.progress=false"),
+        *("--optimizer.betas", "[0.5, 0.75]", "--checkpoint.keep_last", "null", "--run.folder", "a=b/c", "--seed="),
+        *("--seed", "4", '--trackers=[{kind = "jsonl", file = "m"}, {kind = "console"}]', "--lr_schedule={}"),
+    )
+    assert _values(config.trackers[0]) == {"kind": "jsonl", "file": "m"}
+    assert _values(config.trackers[1]) == {"kind": "console"}
+    assert (config.optimizer.betas, config.checkpoint.keep_last) == ((0.5, 0.75), None)
+    assert (config.mesh.data_parallel_shard, config.logging.progress, config.seed) == (-1, False, 4)
+    assert config.run.folder == Path("a=b/c")
+
+
+def test_a_list_may_be_written_as_json() -> None:
+    config = _parse("--steps=1", "--batch.global_size=8", '--trackers=[{"kind": "console"}]')
+    assert [tracker.kind for tracker in config.trackers] == ["console"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps"], "--steps has no value; expected --steps VALUE."),
+        (["--steps", "--seed", "1"], "--steps has no value; expected --steps VALUE."),
+        (["--steps.x", "1"], "--steps.x: steps is a value, not a section."),
+        (
+            ["a.toml", "b.toml"],
+            "got the arguments 'a.toml' and 'b.toml'; expected one configuration file, then --key VALUE.",
+        ),
+        (
+            ["--optimizer.betas", "[0.5"],
+            "optimizer.betas = '[0.5'; expected a valid tuple. Change it in the "
+            "configuration file, or with --optimizer.betas VALUE.",
+        ),
+        (
+            ["--batch", "8"],
+            "batch = '8'; expected a valid dictionary or instance of BatchConfig. Change it in the "
+            "configuration file, or with --batch VALUE.",
+        ),
+        (["--optimzer.learning_rate", "1"], "optimzer is not a configuration key; did you mean optimizer?"),
+        (
+            ["--steps", "null"],
+            "steps = None; expected a valid integer. Change it in the configuration file, or with --steps VALUE.",
+        ),
+    ],
+)
+def test_refuses_a_bad_command_line(tmp_path: Path, words: list[str], message: str) -> None:
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(JOB), encoding="utf-8")
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        _parse(*words, file=file)
+
+
+def test_reads_the_arguments_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["script.py", "--steps", "9", "--batch.global_size", "8"])
+    assert parse_command_line(TrainerConfig, None, None).steps == 9
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_is_printed_without_reading_anything(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        _parse("absent.toml", word)
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: [FILE] [--section.key VALUE ...]\n")

@@ -1,0 +1,129 @@
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from d9d_dist import DistributedContext, MeshConfig
+from d9d_dist.testing import run_ranks
+from d9d_loop import Evaluator, FunctionProvider, Loss, Task
+from d9d_metrics import Max, Metric
+
+NUM_SAMPLES = 7
+
+
+class _Net(nn.Module):
+    """Random in training, so that a forward pass in the wrong mode shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 1, dtype=torch.float64)
+        self.dropout = nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(1, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert not torch.is_grad_enabled()
+        return self.norm(self.linear(self.dropout(x)))
+
+
+class _Weighted(Task):
+    def inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        torch.rand(())  # a task may draw random numbers
+        return {"x": batch["x"]}
+
+    def loss(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> Loss:
+        return Loss((outputs[:, 0].square() * batch["weight"]).sum(), weight=batch["weight"].sum())
+
+    def metrics(self) -> dict[str, Metric]:
+        return {"largest": Max()}
+
+    def update_metrics(self, metrics: Mapping[str, Metric], *, outputs: Any, batch: Any, loss: Loss) -> None:
+        largest = metrics["largest"]
+        assert isinstance(largest, Max)
+        largest.update(batch["x"])
+
+
+def _samples() -> list[dict[str, torch.Tensor]]:
+    x = torch.randn(NUM_SAMPLES, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return [{"x": x[index], "weight": torch.tensor(index + 1.0)} for index in range(NUM_SAMPLES)]
+
+
+def _evaluator(
+    model: nn.Module, ctx: DistributedContext, *, batch_size: int = 2, num_samples: int | None = None
+) -> Evaluator:
+    return Evaluator(
+        model,
+        _samples(),
+        task=_Weighted(),
+        collate=default_collate,
+        num_samples=num_samples,
+        batch_size=batch_size,
+        ctx=ctx,
+    )
+
+
+def _expected(num_samples: int = NUM_SAMPLES) -> dict[str, float]:
+    batch = default_collate(_samples()[:num_samples])
+    with torch.no_grad():
+        outputs = _Net().eval()(batch["x"])
+    loss = (outputs[:, 0].square() * batch["weight"]).sum() / batch["weight"].sum()
+    return {"loss": loss.item(), "largest": batch["x"].max().item()}
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 100])
+def test_every_sample_counts_once(ctx: DistributedContext, batch_size: int) -> None:
+    assert _evaluator(_Net(), ctx, batch_size=batch_size)() == pytest.approx(_expected(), rel=1e-12)
+
+
+@pytest.mark.parametrize(("num_samples", "used"), [(3, 3), (100, NUM_SAMPLES)])
+def test_takes_the_first_samples(ctx: DistributedContext, num_samples: int, used: int) -> None:
+    assert _evaluator(_Net(), ctx, num_samples=num_samples)() == pytest.approx(_expected(used), rel=1e-12)
+
+
+def test_can_be_repeated(ctx: DistributedContext) -> None:
+    evaluate = _evaluator(_Net(), ctx)
+    assert evaluate() == evaluate()
+
+
+def test_leaves_no_trace(ctx: DistributedContext) -> None:
+    model = _Net().train()
+    model.norm.eval()  # frozen by a user
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    _evaluator(model, ctx)()
+    assert torch.equal(torch.get_rng_state(), random)
+    assert (model.training, model.dropout.training, model.norm.training) == (True, True, False)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.state_dict().items())
+    assert torch.is_grad_enabled()
+
+
+def test_leaves_no_trace_when_it_fails(ctx: DistributedContext) -> None:
+    class Broken(_Weighted):
+        def loss(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> Loss:
+            raise RuntimeError("no loss")
+
+    model, random = _Net(), torch.get_rng_state()
+    evaluate = Evaluator(
+        model, _samples(), task=Broken(), collate=default_collate, num_samples=None, batch_size=2, ctx=ctx
+    )
+    with pytest.raises(RuntimeError, match="no loss"):
+        evaluate()
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def _on_ranks(batch_size: int) -> dict[str, float]:
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        model = _Net()
+        FunctionProvider(lambda stage: model).parallelize(model, ctx)
+        return _evaluator(model, ctx, batch_size=batch_size)()
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 3), (4, 3)])
+def test_ranks_share_the_samples_out(world_size: int, batch_size: int) -> None:
+    """Three batches: on two ranks one repeats a sample that does not count, on four one has nothing else."""
+    expected = pytest.approx(_expected(), rel=1e-9)
+    assert run_ranks(_on_ranks, batch_size, world_size=world_size) == [expected] * world_size

@@ -1,0 +1,151 @@
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from d9d_dist import DistributedContext, MeshConfig
+from d9d_dist.testing import run_ranks
+from d9d_loop.job_state import JobState, Record
+from d9d_metrics import Max, Metric, WeightedMean
+from d9d_state import CheckpointStore
+
+
+class _Job:
+    """All that is saved, in its first state."""
+
+    def __init__(self, folder: Path, ctx: DistributedContext) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 2)
+        self.optimizer: Optimizer = torch.optim.AdamW(self.model.parameters())
+        self.mean, self.largest, self.empty = WeightedMean(), Max(), Max()
+        metrics: dict[str, Metric] = {"mean": self.mean, "largest": self.largest, "empty": self.empty}
+        self.state = JobState(
+            CheckpointStore(folder),
+            model=self.model,
+            optimizer=self.optimizer,
+            metrics=metrics,
+            config={"steps": 3},
+            seed=5,
+            ctx=ctx,
+        )
+
+    def work(self, rank: int = 0) -> None:
+        self.model(torch.ones(1, 3)).sum().backward()
+        self.optimizer.step()
+        self.mean.update(0.1 + rank, 3)
+        self.largest.update(float(rank))
+
+
+def test_a_new_job_starts_at_step_0(tmp_path: Path, ctx: DistributedContext) -> None:
+    assert _Job(tmp_path / "new", ctx).state.restore() == Record(0, None, {}, None)
+    assert not (tmp_path / "new").exists()
+
+
+def test_everything_comes_back(tmp_path: Path, ctx: DistributedContext) -> None:
+    job = _Job(tmp_path, ctx)
+    job.work()
+    record = Record(7, 0.1, {"loss": 1 / 3}, 12.5)
+    job.state.save(record)
+    expected = torch.rand(3), random.random()  # noqa: S311 - what comes next is compared
+    other = _Job(tmp_path, ctx)
+    assert other.state.restore() == record
+    assert torch.equal(torch.rand(3), expected[0])
+    assert random.random() == expected[1]  # noqa: S311
+    for name, parameter in job.model.named_parameters():
+        twin = other.model.get_parameter(name)
+        assert torch.equal(twin, parameter)
+        for key, value in job.optimizer.state[parameter].items():
+            assert torch.equal(other.optimizer.state[twin][key], value), (name, key)
+    for name in ("mean", "largest", "empty"):
+        for key, value in vars(job)[name].state_dict().items():
+            assert torch.equal(vars(other)[name].state_dict()[key], value), (name, key)
+
+
+def test_a_loss_need_not_be_finite(tmp_path: Path, ctx: DistributedContext) -> None:
+    _Job(tmp_path, ctx).state.save(Record(1, math.nan, {"perplexity": math.inf, "x": -math.inf}, 1.0))
+    record = _Job(tmp_path, ctx).state.restore()
+    assert record.train_loss is not None
+    assert math.isnan(record.train_loss)
+    assert record.evaluation == {"perplexity": math.inf, "x": -math.inf}
+
+
+def test_people_can_read_the_record_and_the_configuration(tmp_path: Path, ctx: DistributedContext) -> None:
+    _Job(tmp_path, ctx).state.save(Record(2, 0.5, {"loss": 0.25}, 3.0))
+    info = CheckpointStore(tmp_path).newest()
+    assert info is not None
+    assert info.state == {
+        "record": {"step": 2, "train_loss": 0.5, "evaluation": {"loss": 0.25}, "weight_per_second": 3.0},
+        "config": {"steps": 3},
+    }
+
+
+def test_metrics_that_were_not_saved_start_anew(tmp_path: Path, ctx: DistributedContext) -> None:
+    job = _Job(tmp_path, ctx)
+    job.work()
+    job.state.save(Record(1))
+    added = WeightedMean()
+    other = JobState(
+        CheckpointStore(tmp_path),
+        model=job.model,
+        optimizer=job.optimizer,
+        metrics={"added": added},
+        config={},
+        seed=5,
+        ctx=ctx,
+    )
+    other.restore()
+    assert added.compute() == 0
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path, ctx: DistributedContext) -> None:
+    (tmp_path / "step-00000004.partial").mkdir()
+    assert _Job(tmp_path, ctx).state.restore().step == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+Seen = tuple[int, list[float], float, list[float]]
+"""Step, sum and weight of the mean, the maximum, and the next random numbers."""
+
+
+def _restore(folder: Path) -> Seen:
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        job = _Job(folder, ctx)
+        record = job.state.restore()
+        totals = [tensor.item() for tensor in job.mean.state_dict().values()]
+        return record.step, totals, job.largest.compute().item(), torch.rand(2).tolist()
+
+
+def _save(folder: Path) -> list[float]:
+    """The next random numbers."""
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        job = _Job(folder, ctx)
+        job.work(rank=ctx.rank)
+        torch.manual_seed(ctx.rank)
+        job.state.save(Record(3))
+        return torch.rand(2).tolist()
+
+
+def test_every_rank_gets_its_own_back(tmp_path: Path) -> None:
+    numbers = run_ranks(_save, tmp_path, world_size=2)
+    assert run_ranks(_restore, tmp_path, world_size=2) == [
+        (3, [0.1, 3.0], 0.0, numbers[0]),
+        (3, [1.1, 3.0], 1.0, numbers[1]),
+    ]
+
+
+def test_another_number_of_ranks_shares_out_what_was_gathered(tmp_path: Path) -> None:
+    numbers = run_ranks(_save, tmp_path, world_size=4)
+    found: list[Seen] = [_restore(tmp_path), *run_ranks(_restore, tmp_path, world_size=2)]
+    assert [totals for _, totals, _, _ in found] == [
+        pytest.approx([6.4, 12.0]),
+        pytest.approx([2.2, 6.0]),
+        pytest.approx([4.2, 6.0]),
+    ]
+    assert [largest for _, _, largest, _ in found] == [3.0, 2.0, 3.0]
+    seen = [tuple(drawn) for _, _, _, drawn in found] + [tuple(drawn) for drawn in numbers]
+    # A seed of a rank, a step and nothing else: the first rank of one layout is the first rank of the other.
+    assert len(set(seen)) == len(seen) - 1

@@ -1,0 +1,41 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from d9d_loop import WarmupCosineConfig
+
+
+def _factors(num_steps: int, warmup_steps: int, final_fraction: float) -> list[float]:
+    schedule = WarmupCosineConfig(warmup_steps=warmup_steps, final_fraction=final_fraction).build(num_steps)
+    return [schedule(step) for step in range(num_steps)]
+
+
+def test_warms_up_and_decays() -> None:
+    expected = [0.25, 0.5, 0.75, 1.0, *(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(1, 5))]
+    assert _factors(8, 3, 0.1) == pytest.approx(expected, rel=1e-12)
+
+
+def test_without_warmup_it_starts_at_the_peak() -> None:
+    assert _factors(3, 0, 0.5) == pytest.approx([1.0, 0.75, 0.5])
+    assert _factors(1, 0, 0.5) == [1.0]
+
+
+def test_a_final_fraction_of_one_is_a_constant() -> None:
+    assert _factors(5, 0, 1.0) == [1.0] * 5
+
+
+@given(num_steps=st.integers(1, 50), warmup_steps=st.integers(0, 60), final_fraction=st.floats(0, 1))
+def test_rises_and_then_falls(num_steps: int, warmup_steps: int, final_fraction: float) -> None:
+    factors = _factors(num_steps, warmup_steps, final_fraction)
+    assert all(0 <= factor <= 1 for factor in factors)
+    assert factors[:warmup_steps] == sorted(factors[:warmup_steps])
+    assert factors[warmup_steps:] == sorted(factors[warmup_steps:], reverse=True)
+    if num_steps > warmup_steps + 1:
+        assert factors[warmup_steps] == pytest.approx(1.0)
+        assert factors[-1] == pytest.approx(final_fraction)
+
+
+def test_stays_at_the_end_where_a_job_goes_on() -> None:
+    assert WarmupCosineConfig(final_fraction=0.25).build(4)(100) == pytest.approx(0.25)

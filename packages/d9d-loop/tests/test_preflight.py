@@ -1,0 +1,228 @@
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from d9d_dist import Launch, StageInfo, UserError
+from d9d_loop import FunctionProvider, Loss, ModelProvider, Task, Trainer, TrainerConfig, validate_config
+from d9d_loop.preflight import check_job
+from d9d_state import CheckpointStore, StateMapper, model_tensors, rename, save_model_state
+
+DATA = [torch.zeros(3)] * 8
+
+
+class _Nothing(Task):
+    def inputs(self, batch: Any) -> dict[str, Any]:
+        raise AssertionError("no step may be taken")
+
+    def loss(self, outputs: Any, batch: Any) -> Loss:
+        raise AssertionError("no step may be taken")
+
+
+class _Renamed(ModelProvider):
+    def build(self, stage: StageInfo) -> nn.Module:
+        return nn.Linear(3, 2, bias=False)
+
+    def state_mapper(self, model: nn.Module) -> StateMapper:
+        return rename("w", "weight")
+
+
+def _linear(stage: StageInfo) -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def _config(folder: Path, **sections: Any) -> TrainerConfig:
+    return validate_config(
+        TrainerConfig, {"steps": 3, "batch": {"global_size": 8}, "run": {"folder": folder / "runs"}, **sections}
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def start(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("a process group was started")
+
+    monkeypatch.setattr(dist, "init_process_group", start)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    assert not dist.is_initialized()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    def of(size: int) -> None:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+
+    return of
+
+
+def _refused(folder: Path, message: str, *, data: Any = DATA, model: Any = _linear, **more: Any) -> None:
+    """The Trainer refuses the job with exactly one message, and leaves nothing behind."""
+    evaluation_data = more.pop("evaluation_data", None)
+    before = _files(folder)
+    trainer = Trainer(_config(folder, **more), model=model, data=data, evaluation_data=evaluation_data, task=_Nothing())
+    with pytest.raises(UserError, match=f"^{message}$"):
+        trainer.train()
+    assert _files(folder) == before
+
+
+def test_a_job_that_fits_is_planned(tmp_path: Path, world: Callable[[int], None]) -> None:
+    world(4)
+    config = _config(
+        tmp_path,
+        batch={"global_size": 24, "microbatch_size": 2},
+        mesh={"data_parallel_replicate": 2, "data_parallel_shard": -1},
+    )
+    plan = check_job(config, provider=FunctionProvider(_linear), data=DATA, evaluation_data=None)
+    assert (plan.dp_size, plan.microbatch_size, plan.num_microbatches) == (4, 2, 3)
+    assert (plan.mesh.data_parallel_replicate, plan.mesh.data_parallel_shard) == (2, 2)
+    assert plan.launch == Launch(0, 4, 0, 4, 0, has_launcher=True)
+    assert _files(tmp_path) == []
+
+
+def test_all_samples_of_a_rank_are_a_microbatch_by_default(tmp_path: Path) -> None:
+    plan = check_job(_config(tmp_path), provider=FunctionProvider(_linear), data=DATA, evaluation_data=DATA)
+    assert (plan.launch, plan.microbatch_size, plan.num_microbatches) == (Launch(), 8, 1)
+
+
+def test_the_mesh_must_make_up_the_world(tmp_path: Path, world: Callable[[int], None]) -> None:
+    world(3)
+    message = r"mesh: data_parallel_shard 2 make 2 ranks, but the job has 3\. Start 2 ranks .*"
+    _refused(tmp_path, message, mesh={"data_parallel_shard": 2})
+
+
+@pytest.mark.parametrize(
+    "degree",
+    ["pipeline_parallel", "context_parallel_shard", "context_parallel_replicate", "tensor_parallel"],
+)
+def test_other_parallelisms_are_refused(tmp_path: Path, degree: str, world: Callable[[int], None]) -> None:
+    world(2)
+    message = rf"mesh\.{degree} = 2; expected 1: the Trainer has only data parallelism so far\."
+    _refused(tmp_path, message, mesh={degree: 2})
+
+
+def test_expert_parallelism_is_refused(tmp_path: Path, world: Callable[[int], None]) -> None:
+    world(2)
+    message = r"mesh\.expert_parallel = 2; expected 1: the Trainer has only data parallelism so far\."
+    _refused(tmp_path, message, mesh={"data_parallel_shard": 2, "expert_parallel": 2})
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"global_size": 6},
+            r"batch\.global_size = 6 cannot be shared out evenly to 4 data-parallel ranks; expected a "
+            r"multiple of 4\. Use 4 or 8, or change the degrees\.",
+        ),
+        ({"global_size": 3}, r"batch\.global_size = 3 .*; expected a multiple of 4\. Use 4, or change the degrees\."),
+        (
+            {"global_size": 20, "microbatch_size": 3},
+            r"batch\.global_size = 20 cannot be shared out evenly to 4 data-parallel ranks x batch\.microbatch_size "
+            r"= 3; expected a multiple of 12\. Use 12 or 24, or change the degrees\.",
+        ),
+    ],
+)
+def test_batches_must_divide(tmp_path: Path, batch: dict[str, int], message: str, world: Callable[[int], None]) -> None:
+    world(4)
+    _refused(tmp_path, message, batch=batch, mesh={"data_parallel_shard": 4})
+
+
+def test_data_must_not_be_empty(tmp_path: Path) -> None:
+    message = r"the {} are empty; expected at least one sample\. Check where they are read from\."
+    _refused(tmp_path, message.format("training data"), data=[])
+    _refused(tmp_path, message.format("evaluation data"), evaluation_data=[])
+
+
+def test_the_run_folder_may_not_be_under_a_file(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file", encoding="utf-8")
+    where = re.escape(str(tmp_path / "runs"))
+    _refused(
+        tmp_path,
+        rf"run folder {where}/run: {where} is a file, not a folder\. Choose another one with --run\.folder, or change "
+        r"permissions\.",
+    )
+
+
+def test_the_run_folder_must_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.F_OK and Path(path).exists())
+    where = re.escape(str(tmp_path))
+    _refused(tmp_path, rf"run folder {where}/runs/run: {where} may not be written to\. Choose another one .*")
+
+
+def test_a_folder_that_may_not_be_looked_into_counts_as_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system calls of a user say who has no right to search a folder above the run's."""
+
+    def exists(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    inside = tmp_path / "locked" / "runs"
+    monkeypatch.setattr(Path, "exists", exists)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) == tmp_path and mode == os.F_OK)
+    trainer = Trainer(_config(tmp_path / "locked"), model=_linear, data=DATA, task=_Nothing())
+    with pytest.raises(UserError, match=rf"^run folder {inside}/run: {tmp_path} may not be written to\."):
+        trainer.train()
+
+
+def _save_checkpoint(folder: Path, step: int) -> None:
+    CheckpointStore(folder / "runs" / "run" / "checkpoints").save(step, model_tensors(nn.Linear(3, 2)))
+
+
+def test_a_checkpoint_must_be_of_the_same_model(tmp_path: Path) -> None:
+    _save_checkpoint(tmp_path, 2)
+    message = (
+        r".*step-00000002 is a checkpoint of another model:\n.*weight is .*\[2, 3\].* in the checkpoint, "
+        r".*\[4, 3\].* in the model\n(.*\n)*Use the configuration it was saved with, or another run folder\."
+    )
+    _refused(tmp_path, message, model=lambda stage: nn.Linear(3, 4))
+
+
+def test_a_run_may_not_have_done_more_steps(tmp_path: Path) -> None:
+    _save_checkpoint(tmp_path, 5)
+    where = re.escape(str(tmp_path / "runs" / "run"))
+    _refused(
+        tmp_path,
+        rf"steps = 3, but the run in {where} has done 5 already\. Use --steps 5 or more to continue it, or --run\.name "
+        r"for a new run\.",
+    )
+
+
+def test_a_run_may_have_done_all_steps(tmp_path: Path) -> None:
+    _save_checkpoint(tmp_path, 3)
+    check_job(_config(tmp_path), provider=FunctionProvider(_linear), data=DATA, evaluation_data=None)
+
+
+def test_initial_weights_must_be_there(tmp_path: Path) -> None:
+    where = re.escape(str(tmp_path / "absent"))
+    message = rf"initial_weights = {where}: {where} holds no model; expected model\.safetensors or .* in it\."
+    _refused(tmp_path, message, initial_weights=tmp_path / "absent")
+
+
+def test_initial_weights_must_fit(tmp_path: Path) -> None:
+    save_model_state(nn.Linear(5, 2, bias=False), tmp_path / "weights")
+    where = re.escape(str(tmp_path / "weights"))
+    message = (
+        rf"initial_weights = {where}: the checkpoint, the mapper and the model do not fit together:\n"
+        r"(.*\n)*.*bias\n(.*\n)*.*weight: got \[2, 5\] .*; expected \[2, 3\] .*"
+    )
+    _refused(tmp_path, message, initial_weights=tmp_path / "weights")
+
+
+def test_initial_weights_are_checked_through_the_mapper(tmp_path: Path) -> None:
+    save_model_state(nn.Linear(3, 2, bias=False), tmp_path / "weights", rename("weight", "w"))
+    config = _config(tmp_path, initial_weights=tmp_path / "weights")
+    check_job(config, provider=_Renamed(), data=DATA, evaluation_data=None)
+    with pytest.raises(UserError, match=r"(?s)weight.*bias|bias.*weight"):
+        check_job(config, provider=FunctionProvider(_linear), data=DATA, evaluation_data=None)

@@ -1,0 +1,307 @@
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from d9d_dist import StageInfo
+from d9d_loop import (
+    CheckpointSaved,
+    EvaluationDone,
+    Finished,
+    Loss,
+    ModelExported,
+    ModelProvider,
+    StepDone,
+    Task,
+    Trainer,
+    TrainerConfig,
+    TrainResult,
+    validate_config,
+)
+from d9d_metrics import Metric, Sum, read_metrics
+from d9d_state import CheckpointStore, ModelFolder, StateMapper, load_model_state, parallel, rename, save_model_state
+
+Samples = list[dict[str, torch.Tensor]]
+Batch = dict[str, torch.Tensor]
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 4, dtype=torch.float64), nn.Linear(4, 1, dtype=torch.float64)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.dropout(F.relu(self.up(x))))
+
+
+class _Regression(Task):
+    weight_unit = "samples"
+
+    def inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"x": batch["x"]}
+
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
+        return Loss(F.mse_loss(outputs, batch["y"], reduction="sum"), weight=len(batch["x"]))
+
+    def metrics(self) -> dict[str, Metric]:
+        return {"samples": Sum()}
+
+    def update_metrics(self, metrics: Mapping[str, Metric], *, outputs: Any, batch: Any, loss: Loss) -> None:
+        samples = metrics["samples"]
+        assert isinstance(samples, Sum)
+        samples.update(len(batch["x"]))
+
+
+class _Provider(ModelProvider):
+    """A model whose weights have other names on disk."""
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        return _Net()
+
+    def state_mapper(self, model: nn.Module) -> StateMapper:
+        return parallel(*(rename(f"model.{name}", name) for name, _ in model.named_parameters()))
+
+    def export_files(self) -> dict[str, Any]:
+        return {"config.json": {"hidden": 4}}
+
+
+def _data(size: int = 20, seed: int = 0) -> Samples:
+    x = torch.randn(size, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return [{"x": row, "y": row.sum(0, keepdim=True)} for row in x]
+
+
+def _config(folder: Path, **sections: Any) -> TrainerConfig:
+    values = {
+        "steps": 6,
+        "batch": {"global_size": 8, "microbatch_size": 4},
+        "run": {"folder": folder},
+        "evaluation": {"every": 2},
+        "checkpoint": {"every": 3},
+        "logging": {"every": 4, "progress": False},
+        "optimizer": {"learning_rate": 0.01},
+    }
+    return validate_config(TrainerConfig, {**values, **sections})
+
+
+def _trainer(folder: Path, *, evaluate: bool = False, **sections: Any) -> Trainer:
+    return Trainer(
+        _config(folder, **sections),
+        model=lambda stage: _Net(),
+        data=_data(),
+        task=_Regression(),
+        evaluation_data=_data(5, seed=1) if evaluate else None,
+    )
+
+
+def _weights(trainer: Trainer) -> tuple[TrainResult, dict[str, torch.Tensor]]:
+    """Train, and keep what comes out."""
+    found: dict[str, torch.Tensor] = {}
+    trainer.events.on(Finished, lambda done: found.update(done.model.state_dict()))
+    result = trainer.train()
+    return result, {name: tensor.clone() for name, tensor in found.items()}
+
+
+def _assert_same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_run_leaves_everything_it_should(tmp_path: Path) -> None:
+    result, weights = _weights(_trainer(tmp_path, evaluate=True))
+    run = tmp_path / "run"
+    assert (result.steps, result.run_dir, result.export_dir) == (6, run, run / "export")
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.json", "export", "metrics.jsonl"]
+    assert [info.step for info in CheckpointStore(run / "checkpoints").complete()] == [6, 3]
+    assert TrainerConfig.from_cli(run / "config.json", []) == _config(tmp_path)
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == [1, 4, 6]
+    assert [line["samples"] for line in lines if "loss" in line] == [8, 24, 16]
+    assert [line["step"] for line in lines if "evaluation_loss" in line] == [2, 4, 6]
+    assert lines[-1]["evaluation_loss"] == result.evaluation["loss"]
+    assert result.evaluation["samples"] == 5
+    assert result.train_loss == lines[-2]["loss"]
+    assert result.weight_per_second > 0
+    exported = _Net()
+    load_model_state(exported, run / "export")
+    _assert_same_bits(exported.state_dict(), weights)
+    assert not dist.is_initialized()
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, steps=60, evaluation={"every": 59}, evaluate=True, optimizer={"learning_rate": 0.05})
+    losses: list[float] = []
+    trainer.events.on(EvaluationDone, lambda event: losses.append(event.values["loss"]))
+    start = _trainer(tmp_path / "other", steps=1, evaluate=True).train().evaluation["loss"]
+    trainer.train()
+    assert losses[-1] < 0.3 * start
+
+
+def test_the_same_job_gives_the_same_bits_and_another_seed_does_not(tmp_path: Path) -> None:
+    runs = [_weights(_trainer(tmp_path / name, seed=seed))[1] for name, seed in [("a", 0), ("b", 0), ("c", 1)]]
+    _assert_same_bits(runs[0], runs[1])
+    assert not torch.equal(runs[0]["up.weight"], runs[2]["up.weight"])
+
+
+def test_the_seed_chooses_the_initial_weights(tmp_path: Path) -> None:
+    still = {"learning_rate": 1e-300, "weight_decay": 0}
+    starts = [_weights(_trainer(tmp_path / str(seed), seed=seed, optimizer=still))[1] for seed in (0, 1)]
+    assert not torch.equal(starts[0]["up.weight"], starts[1]["up.weight"])
+
+
+def test_takes_the_samples_of_the_global_order(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Numbered(_Regression):
+        def inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
+            seen.extend(batch["number"].tolist())
+            return super().inputs(batch)
+
+    data = [{**sample, "number": torch.tensor(index)} for index, sample in enumerate(_data())]
+    config = _config(tmp_path, steps=5)
+    Trainer(config, model=lambda stage: _Net(), data=data, task=Numbered()).train()
+    assert sorted(seen[:20]) == sorted(seen[20:]) == list(range(20))
+    assert seen[:20] != seen[20:]
+
+
+def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
+    with_evaluation, without = (_weights(_trainer(tmp_path / str(on), evaluate=on))[1] for on in (True, False))
+    _assert_same_bits(with_evaluation, without)
+
+
+def test_events_come_in_order(tmp_path: Path) -> None:
+    trainer, seen = _trainer(tmp_path, evaluate=True, steps=4), []
+    for kind in (StepDone, EvaluationDone, CheckpointSaved):
+        trainer.events.on(kind, lambda event, name=kind.__name__: seen.append((name, event.step)))
+    trainer.events.on(ModelExported, lambda event: seen.append(("ModelExported", event.folder.name)))
+    trainer.events.on(Finished, lambda event: seen.append(("Finished", event.result.steps)))
+    trainer.train()
+    assert seen == [
+        ("StepDone", 1),
+        ("StepDone", 2),
+        ("EvaluationDone", 2),
+        ("StepDone", 3),
+        ("CheckpointSaved", 3),
+        ("StepDone", 4),
+        ("EvaluationDone", 4),
+        ("CheckpointSaved", 4),
+        ("ModelExported", "export"),
+        ("Finished", 4),
+    ]
+
+
+def test_events_tell_what_happened(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, evaluate=True)
+    steps: list[StepDone] = []
+    finished: list[Finished] = []
+
+    def finish(event: Finished) -> None:
+        assert dist.is_initialized()
+        finished.append(event)
+
+    trainer.events.on(StepDone, steps.append)
+    trainer.events.on(Finished, finish)
+    result = trainer.train()
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    for line in lines:
+        event = steps[int(line["step"]) - 1]
+        assert (event.loss.item(), event.grad_norm.item()) == (line["loss"], line["grad_norm"])
+        assert event.learning_rate == line["learning_rate"]
+    assert finished[0].result == result
+    assert finished[0].ctx.world_size == 1
+
+
+def test_a_handler_that_fails_is_named(tmp_path: Path) -> None:
+    def out_of_luck(event: StepDone) -> None:
+        raise RuntimeError(f"bad luck at {event.step}")
+
+    trainer = _trainer(tmp_path)
+    trainer.events.on(StepDone, out_of_luck)
+    with pytest.raises(RuntimeError, match="bad luck at 1") as error:
+        trainer.train()
+    assert "out_of_luck of StepDone" in error.value.__notes__[0]
+    assert not dist.is_initialized()
+
+
+def test_optimizer_and_schedule_may_be_ones_own(tmp_path: Path) -> None:
+    def frozen_first(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.get_submodule("down").parameters(), lr=0.5)
+
+    trainer = Trainer(
+        _config(tmp_path, steps=3),
+        model=lambda stage: _Net(),
+        data=_data(),
+        task=_Regression(),
+        optimizer=frozen_first,
+        lr_schedule=lambda step: 1 / (step + 1),
+    )
+    rates: list[float] = []
+    trainer.events.on(StepDone, lambda event: rates.append(event.learning_rate))
+    _, weights = _weights(trainer)
+    assert rates == [0.5, 0.25, 0.5 / 3]
+    _, start = _weights(_trainer(tmp_path / "start", steps=1, optimizer={"learning_rate": 1e-300, "weight_decay": 0}))
+    assert torch.equal(weights["up.weight"], start["up.weight"])
+    assert not torch.equal(weights["down.weight"], start["down.weight"])
+
+
+def test_samples_may_be_collated_ones_own_way(tmp_path: Path) -> None:
+    def collate(samples: Samples) -> Batch:
+        return {name: torch.stack([sample[name] for sample in samples]) * 0 for name in ("x", "y")}
+
+    trainer = Trainer(
+        _config(tmp_path),
+        model=lambda stage: nn.Linear(3, 1, bias=False, dtype=torch.float64),
+        data=_data(),
+        task=_Positional(),
+        collate=collate,
+    )
+    assert trainer.train().train_loss == 0
+
+
+class _Positional(_Regression):
+    def inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"input": batch["x"]}
+
+
+def test_starts_from_weights_and_exports_them_by_the_mapper(tmp_path: Path) -> None:
+    source = _Net()
+    renamed = _Provider().state_mapper(source).inverse()
+    save_model_state(source, tmp_path / "weights", renamed)
+    config = _config(
+        tmp_path, initial_weights=tmp_path / "weights", optimizer={"learning_rate": 1e-300, "weight_decay": 0}
+    )
+    result, weights = _weights(Trainer(config, model=_Provider(), data=_data(), task=_Regression()))
+    _assert_same_bits(weights, source.state_dict())
+    assert result.export_dir is not None
+    assert sorted(ModelFolder.open(result.export_dir).tensors) == sorted(f"model.{name}" for name in weights)
+    assert (result.export_dir / "config.json").read_text(encoding="utf-8") == '{\n  "hidden": 4\n}\n'
+
+
+def test_needs_no_export(tmp_path: Path) -> None:
+    assert _trainer(tmp_path, export=False).train().export_dir is None
+    assert not (tmp_path / "run" / "export").exists()
+
+
+@pytest.mark.parametrize(("keep_last", "steps"), [(1, [6]), (None, [6, 4, 2])])
+def test_keeps_as_many_checkpoints_as_asked_for(tmp_path: Path, keep_last: int | None, steps: list[int]) -> None:
+    _trainer(tmp_path, checkpoint={"every": 2, "keep_last": keep_last}).train()
+    assert [info.step for info in CheckpointStore(tmp_path / "run" / "checkpoints").complete()] == steps
+
+
+def test_a_loss_that_is_no_number_can_be_saved(tmp_path: Path) -> None:
+    class Diverged(_Regression):
+        def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
+            return Loss(outputs.sum() * float("inf"), weight=1)
+
+    trainers: list[Callable[[], TrainResult]] = [
+        Trainer(_config(tmp_path), model=lambda stage: _Net(), data=_data(), task=Diverged()).train for _ in range(2)
+    ]
+    first, again = (train() for train in trainers)
+    assert str(first.train_loss) == str(again.train_loss)
+    assert first.train_loss != pytest.approx(0, abs=1e300)

@@ -1,0 +1,285 @@
+"""A job that was interrupted and run again ends like one that never was."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from d9d_dist.testing import run_ranks
+from d9d_loop import (
+    CheckpointSaved,
+    EvaluationDone,
+    Finished,
+    Loss,
+    ModelExported,
+    StepDone,
+    Task,
+    Trainer,
+    TrainerConfig,
+    TrainResult,
+    validate_config,
+)
+from d9d_metrics import Metric, Sum, read_metrics
+from d9d_state import CheckpointStore
+
+Batch = dict[str, torch.Tensor]
+STEPS = 7
+
+
+class _Net(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 6, dtype=torch.float64), nn.Linear(6, 1, dtype=torch.float64)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.dropout(torch.tanh(self.up(x))))
+
+
+class _Masked(Task):
+    """Elements of which some do not count, and a metric that gathers over several steps."""
+
+    def inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"x": batch["x"]}
+
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
+        return Loss(((outputs[:, 0] - 1).square() * batch["mask"]).sum(), weight=batch["mask"].sum())
+
+    def metrics(self) -> dict[str, Metric]:
+        return {"gathered": Sum()}
+
+    def update_metrics(self, metrics: Mapping[str, Metric], *, outputs: Any, batch: Any, loss: Loss) -> None:
+        gathered = metrics["gathered"]
+        assert isinstance(gathered, Sum)
+        gathered.update(loss.total)
+
+
+def _data(size: int, seed: int) -> list[Batch]:
+    draws = torch.Generator().manual_seed(seed)
+    return [
+        {
+            "x": torch.randn(3, generator=draws, dtype=torch.float64),
+            "mask": (torch.rand((), generator=draws) < 0.6) * 1.0,
+        }
+        for _ in range(size)
+    ]
+
+
+def _trainer(folder: Path, *, dropout: float = 0.5, **sections: Any) -> Trainer:
+    values = {
+        "steps": STEPS,
+        "batch": {"global_size": 8, "microbatch_size": 2},
+        "mesh": {"data_parallel_shard": -1},
+        "run": {"folder": folder},
+        "evaluation": {"every": 3},
+        "checkpoint": {"every": 2},
+        "logging": {"every": 3, "progress": False},
+        "optimizer": {"learning_rate": 0.05},
+        "lr_schedule": {"warmup_steps": 2},
+        "gradients": {"max_norm": 0.5},
+    }
+    return Trainer(
+        validate_config(TrainerConfig, {**values, **sections}),
+        model=lambda stage: _Net(dropout),
+        data=_data(30, seed=0),
+        task=_Masked(),
+        evaluation_data=_data(5, seed=1),
+    )
+
+
+class _Interrupted(Exception):  # noqa: N818 - no error, but what Ctrl-C would be
+    pass
+
+
+def _interrupt(event: Any, *, at: int) -> None:
+    if event.step == at:
+        raise _Interrupted
+
+
+def _train_until(trainer: Trainer, kind: type, at: int) -> None:
+    trainer.events.on(kind, partial(_interrupt, at=at))
+    with pytest.raises(_Interrupted):
+        trainer.train()
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Everything about a finished job that should not depend on what happened on the way."""
+
+    result: TrainResult
+    losses: dict[int, float]
+    lines: list[dict[str, float]]
+    tensors: dict[str, torch.Tensor]
+    record: Any
+    rank_states: Any
+
+
+def _finish(trainer: Trainer, folder: Path) -> _Outcome:
+    losses: dict[int, float] = {}
+    trainer.events.on(StepDone, lambda event: losses.update({event.step: event.loss.item()}))
+    result = trainer.train()
+    return replace(_saved(folder, result), losses=losses)
+
+
+def _lines(folder: Path) -> list[dict[str, float]]:
+    """What was tracked, without what tells the time."""
+    lines = read_metrics(folder / "run" / "metrics.jsonl")
+    return [{name: line[name] for name in line if name not in ("time", "items_per_second")} for line in lines]
+
+
+def _saved(folder: Path, result: TrainResult) -> _Outcome:
+    store = CheckpointStore(folder / "run" / "checkpoints")
+    info = store.newest()
+    assert info is not None
+    assert isinstance(info.state, dict)
+    record = info.state["record"]
+    assert isinstance(record, dict)
+    record = {key: value for key, value in record.items() if key != "weight_per_second"}
+    tensors = {name: torch.empty(wanted.shape, dtype=wanted.dtype) for name, wanted in info.tensors.items()}
+    store.load(info, tensors)
+    return _Outcome(result, {}, _lines(folder), tensors, record, info.rank_states)
+
+
+def _assert_same(found: _Outcome, expected: _Outcome) -> None:
+    """The same bits."""
+    assert found.lines == expected.lines
+    assert found.record == expected.record
+    assert found.rank_states == expected.rank_states
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in found.tensors.items():
+        assert torch.equal(tensor, expected.tensors[name]), name
+    assert found.result.evaluation == expected.result.evaluation
+    assert found.result.train_loss == expected.result.train_loss
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> _Outcome:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return _finish(_trainer(folder), folder)
+
+
+@pytest.mark.parametrize("at", range(1, STEPS + 1))
+def test_interrupted_after_any_step(tmp_path: Path, at: int, uninterrupted: _Outcome) -> None:
+    _train_until(_trainer(tmp_path), StepDone, at)
+    resumed = _finish(_trainer(tmp_path), tmp_path)
+    assert list(resumed.losses) == list(range((at - 1) // 2 * 2 + 1, STEPS + 1))
+    _assert_same(resumed, uninterrupted)
+
+
+@pytest.mark.parametrize(("kind", "at"), [(EvaluationDone, 6), (CheckpointSaved, 6), (EvaluationDone, STEPS)])
+def test_interrupted_between_evaluation_checkpoint_and_export(
+    tmp_path: Path, kind: type, at: int, uninterrupted: _Outcome
+) -> None:
+    _train_until(_trainer(tmp_path), kind, at)
+    _assert_same(_finish(_trainer(tmp_path), tmp_path), uninterrupted)
+
+
+def test_interrupted_after_the_last_checkpoint(tmp_path: Path, uninterrupted: _Outcome) -> None:
+    _train_until(_trainer(tmp_path), CheckpointSaved, STEPS)
+    resumed = _finish(_trainer(tmp_path), tmp_path)
+    assert resumed.losses == {}
+    _assert_same(resumed, uninterrupted)
+    assert (tmp_path / "run" / "export" / "model.safetensors").exists()
+
+
+def test_interrupted_again_and_again(tmp_path: Path, uninterrupted: _Outcome) -> None:
+    for at in (1, 3, 4, 5, 6):
+        _train_until(_trainer(tmp_path), StepDone, at)
+    _assert_same(_finish(_trainer(tmp_path), tmp_path), uninterrupted)
+
+
+def test_a_finished_job_trains_nothing_and_gives_the_same_result(tmp_path: Path) -> None:
+    first = _finish(_trainer(tmp_path), tmp_path)
+    again = _trainer(tmp_path)
+    seen: list[type] = []
+    for kind in (StepDone, EvaluationDone, CheckpointSaved, ModelExported, Finished):
+        again.events.on(kind, lambda event: seen.append(type(event)))
+    outcome = _finish(again, tmp_path)
+    assert seen == [ModelExported, Finished]
+    assert outcome.result == first.result
+    _assert_same(outcome, first)
+
+
+def test_more_steps_continue(tmp_path: Path) -> None:
+    constant = partial(_trainer, lr_schedule={"final_fraction": 1.0})
+    whole = _finish(constant(tmp_path / "whole"), tmp_path / "whole")
+    constant(tmp_path / "parts", steps=4).train()
+    more = _finish(constant(tmp_path / "parts"), tmp_path / "parts")
+    assert more.losses == {step: whole.losses[step] for step in (5, 6, 7)}
+    for name, tensor in more.tensors.items():
+        assert torch.equal(tensor, whole.tensors[name]), name
+
+
+def test_worker_processes_read_the_same_samples(tmp_path: Path) -> None:
+    whole = _finish(_trainer(tmp_path / "0", dropout=0.0), tmp_path / "0")
+    worker = _finish(_trainer(tmp_path / "1", dropout=0.0, data={"num_workers": 1}), tmp_path / "1")
+    assert worker.losses == whole.losses
+
+
+def _on_ranks(folder: Path, dropout: float, at: int | None) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+    """Train on every rank, to the end or interrupted after a step. Loss of each step, and the parameters."""
+    losses: dict[int, float] = {}
+    weights: dict[str, torch.Tensor] = {}
+
+    def take_weights(done: Finished) -> None:
+        for name, parameter in done.model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            weights[name] = parameter.full_tensor().detach()
+
+    trainer = _trainer(folder, dropout=dropout)
+    trainer.events.on(StepDone, lambda event: losses.update({event.step: event.loss.item()}))
+    trainer.events.on(Finished, take_weights)
+    if at is None:
+        trainer.train()
+    else:
+        _train_until(trainer, StepDone, at)
+    return losses, weights
+
+
+def test_ranks_resume_with_the_same_bits(tmp_path: Path) -> None:
+    whole = run_ranks(_on_ranks, tmp_path / "whole", 0.5, None, world_size=2)
+    first = run_ranks(_on_ranks, tmp_path / "parts", 0.5, 5, world_size=2)
+    second = run_ranks(_on_ranks, tmp_path / "parts", 0.5, None, world_size=2)
+    for (expected, weights), (before, _), (after, found) in zip(whole, first, second, strict=True):
+        assert list(after) == [5, 6, 7]
+        assert {**before, **after} == expected
+        for name, weight in weights.items():
+            assert torch.equal(found[name], weight), name
+    assert _lines(tmp_path / "parts") == _lines(tmp_path / "whole")
+
+
+def _assert_close(folder: Path, losses: dict[int, float], one: _Outcome) -> None:
+    """One job and another whose layout differs agree in float64."""
+    assert losses == pytest.approx(one.losses, rel=1e-9)
+    found = _saved(folder, one.result)
+    assert [line["step"] for line in found.lines] == [line["step"] for line in one.lines]
+    for line, expected in zip(found.lines, one.lines, strict=True):
+        assert line == pytest.approx(expected, rel=1e-9)
+    for name, tensor in found.tensors.items():
+        torch.testing.assert_close(tensor, one.tensors[name], rtol=1e-9, atol=1e-12)
+
+
+def test_two_ranks_go_on_after_one(tmp_path: Path) -> None:
+    one = _finish(_trainer(tmp_path / "one", dropout=0.0), tmp_path / "one")
+    first = _trainer(tmp_path / "mixed", dropout=0.0)
+    losses: dict[int, float] = {}
+    first.events.on(StepDone, lambda event: losses.update({event.step: event.loss.item()}))
+    _train_until(first, CheckpointSaved, 4)
+    for more, _ in run_ranks(_on_ranks, tmp_path / "mixed", 0.0, None, world_size=2):
+        assert list(more) == [5, 6, 7]
+        losses.update(more)
+    _assert_close(tmp_path / "mixed", losses, one)
+
+
+def test_one_rank_goes_on_after_two(tmp_path: Path) -> None:
+    one = _finish(_trainer(tmp_path / "one", dropout=0.0), tmp_path / "one")
+    (losses, _), _ = run_ranks(_on_ranks, tmp_path / "mixed", 0.0, 5, world_size=2)
+    more = _finish(_trainer(tmp_path / "mixed", dropout=0.0), tmp_path / "mixed")
+    assert list(more.losses) == [5, 6, 7]
+    _assert_close(tmp_path / "mixed", {**losses, **more.losses}, one)
