@@ -64,7 +64,9 @@ def test_evaluation_counts_every_sample_once_in_equally_many_batches(
     num_samples: int, batch_size: int, ranks: int
 ) -> None:
     of_ranks = [
-        EvaluationBatches(num_samples=num_samples, batch_size=batch_size, dp_rank=rank, dp_size=ranks)
+        EvaluationBatches(
+            data_size=num_samples, num_samples=num_samples, batch_size=batch_size, dp_rank=rank, dp_size=ranks
+        )
         for rank in range(ranks)
     ]
     counted = [samples for batches in of_ranks for samples in list(batches)[: batches.num_real]]
@@ -74,6 +76,11 @@ def test_evaluation_counts_every_sample_once_in_equally_many_batches(
     extra = [samples for batches in of_ranks for samples in list(batches)[batches.num_real :]]
     assert all(samples == [0] for samples in extra)
     assert len(extra) < ranks
+
+
+def test_evaluation_samples_are_spread_over_the_data() -> None:
+    batches = EvaluationBatches(data_size=10, num_samples=4, batch_size=3, dp_rank=0, dp_size=1)
+    assert list(batches) == [[0, 2, 5], [7]]
 
 
 class _Squares:
@@ -88,13 +95,13 @@ class _Squares:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loader_reads_the_batches_in_order(num_workers: int) -> None:
-    batches = EvaluationBatches(num_samples=5, batch_size=2, dp_rank=0, dp_size=1)
+    batches = EvaluationBatches(data_size=5, num_samples=5, batch_size=2, dp_rank=0, dp_size=1)
     loader = batch_loader(_Squares(), batches, collate=default_collate, num_workers=num_workers)
     assert [batch["value"].tolist() for batch in loader] == [[0, 1], [4, 9], [16]]
 
 
 def test_a_loader_leaves_the_random_numbers_of_training_alone() -> None:
-    batches = EvaluationBatches(num_samples=5, batch_size=2, dp_rank=0, dp_size=1)
+    batches = EvaluationBatches(data_size=5, num_samples=5, batch_size=2, dp_rank=0, dp_size=1)
     before = torch.get_rng_state()
     list(batch_loader(_Squares(), batches, collate=list, num_workers=0))
     assert torch.equal(torch.get_rng_state(), before)

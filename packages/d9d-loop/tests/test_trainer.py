@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -305,3 +306,10 @@ def test_a_loss_that_is_no_number_can_be_saved(tmp_path: Path) -> None:
     first, again = (train() for train in trainers)
     assert str(first.train_loss) == str(again.train_loss)
     assert first.train_loss != pytest.approx(0, abs=1e300)
+
+
+def test_a_resumed_job_needs_its_initial_weights_no_more(tmp_path: Path) -> None:
+    save_model_state(_Net(), tmp_path / "weights")
+    _trainer(tmp_path, steps=2, initial_weights=tmp_path / "weights").train()
+    shutil.rmtree(tmp_path / "weights")
+    assert _trainer(tmp_path, steps=4, initial_weights=tmp_path / "weights").train().steps == 4

@@ -63,22 +63,23 @@ class TrainBatches:
 
 
 class EvaluationBatches:
-    """Goes once through the first samples of the data, shared out so that every rank has equally many batches.
+    """Goes once through samples of the data, evenly spaced, shared out so that every rank has equally many batches.
 
     Ranks must take part in each other's collectives, so a rank that runs out of samples gets a batch to ignore.
 
     Args:
-        num_samples: Number of samples.
+        data_size: Number of samples of the data.
+        num_samples: Number of samples to use, at most `data_size`.
         batch_size: Samples of a batch on one rank.
         dp_rank: Data-parallel rank.
         dp_size: Number of data-parallel ranks.
     """
 
-    def __init__(self, *, num_samples: int, batch_size: int, dp_rank: int, dp_size: int) -> None:
-        starts = range(0, num_samples, batch_size)
-        mine = list(starts)[dp_rank::dp_size]
-        self._batches = [list(range(start, min(start + batch_size, num_samples))) for start in mine]
-        self._num_batches = -(-len(starts) // dp_size)
+    def __init__(self, *, data_size: int, num_samples: int, batch_size: int, dp_rank: int, dp_size: int) -> None:
+        chosen = [number * data_size // num_samples for number in range(num_samples)]
+        batches = [chosen[start : start + batch_size] for start in range(0, num_samples, batch_size)]
+        self._batches = batches[dp_rank::dp_size]
+        self._num_batches = -(-len(batches) // dp_size)
 
     @property
     def num_real(self) -> int:

@@ -69,7 +69,7 @@ class EvaluationConfig(Section):
     """When and on what the model is evaluated, if there is evaluation data."""
 
     every: PositiveInt = Field(100, description="Steps between evaluations; the last step is always evaluated.")
-    num_samples: PositiveInt | None = Field(None, description="The first so many samples; all of them if null.")
+    num_samples: PositiveInt | None = Field(None, description="How many samples, evenly spaced; all of them if null.")
 
 
 class LoggingConfig(Section):

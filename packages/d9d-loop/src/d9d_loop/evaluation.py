@@ -17,7 +17,7 @@ from d9d_state import rng_state, set_rng_state
 
 
 class Evaluator:
-    """Evaluates a model on the first samples of its data; the result does not depend on the number of ranks.
+    """Evaluates a model on samples of its data, evenly spaced; the result does not depend on the number of ranks.
 
     Args:
         model: The model under training.
@@ -42,7 +42,8 @@ class Evaluator:
     ) -> None:
         self._model, self._samples, self._task, self._collate = model, samples, task, collate
         self._batches = EvaluationBatches(
-            num_samples=min(num_samples or len(samples), len(samples)),
+            data_size=len(samples),
+            num_samples=len(samples) if num_samples is None else min(num_samples, len(samples)),
             batch_size=batch_size,
             dp_rank=ctx.coordinate("batch", "dp"),
             dp_size=ctx.size("batch", "dp"),

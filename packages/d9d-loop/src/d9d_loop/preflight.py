@@ -61,8 +61,8 @@ def check_job(
     _check_writable(config.run.dir)
     with torch.device("meta"):
         model = provider.build(StageInfo())
-    _check_checkpoint(config, model)
-    if config.initial_weights is not None:
+    has_checkpoint = _check_checkpoint(config, model)
+    if config.initial_weights is not None and not has_checkpoint:
         _check_initial_weights(config.initial_weights, provider.state_mapper(model), model)
     return JobPlan(
         launch, mesh, dp_size, microbatch_size, num_microbatches=config.batch.global_size // (dp_size * microbatch_size)
@@ -108,16 +108,18 @@ def _check_writable(folder: Path) -> None:
         )
 
 
-def _check_checkpoint(config: TrainerConfig, model: nn.Module) -> None:
+def _check_checkpoint(config: TrainerConfig, model: nn.Module) -> bool:
+    """Whether there is a checkpoint to continue from, which then has to fit."""
     info = CheckpointStore(checkpoint_folder(config)).newest()
     if info is None:
-        return
+        return False
     check_same_model(info, model)
     if info.step > config.steps:
         raise UserError(
             f"steps = {config.steps}, but the run in {config.run.dir} has done {info.step} already. "
             f"Use --steps {info.step} or more to continue it, or --run.name for a new run."
         )
+    return True
 
 
 def _check_initial_weights(folder: Path, mapper: StateMapper | None, model: nn.Module) -> None:

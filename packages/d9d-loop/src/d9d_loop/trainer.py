@@ -95,6 +95,8 @@ class Trainer:
             ctx=ctx,
         )
         record = state.restore()
+        if record.step == 0 and config.initial_weights is not None:
+            load_model_state(model, config.initial_weights, self._provider.state_mapper(model))
         take_step = TrainStep(
             model,
             optimizer,
@@ -138,13 +140,11 @@ class Trainer:
         return result
 
     def _build_model(self, ctx: DistributedContext) -> nn.Module:
-        """Build on meta, parallelise, materialise, fill."""
+        """Build on meta, parallelise, materialise."""
         with torch.device("meta"):
             model = self._provider.build(StageInfo())
         self._provider.parallelize(model, ctx)
         materialize(model, device=ctx.device, seed=self._config.seed)
-        if self._config.initial_weights is not None:
-            load_model_state(model, self._config.initial_weights, self._provider.state_mapper(model))
         return model.train()
 
     def _steps(self, first_step: int, plan: JobPlan, ctx: DistributedContext) -> Iterator[list[Any]]:
