@@ -1,4 +1,4 @@
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -65,8 +65,8 @@ def _evaluator(
     )
 
 
-def _expected(num_samples: int = NUM_SAMPLES) -> dict[str, float]:
-    batch = default_collate(_samples()[:num_samples])
+def _expected(indices: Sequence[int] = range(NUM_SAMPLES)) -> dict[str, float]:
+    batch = default_collate([_samples()[index] for index in indices])
     with torch.no_grad():
         outputs = _Net().eval()(batch["x"])
     loss = (outputs[:, 0].square() * batch["weight"]).sum() / batch["weight"].sum()
@@ -78,9 +78,11 @@ def test_every_sample_counts_once(ctx: DistributedContext, batch_size: int) -> N
     assert _evaluator(_Net(), ctx, batch_size=batch_size)() == pytest.approx(_expected(), rel=1e-12)
 
 
-@pytest.mark.parametrize(("num_samples", "used"), [(3, 3), (100, NUM_SAMPLES)])
-def test_takes_the_first_samples(ctx: DistributedContext, num_samples: int, used: int) -> None:
-    assert _evaluator(_Net(), ctx, num_samples=num_samples)() == pytest.approx(_expected(used), rel=1e-12)
+@pytest.mark.parametrize("num_samples", [3, 100])
+def test_takes_samples_from_all_over_the_data(ctx: DistributedContext, num_samples: int) -> None:
+    count = min(num_samples, NUM_SAMPLES)
+    spread = [number * NUM_SAMPLES // count for number in range(count)]
+    assert _evaluator(_Net(), ctx, num_samples=num_samples)() == pytest.approx(_expected(spread), rel=1e-12)
 
 
 def test_can_be_repeated(ctx: DistributedContext) -> None:
