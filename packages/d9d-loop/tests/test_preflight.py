@@ -12,7 +12,7 @@ from torch import nn
 from d9d_dist import Launch, StageInfo, UserError
 from d9d_loop import FunctionProvider, Loss, ModelProvider, Task, Trainer, TrainerConfig, validate_config
 from d9d_loop.preflight import check_job
-from d9d_state import CheckpointStore, StateMapper, model_tensors, rename, save_model_state
+from d9d_state import CheckpointStore, JsonValue, StateMapper, model_tensors, rename, save_model_state
 
 DATA = [torch.zeros(3)] * 8
 
@@ -177,7 +177,8 @@ def test_a_folder_that_may_not_be_looked_into_counts_as_absent(tmp_path: Path, m
 
 
 def _save_checkpoint(folder: Path, step: int) -> None:
-    CheckpointStore(folder / "runs" / "run" / "checkpoints").save(step, model_tensors(nn.Linear(3, 2)))
+    state: JsonValue = {"config": _config(folder).model_dump(mode="json")}
+    CheckpointStore(folder / "runs" / "run" / "checkpoints").save(step, model_tensors(nn.Linear(3, 2)), state=state)
 
 
 def test_a_checkpoint_must_be_of_the_same_model(tmp_path: Path) -> None:
@@ -202,6 +203,29 @@ def test_a_run_may_not_have_done_more_steps(tmp_path: Path) -> None:
 def test_a_run_may_have_done_all_steps(tmp_path: Path) -> None:
     _save_checkpoint(tmp_path, 3)
     check_job(_config(tmp_path), provider=FunctionProvider(_linear), data=DATA, evaluation_data=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"seed": 5},
+            r"seed = 5, but the run in .* was started with 0, .* Use --seed 0, or --run\.name for a new run\.",
+        ),
+        (
+            {"batch": {"global_size": 16}},
+            r"batch\.global_size = 16, but .* started with 8, .* --batch\.global_size 8, or",
+        ),
+        (
+            {"data": {"shuffle": False}},
+            r"data\.shuffle = false, but .* started with true, .* Use --data\.shuffle true, or",
+        ),
+    ],
+)
+def test_a_run_keeps_the_order_of_its_samples(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    _save_checkpoint(tmp_path, 2)
+    with pytest.raises(UserError, match=message):
+        check_job(_config(tmp_path, **change), provider=FunctionProvider(_linear), data=DATA, evaluation_data=None)
 
 
 def test_initial_weights_must_be_there(tmp_path: Path) -> None:

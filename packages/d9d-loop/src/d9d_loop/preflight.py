@@ -1,8 +1,10 @@
 """Everything that a user can get wrong about a job, found before a process group starts or a file is written."""
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from d9d_dist import Launch, MeshConfig, StageInfo, UserError, read_launch
 from d9d_loop.batches import Samples
 from d9d_loop.config import TrainerConfig
 from d9d_loop.model_provider import ModelProvider
-from d9d_state import CheckpointStore, StateMapper, check_same_model, identity_of
+from d9d_state import CheckpointInfo, CheckpointStore, JsonValue, StateMapper, check_same_model, identity_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,29 @@ def _check_checkpoint(config: TrainerConfig, model: nn.Module) -> bool:
             f"steps = {config.steps}, but the run in {config.run.dir} has done {info.step} already. "
             f"Use --steps {info.step} or more to continue it, or --run.name for a new run."
         )
+    _check_same_samples(config, info)
     return True
+
+
+def _check_same_samples(config: TrainerConfig, info: CheckpointInfo) -> None:
+    """Refuse a change of what the order of samples follows from: some would be lost, others seen twice."""
+    state: Any = info.state
+    before = _what_orders_samples(state["config"])
+    for name, now in _what_orders_samples(config.model_dump(mode="json")).items():
+        if now != before[name]:
+            then = json.dumps(before[name])
+            raise UserError(
+                f"{name} = {json.dumps(now)}, but the run in {config.run.dir} was started with {then}, and which "
+                f"samples it has seen follows from that. Use --{name} {then}, or --run.name for a new run."
+            )
+
+
+def _what_orders_samples(config: Any) -> dict[str, JsonValue]:
+    return {
+        "seed": config["seed"],
+        "batch.global_size": config["batch"]["global_size"],
+        "data.shuffle": config["data"]["shuffle"],
+    }
 
 
 def _check_initial_weights(folder: Path, mapper: StateMapper | None, model: nn.Module) -> None:

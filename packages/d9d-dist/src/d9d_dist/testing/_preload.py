@@ -4,5 +4,4 @@ import torch
 import torch.distributed
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
-import torch.distributed.tensor
-import torch.distributed.tensor.debug  # noqa: F401  (imported for its effect on the forked ranks)
+import torch.distributed.tensor  # noqa: F401  (imported for its effect on the forked ranks)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,9 @@ def _forget_process_groups() -> None:
     """End the process group and drop DTensor's caches, whose entries point into meshes of the ended group."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    _clear_sharding_prop_cache()
+    # torch.distributed.tensor.debug has a function for this, but importing it needs NumPy.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _load_function(call: Call) -> Callable[..., Any]:
