@@ -6,8 +6,8 @@ from pathlib import Path
 from pretrain import Decoder, NextByte, Text, read_text
 from torch import nn
 
-from d9d_dist import StageInfo, UserError
-from d9d_loop import Finished, Section, Trainer, TrainerConfig, command_line, read_config_file
+from d9d_dist import DistributedContext, StageInfo, UserError
+from d9d_loop import Finished, ModelProvider, Section, Trainer, TrainerConfig, command_line, read_config_file
 from d9d_modules import qwen3_params_from_hugging_face
 from d9d_peft import LoRA, inject, merge_, save_adapters
 from d9d_state import StateMapper, save_model_state, sequential
@@ -25,30 +25,31 @@ class FinetuneConfig(TrainerConfig):
     lora: Lora
 
 
-class LoraDecoder(Decoder):
-    """The pretrained decoder with adapters beside its linear layers; everything else is frozen."""
+class LoraDecoder(ModelProvider):
+    """A decoder with adapters beside its linear layers; everything else is frozen."""
 
-    def __init__(self, config: FinetuneConfig) -> None:
-        self.dense = qwen3_params_from_hugging_face(read_config_file(config.initial_weights / "config.json"))
-        self.moe = None
-        self.lora = LoRA(config.lora.pattern, rank=config.lora.rank, alpha=config.lora.alpha)
+    def __init__(self, base: Decoder, lora: LoRA) -> None:
+        self.base, self.lora = base, lora
 
     def build(self, stage: StageInfo) -> nn.Module:
-        model = super().build(stage)
+        model = self.base.build(stage)
         self.injected = inject(self.lora, model)
         return model
 
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        self.base.parallelize(model, ctx)
+
     def state_mapper(self, model: nn.Module) -> StateMapper:
-        return sequential(super().state_mapper(model), self.injected)
+        return sequential(self.base.state_mapper(model), self.injected)
 
 
 def finish(done: Finished, provider: LoraDecoder) -> None:
     """Save the adapters alone, then the model with the adapters merged into its weights."""
     run_dir, model, ctx = done.result.run_dir, done.model, done.ctx
-    save_adapters(model, run_dir / "adapters", super(LoraDecoder, provider).state_mapper(model), ctx)
+    save_adapters(model, run_dir / "adapters", provider.base.state_mapper(model), ctx)
     merge_(model)
     mapper = provider.state_mapper(model).inverse()
-    save_model_state(model, run_dir / "export", mapper, ctx, extra_files=provider.export_files())
+    save_model_state(model, run_dir / "export", mapper, ctx, extra_files=provider.base.export_files())
     if ctx.is_main_process:
         summary = {
             "steps": done.result.steps,
@@ -64,7 +65,9 @@ def main() -> None:
     config = FinetuneConfig.from_cli(Path(__file__).with_suffix(".toml"))
     if not config.initial_weights.is_dir():
         raise UserError(f"initial_weights = {config.initial_weights} is not there; run examples/pretrain.py first.")
-    provider = LoraDecoder(config)
+    params = qwen3_params_from_hugging_face(read_config_file(config.initial_weights / "config.json"))
+    lora = LoRA(config.lora.pattern, rank=config.lora.rank, alpha=config.lora.alpha)
+    provider = LoraDecoder(Decoder(params), lora)
     train, held_out = read_text(config.text)
     trainer = Trainer(config, model=provider, data=train, evaluation_data=held_out, task=NextByte())
     trainer.events.on(Finished, lambda done: finish(done, provider))

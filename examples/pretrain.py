@@ -5,9 +5,10 @@ import json
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from pydantic import Field, PositiveInt, model_validator
 from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, UserError, parallelize_hsdp
@@ -20,8 +21,8 @@ from d9d_state import JsonValue, StateMapper
 
 class Text(Section):
     folder: Path = Path(sysconfig.get_path("stdlib"))
-    pattern: str = "**/*.py"
-    length: int = 256
+    pattern: str = Field("**/*.py", min_length=1)
+    length: PositiveInt = 256
 
 
 class Experts(Section):
@@ -34,6 +35,12 @@ class PretrainConfig(TrainerConfig):
     text: Text = Text()
     model: Qwen3Params
     experts: Experts | None = None
+
+    @model_validator(mode="after")
+    def _has_a_token_for_each_byte(self) -> Self:
+        if self.model.vocab_size < 256:
+            raise ValueError(f"model.vocab_size = {self.model.vocab_size}; expected at least 256, one for each byte")
+        return self
 
     @property
     def moe(self) -> Qwen3MoeParams | None:
@@ -59,19 +66,24 @@ class Bytes:
 
 def read_text(text: Text) -> tuple[Bytes, Bytes]:
     """Training and held-out text: whole files, one in ten held out, chosen by the hash of their names."""
-    names = sorted(path for path in text.folder.glob(text.pattern) if not {"site-packages", "test"} & set(path.parts))
-    if not names:
-        raise UserError(f"text.folder = {text.folder} has no files {text.pattern}; name one with --text.folder PATH.")
+    if not text.folder.is_dir():
+        raise UserError(f"text.folder = {text.folder} is not a folder; name one with --text.folder PATH.")
+    files = [path.relative_to(text.folder) for path in sorted(text.folder.glob(text.pattern)) if path.is_file()]
+    files = [file for file in files if not {"site-packages", "test"} & set(file.parts)]
+    if not files:
+        raise UserError(
+            f"text.folder = {text.folder} has no files {text.pattern}; name another with --text.folder PATH."
+        )
     parts: tuple[list[bytes], list[bytes]] = ([], [])
-    for path in names:
-        name = path.relative_to(text.folder).as_posix()
-        parts[hashlib.sha256(name.encode()).digest()[0] % 10 == 0].append(path.read_bytes())
+    for file in files:
+        held_out = hashlib.sha256(file.as_posix().encode()).digest()[0] % 10 == 0
+        parts[held_out].append((text.folder / file).read_bytes())
     return Bytes(b"".join(parts[0]), text.length), Bytes(b"".join(parts[1]), text.length)
 
 
 class Decoder(ModelProvider):
-    def __init__(self, config: PretrainConfig) -> None:
-        self.dense, self.moe = config.model, config.moe
+    def __init__(self, dense: Qwen3Params, moe: Qwen3MoeParams | None = None) -> None:
+        self.dense, self.moe = dense, moe
 
     def build(self, stage: StageInfo) -> nn.Module:
         return Qwen3ForCausalLM(self.dense, stage) if self.moe is None else Qwen3MoeForCausalLM(self.moe, stage)
@@ -134,7 +146,9 @@ def report(done: Finished, length: int) -> None:
 def main() -> None:
     config = PretrainConfig.from_cli(Path(__file__).with_suffix(".toml"))
     train, held_out = read_text(config.text)
-    trainer = Trainer(config, model=Decoder(config), data=train, evaluation_data=held_out, task=NextByte())
+    trainer = Trainer(
+        config, model=Decoder(config.model, config.moe), data=train, evaluation_data=held_out, task=NextByte()
+    )
     trainer.events.on(Finished, lambda done: report(done, config.text.length))
     trainer.train()
 

@@ -89,20 +89,20 @@ def script_until_killed(name: str, arguments: Sequence[str], seconds: float) -> 
         timer.cancel()
 
 
-def run_with_kills(name: str, arguments: Sequence[str], *, longest: float, seed: int) -> int:
+def run_with_kills(name: str, arguments: Sequence[str], *, longest: float, seed: int, world_size: int) -> int:
     """Run an example again and again, killed at random moments, until it ends by itself; how often it was killed.
 
     Lives get longer, so that a job which makes no progress between two kills ends too.
     """
     moments, kills = random.Random(seed), 0  # noqa: S311
-    while _is_killed(name, arguments, moments.uniform(0, longest * 1.2**kills)):
+    while _is_killed(name, arguments, moments.uniform(0, longest * 1.2**kills), world_size):
         kills += 1
     return kills
 
 
-def _is_killed(name: str, arguments: Sequence[str], seconds: float) -> bool:
+def _is_killed(name: str, arguments: Sequence[str], seconds: float, world_size: int) -> bool:
     try:
-        (ended,) = run_ranks(script_until_killed, name, list(arguments), seconds, world_size=1)
+        ended, *_ = run_ranks(script_until_killed, name, list(arguments), seconds, world_size=world_size)
     except RankError as error:
         if "exit code -9" in str(error):
             return True

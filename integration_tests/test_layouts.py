@@ -72,7 +72,7 @@ def _train(
     generator = torch.Generator().manual_seed(0)
     data = [torch.randint(0, 64, (17,), generator=generator) for _ in range(24)]
     curve: list[tuple[float, float]] = []
-    trainer = Trainer(config, model=_Float64(config), data=data, task=_Masked())
+    trainer = Trainer(config, model=_Float64(config.model, config.moe), data=data, task=_Masked())
     trainer.events.on(StepDone, lambda done: curve.append((done.loss.item(), done.grad_norm.item())))
     result = trainer.train()
     assert result.export_dir is not None

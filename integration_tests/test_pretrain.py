@@ -64,15 +64,18 @@ def test_the_run_folder_and_the_last_line(tmp_path: Path) -> None:
     assert "def " in ended.output
 
 
-def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_killed(tmp_path: Path, world_size: int) -> None:
     arguments = {"steps": 12, "checkpoint__every": 2, "evaluation__every": 5}
-    _run(_tiny(tmp_path, "warm", **arguments))
+    mesh = options(HYBRID if world_size == 4 else {})
+    _run(_tiny(tmp_path, "warm", **arguments) + mesh, world_size)
     start = time.monotonic()
-    _run(_tiny(tmp_path, "calm", **arguments))
-    life = time.monotonic() - start
-    kills = run_with_kills("pretrain", _tiny(tmp_path, "killed", **arguments), longest=life, seed=time.time_ns())
-    print(f"killed {kills} times")
-    assert records(tmp_path / "killed") == records(tmp_path / "calm")
+    _run(_tiny(tmp_path, "calm", **arguments) + mesh, world_size)
+    life, seed = time.monotonic() - start, time.time_ns()
+    killed = _tiny(tmp_path, "killed", **arguments) + mesh
+    kills = run_with_kills("pretrain", killed, longest=0.7 * life, seed=seed, world_size=world_size)
+    assert kills > 0, f"seed {seed} killed nothing"
+    assert records(tmp_path / "killed") == records(tmp_path / "calm"), f"seed {seed}"
     for file in ("export/model.safetensors", "export/config.json"):
         assert (tmp_path / "killed" / file).read_bytes() == (tmp_path / "calm" / file).read_bytes(), file
 
@@ -122,7 +125,7 @@ def _exported_model(run_dir: Path, kind: str) -> torch.nn.Module:
 
     pretrain = importlib.import_module("pretrain")
     config = pretrain.PretrainConfig.model_validate(json.loads((run_dir / "config.json").read_text()))
-    provider = pretrain.Decoder(config)
+    provider = pretrain.Decoder(config.model, config.moe)
     model = provider.build(StageInfo())
     load_model_state(model, run_dir / "export", provider.state_mapper(model))
     return model
@@ -152,7 +155,13 @@ _MISTAKES = {
         ["--batch.global_size", "10", "--batch.microbatch_size", "4"],
         "batch.global_size = 10 cannot be shared out evenly to 1 data-parallel ranks x batch.microbatch_size = 4",
     ),
-    "a missing data folder": (["--text.folder", "no/such"], "text.folder = no/such has no files json/*.py; name one"),
+    "a missing data folder": (["--text.folder", "no/such"], "text.folder = no/such is not a folder; name one"),
+    "no length": (["--text.length", "0"], "text.length = '0'; expected a number greater than 0"),
+    "too few tokens": (
+        ["--model.vocab_size", "100"],
+        "model.vocab_size = 100; expected at least 256, one for each byte",
+    ),
+    "a decay above one": (["--optimizer.betas", "[0.9, 2]"], "optimizer.betas.1 = 2; expected a number less than 1"),
     "a run folder under a file": (
         ["--run.folder", "{file}"],
         "is a file, not a folder. Choose another one with --run.f",

@@ -10,6 +10,7 @@ def test_without_a_launcher_there_is_one_process() -> None:
 def test_reads_torchrun() -> None:
     variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
     assert read_launch(variables) == Launch(5, 8, 1, 4, 1, has_launcher=True)
+    assert read_launch({**variables, "D9D_DEVICE": "cpu"}).device == "cpu"
 
 
 def test_reads_slurm() -> None:

@@ -46,3 +46,14 @@ def test_everything_else_passes_through(error: BaseException, capsys: pytest.Cap
         raise error
     assert passed.value is error
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_mistake_that_only_one_rank_meets_is_printed_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    error = UserError("a sample is missing.")
+    error.add_note("on rank 3")
+    with pytest.raises(SystemExit), command_line():
+        raise error
+    assert capsys.readouterr().err == "d9d: a sample is missing. (on rank 3)\n"

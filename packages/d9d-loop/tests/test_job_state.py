@@ -29,6 +29,7 @@ class _Job:
             optimizer=self.optimizer,
             metrics=metrics,
             config={"steps": 3},
+            num_samples=8,
             seed=5,
             ctx=ctx,
         )
@@ -80,6 +81,7 @@ def test_people_can_read_the_record_and_the_configuration(tmp_path: Path, ctx: D
     assert info.state == {
         "record": {"step": 2, "train_loss": 0.5, "evaluation": {"loss": 0.25}, "weight_per_second": 3.0},
         "config": {"steps": 3},
+        "num_samples": 8,
     }
 
 
@@ -94,6 +96,7 @@ def test_metrics_that_were_not_saved_start_anew(tmp_path: Path, ctx: Distributed
         optimizer=job.optimizer,
         metrics={"added": added},
         config={},
+        num_samples=8,
         seed=5,
         ctx=ctx,
     )

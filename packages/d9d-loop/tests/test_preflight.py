@@ -12,6 +12,7 @@ from torch import nn
 from d9d_dist import Launch, StageInfo, UserError
 from d9d_loop import FunctionProvider, Loss, ModelProvider, Task, Trainer, TrainerConfig, validate_config
 from d9d_loop.preflight import check_job
+from d9d_metrics import Metric, Sum
 from d9d_state import CheckpointStore, JsonValue, StateMapper, model_tensors, rename, save_model_state
 
 DATA = [torch.zeros(3)] * 8
@@ -177,7 +178,7 @@ def test_a_folder_that_may_not_be_looked_into_counts_as_absent(tmp_path: Path, m
 
 
 def _save_checkpoint(folder: Path, step: int) -> None:
-    state: JsonValue = {"config": _config(folder).model_dump(mode="json")}
+    state: JsonValue = {"config": _config(folder).model_dump(mode="json"), "num_samples": len(DATA)}
     CheckpointStore(folder / "runs" / "run" / "checkpoints").save(step, model_tensors(nn.Linear(3, 2)), state=state)
 
 
@@ -226,6 +227,29 @@ def test_a_run_keeps_the_order_of_its_samples(tmp_path: Path, change: dict[str, 
     _save_checkpoint(tmp_path, 2)
     with pytest.raises(UserError, match=message):
         check_job(_config(tmp_path, **change), provider=FunctionProvider(_linear), data=DATA, evaluation_data=None)
+
+
+def test_a_run_keeps_its_data(tmp_path: Path) -> None:
+    _save_checkpoint(tmp_path, 2)
+    message = (
+        r"the training data have 9 samples, but the run in .* was started with 8, .*Use the same data, or another --ru"
+    )
+    with pytest.raises(UserError, match=message):
+        check_job(_config(tmp_path), provider=FunctionProvider(_linear), data=[*DATA, DATA[0]], evaluation_data=None)
+
+
+class _TakesNames(_Nothing):
+    def metrics(self) -> dict[str, Metric]:
+        return {"loss": Sum(), "mine": Sum(), "step": Sum()}
+
+
+def test_metrics_may_not_take_the_names_of_the_trainer(tmp_path: Path) -> None:
+    trainer = Trainer(_config(tmp_path), model=_linear, data=DATA, task=_TakesNames())
+    with pytest.raises(
+        UserError, match=r"the task's metrics include loss, step, which the Trainer reports itself; rename"
+    ):
+        trainer.train()
+    assert not _files(tmp_path)
 
 
 def test_initial_weights_must_be_there(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_a_terminal_gets_a_bar_with_values(capsys: pytest.CaptureFixture[str]) -
 
 def test_without_a_bar_there_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert _draw(bar=False) == ""
-    assert capsys.readouterr().out == "held-out loss 3\n"
+    assert capsys.readouterr().out == "step 1/4:  loss 2.5  learning_rate 1e-05\nheld-out loss 3\n"
 
 
 def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:

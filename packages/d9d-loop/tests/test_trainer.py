@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from d9d_dist import StageInfo
+from d9d_dist import DistributedContext, StageInfo, UserError, parallelize_fsdp
+from d9d_dist.testing import run_ranks
 from d9d_loop import (
     CheckpointSaved,
     EvaluationDone,
@@ -313,3 +314,28 @@ def test_a_resumed_job_needs_its_initial_weights_no_more(tmp_path: Path) -> None
     _trainer(tmp_path, steps=2, initial_weights=tmp_path / "weights").train()
     shutil.rmtree(tmp_path / "weights")
     assert _trainer(tmp_path, steps=4, initial_weights=tmp_path / "weights").train().steps == 4
+
+
+class _ForgetsTheHead(ModelProvider):
+    def build(self, stage: StageInfo) -> nn.Module:
+        return _Net()
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        parallelize_fsdp(model.get_submodule("up"), ctx.mesh_for("flat"))
+
+
+def _train_without_the_head(folder: str) -> str:
+    config = _config(Path(folder), mesh={"data_parallel_shard": 2})
+    try:
+        Trainer(config, model=_ForgetsTheHead(), data=_data(), task=_Regression()).train()
+    except UserError as error:
+        return f"{error} {error.__notes__}"
+    return "trained"
+
+
+def test_every_trainable_parameter_must_be_parallelized(tmp_path: Path) -> None:
+    for rank, message in enumerate(run_ranks(_train_without_the_head, str(tmp_path))):
+        assert "the model provider's parallelize left down.weight" in message
+        assert "expected DTensors. End it with a call such as parallelize_hsdp(model, ...)" in message
+        assert f"['on rank {rank}']" in message
+    assert not (tmp_path / "runs").exists()

@@ -89,9 +89,12 @@ def test_without_backwards_outputs_come_in_order_and_nothing_is_kept() -> None:
     assert seen == [(0, 0.0), (1, 1.0), (2, 2.0)]
 
 
-def test_a_loss_that_depends_on_nothing_trainable_is_no_error() -> None:
-    executor = Executor(build(GPipe(), num_ranks=1, num_microbatches=1), {0: nn.Identity()})
-    executor.step([Inputs(torch.ones(2))], lambda outputs, microbatch: outputs.sum())
+def test_refuses_a_loss_without_a_gradient() -> None:
+    executor = Executor(build(GPipe(), num_ranks=1, num_microbatches=1), {0: nn.Linear(2, 2)})
+    with pytest.raises(
+        ValueError, match=r"the loss of microbatch 0 has no gradient; expected one that is computed from"
+    ):
+        executor.step([Inputs(torch.ones(2))], lambda outputs, microbatch: torch.zeros(()))
 
 
 class _ReductionCounter(TorchDispatchMode):

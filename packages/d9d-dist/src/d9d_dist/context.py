@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from d9d_dist.errors import UserError
 from d9d_dist.launch import Launch
 
 Domain = Literal["regular", "dense", "expert", "batch", "flat"]
@@ -37,7 +38,7 @@ class DistributedContext:
         self.world_size = launch.world_size
         self.local_rank = launch.local_rank
         self.node_rank = launch.node_rank
-        self.device = _device(launch.local_rank)
+        self.device = _device(launch)
         self.logger = _RankLogger(logging.getLogger("d9d"), {"rank": self.rank, "world_size": self.world_size})
         self._owns_process_group = not dist.is_initialized()
         if self._owns_process_group:
@@ -136,11 +137,16 @@ class _RankLogger(logging.LoggerAdapter[logging.Logger]):
         return f"[rank {place.get('rank')}/{place.get('world_size')}] {msg}", kwargs
 
 
-def _device(local_rank: int) -> torch.device:
+def _device(launch: Launch) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    if accelerator is None or launch.device == "cpu":
         return torch.device("cpu")
-    device = torch.device(accelerator.type, local_rank % torch.accelerator.device_count())
+    if launch.local_world_size > torch.accelerator.device_count():
+        raise UserError(
+            f"{launch.local_world_size} ranks on a node with {torch.accelerator.device_count()} accelerators; expected "
+            "at most one rank for each. Start fewer ranks, or set D9D_DEVICE=cpu to run them all on the CPU."
+        )
+    device = torch.device(accelerator.type, launch.local_rank)
     torch.accelerator.set_device_index(device)
     return device
 

@@ -34,8 +34,13 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor | 
         parameters: Parameters; those without a gradient are passed over.
         factor: E.g. one over the global weight of the batch; a 0-dim tensor causes no host synchronisation.
     """
-    if gradients := [_local(gradient) for gradient in _gradients(parameters)]:
-        torch._foreach_mul_(gradients, factor)
+    gradients = [_local(gradient) for gradient in _gradients(parameters)]
+    if not gradients:
+        return
+    if isinstance(factor, torch.Tensor):
+        # A factor of the gradients' own dtype keeps the fused kernel; one of less than float32 would be inexact.
+        factor = factor.to(torch.promote_types(gradients[0].dtype, torch.float32))
+    torch._foreach_mul_(gradients, factor)
 
 
 @torch.no_grad()

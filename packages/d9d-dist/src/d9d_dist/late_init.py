@@ -61,7 +61,8 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
         setattr(other, other_name, getattr(first, first_name))
     versions = {name: (tensor, _version(tensor)) for name, tensor in _named_tensors(model)}
     names = {id(tensor): canonical_name(name) for name, tensor in _named_tensors(model)}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    accelerators = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(accelerators, device_type=device.type), torch.no_grad():
         for module_name, module in reversed(list(model.named_modules())):
             if isinstance(module, ModuleLateInit):
                 scope = canonical_name(f"{module_name}.")

@@ -17,6 +17,7 @@ class Launch:
         local_rank: Rank among the processes of this node.
         local_world_size: Number of processes on this node.
         node_rank: Index of this node.
+        device: Kind of device to use, e.g. "cpu"; `None` for an accelerator where there is one.
         has_launcher: Whether a launcher started this process and offers a rendezvous (`MASTER_ADDR`, `MASTER_PORT`).
     """
 
@@ -25,6 +26,7 @@ class Launch:
     local_rank: int = 0
     local_world_size: int = 1
     node_rank: int = 0
+    device: str | None = None
     has_launcher: bool = False
 
 
@@ -47,6 +49,8 @@ _SLURM = {
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     """Read torchrun's environment variables, or else those of a Slurm step, or else assume a single process.
 
+    `D9D_DEVICE` chooses the kind of device, e.g. `D9D_DEVICE=cpu` on a machine with an accelerator.
+
     A Slurm step counts only where `MASTER_ADDR` is set too: an interactive allocation has Slurm's variables without
     being a distributed job.
 
@@ -65,7 +69,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     elif "SLURM_PROCID" in variables and "MASTER_ADDR" in variables:
         launch = _read(variables, _SLURM)
     else:
-        return Launch()
+        return Launch(device=variables.get("D9D_DEVICE"))
     if not 0 <= launch.rank < launch.world_size:
         raise UserError(
             f"the launcher set rank = {launch.rank} in a world of {launch.world_size}; expected 0 <= rank < "
@@ -87,4 +91,4 @@ def _read(variables: Mapping[str, str], names: Mapping[str, str]) -> Launch:
     # A launcher that tells no local world size is taken to have one node.
     values.setdefault("local_world_size", values["world_size"])
     values.setdefault("local_rank", values["rank"] % values["local_world_size"])
-    return Launch(**values, has_launcher=True)
+    return Launch(**values, device=variables.get("D9D_DEVICE"), has_launcher=True)

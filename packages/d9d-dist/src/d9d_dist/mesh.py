@@ -111,7 +111,8 @@ class MeshConfig(BaseModel):
 
         Args:
             launch: The place of this process; read from the environment by default.
-            timeout: How long a collective may take before it fails.
+            timeout: How long a collective over all ranks may take before it fails; groups of single axes have the
+                backend's own timeout.
 
         Returns:
             The context of this rank. Close it, or use it as a context manager.

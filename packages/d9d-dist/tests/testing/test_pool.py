@@ -81,10 +81,11 @@ def _oversleep() -> None:
 
 
 def test_a_hang_shows_the_stacks_of_all_ranks() -> None:
+    run_ranks(_sum_of_ranks, _Point(0))  # warm, so that both ranks are where they hang before the time is over
     with pytest.raises(RankError) as caught:
-        run_ranks(_hang_on_rank_1, timeout=2)
+        run_ranks(_hang_on_rank_1, timeout=6)
     message = str(caught.value)
-    assert "ranks 0, 1 did not finish within 2 s; finished: none." in message
+    assert "ranks 0, 1 did not finish within 6 s; finished: none." in message
     before, after = message.split("--- stacks of rank 1 ---")
     assert "_oversleep" in after
     assert "barrier" in before

@@ -94,14 +94,18 @@ class EvaluationBatches:
 
 
 def batch_loader(
-    samples: Samples, batches: TrainBatches | EvaluationBatches, *, collate: Collate, num_workers: int
+    samples: Samples, batches: TrainBatches | EvaluationBatches, *, collate: Collate, num_workers: int, pin_memory: bool
 ) -> DataLoader[Any]:
-    """A loader that reads the given batches in order, in worker processes if there are any."""
+    """A loader that reads the given batches in order, in worker processes if there are any.
+
+    Batches in pinned memory can be copied to an accelerator without the host waiting for it.
+    """
     return DataLoader(
         samples,  # ty: ignore[invalid-argument-type]  (reads by index: all that a map-style loader does)
         batch_sampler=_as_sequence(batches),
         collate_fn=collate,
         num_workers=num_workers,
+        pin_memory=pin_memory,
         # Without one of its own, a loader draws from the global generator, and a resumed job would differ.
         generator=torch.Generator().manual_seed(0),
     )

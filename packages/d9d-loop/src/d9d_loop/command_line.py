@@ -18,14 +18,15 @@ def command_line() -> Generator[None]:
     try:
         yield
     except UserError as error:
-        _say(str(error))
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        _say(f"{error}{notes}", everywhere=bool(notes))
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         _say("interrupted. The same command continues from the last checkpoint.")
         raise SystemExit(130) from None
 
 
-def _say(message: str) -> None:
+def _say(message: str, *, everywhere: bool = False) -> None:
     """Print to the standard error, once on each node: a launcher shows what every process prints."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"d9d: {message}", file=sys.stderr)

@@ -76,7 +76,10 @@ class Evaluator:
         return compute_metrics({"loss": mean_loss, **metrics}, dp)
 
     def _loader(self) -> Iterator[Any]:
-        for batch in batch_loader(self._samples, self._batches, collate=self._collate, num_workers=0):
+        pin_memory = self._ctx.device.type != "cpu"
+        for batch in batch_loader(
+            self._samples, self._batches, collate=self._collate, num_workers=0, pin_memory=pin_memory
+        ):
             yield to_device(batch, self._ctx.device)
 
 

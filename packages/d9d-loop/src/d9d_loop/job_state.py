@@ -62,6 +62,7 @@ class JobState:
         optimizer: Over its parameters.
         metrics: Those that gather values between two reports, on this rank.
         config: The resolved configuration, kept in each checkpoint for people to read.
+        num_samples: Number of samples of the training data, on which their order depends.
         seed: The job's seed.
         ctx: The job's context.
     """
@@ -74,11 +75,13 @@ class JobState:
         optimizer: Optimizer,
         metrics: Mapping[str, Metric],
         config: JsonValue,
+        num_samples: int,
         seed: int,
         ctx: DistributedContext,
     ) -> None:
         self._store, self._model, self._optimizer = store, model, optimizer
-        self._metrics, self._config, self._seed, self._ctx = metrics, config, seed, ctx
+        self._metrics, self._config, self._num_samples = metrics, config, num_samples
+        self._seed, self._ctx = seed, ctx
 
     def restore(self) -> Record:
         """Continue from the newest complete checkpoint, if there is one. Collective.
@@ -110,7 +113,11 @@ class JobState:
             record.step,
             self._tensors(),
             # A loss may be NaN and a perplexity infinite, which JSON knows as text only.
-            state={"record": json.loads(_RECORD.dump_json(record)), "config": self._config},
+            state={
+                "record": json.loads(_RECORD.dump_json(record)),
+                "config": self._config,
+                "num_samples": self._num_samples,
+            },
             rank_state={"random": rng_state(), "metrics": _gathered(self._metrics)},
             ctx=self._ctx,
         )

@@ -1,7 +1,7 @@
 """The optimizers that a configuration can name; any other is passed to the Trainer as a function of the model."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
@@ -12,6 +12,9 @@ OptimizerProvider = Callable[[nn.Module], Optimizer]
 """Builds an optimizer over the trainable parameters of a materialised, parallelised model."""
 
 
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class AdamWConfig(BaseModel):
     """AdamW (Loshchilov, Hutter: "Decoupled weight decay regularization", arXiv:1711.05101)."""
 
@@ -19,7 +22,7 @@ class AdamWConfig(BaseModel):
 
     kind: Literal["adamw"] = "adamw"
     learning_rate: PositiveFloat = Field(1e-3, description="The peak learning rate; the schedule multiplies it.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="Decay of the first and second moment's averages.")
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="Decay of the first and second moment's averages.")
     eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
     weight_decay: NonNegativeFloat = Field(0.1, description="Decay of matrices; vectors, such as norms, do not decay.")
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from d9d_dist import Launch, MeshConfig, StageInfo, UserError, read_launch
+from d9d_dist import DistributedContext, Launch, MeshConfig, StageInfo, UserError, canonical_name, read_launch
 from d9d_loop.batches import Samples
 from d9d_loop.config import TrainerConfig
 from d9d_loop.model_provider import ModelProvider
+from d9d_loop.task import Task
 from d9d_state import CheckpointInfo, CheckpointStore, JsonValue, StateMapper, check_same_model, identity_of
 
 
@@ -63,7 +65,7 @@ def check_job(
     _check_writable(config.run.dir)
     with torch.device("meta"):
         model = provider.build(StageInfo())
-    has_checkpoint = _check_checkpoint(config, model)
+    has_checkpoint = _check_checkpoint(config, model, num_samples=len(data))
     if config.initial_weights is not None and not has_checkpoint:
         _check_initial_weights(config.initial_weights, provider.state_mapper(model), model)
     return JobPlan(
@@ -110,7 +112,7 @@ def _check_writable(folder: Path) -> None:
         )
 
 
-def _check_checkpoint(config: TrainerConfig, model: nn.Module) -> bool:
+def _check_checkpoint(config: TrainerConfig, model: nn.Module, *, num_samples: int) -> bool:
     """Whether there is a checkpoint to continue from, which then has to fit."""
     info = CheckpointStore(checkpoint_folder(config)).newest()
     if info is None:
@@ -121,13 +123,18 @@ def _check_checkpoint(config: TrainerConfig, model: nn.Module) -> bool:
             f"steps = {config.steps}, but the run in {config.run.dir} has done {info.step} already. "
             f"Use --steps {info.step} or more to continue it, or --run.name for a new run."
         )
-    _check_same_samples(config, info)
+    _check_same_samples(config, info, num_samples)
     return True
 
 
-def _check_same_samples(config: TrainerConfig, info: CheckpointInfo) -> None:
+def _check_same_samples(config: TrainerConfig, info: CheckpointInfo, num_samples: int) -> None:
     """Refuse a change of what the order of samples follows from: some would be lost, others seen twice."""
     state: Any = info.state
+    if state["num_samples"] != num_samples:
+        raise UserError(
+            f"the training data have {num_samples} samples, but the run in {config.run.dir} was started with "
+            f"{state['num_samples']}, and their order follows from that. Use the same data, or another --run.name."
+        )
     before = _what_orders_samples(state["config"])
     for name, now in _what_orders_samples(config.model_dump(mode="json")).items():
         if now != before[name]:
@@ -151,6 +158,39 @@ def _check_initial_weights(folder: Path, mapper: StateMapper | None, model: nn.M
         (mapper or identity_of(model)).check(source=folder, target=model)
     except UserError as error:
         raise UserError(f"initial_weights = {folder}: {error}") from None
+
+
+def check_metric_names(task: Task) -> None:
+    """Refuse metrics of a task that have the names of values that the Trainer reports itself.
+
+    Raises:
+        UserError: Listing them.
+    """
+    own = {"loss", "grad_norm", "learning_rate", f"{task.weight_unit}_per_second", "step", "time", "config"}
+    if taken := sorted(own & task.metrics().keys()):
+        raise UserError(
+            f"the task's metrics include {', '.join(taken)}, which the Trainer reports itself; rename them."
+        )
+
+
+def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
+    """Refuse a model of which a trainable parameter is left to each rank alone: its gradient would not be reduced.
+
+    Raises:
+        UserError: Listing such parameters.
+    """
+    if ctx.size("batch", "dp") == 1:
+        return
+    alone = [
+        canonical_name(name)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not isinstance(parameter, DTensor)
+    ]
+    if alone:
+        raise UserError(
+            f"the model provider's parallelize left {', '.join(alone)} to each rank alone; expected DTensors. "
+            "End it with a call such as parallelize_hsdp(model, ...) on the whole model."
+        )
 
 
 def checkpoint_folder(config: TrainerConfig) -> Path:

@@ -147,7 +147,9 @@ class _Clock:
 def _open_trackers(config: TrainerConfig, resolved: Mapping[str, JsonValue], step: int) -> MultiTracker:
     folder = config.run.dir
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
+    partial = folder / ".config.json.partial"
+    partial.write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / "config.json")
     tracker = build_trackers(config.trackers, folder)
     # A run that was killed before its first checkpoint starts over: what it tracked is forgotten too.
     tracker.resume(step)

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import DistributedContext, StageInfo, materialize, seed_everything
+from d9d_dist import DistributedContext, StageInfo, UserError, materialize, seed_everything
 from d9d_loop.batches import Collate, Samples, TrainBatches, batch_loader
 from d9d_loop.config import TrainerConfig
 from d9d_loop.device import to_device
@@ -20,7 +20,7 @@ from d9d_loop.job_state import JobState
 from d9d_loop.lr_schedule import LrSchedule
 from d9d_loop.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizer import OptimizerProvider
-from d9d_loop.preflight import JobPlan, check_job, checkpoint_folder
+from d9d_loop.preflight import JobPlan, check_job, check_metric_names, check_parallelized, checkpoint_folder
 from d9d_loop.reports import Reports
 from d9d_loop.sample_order import SampleOrder
 from d9d_loop.task import Task
@@ -75,14 +75,20 @@ class Trainer:
         Raises:
             UserError: If the job cannot be as it was asked for; before anything starts.
         """
+        check_metric_names(self._task)
         plan = check_job(self._config, provider=self._provider, data=self._data, evaluation_data=self._evaluation_data)
         with plan.mesh.build(launch=plan.launch) as ctx:
-            return self._train(plan, ctx)
+            try:
+                return self._train(plan, ctx)
+            except UserError as error:
+                # From here on a rank may be alone with it: the note makes `command_line` print it there too.
+                error.add_note(f"on rank {ctx.rank}")
+                raise
 
     def _train(self, plan: JobPlan, ctx: DistributedContext) -> TrainResult:
         config, task = self._config, self._task
-        seed_everything(config.seed, ctx)
         model = self._build_model(ctx)
+        seed_everything(config.seed, ctx)
         optimizer = self._optimizer(model)
         metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
         state = JobState(
@@ -91,6 +97,7 @@ class Trainer:
             optimizer=optimizer,
             metrics=metrics,
             config=_resolved(config),
+            num_samples=len(self._data),
             seed=config.seed,
             ctx=ctx,
         )
@@ -144,6 +151,7 @@ class Trainer:
         with torch.device("meta"):
             model = self._provider.build(StageInfo())
         self._provider.parallelize(model, ctx)
+        check_parallelized(model, ctx)
         materialize(model, device=ctx.device, seed=self._config.seed)
         return model.train()
 
@@ -159,7 +167,13 @@ class Trainer:
             dp_rank=ctx.coordinate("batch", "dp"),
             dp_size=plan.dp_size,
         )
-        loader = batch_loader(self._data, batches, collate=self._collate, num_workers=config.data.num_workers)
+        loader = batch_loader(
+            self._data,
+            batches,
+            collate=self._collate,
+            num_workers=config.data.num_workers,
+            pin_memory=ctx.device.type != "cpu",
+        )
         on_device = (to_device(batch, ctx.device) for batch in loader)
         while microbatches := list(islice(on_device, plan.num_microbatches)):
             yield microbatches

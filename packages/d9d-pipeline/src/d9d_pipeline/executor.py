@@ -102,7 +102,7 @@ class Executor:
             on_output: What to do with what comes out of the last stage: usually, compute the loss.
 
         Raises:
-            ValueError: If there are not as many inputs as the program has microbatches.
+            ValueError: If there are not as many inputs as the program has microbatches, or a loss has no gradient.
         """
         if len(inputs) != self._num_microbatches:
             raise ValueError(f"got inputs for {len(inputs)} microbatches; the program has {self._num_microbatches}.")
@@ -126,7 +126,13 @@ class Executor:
             sources = [leaf for leaf in pytree.tree_leaves(result) if _needs_gradient(leaf)]
         else:
             loss = step.on_output(result, microbatch)
-            sources = [] if loss is None or not loss.requires_grad else [loss]
+            sources = [] if loss is None else [loss]
+            if stage in self._last_backward and not (sources and sources[0].requires_grad):
+                # To skip the backward would leave other ranks waiting in its collectives.
+                raise ValueError(
+                    f"the loss of microbatch {microbatch} has no gradient; expected one that is computed from the "
+                    "model's output. Multiply that by a mask instead of returning a constant; leave something to train."
+                )
         if stage in self._last_backward:
             step.flights[stage, microbatch] = _Flight(sources, received)
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from d9d_dist.testing._worker import Call, Outcome, serve
 
 _GRACE_SECONDS = 0.5
+_EXIT_SECONDS = 10.0  # a process whose pipe is closed is about to end; on a busy machine its exit code takes a while
 _LOG_TAIL_CHARACTERS = 8_000
 
 
@@ -187,6 +188,7 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "GLOO_SOCKET_IFNAME": "lo",
+        "D9D_DEVICE": "cpu",
     }
 
 
@@ -194,7 +196,7 @@ def _receive(worker: _Worker) -> Outcome:
     try:
         outcome: Outcome = pickle.loads(worker.connection.recv_bytes())  # noqa: S301  (our own rank)
     except (EOFError, OSError):
-        worker.process.join(timeout=_GRACE_SECONDS)
+        worker.process.join(timeout=_EXIT_SECONDS)
         outcome = Outcome(error=f"The process died with exit code {worker.process.exitcode}.")
     return outcome
 
