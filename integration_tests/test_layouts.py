@@ -48,7 +48,7 @@ def _train(
     folder: str, model: str, mesh: dict[str, int], microbatch_size: int
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     sizes = {
-        "vocab_size": 64,
+        "vocab_size": 256,
         "hidden_size": 24,
         "num_layers": 2,
         "num_heads": 2,
@@ -70,7 +70,7 @@ def _train(
         }
     )
     generator = torch.Generator().manual_seed(0)
-    data = [torch.randint(0, 64, (17,), generator=generator) for _ in range(24)]
+    data = [torch.randint(0, 256, (17,), generator=generator) for _ in range(24)]
     curve: list[tuple[float, float]] = []
     trainer = Trainer(config, model=_Float64(config.model, config.moe), data=data, task=_Masked())
     trainer.events.on(StepDone, lambda done: curve.append((done.loss.item(), done.grad_norm.item())))
