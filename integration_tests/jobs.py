@@ -74,7 +74,7 @@ def options(*parts: Mapping[str, Any], **more: Any) -> list[str]:
     return [word for name, value in merged.items() for word in (f"--{name}", str(value))]
 
 
-def on_ranks(name: str, arguments: Sequence[str], *, world_size: int = 1, timeout: float = 120) -> list[Ended]:
+def on_ranks(name: str, arguments: Sequence[str], *, world_size: int = 1, timeout: float = 300) -> list[Ended]:
     """Run an example on every rank of a job."""
     return run_ranks(script, name, list(arguments), world_size=world_size, timeout=timeout)
 
@@ -95,14 +95,14 @@ def run_with_kills(name: str, arguments: Sequence[str], *, longest: float, seed:
     Lives get longer, so that a job which makes no progress between two kills ends too.
     """
     moments, kills = random.Random(seed), 0  # noqa: S311
-    while _is_killed(name, arguments, moments.uniform(0, longest * 1.2**kills), world_size):
+    while _is_killed(name, arguments, moments.uniform(0, longest * 1.5**kills), world_size):
         kills += 1
     return kills
 
 
 def _is_killed(name: str, arguments: Sequence[str], seconds: float, world_size: int) -> bool:
     try:
-        ended, *_ = run_ranks(script_until_killed, name, list(arguments), seconds, world_size=world_size)
+        ended, *_ = run_ranks(script_until_killed, name, list(arguments), seconds, world_size=world_size, timeout=300)
     except RankError as error:
         if "exit code -9" in str(error):
             return True

@@ -71,7 +71,7 @@ class RankPool:
         """End all ranks."""
         self.close()
 
-    def run(self, function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 180.0) -> list[Any]:
         """Call `function(*args)` on every rank, in a fresh process group.
 
         Each rank finds torchrun's environment variables set, so that `MeshConfig(...).build()` works as it does in a
@@ -171,7 +171,7 @@ def _shared_pool() -> RankPool:
     return pool
 
 
-def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 180.0) -> list[Any]:
     """Call `function(*args)` on every rank of a pool that this process keeps until it ends; see `RankPool.run`."""
     return _shared_pool().run(function, *args, world_size=world_size, timeout=timeout)
 
