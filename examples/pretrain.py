@@ -11,11 +11,35 @@ import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import nn
 
-from d9d_dist import DistributedContext, StageInfo, UserError, parallelize_hsdp
+from d9d_dist import (
+    ContextMethod,
+    ContextSplit,
+    DistributedContext,
+    StageInfo,
+    UserError,
+    parallelize_context,
+    parallelize_hsdp,
+    parallelize_tensor,
+)
 from d9d_loop import Finished, Inputs, Loss, ModelProvider, Section, Task, Trainer, TrainerConfig, command_line
 from d9d_metrics import BitsPerByte, plot_metrics
-from d9d_modules import Qwen3ForCausalLM, Qwen3Params, generate, qwen3_from_hugging_face, qwen3_hugging_face_config
-from d9d_moe import Qwen3MoeForCausalLM, Qwen3MoeParams, qwen3_moe_from_hugging_face, qwen3_moe_hugging_face_config
+from d9d_modules import (
+    CheckpointPolicy,
+    Qwen3ForCausalLM,
+    Qwen3Params,
+    checkpoint_activations,
+    generate,
+    qwen3_from_hugging_face,
+    qwen3_hugging_face_config,
+    qwen3_tensor_plan,
+)
+from d9d_moe import (
+    Qwen3MoeForCausalLM,
+    Qwen3MoeParams,
+    qwen3_moe_from_hugging_face,
+    qwen3_moe_hugging_face_config,
+    qwen3_moe_tensor_plan,
+)
 from d9d_state import JsonValue, StateMapper
 
 
@@ -31,8 +55,14 @@ class Experts(Section):
     intermediate_size: int
 
 
+class Parallelism(Section):
+    context_method: ContextMethod = "all_gather"
+    activation_checkpointing: CheckpointPolicy = "none"
+
+
 class PretrainConfig(TrainerConfig):
     text: Text = Text()
+    parallelism: Parallelism | None = None
     model: Qwen3Params
     experts: Experts | None = None
 
@@ -50,6 +80,9 @@ class PretrainConfig(TrainerConfig):
         return Qwen3MoeParams(decoder=self.model, expert_intermediate_size=self.experts.intermediate_size, **sizes)
 
 
+Batch = dict[str, torch.Tensor]
+
+
 class Bytes:
     """Consecutive windows of a text, each one byte longer than the model's input: the next byte is the label."""
 
@@ -60,8 +93,9 @@ class Bytes:
     def __len__(self) -> int:
         return max(len(self.tokens) - 1, 0) // self.length
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.tokens[index * self.length : (index + 1) * self.length + 1].long()
+    def __getitem__(self, index: int) -> Batch:
+        window = self.tokens[index * self.length : (index + 1) * self.length + 1].long()
+        return {"input_ids": window[:-1], "labels": window[1:]}
 
 
 def read_text(text: Text) -> tuple[Bytes, Bytes]:
@@ -82,17 +116,24 @@ def read_text(text: Text) -> tuple[Bytes, Bytes]:
 
 
 class Decoder(ModelProvider):
-    def __init__(self, dense: Qwen3Params, moe: Qwen3MoeParams | None = None) -> None:
-        self.dense, self.moe = dense, moe
+    def __init__(
+        self, dense: Qwen3Params, moe: Qwen3MoeParams | None = None, parallelism: Parallelism | None = None
+    ) -> None:
+        self.dense, self.moe, self.parallelism = dense, moe, parallelism or Parallelism()
 
     def build(self, stage: StageInfo) -> nn.Module:
         return Qwen3ForCausalLM(self.dense, stage) if self.moe is None else Qwen3MoeForCausalLM(self.moe, stage)
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
-        dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
+        dense, cp = ctx.mesh_for("dense"), ctx.mesh_for("batch")["cp"]
+        plan = qwen3_tensor_plan(self.dense) if self.moe is None else qwen3_moe_tensor_plan(self.moe)
+        parallelize_tensor(model, dense["tp"], plan)
+        parallelize_context(model, cp, method=self.parallelism.context_method)
+        dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
         for block in model.get_submodule("backbone.layers").children():
-            parallelize_hsdp(block, dense, shard_axis="dp_cp_shard")
-        parallelize_hsdp(model, dense, shard_axis="dp_cp_shard")
+            checkpoint_activations(block, policy=self.parallelism.activation_checkpointing)
+            parallelize_hsdp(block, dp, shard_axis="dp_cp_shard")
+        parallelize_hsdp(model, dp, shard_axis="dp_cp_shard")
 
     def state_mapper(self, model: nn.Module) -> StateMapper:
         return qwen3_from_hugging_face(self.dense) if self.moe is None else qwen3_moe_from_hugging_face(self.moe)
@@ -105,11 +146,14 @@ class Decoder(ModelProvider):
 class NextByte(Task):
     weight_unit = "tokens"
 
-    def inputs(self, batch: torch.Tensor) -> Inputs:
-        return Inputs(batch[:, :-1], labels=batch[:, 1:])
+    def inputs(self, batch: Batch) -> Inputs:
+        return Inputs(batch["input_ids"], labels=batch["labels"], position_ids=batch.get("position_ids"))
 
-    def loss(self, outputs: torch.Tensor, batch: torch.Tensor) -> Loss:
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         return Loss(outputs.sum(), weight=outputs.numel())
+
+    def split_sequence(self, batch: Batch, split: ContextSplit) -> Batch:
+        return {**split.split(batch), "position_ids": split.positions(batch["labels"].shape[1])}
 
     def metrics(self) -> dict[str, BitsPerByte]:
         return {"bits_per_byte": BitsPerByte()}
@@ -118,20 +162,36 @@ class NextByte(Task):
         metrics["bits_per_byte"].update(loss.total.detach(), loss.weight)
 
 
+def write(model: nn.Module, ctx: DistributedContext, length: int) -> str:
+    """Let the model continue a prompt, in whatever layout it is; collective."""
+    split = ContextSplit(ctx.mesh_for("batch")["cp"])
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        return split.join(model(split.split(ids), position_ids=split.positions(ids.shape[1])))
+
+    prompt = torch.frombuffer(bytearray(b"def "), dtype=torch.uint8).long()[None].to(ctx.device)
+    written = generate(
+        logits,
+        prompt,
+        max_new_tokens=200,
+        max_context=length,
+        pad_to_multiple_of=2 * ctx.size("batch", "cp") * ctx.size("batch", "tp"),
+        temperature=0.7,
+        generator=torch.Generator(ctx.device).manual_seed(0),
+    )
+    return bytes(written[0].tolist()).decode(errors="replace")
+
+
 def report(done: Finished, length: int) -> None:
     """Draw the curves, let the model write, and say in one line of JSON what came of the job."""
-    prompt = torch.frombuffer(bytearray(b"def "), dtype=torch.uint8).long()[None].to(done.ctx.device)
-    draws = torch.Generator(done.ctx.device).manual_seed(0)
-    written = generate(
-        done.model.eval(), prompt, max_new_tokens=200, max_context=length, temperature=0.7, generator=draws
-    )
+    written = write(done.model.eval(), done.ctx, length)
     if not done.ctx.is_main_process:
         return
     result = done.result
     curves = [("bits_per_byte", "evaluation_bits_per_byte"), ("learning_rate",), ("grad_norm",)]
     metrics, picture = result.run_dir / "metrics.jsonl", result.run_dir / "loss.png"
     plot_metrics(metrics, picture, panels=curves, title=result.run_dir.name)
-    print(bytes(written[0].tolist()).decode(errors="replace"), end="\n\n")
+    print(written, end="\n\n")
     summary = {
         "steps": result.steps,
         "train_loss": result.train_loss,
@@ -147,7 +207,11 @@ def main() -> None:
     config = PretrainConfig.from_cli(Path(__file__).with_suffix(".toml"))
     train, held_out = read_text(config.text)
     trainer = Trainer(
-        config, model=Decoder(config.model, config.moe), data=train, evaluation_data=held_out, task=NextByte()
+        config,
+        model=Decoder(config.model, config.moe, config.parallelism),
+        data=train,
+        evaluation_data=held_out,
+        task=NextByte(),
     )
     trainer.events.on(Finished, lambda done: report(done, config.text.length))
     trainer.train()

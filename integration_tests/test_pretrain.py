@@ -41,7 +41,7 @@ def test_four_ranks_give_the_curve_of_one_process(tmp_path: Path, kind: str, mic
         + options(HYBRID),
         world_size=4,
     )
-    # In float32 a rounding error can send a token to another expert; test_layouts.py compares that in float64.
+    # In float32 a rounding error can send a token to another expert; test_oracle.py compares that in float64.
     tolerance = 1e-3 if kind == "moe" else 1e-5
     for name in ("loss", "grad_norm", "bits_per_byte", "evaluation_loss"):
         assert _close(curve(tmp_path / "four", name), curve(tmp_path / "one", name), rel=tolerance), name
@@ -166,7 +166,7 @@ _MISTAKES = {
         ["--run.folder", "{file}"],
         "is a file, not a folder. Choose another one with --run.f",
     ),
-    "a parallelism that is not there": (["--mesh.tensor_parallel", "-1"], ""),
+    "a parallelism that is not there": (["--mesh.pipeline_parallel", "-1"], ""),
 }
 
 
@@ -177,7 +177,7 @@ def test_a_mistake_is_one_message_and_leaves_nothing(tmp_path: Path, mistake: st
     arguments = [word.format(file=tmp_path / "file" / "runs") for word in extra]
     if mistake == "a parallelism that is not there":
         ended = on_ranks("pretrain", _tiny(tmp_path, "run", steps=2) + arguments, world_size=2)[0]
-        message = "mesh.tensor_parallel = 2; expected 1: the Trainer has only data parallelism so far."
+        message = "mesh.pipeline_parallel = 2; expected 1: the Trainer has data, context and tensor parallelism so far."
     else:
         ended = on_ranks("pretrain", _tiny(tmp_path, "run", steps=2) + arguments)[0]
     assert ended.code == 2

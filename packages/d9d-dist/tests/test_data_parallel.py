@@ -2,29 +2,81 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from d9d_dist import (
     MeshConfig,
     Precision,
+    UserError,
     parallelize_fsdp,
     parallelize_hsdp,
     parallelize_replicate,
     set_gradient_sync,
 )
+from d9d_dist._local_parameters import compute_locally, distribute_parameters
 from d9d_dist.testing import run_ranks
 
 HSDP_AXES = ("dp_replicate", "dp_cp_shard", "cp_replicate")
 
 
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+class _Sum(torch.autograd.Function):
+    """Adds up over ranks; every rank goes on with the sum, so its gradient is the same on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class _Mlp(nn.Module):
+    """Column parallel, a scale whose gradient each rank has a part of, row parallel, a bias that all compute alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(6, 4, bias=False)
+        self.scale = _Scale()
+        self.down = nn.Linear(4, 3, bias=False)
+        self.bias = nn.Parameter(torch.randn(5))
+        self.group: dist.ProcessGroup | None = None
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(self.scale(self.up(x)).tanh())
+        return (y if self.group is None else _Sum.apply(y, self.group)) * self.bias.square().sum()
+
+
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def _tensor_parallel(model: _Mlp, mesh: DeviceMesh) -> None:
+    """By hand; a parallel style is the subject of other tests."""
+    if mesh.size() == 1:
+        return
+    placements = {id(model.up.weight): Shard(0), id(model.down.weight): Shard(1)}
+    distribute_parameters(model, mesh, placements, default=Replicate())
+    for module in (model, model.up, model.down):
+        compute_locally(module)
+    compute_locally(model.scale, partial_axes=("tp",))
+    model.group = mesh.get_group()
 
 
 def _inputs() -> torch.Tensor:
-    return torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def _gradients(model: nn.Module, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -38,77 +90,153 @@ def _gradients(model: nn.Module, inputs: torch.Tensor) -> dict[str, torch.Tensor
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 
 
-def _on_ranks(kind: str, degrees: dict[str, int]) -> tuple[dict[str, torch.Tensor], list[Any]]:
+def _on_ranks(kind: str, degrees: dict[str, int]) -> tuple[dict[str, torch.Tensor], dict[str, tuple[Any, ...]], bool]:
     with MeshConfig(**degrees).build() as ctx:
-        model, dense = _model(), ctx.mesh_for("dense")
+        model, dense = _Mlp(), ctx.mesh_for("dense")
+        _tensor_parallel(model, dense["tp"])
         if kind == "replicate":
             parallelize_replicate(model, dense["dp_cp_shard"])
         elif kind == "fsdp":
             parallelize_fsdp(model, dense["dp_cp_shard"])
         else:
-            parallelize_hsdp(model, dense[HSDP_AXES], shard_axis="dp_cp_shard")
-        placements = [tuple(p.placements) for p in model.parameters() if isinstance(p, DTensor)]
-        dp = ctx.mesh_for("batch")["dp"]
-        return _gradients(model, _inputs().chunk(dp.size())[dp.get_local_rank()]), placements
+            num_groups = []
+            for module in (model.up, model.down, model):
+                parallelize_hsdp(module, dense[HSDP_AXES], shard_axis="dp_cp_shard")
+                num_groups.append(len(dist.distributed_c10d._world.pg_map))
+            assert len(set(num_groups)) == 1, "every call made groups of its own"
+        placements = {n: tuple(p.placements) for n, p in model.named_parameters() if isinstance(p, DTensor)}
+        batch = ctx.mesh_for("batch")["dp", "cp"]
+        rank, size = (batch.get_local_rank(0) * batch.size(1) + batch.get_local_rank(1), batch.size())
+        gradients = _gradients(model, _inputs().chunk(size)[rank])
+        is_partial = any(
+            placement.is_partial()
+            for p in model.parameters()
+            if isinstance(p.grad, DTensor)
+            for placement in p.grad.placements
+        )
+        return gradients, placements, is_partial
+
+
+def _check(kind: str, degrees: dict[str, int], placements: tuple[Any, ...], *, world_size: int) -> None:
+    expected = _gradients(_Mlp(), _inputs())
+    for gradients, found, is_partial in run_ranks(_on_ranks, kind, degrees, world_size=world_size):
+        assert found["bias"] == placements
+        assert is_partial == (kind == "replicate")
+        assert gradients.keys() == expected.keys() == found.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(
     ("kind", "degrees", "placements"),
     [
-        ("replicate", {"data_parallel_shard": 4}, (Replicate(), Shard(0))),
-        ("replicate", {"data_parallel_shard": 2, "tensor_parallel": 2}, (Replicate(), Shard(0))),
+        ("replicate", {"data_parallel_shard": 4}, (Replicate(),)),
+        ("replicate", {"data_parallel_shard": 2, "tensor_parallel": 2}, (Replicate(), Replicate())),
         ("fsdp", {"data_parallel_shard": 4}, (Shard(0),)),
         ("hsdp", {"data_parallel_shard": 4}, (Shard(0),)),
         ("hsdp", {"data_parallel_replicate": 2, "data_parallel_shard": 2}, (Replicate(), Shard(0))),
         ("hsdp", {"data_parallel_replicate": 4}, (Replicate(), Shard(0))),
+        ("hsdp", {"data_parallel_shard": 2, "context_parallel_replicate": 2}, (Replicate(), Shard(0))),
+        ("hsdp", {"data_parallel_replicate": 2, "context_parallel_replicate": 2}, (Replicate(), Shard(0))),
     ],
 )
 def test_gradients_are_the_sum_over_all_ranks(kind: str, degrees: dict[str, int], placements: tuple[Any, ...]) -> None:
-    expected = _gradients(_model(), _inputs())
-    for gradients, found in run_ranks(_on_ranks, kind, degrees, world_size=4):
-        assert found == [placements] * len(expected)
-        assert gradients.keys() == expected.keys()
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-13)
+    _check(kind, degrees, placements, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "placements"),
+    [
+        (
+            {"data_parallel_replicate": 2, "data_parallel_shard": 2, "context_parallel_replicate": 2},
+            (Replicate(), Shard(0)),
+        ),
+        (
+            {"data_parallel_replicate": 2, "context_parallel_replicate": 2, "tensor_parallel": 2},
+            (Replicate(), Shard(0), Replicate()),
+        ),
+        (
+            {"data_parallel_shard": 2, "context_parallel_replicate": 2, "tensor_parallel": 2},
+            (Replicate(), Shard(0), Replicate()),
+        ),
+    ],
+)
+def test_replicate_axes_are_merged(degrees: dict[str, int], placements: tuple[Any, ...]) -> None:
+    _check("hsdp", degrees, placements, world_size=8)
 
 
 def test_one_rank_leaves_the_module_as_it_is() -> None:
     with MeshConfig().build() as ctx:
-        model = _model()
+        model = _Mlp()
         parallelize_hsdp(model, ctx.mesh_for("dense")[HSDP_AXES], shard_axis="dp_cp_shard")
         parallelize_replicate(model, ctx.mesh_for("flat"))
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def test_precision_holds_on_one_rank_too() -> None:
+@pytest.mark.parametrize("parallelize", [parallelize_fsdp, parallelize_replicate])
+def test_precision_holds_on_one_rank_too(parallelize: Any) -> None:
     with MeshConfig().build() as ctx:
         model = nn.Linear(4, 4)
-        parallelize_fsdp(model, ctx.mesh_for("flat"), precision=Precision(compute=torch.bfloat16, reduce=torch.float32))
-        assert model(torch.ones(1, 4)).dtype == torch.bfloat16
+        parallelize(model, ctx.mesh_for("flat"), precision=Precision(compute=torch.bfloat16, reduce=torch.float32))
+        output = model(torch.ones(1, 4))
+        assert output.dtype == torch.bfloat16
         assert model.weight.dtype == torch.float32
+        output.sum().backward()
+        assert model.weight.grad is not None
+        assert model.weight.grad.dtype == torch.float32
+
+
+class _Dtypes(nn.Module):
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor, index: torch.Tensor) -> list[torch.dtype]:
+        return [x.dtype, mask.dtype, index.dtype]
+
+
+@pytest.mark.parametrize(
+    ("precision", "floating"),
+    [
+        (Precision(compute=torch.bfloat16), torch.bfloat16),
+        (Precision(torch.bfloat16, cast_inputs=False), torch.float32),
+    ],
+)
+def test_inputs_are_cast_where_asked(precision: Precision, floating: torch.dtype) -> None:
+    with MeshConfig().build() as ctx:
+        model = _Dtypes()
+        parallelize_replicate(model, ctx.mesh_for("flat"), precision=precision)
+        found = model(torch.ones(1), mask=torch.ones(1), index=torch.ones(1, dtype=torch.int64))
+    assert found == [floating, floating, torch.int64]
+
+
+def _partial_on_both() -> tuple[list[Any], bool]:
+    with MeshConfig(data_parallel_replicate=2, tensor_parallel=2).build() as ctx:
+        model, dense = _Mlp(), ctx.mesh_for("dense")
+        _tensor_parallel(model, dense["tp"])
+        parallelize_replicate(model, dense["dp_replicate"])
+        model(_inputs()).sum().backward()
+        sums = {p.grad.placements for p in model.scale.parameters() if isinstance(p.grad, DTensor)}
+        return list(sums), isinstance(model.scale.weight, nn.Parameter)
+
+
+def test_tensor_parallel_parameters_are_spread_on_both_axes() -> None:
+    for placements, is_parameter in run_ranks(_partial_on_both, world_size=4):
+        assert placements == [(Partial(), Partial())]
+        assert is_parameter
+
+
+def test_refuses_to_replicate_what_is_sharded() -> None:
+    with MeshConfig().build() as ctx:
+        model = nn.Sequential(nn.Linear(2, 2))
+        parallelize_fsdp(model[0], ctx.mesh_for("flat"), precision=Precision())
+        with pytest.raises(UserError, match=r"submodule '0' is sharded already.*Replicate it with parallelize_hsdp"):
+            parallelize_replicate(model, ctx.mesh_for("flat"), precision=Precision())
 
 
 def test_refuses_an_axis_that_is_not_there() -> None:
-    with MeshConfig().build() as ctx, pytest.raises(ValueError, match=r"shard_axis = 'fsdp'; expected one of .* world"):
-        parallelize_hsdp(_model(), ctx.mesh_for("flat"), shard_axis="fsdp")
+    with MeshConfig().build() as ctx, pytest.raises(UserError, match=r"shard_axis = 'fsdp'; expected one of .* world"):
+        parallelize_hsdp(_Mlp(), ctx.mesh_for("flat"), shard_axis="fsdp")
 
 
 def test_refuses_several_axes_where_one_is_meant() -> None:
     with MeshConfig().build() as ctx:
         for parallelize in (parallelize_fsdp, parallelize_replicate):
-            with pytest.raises(ValueError, match=r"got a mesh with the axes \(pp, dp_replicate.*\); expected exactly"):
-                parallelize(_model(), ctx.mesh_for("dense"))
-
-
-def _two_replicate_axes() -> str:
-    with MeshConfig(data_parallel_replicate=2, context_parallel_replicate=2).build() as ctx:
-        try:
-            parallelize_hsdp(_model(), ctx.mesh_for("dense")[HSDP_AXES], shard_axis="dp_cp_shard")
-        except ValueError as error:
-            return str(error)
-        return "no error"
-
-
-def test_refuses_two_axes_to_replicate_over() -> None:
-    for message in run_ranks(_two_replicate_axes, world_size=4):
-        assert "to replicate over dp_replicate and cp_replicate; expected at most one axis" in message
+            with pytest.raises(UserError, match=r"got a mesh with the axes \(pp, dp_replicate.*\); expected exactly"):
+                parallelize(_Mlp(), ctx.mesh_for("dense"))

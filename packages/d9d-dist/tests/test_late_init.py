@@ -1,10 +1,14 @@
+import re
+from math import prod
+
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from d9d_dist import MeshConfig, canonical_name, materialize, parallelize_hsdp, parallelize_replicate
-from d9d_dist.testing import run_ranks
+from d9d_dist import MeshConfig, UserError, canonical_name, materialize, parallelize_hsdp, parallelize_replicate
+from d9d_dist.testing import Device, full_tree, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -50,22 +54,206 @@ def _values(layout: str, seed: int) -> dict[str, torch.Tensor]:
             dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"]
             parallelize_hsdp(model.middle[0], dense, shard_axis="dp_cp_shard")
             parallelize_hsdp(model, dense, shard_axis="dp_cp_shard")
-        materialize(model, device=CPU, seed=seed)
+        materialize(model, device=ctx.device, seed=seed)
         assert model.head.weight is model.embedding.weight
-        values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        return {
-            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-            for name, value in values.items()
-        }
+        return full_tree({**dict(model.named_parameters()), **dict(model.named_buffers())})
 
 
+@pytest.mark.world_size(4)
 @pytest.mark.parametrize("layout", ["shard", "hybrid", "replicate"])
-def test_values_do_not_depend_on_the_layout(layout: str) -> None:
+def test_values_do_not_depend_on_the_layout(layout: str, device: Device) -> None:
     expected = _values("one", seed=5)
-    for values in run_ranks(_values, layout, 5, world_size=4):
+    for values in run_ranks(_values, layout, 5, world_size=4, device=device):
         assert values.keys() == expected.keys()
         for name, value in values.items():
             assert torch.equal(value, expected[name]), name
+
+
+class _Fillings(nn.Module):
+    """A weight for each filler of torch.nn.init, of sizes that split evenly and unevenly, and one that is 1-D."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.fillers = {
+            "normal": lambda weight: nn.init.normal_(weight, mean=0.5, std=2.0),
+            "uniform": lambda weight: nn.init.uniform_(weight, -3.0, 1.0),
+            "truncated": lambda weight: nn.init.trunc_normal_(weight, std=0.1, a=-0.1, b=0.2),
+            "truncated_often": lambda weight: nn.init.trunc_normal_(weight, std=0.1, a=0.1, b=0.2),
+            "kaiming_uniform": lambda weight: nn.init.kaiming_uniform_(weight, a=5**0.5),
+            "kaiming_normal": lambda weight: nn.init.kaiming_normal_(weight, mode="fan_out"),
+            "xavier_uniform": nn.init.xavier_uniform_,
+            "xavier_normal": nn.init.xavier_normal_,
+            "zeros": nn.init.zeros_,
+            "ones": nn.init.ones_,
+            "constant": lambda weight: nn.init.constant_(weight, 0.3),
+            "computed": lambda weight: weight.normal_().exp_().mul_(-1.0),
+        }
+        for name in self.fillers:
+            setattr(self, name, nn.Parameter(torch.empty(rows, columns)))
+        self.bias = nn.Parameter(torch.empty(rows))
+
+    def reset_parameters(self) -> None:
+        for name, fill in self.fillers.items():
+            fill(self.get_parameter(name))
+        nn.init.normal_(self.bias)
+
+
+def _tensor_parallel_values(
+    degrees: dict[str, int], tp_dim: int, sizes: list[tuple[int, int]]
+) -> list[dict[str, torch.Tensor]]:
+    """Split weights over tp, and then over the data-parallel axes, as FSDP2 does with tensor-parallel parameters."""
+    values = []
+    with MeshConfig(**degrees).build() as ctx:
+        dense = ctx.mesh_for("dense")
+        for size in sizes:
+            with torch.device("meta"):
+                model = _Fillings(*size)
+            for name, weight in list(model.named_parameters()):
+                placement = Shard(tp_dim) if weight.ndim > tp_dim else Replicate()
+                setattr(model, name, nn.Parameter(distribute_tensor(weight, dense["tp"], [placement])))
+            if dense["dp_replicate"].size() > 1:
+                fully_shard(model, mesh=dense["dp_replicate", "dp_cp_shard"])
+            elif dense["dp_cp_shard"].size() > 1:
+                fully_shard(model, mesh=dense["dp_cp_shard"])
+            materialize(model, device=ctx.device, seed=3)
+            values.append(full_tree(dict(model.named_parameters())))
+    return values
+
+
+def _values_of_one_process(sizes: list[tuple[int, int]]) -> list[dict[str, torch.Tensor]]:
+    values = []
+    for size in sizes:
+        with torch.device("meta"):
+            model = _Fillings(*size)
+        materialize(model, device=CPU, seed=3)
+        values.append({name: weight.detach() for name, weight in model.named_parameters()})
+    return values
+
+
+TENSOR_PARALLEL = {
+    "tp": {"tensor_parallel": 4},
+    "fsdp x tp": {"data_parallel_shard": 2, "tensor_parallel": 2},
+    "hsdp x tp": {"data_parallel_replicate": 2, "data_parallel_shard": 2, "tensor_parallel": 2},
+}
+
+
+@pytest.mark.parametrize("tp_dim", [0, 1])
+@pytest.mark.parametrize("layout", TENSOR_PARALLEL)
+def test_values_do_not_depend_on_splits_of_splits(layout: str, tp_dim: int) -> None:
+    degrees = TENSOR_PARALLEL[layout]
+    # torch can have no empty part of a tensor-parallel parameter under FSDP2, so the smallest sizes are for tp alone.
+    sizes = [(8, 12), (7, 5), *([(3, 1), (1, 3)] if layout == "tp" else [])]
+    expected = _values_of_one_process(sizes)
+    assert expected[0]["truncated"].unique().numel() > 50
+    for models in run_ranks(_tensor_parallel_values, degrees, tp_dim, sizes, world_size=prod(degrees.values())):
+        for values, reference in zip(models, expected, strict=True):
+            assert values.keys() == reference.keys()
+            for name, value in values.items():
+                assert torch.equal(value, reference[name]), name
+
+
+def _sizes_that_do_not_fit(rows: int) -> str:
+    with MeshConfig(data_parallel_shard=3, tensor_parallel=2).build() as ctx:
+        with torch.device("meta"):
+            model = nn.Linear(2, rows, bias=False)
+        mesh = ctx.mesh_for("dense")
+        model.weight = nn.Parameter(distribute_tensor(model.weight, mesh["tp"], [Shard(0)]))
+        fully_shard(model, mesh=mesh["dp_cp_shard"])
+        try:
+            materialize(model, device=ctx.device, seed=0)
+        except UserError as error:
+            return str(error)
+        return "fits"
+
+
+def test_a_size_for_which_placements_do_not_tell_the_truth_is_refused() -> None:
+    # Of 7 rows tp takes 4 + 3, and then 2 + 2 + 0 and 1 + 1 + 1, which is not how a strided shard of 7 is defined.
+    messages = run_ranks(_sizes_that_do_not_fit, 7, world_size=6)
+    assert any(message != "fits" for message in messages)
+    for message in messages:
+        assert message == "fits" or message.startswith("weight has the shape (7, 2), of which this rank holds ")
+    assert run_ranks(_sizes_that_do_not_fit, 12, world_size=6) == ["fits"] * 6
+
+
+def _draw(draw: str, weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        match draw:
+            case "exponential_":
+                weight.exponential_()
+            case "bernoulli_":
+                weight.bernoulli_(0.5)
+            case "random_":
+                weight.random_(0, 5)
+            case "randn_like":
+                weight.copy_(torch.randn_like(weight))
+            case "rand_like":
+                weight.copy_(torch.rand_like(weight))
+            case "bernoulli":
+                weight.copy_(torch.bernoulli(weight.fill_(0.5)))
+            case "dropout":
+                weight.copy_(nn.functional.dropout(weight.fill_(0.5)))
+            case _:
+                getattr(nn.init, draw)(weight)
+
+
+class _Drawing(nn.Module):
+    def __init__(self, draw: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 8))
+        self.draw = draw
+
+    def reset_parameters(self) -> None:
+        _draw(self.draw, self.weight)
+
+
+DRAWS = ["exponential_", "bernoulli_", "random_", "randn_like", "rand_like", "bernoulli", "dropout"]
+
+
+def _draws(draws: list[str]) -> list[str]:
+    messages = []
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        for draw in draws:
+            with torch.device("meta"):
+                model = nn.Sequential(_Drawing(draw))
+            parallelize_hsdp(model, ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"], shard_axis="dp_cp_shard")
+            try:
+                materialize(model, device=ctx.device, seed=0)
+            except (UserError, NotImplementedError, RuntimeError) as error:
+                messages.append(f"{type(error).__name__}: {error}")
+            else:
+                messages.append("")
+    return messages
+
+
+def test_numbers_that_would_depend_on_the_layout_are_refused(device: Device) -> None:
+    for messages in run_ranks(_draws, DRAWS, device=device):
+        for draw, message in zip(DRAWS, messages, strict=True):
+            assert message.startswith("UserError: 0.reset_parameters draws random numbers with aten::"), draw
+            assert re.search(r"for the distributed tensor 0\.(weight|<temporary>); expected normal_ or", message), draw
+
+
+def test_plain_tensors_may_be_drawn_in_every_way() -> None:
+    assert _draws([*DRAWS, "orthogonal_"]) == [""] * (len(DRAWS) + 1)
+
+
+def _orthogonal() -> torch.Tensor | str:
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        with torch.device("meta"):
+            model = _Drawing("orthogonal_")
+        parallelize_hsdp(model, ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"], shard_axis="dp_cp_shard")
+        try:
+            materialize(model, device=ctx.device, seed=0)
+        except (NotImplementedError, RuntimeError) as error:
+            return str(error)
+        return full_tree(model.weight)
+
+
+def test_orthogonal_values_of_a_split_weight_are_those_of_a_whole_one_or_an_error() -> None:
+    expected = _orthogonal()
+    assert isinstance(expected, torch.Tensor)
+    assert torch.allclose(expected @ expected.T, torch.eye(8), atol=1e-6)
+    for value in run_ranks(_orthogonal):
+        assert "aten.linalg_qr.default" in value if isinstance(value, str) else torch.equal(value, expected)
 
 
 def test_values_follow_the_seed_and_the_name() -> None:

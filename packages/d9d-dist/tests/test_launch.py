@@ -7,22 +7,44 @@ def test_without_a_launcher_there_is_one_process() -> None:
     assert read_launch({}) == Launch()
 
 
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+
+
 def test_reads_torchrun() -> None:
-    variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
-    assert read_launch(variables) == Launch(5, 8, 1, 4, 1, has_launcher=True)
-    assert read_launch({**variables, "D9D_DEVICE": "cpu"}).device == "cpu"
+    assert read_launch(TORCHRUN) == Launch(5, 8, 1, 4, 1, 2, has_launcher=True)
+    assert read_launch({**TORCHRUN, "D9D_DEVICE": "cpu"}).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_nodes"),
+    [({}, 2), ({"GROUP_WORLD_SIZE": "3"}, 3), ({"WORLD_SIZE": "9"}, 3), ({"LOCAL_WORLD_SIZE": "8"}, 1)],
+)
+def test_counts_the_nodes(changes: dict[str, str], num_nodes: int) -> None:
+    assert read_launch({**TORCHRUN, **changes}).num_nodes == num_nodes
+
+
+def test_a_launcher_that_tells_little_has_one_node() -> None:
+    assert read_launch({"RANK": "1", "WORLD_SIZE": "4"}) == Launch(1, 4, 1, 4, 0, 1, has_launcher=True)
+
+
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NNODES": "2",
+    "MASTER_ADDR": "node0",
+}
 
 
 def test_reads_slurm() -> None:
-    variables = {
-        "SLURM_PROCID": "3",
-        "SLURM_NTASKS": "4",
-        "SLURM_LOCALID": "1",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_NODEID": "1",
-        "MASTER_ADDR": "node0",
-    }
-    assert read_launch(variables) == Launch(3, 4, 1, 2, 1, has_launcher=True)
+    assert read_launch(SLURM) == Launch(3, 4, 1, 2, 1, 2, has_launcher=True)
+
+
+def test_slurm_need_not_tell_the_tasks_of_a_node() -> None:
+    told = {name: value for name, value in SLURM.items() if name != "SLURM_NTASKS_PER_NODE"}
+    assert read_launch(told).local_world_size == 2
 
 
 def test_an_interactive_slurm_allocation_is_no_job() -> None:

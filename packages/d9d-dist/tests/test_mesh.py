@@ -1,11 +1,14 @@
+import re
 from math import prod
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from d9d_dist import MeshConfig, UserError
+from d9d_dist.testing import run_ranks
 
 
 @given(st.tuples(*[st.sampled_from([1, 2, 3, 4])] * 6))
@@ -35,29 +38,67 @@ def test_axes_have_their_documented_names() -> None:
     assert list(domains["flat"]) == ["world"]
 
 
-def test_refuses_a_product_that_is_not_the_world() -> None:
-    config = MeshConfig(data_parallel_replicate=2, data_parallel_shard=2)
-    with pytest.raises(
-        UserError,
-        match=r"mesh: data_parallel_replicate 2 x data_parallel_shard 2 make 4 ranks, but the job has 3\. "
-        r"Start 4 ranks \(torchrun --nproc-per-node 4\), or let one degree take the rest, e\.g\. --mesh\.",
-    ):
-        config.resolve(3)
+# What a user may get wrong, and the whole message.
+REFUSED = {
+    "a product that is not the world": (
+        {"data_parallel_replicate": 2, "data_parallel_shard": 2},
+        "mesh: data_parallel_replicate 2 x data_parallel_shard 2 make 4 ranks, but the job has 2. Start 4 ranks "
+        "(on one machine: torchrun --nproc-per-node 4), or set mesh.data_parallel_shard = -1, which then takes what "
+        "the other degrees leave: 1.",
+    ),
+    "a product that no rest can mend": (
+        {"tensor_parallel": 3},
+        "mesh: tensor_parallel 3 make 3 ranks, but the job has 2. Start 3 ranks (on one machine: torchrun "
+        "--nproc-per-node 3), or choose degrees whose product is 2.",
+    ),
+    "no degrees at all": (
+        {},
+        "mesh: all degrees 1 make 1 rank, but the job has 2. Start 1 rank (on one machine: torchrun --nproc-per-node "
+        "1), or set mesh.data_parallel_shard = -1, which then takes what the other degrees leave: 2.",
+    ),
+    "a rest that does not divide": (
+        {"data_parallel_shard": -1, "tensor_parallel": 3},
+        "mesh: data_parallel_shard -1 x tensor_parallel 3 on 2 ranks; expected the known degrees' product, 3, to "
+        "divide 2. Start a multiple of 3 ranks, or choose degrees whose product divides 2.",
+    ),
+    "two rests": (
+        {"data_parallel_replicate": -1, "data_parallel_shard": -1},
+        "mesh.data_parallel_replicate and mesh.data_parallel_shard are -1; expected at most one, which takes what the "
+        "others leave. Give all but one a number.",
+    ),
+    "experts that do not divide a stage": (
+        {"data_parallel_shard": 2, "expert_parallel": 3},
+        "mesh.expert_parallel = 3; expected a divisor of the 2 ranks of a pipeline stage (data x context x tensor "
+        "parallel degrees), whose ranks the experts borrow. Use one of 1, 2, or -1 for all of them.",
+    ),
+}
 
 
-def test_refuses_a_rest_that_does_not_divide() -> None:
-    with pytest.raises(UserError, match=r"tensor_parallel 3 on 8 ranks; expected .* 3, to divide 8. Start a multiple"):
-        MeshConfig(data_parallel_shard=-1, tensor_parallel=3).resolve(8)
+@pytest.mark.parametrize(("degrees", "message"), REFUSED.values(), ids=REFUSED)
+def test_refuses(degrees: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        MeshConfig(**degrees).resolve(2)
 
 
-def test_refuses_two_rests() -> None:
-    with pytest.raises(UserError, match=r"mesh\.data_parallel_replicate and mesh\.data_parallel_shard are both -1"):
-        MeshConfig(data_parallel_replicate=-1, data_parallel_shard=-1).resolve(8)
+def _refusals(configs: list[dict[str, int]]) -> list[str]:
+    messages = []
+    for degrees in configs:
+        with pytest.raises(UserError) as caught:
+            MeshConfig(**degrees).build()
+        messages.append(str(caught.value))
+        assert not dist.is_initialized()
+    return messages
 
 
-def test_refuses_an_expert_degree_that_does_not_divide() -> None:
-    with pytest.raises(UserError, match=r"mesh\.expert_parallel = 3; expected a divisor of the 4 ranks of a pipeline"):
-        MeshConfig(pipeline_parallel=2, data_parallel_shard=4, expert_parallel=3).resolve(8)
+def test_every_rank_of_a_job_refuses_alike_before_any_waits_for_another() -> None:
+    configs = [degrees for degrees, _ in REFUSED.values()]
+    assert run_ranks(_refusals, configs, timeout=60) == [[message for _, message in REFUSED.values()]] * 2
+
+
+def test_many_divisors_are_cut() -> None:
+    with pytest.raises(UserError, match=r"Use one of 1, 2, 3, 4, 5, \.\.\., 30, 40, 60, 120, or -1") as caught:
+        MeshConfig(data_parallel_shard=-1, expert_parallel=7).resolve(120)
+    assert ", 6," not in str(caught.value)
 
 
 def test_experts_may_take_all_ranks_of_a_stage() -> None:

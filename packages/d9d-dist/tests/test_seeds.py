@@ -1,10 +1,12 @@
 import random
 
 import numpy as np
+import pytest
 import torch
+from torch.nn import functional as F
 
 from d9d_dist import MeshConfig, seed_everything, stream_key
-from d9d_dist.testing import run_ranks
+from d9d_dist.testing import Device, run_ranks
 
 
 def _draws(degrees: dict[str, int], step: int) -> tuple[float, float, float]:
@@ -13,12 +15,46 @@ def _draws(degrees: dict[str, int], step: int) -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), torch.rand(()).item()  # noqa: S311
 
 
-def test_ranks_with_other_data_draw_other_numbers_and_tensor_parallel_ranks_draw_the_same() -> None:
-    ranks = run_ranks(_draws, {"data_parallel_shard": 2, "tensor_parallel": 2}, 0, world_size=4)
+@pytest.mark.world_size(4)
+def test_ranks_with_other_data_draw_other_numbers_and_tensor_parallel_ranks_draw_the_same(device: Device) -> None:
+    ranks = run_ranks(_draws, {"data_parallel_shard": 2, "tensor_parallel": 2}, 0, world_size=4, device=device)
     assert ranks[0] == ranks[1]
     assert ranks[2] == ranks[3]
     for ours, theirs in zip(ranks[0], ranks[2], strict=True):
         assert ours != theirs
+
+
+DROPOUT_DEGREES = [
+    {"pipeline_parallel": 2, "data_parallel_shard": 2, "tensor_parallel": 2},
+    {"data_parallel_replicate": 2, "context_parallel_shard": 2, "tensor_parallel": 2},
+    {"context_parallel_shard": 2, "context_parallel_replicate": 2, "tensor_parallel": 2},
+    {"data_parallel_replicate": 2, "data_parallel_shard": 2, "context_parallel_shard": 2},
+]
+
+
+def _kept_by_dropout() -> list[tuple[tuple[int, ...], list[bool]]]:
+    """For each mesh, the place of this rank without tp, and which of the elements dropout keeps."""
+    kept = []
+    for degrees in DROPOUT_DEGREES:
+        with MeshConfig(**degrees).build() as ctx:
+            seed_everything(11, ctx)
+            mask = F.dropout(torch.ones(500, device=ctx.device), 0.3) != 0
+            axes = ("pp", "dp_replicate", "dp_shard", "cp_shard", "cp_replicate")
+            kept.append((tuple(ctx.coordinate("regular", axis) for axis in axes), mask.tolist()))
+    return kept
+
+
+@pytest.mark.world_size(8)
+def test_dropout_differs_between_all_ranks_but_those_of_one_tensor_parallel_group(device: Device) -> None:
+    ranks = run_ranks(_kept_by_dropout, world_size=8, device=device)
+    for degrees, *mesh in zip(DROPOUT_DEGREES, *ranks, strict=True):
+        masks: dict[tuple[int, ...], set[tuple[bool, ...]]] = {}
+        for place, mask in mesh:
+            assert 300 < sum(mask) < 400
+            masks.setdefault(place, set()).add(tuple(mask))
+        assert len(masks) == 8 // degrees.get("tensor_parallel", 1)
+        assert all(len(found) == 1 for found in masks.values())
+        assert len(set.union(*masks.values())) == len(masks)
 
 
 def test_the_same_seed_and_step_give_the_same_numbers() -> None:

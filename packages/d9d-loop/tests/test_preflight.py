@@ -86,7 +86,7 @@ def test_a_job_that_fits_is_planned(tmp_path: Path, world: Callable[[int], None]
         batch={"global_size": 24, "microbatch_size": 2},
         mesh={"data_parallel_replicate": 2, "data_parallel_shard": -1},
     )
-    plan = check_job(config, provider=FunctionProvider(_linear), data=DATA, evaluation_data=None)
+    plan = check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DATA, evaluation_data=None)
     assert (plan.dp_size, plan.microbatch_size, plan.num_microbatches) == (4, 2, 3)
     assert (plan.mesh.data_parallel_replicate, plan.mesh.data_parallel_shard) == (2, 2)
     assert plan.launch == Launch(0, 4, 0, 4, 0, has_launcher=True)
@@ -94,7 +94,9 @@ def test_a_job_that_fits_is_planned(tmp_path: Path, world: Callable[[int], None]
 
 
 def test_all_samples_of_a_rank_are_a_microbatch_by_default(tmp_path: Path) -> None:
-    plan = check_job(_config(tmp_path), provider=FunctionProvider(_linear), data=DATA, evaluation_data=DATA)
+    plan = check_job(
+        _config(tmp_path), provider=FunctionProvider(_linear), task=_Nothing(), data=DATA, evaluation_data=DATA
+    )
     assert (plan.launch, plan.microbatch_size, plan.num_microbatches) == (Launch(), 8, 1)
 
 
@@ -104,19 +106,27 @@ def test_the_mesh_must_make_up_the_world(tmp_path: Path, world: Callable[[int], 
     _refused(tmp_path, message, mesh={"data_parallel_shard": 2})
 
 
-@pytest.mark.parametrize(
-    "degree",
-    ["pipeline_parallel", "context_parallel_shard", "context_parallel_replicate", "tensor_parallel"],
-)
-def test_other_parallelisms_are_refused(tmp_path: Path, degree: str, world: Callable[[int], None]) -> None:
+def test_pipeline_parallelism_is_refused(tmp_path: Path, world: Callable[[int], None]) -> None:
     world(2)
-    message = rf"mesh\.{degree} = 2; expected 1: the Trainer has only data parallelism so far\."
+    message = r"mesh\.pipeline_parallel = 2; expected 1: the Trainer has data, context and tensor parallelism so far\."
+    _refused(tmp_path, message, mesh={"pipeline_parallel": 2})
+
+
+@pytest.mark.parametrize("degree", ["context_parallel_shard", "context_parallel_replicate"])
+def test_context_parallelism_needs_a_task_that_cuts_batches(
+    tmp_path: Path, degree: str, world: Callable[[int], None]
+) -> None:
+    world(2)
+    message = (
+        r"the mesh has context-parallel ranks, but _Nothing does not say how they share out a batch; expected a "
+        r"method _Nothing\.split_sequence\(batch, split\)\. Write one, or set the context-parallel degrees to 1\."
+    )
     _refused(tmp_path, message, mesh={degree: 2})
 
 
 def test_expert_parallelism_is_refused(tmp_path: Path, world: Callable[[int], None]) -> None:
     world(2)
-    message = r"mesh\.expert_parallel = 2; expected 1: the Trainer has only data parallelism so far\."
+    message = r"mesh\.expert_parallel = 2; expected 1: the Trainer has data, context and tensor parallelism so far\."
     _refused(tmp_path, message, mesh={"data_parallel_shard": 2, "expert_parallel": 2})
 
 
@@ -203,7 +213,7 @@ def test_a_run_may_not_have_done_more_steps(tmp_path: Path) -> None:
 
 def test_a_run_may_have_done_all_steps(tmp_path: Path) -> None:
     _save_checkpoint(tmp_path, 3)
-    check_job(_config(tmp_path), provider=FunctionProvider(_linear), data=DATA, evaluation_data=None)
+    check_job(_config(tmp_path), provider=FunctionProvider(_linear), task=_Nothing(), data=DATA, evaluation_data=None)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +236,13 @@ def test_a_run_may_have_done_all_steps(tmp_path: Path) -> None:
 def test_a_run_keeps_the_order_of_its_samples(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     _save_checkpoint(tmp_path, 2)
     with pytest.raises(UserError, match=message):
-        check_job(_config(tmp_path, **change), provider=FunctionProvider(_linear), data=DATA, evaluation_data=None)
+        check_job(
+            _config(tmp_path, **change),
+            provider=FunctionProvider(_linear),
+            task=_Nothing(),
+            data=DATA,
+            evaluation_data=None,
+        )
 
 
 def test_a_run_keeps_its_data(tmp_path: Path) -> None:
@@ -235,7 +251,13 @@ def test_a_run_keeps_its_data(tmp_path: Path) -> None:
         r"the training data have 9 samples, but the run in .* was started with 8, .*Use the same data, or another --ru"
     )
     with pytest.raises(UserError, match=message):
-        check_job(_config(tmp_path), provider=FunctionProvider(_linear), data=[*DATA, DATA[0]], evaluation_data=None)
+        check_job(
+            _config(tmp_path),
+            provider=FunctionProvider(_linear),
+            task=_Nothing(),
+            data=[*DATA, DATA[0]],
+            evaluation_data=None,
+        )
 
 
 class _TakesNames(_Nothing):
@@ -271,6 +293,6 @@ def test_initial_weights_must_fit(tmp_path: Path) -> None:
 def test_initial_weights_are_checked_through_the_mapper(tmp_path: Path) -> None:
     save_model_state(nn.Linear(3, 2, bias=False), tmp_path / "weights", rename("weight", "w"))
     config = _config(tmp_path, initial_weights=tmp_path / "weights")
-    check_job(config, provider=_Renamed(), data=DATA, evaluation_data=None)
+    check_job(config, provider=_Renamed(), task=_Nothing(), data=DATA, evaluation_data=None)
     with pytest.raises(UserError, match=r"(?s)weight.*bias|bias.*weight"):
-        check_job(config, provider=FunctionProvider(_linear), data=DATA, evaluation_data=None)
+        check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DATA, evaluation_data=None)

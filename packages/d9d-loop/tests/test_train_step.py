@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, MeshConfig, parallelize_hsdp
 from d9d_dist.testing import run_ranks
-from d9d_loop import AdamWConfig, Inputs, Loss, StepOutcome, Task, TrainStep, WarmupCosineConfig
+from d9d_loop import AdamWConfig, Events, Inputs, Loss, StepOutcome, Task, TrainStep, WarmupCosineConfig
 from d9d_metrics import Metric, WeightedMean
 
 Batch = dict[str, torch.Tensor]
@@ -81,6 +81,7 @@ def _step(
         max_norm=max_norm,
         num_microbatches=num_microbatches,
         ctx=ctx,
+        events=Events(),
     )
 
 
@@ -243,6 +244,7 @@ def test_a_weight_may_be_a_number(ctx: DistributedContext) -> None:
         max_norm=None,
         num_microbatches=1,
         ctx=ctx,
+        events=Events(),
     )
     outcome = take_step(0, [batch])
     assert outcome.loss.item() == pytest.approx(expected.item(), rel=1e-12)

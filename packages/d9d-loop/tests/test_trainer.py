@@ -1,3 +1,4 @@
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -339,3 +340,44 @@ def test_every_trainable_parameter_must_be_parallelized(tmp_path: Path) -> None:
         assert "expected DTensors. End it with a call such as parallelize_hsdp(model, ...)" in message
         assert f"['on rank {rank}']" in message
     assert not (tmp_path / "runs").exists()
+
+
+def _train_at_different_rates(folder: str) -> str:
+    rank = int(os.environ["RANK"])
+    config = _config(
+        Path(folder), mesh={"data_parallel_shard": -1}, optimizer={"learning_rate": 0.1 * (rank + 1)}
+    )
+    try:
+        Trainer(config, model=lambda stage: _Net(), data=_data(), task=_Regression()).train()
+    except UserError as error:
+        return str(error)
+    return "trained"
+
+
+def test_ranks_must_agree_on_the_configuration(tmp_path: Path) -> None:
+    messages = run_ranks(_train_at_different_rates, str(tmp_path), world_size=2)
+    assert len(set(messages)) == 1
+    assert "the configuration" in messages[0]
+    assert "rank 1" in messages[0]
+
+
+class _Whole(ModelProvider):
+    def build(self, stage: StageInfo) -> nn.Module:
+        return _Net()
+
+
+def _train_tensor_parallel(folder: str) -> str:
+    config = _config(Path(folder), mesh={"tensor_parallel": 2})
+    try:
+        Trainer(config, model=_Whole(), data=_data(), task=_Regression()).train()
+    except UserError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_model_must_use_the_tensor_parallel_axis(tmp_path: Path) -> None:
+    for message in run_ranks(_train_tensor_parallel, str(tmp_path)):
+        assert message == (
+            "mesh.tensor_parallel = 2, but the model provider's parallelize does not split the model over it; expected "
+            'a call parallelize_tensor(model, ctx.mesh_for("dense")["tp"], plan), or a degree of 1.'
+        )

@@ -1,16 +1,24 @@
-"""Replicated, fully sharded and hybrid sharded data parallelism: FSDP2 underneath, gradients always *summed*.
+"""Replicated, fully sharded and hybrid sharded data parallelism, with gradients that are always *summed*.
 
-torch's FSDP divides gradients by the number of ranks. That is right only if every rank's loss is a mean over equally
-many elements, so here nothing is divided on the way: ranks add their gradients up, and the sum is divided once by the
-global weight (`scale_gradients_`).
+Sharding is torch's FSDP2; replication needs no more than parameters that are marked as replicated, and a sum over ranks
+at the end (`d9d_dist.gradient_sync`). FSDP divides gradients by the number of ranks, which is right only if every
+rank's loss is a mean over equally many elements, so here nothing is divided on the way: ranks add their gradients up,
+and the sum is divided once by the global weight (`scale_gradients_`).
 """
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.utils import _pytree as pytree
+
+from d9d_dist._local_parameters import axis_names, compute_locally, distribute_parameters
+from d9d_dist.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +49,26 @@ def parallelize_hsdp(
 
     Parameters become DTensors, `Shard(0)` on the shard axis, `Replicate()` on the others of more than one rank.
     Forward and backward all-gather them over the shard axis; gradients are reduce-scattered over it and all-reduced
-    over the rest, as sums. Call it on inner blocks first and on the whole model last. On a mesh of one rank, and with
-    no precision asked for, there is nothing to do, and the module is left as it is.
+    over the rest, as sums; several axes to replicate over count as one, e.g. `dp_replicate_cp_replicate`. Parameters
+    that are tensor parallel already are DTensors on all of these axes. Call it on inner blocks first and on the whole
+    model last. On a mesh of one rank, and with no precision asked for, there is nothing to do, and the module is left
+    as it is.
+
+    Collective over all ranks of the job the first time that several axes are merged: it makes their process group.
 
     Args:
         module: The module to parallelise; parameters that an inner call took already are left alone.
-        mesh: A mesh with named axes, all of them data parallel for this module.
+        mesh: A mesh with named axes, in any order, all of them data parallel for this module.
         shard_axis: The axis that shares the parameters out.
         precision: dtypes of computation and reduction.
         reshard_after_forward: Whether to free the gathered parameters after forward and gather them again in backward.
 
     Raises:
-        ValueError: If the mesh has no axis of that name, or more than one axis to replicate over.
+        UserError: If the mesh has no axis of that name.
     """
     names = mesh.mesh_dim_names or ()
     if shard_axis not in names:
-        raise ValueError(f"got shard_axis = {shard_axis!r}; expected one of the mesh's axes: {', '.join(names)}.")
+        raise UserError(f"got shard_axis = {shard_axis!r}; expected one of the mesh's axes: {', '.join(names)}.")
     if mesh.size() == 1 and precision is None:
         return
     dtypes = precision or Precision()
@@ -78,46 +90,76 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, *, precision: Precisio
     """Shard a module's parameters over all ranks of a one-axis mesh, in place; see `parallelize_hsdp`.
 
     Raises:
-        ValueError: If the mesh does not have exactly one named axis.
+        UserError: If the mesh does not have exactly one named axis.
     """
     parallelize_hsdp(module, mesh, shard_axis=_only_axis(mesh), precision=precision)
 
 
 def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Precision | None = None) -> None:
-    """Replicate a module's parameters over all ranks of a one-axis mesh, in place; see `parallelize_hsdp`.
+    """Replicate a module's parameters over all ranks of a one-axis mesh, in place. No collectives.
+
+    Parameters become DTensors, `Replicate()` on the axis; those that are tensor parallel already are DTensors on both.
+    Forward computes with plain tensors. Their gradients are `Partial()` on the axis: microbatches add up without
+    traffic, and `GradientSync` takes the sum over ranks, also in the dtype that `precision` asks for. On a mesh of one
+    rank, and with no precision asked for, there is nothing to do, and the module is left as it is.
+
+    Args:
+        module: On `meta`, or with equal values on all ranks of the axis; shared parameters stay shared. Call it on a
+            whole model: what is inside follows.
+        mesh: A mesh of one named axis.
+        precision: dtypes of computation and reduction.
 
     Raises:
-        ValueError: If the mesh does not have exactly one named axis.
+        UserError: If the mesh does not have exactly one named axis, or FSDP manages the module already.
     """
     axis = _only_axis(mesh)
+    _check_no_fsdp(module)
     if mesh.size() == 1 and precision is None:
         return
-    # A replica is a shard among one: FSDP2 then has nothing to gather and only adds the gradients up.
-    # torch has no public way to give a mesh an axis of one rank.
-    alone = mesh._unflatten(0, (mesh.size(), 1), (axis, f"{axis}_alone"))
-    parallelize_hsdp(module, alone, shard_axis=f"{axis}_alone", precision=precision, reshard_after_forward=False)
+    dtypes = precision or Precision()
+    distribute_parameters(module, mesh, {}, default=Replicate())
+    for submodule in module.modules():
+        if submodule._parameters:
+            compute_locally(submodule, partial_axes=(axis,), compute_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
+    if dtypes.compute is not None and dtypes.cast_inputs:
+        module.register_forward_pre_hook(partial(_cast_inputs, dtypes.compute), prepend=True, with_kwargs=True)
+
+
+def _check_no_fsdp(module: nn.Module) -> None:
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, FSDPModule):
+            raise UserError(
+                f"got a module whose submodule {name or 'itself'!r} is sharded already, by parallelize_hsdp or torch's "
+                "fully_shard; expected one that is not. Replicate it with parallelize_hsdp, over a mesh of both axes."
+            )
+
+
+def _cast_inputs(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A forward pre-hook: cast all floating-point tensors among the arguments."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(cast, args), pytree.tree_map(cast, kwargs)
 
 
 def _only_axis(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or ()
     if len(names) != 1:
-        raise ValueError(
-            f"got a mesh with the axes ({', '.join(names)}); expected exactly one. Slice it: mesh['axis']."
-        )
+        raise UserError(f"got a mesh with the axes ({', '.join(names)}); expected exactly one. Slice it: mesh['axis'].")
     return names[0]
 
 
 def _replicate_and_shard(mesh: DeviceMesh, shard_axis: str) -> DeviceMesh:
-    """FSDP2's view of a mesh: [shard], or [replicate, shard]; axes of one rank do not count."""
-    names = mesh.mesh_dim_names or ()
-    replicate = [name for name in names if name != shard_axis and mesh[name].size() > 1]
+    """FSDP2's view of a mesh: [shard], or [replicate, shard]; axes of one rank do not count.
+
+    Several axes to replicate over become one, whose process group torch makes once and keeps with the mesh.
+    """
+    replicate = [name for name in axis_names(mesh) if name != shard_axis and mesh[name].size() > 1]
     if not replicate:
         return mesh[shard_axis]
-    if len(replicate) > 1 or names.index(replicate[0]) > names.index(shard_axis):
-        raise ValueError(
-            f"got a mesh with the axes ({', '.join(names)}) to replicate over {' and '.join(replicate)}; "
-            "expected at most "
-            f"one axis of more than one rank to replicate over, and before the shard axis {shard_axis!r}. "
-            "Use one replicate degree only."
-        )
-    return mesh[replicate[0], shard_axis]
+    merged = mesh[replicate[0]] if len(replicate) == 1 else mesh[tuple(replicate)]._flatten()
+    # A slice keeps the order of the mesh; FSDP2 wants the replicate axis first, whatever that order is.
+    return DeviceMesh._concatenate([merged, mesh[shard_axis]])

@@ -17,6 +17,7 @@ class Launch:
         local_rank: Rank among the processes of this node.
         local_world_size: Number of processes on this node.
         node_rank: Index of this node.
+        num_nodes: Number of nodes.
         device: Kind of device to use, e.g. "cpu"; `None` for an accelerator where there is one.
         has_launcher: Whether a launcher started this process and offers a rendezvous (`MASTER_ADDR`, `MASTER_PORT`).
     """
@@ -26,6 +27,7 @@ class Launch:
     local_rank: int = 0
     local_world_size: int = 1
     node_rank: int = 0
+    num_nodes: int = 1
     device: str | None = None
     has_launcher: bool = False
 
@@ -36,6 +38,7 @@ _TORCHRUN = {
     "local_rank": "LOCAL_RANK",
     "local_world_size": "LOCAL_WORLD_SIZE",
     "node_rank": "GROUP_RANK",
+    "num_nodes": "GROUP_WORLD_SIZE",
 }
 _SLURM = {
     "rank": "SLURM_PROCID",
@@ -43,6 +46,7 @@ _SLURM = {
     "local_rank": "SLURM_LOCALID",
     "local_world_size": "SLURM_NTASKS_PER_NODE",
     "node_rank": "SLURM_NODEID",
+    "num_nodes": "SLURM_NNODES",
 }
 
 
@@ -88,7 +92,12 @@ def _read(variables: Mapping[str, str], names: Mapping[str, str]) -> Launch:
             values[field] = int(variables[name])
         except ValueError:
             raise UserError(f"environment variable {name} = {variables[name]!r}; expected an integer.") from None
-    # A launcher that tells no local world size is taken to have one node.
-    values.setdefault("local_world_size", values["world_size"])
+    # A launcher that tells neither is taken to have one node.
+    values.setdefault("local_world_size", _divide_up(values["world_size"], values.get("num_nodes", 1)))
+    values.setdefault("num_nodes", _divide_up(values["world_size"], values["local_world_size"]))
     values.setdefault("local_rank", values["rank"] % values["local_world_size"])
     return Launch(**values, device=variables.get("D9D_DEVICE"), has_launcher=True)
+
+
+def _divide_up(count: int, parts: int) -> int:
+    return -(-count // max(parts, 1))

@@ -11,13 +11,12 @@
 Experts borrow their ranks from dp x cp x tp: `ep_replicate * ep_shard` is the product of those degrees.
 """
 
-from datetime import timedelta
 from math import prod
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from d9d_dist.context import DistributedContext, Domains
+from d9d_dist.context import DistributedContext, Domains, Timeouts
 from d9d_dist.errors import UserError
 from d9d_dist.launch import Launch, read_launch
 
@@ -61,7 +60,8 @@ class MeshConfig(BaseModel):
         known = prod(degree for degree in degrees.values() if degree != -1)
         if len(rest) > 1:
             raise UserError(
-                f"mesh.{' and mesh.'.join(rest)} are both -1; expected at most one. Give all but one a number."
+                f"mesh.{' and mesh.'.join(rest)} are -1; expected at most one, which takes what the others leave. "
+                "Give all but one a number."
             )
         if rest and world_size % known == 0:
             degrees[rest[0]] = world_size // known
@@ -71,9 +71,9 @@ class MeshConfig(BaseModel):
         expert_parallel = experts if self.expert_parallel == -1 else self.expert_parallel
         if experts % expert_parallel:
             raise UserError(
-                f"mesh.expert_parallel = {expert_parallel}; expected a divisor of the {experts} ranks of a "
-                "pipeline stage "
-                "(data x context x tensor parallel degrees), whose ranks the experts borrow."
+                f"mesh.expert_parallel = {expert_parallel}; expected a divisor of the {experts} ranks of a pipeline "
+                "stage (data x context x tensor parallel degrees), whose ranks the experts borrow. "
+                f"Use one of {_divisors(experts)}, or -1 for all of them."
             )
         return self.model_copy(update={**degrees, "expert_parallel": expert_parallel})
 
@@ -104,24 +104,25 @@ class MeshConfig(BaseModel):
             "flat": {"world": pp * dp * cp * tp},
         }
 
-    def build(self, *, launch: Launch | None = None, timeout: timedelta = timedelta(minutes=10)) -> DistributedContext:
+    def build(self, *, launch: Launch | None = None, timeouts: Timeouts | None = None) -> DistributedContext:
         """Join the job: check the degrees, start the process group, build the meshes.
 
         Collective: every rank of the job calls it. Without a launcher it is a job of one process.
 
         Args:
             launch: The place of this process; read from the environment by default.
-            timeout: How long a collective over all ranks may take before it fails; groups of single axes have the
-                backend's own timeout.
+            timeouts: How long collectives may wait for their ranks, in all groups; `Timeouts()` by default.
 
         Returns:
             The context of this rank. Close it, or use it as a context manager.
 
         Raises:
-            UserError: If the degrees do not fit the number of ranks; before any process group starts.
+            UserError: If the degrees do not fit the number of ranks, before any process group starts; or, on every
+                rank, if ranks were given different degrees.
         """
         launch = launch or read_launch()
-        return DistributedContext(self.resolve(launch.world_size).domains(), launch=launch, timeout=timeout)
+        domains = self.resolve(launch.world_size).domains()
+        return DistributedContext(domains, launch=launch, timeouts=timeouts or Timeouts())
 
 
 def _describe_product(degrees: dict[str, int], known: int, world_size: int) -> str:
@@ -129,11 +130,22 @@ def _describe_product(degrees: dict[str, int], known: int, world_size: int) -> s
     if -1 in degrees.values():
         return (
             f"mesh: {used} on {world_size} ranks; expected the known degrees' product, {known}, to divide "
-            f"{world_size}. "
-            f"Start a multiple of {known} ranks, or lower a degree."
+            f"{world_size}. Start a multiple of {known} ranks, or choose degrees whose product divides {world_size}."
         )
-    return (
-        f"mesh: {used} make {known} ranks, but the job has {world_size}. Start {known} ranks (torchrun "
-        "--nproc-per-node "
-        f"{known}), or let one degree take the rest, e.g. --mesh.data_parallel_shard -1."
+    rest, remainder = divmod(world_size, known // degrees["data_parallel_shard"])
+    other = (
+        f"choose degrees whose product is {world_size}"
+        if remainder
+        else f"set mesh.data_parallel_shard = -1, which then takes what the other degrees leave: {rest}"
     )
+    ranks = "1 rank" if known == 1 else f"{known} ranks"
+    return (
+        f"mesh: {used} make {ranks}, but the job has {world_size}. Start {ranks} (on one machine: torchrun "
+        f"--nproc-per-node {known}), or {other}."
+    )
+
+
+def _divisors(number: int) -> str:
+    """The divisors of a number, the middle ones left out where there are many."""
+    divisors = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
+    return ", ".join(divisors if len(divisors) <= 10 else [*divisors[:5], "...", *divisors[-4:]])

@@ -1,4 +1,5 @@
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from d9d_dist import MeshConfig
-from d9d_dist.testing import RankError, run_ranks
+from d9d_dist import MeshConfig, UserError
+from d9d_dist.testing import Device, RankError, RankPool, accelerators_for, run_ranks
 
 
 @dataclass(frozen=True)
@@ -116,3 +117,39 @@ def _closures() -> list[Callable[[], Any]]:
 def test_refuses_a_function_that_other_processes_cannot_find(function: Callable[[], Any]) -> None:
     with pytest.raises(TypeError, match="pass a function that is defined at the top level of a module"):
         run_ranks(function)
+
+
+def _place() -> tuple[str, str | None, float]:
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        total = torch.ones((), device=ctx.device)
+        dist.all_reduce(total)
+        return ctx.device.type, os.environ.get("D9D_DEVICE"), total.item()
+
+
+def test_ranks_run_where_they_are_asked_to(device: Device) -> None:
+    for kind, variable, total in run_ranks(_place, device=device):
+        assert (kind == "cpu") == (device == "cpu")
+        assert variable == ("cpu" if device == "cpu" else None)
+        assert total == 2.0
+
+
+def test_refuses_more_ranks_than_accelerators_before_it_starts_any() -> None:
+    ranks = torch.accelerator.device_count() + 1
+    assert not accelerators_for(ranks)
+    message = (
+        f"got {ranks} ranks with device = 'accelerator' on a machine with {ranks - 1} accelerators; expected one for "
+        "each rank. Ask accelerators_for(world_size) first, and skip the test or run it on the CPU."
+    )
+    with RankPool() as pool, pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        pool.run(_place, world_size=ranks, device="accelerator")
+
+
+def _set_and_unset() -> str | None:
+    return os.environ.get("D9D_DEVICE")
+
+
+def test_an_accelerator_call_clears_the_choice_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RankPool() as pool:
+        assert pool.run(_set_and_unset, world_size=1) == ["cpu"]
+        monkeypatch.setattr("d9d_dist.testing.pool.accelerators_for", lambda world_size: world_size == 1)
+        assert pool.run(_set_and_unset, world_size=1, device="accelerator") == [None]

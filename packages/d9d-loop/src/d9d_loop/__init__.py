@@ -15,7 +15,7 @@ from d9d_loop.config import (
 )
 from d9d_loop.config_source import read_config_file, validate_config
 from d9d_loop.evaluation import Evaluator
-from d9d_loop.events import CheckpointSaved, EvaluationDone, Events, Finished, ModelExported, StepDone
+from d9d_loop.events import CheckpointSaved, EvaluationDone, Events, Finished, GradientsReady, ModelExported, StepDone
 from d9d_loop.lr_schedule import LrSchedule, LrScheduleConfig, WarmupCosineConfig
 from d9d_loop.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizer import AdamWConfig, OptimizerConfig, OptimizerProvider
@@ -40,6 +40,7 @@ __all__ = [
     "Finished",
     "FunctionProvider",
     "GradientConfig",
+    "GradientsReady",
     "Inputs",
     "LoggingConfig",
     "Loss",

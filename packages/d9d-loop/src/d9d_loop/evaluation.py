@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from d9d_dist import DistributedContext
+from d9d_loop.batch_placement import BatchPlacement
 from d9d_loop.batches import Collate, EvaluationBatches, Samples, batch_loader
-from d9d_loop.device import to_device
 from d9d_loop.task import Task, to_inputs
 from d9d_metrics import WeightedMean, compute_metrics
 from d9d_pipeline import Executor, ForwardOnly, build
@@ -49,6 +49,7 @@ class Evaluator:
             dp_size=ctx.size("batch", "dp"),
         )
         self._executor = Executor(build(ForwardOnly(), num_ranks=1, num_microbatches=1), {0: model})
+        self._place = BatchPlacement(task, ctx)
         self._ctx = ctx
 
     def __call__(self) -> dict[str, float]:
@@ -72,15 +73,14 @@ class Evaluator:
                 self._executor.step(
                     [inputs], lambda outputs, _, batch=batch, real=is_real: take_loss(outputs, batch) if real else None
                 )
-        dp = self._ctx.mesh_for("batch")["dp"].get_group()
-        return compute_metrics({"loss": mean_loss, **metrics}, dp)
+        return compute_metrics({"loss": mean_loss, **metrics}, self._ctx.group_for("batch", "dp", "cp"))
 
     def _loader(self) -> Iterator[Any]:
         pin_memory = self._ctx.device.type != "cpu"
         for batch in batch_loader(
             self._samples, self._batches, collate=self._collate, num_workers=0, pin_memory=pin_memory
         ):
-            yield to_device(batch, self._ctx.device)
+            yield self._place(batch)
 
 
 @contextmanager

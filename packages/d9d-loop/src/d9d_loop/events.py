@@ -15,6 +15,21 @@ E = TypeVar("E")
 
 
 @dataclass(frozen=True, slots=True)
+class GradientsReady:
+    """The gradients of a step are reduced, divided by the global weight and clipped; the optimizer comes next.
+
+    A handler may look at them, and change them in place.
+
+    Attributes:
+        step: The step that they belong to, counted from 1.
+        model: The model, whose parameters hold them.
+    """
+
+    step: int
+    model: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     """An optimizer step is done.
 

@@ -1,11 +1,12 @@
 """The optimizers that a configuration can name; any other is passed to the Trainer as a function of the model."""
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, final
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 OptimizerProvider = Callable[[nn.Module], Optimizer]
@@ -33,13 +34,31 @@ class AdamWConfig(BaseModel):
             {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(
+        return LocalAdamW(
             [group for group in groups if group["params"]],
             lr=self.learning_rate,
             betas=self.betas,
             eps=self.eps,
             foreach=True,
         )
+
+
+@final
+class LocalAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` that computes with this rank's part of every DTensor as a plain tensor.
+
+    The update is elementwise, so the result is the same. What is saved are DTensors as ever. Without it, each of its
+    operations asks DTensor how lists of placements combine, which takes seconds in the first step.
+    """
+
+    def _init_group(  # ty: ignore[incompatible-method-override]  (takes all that its parent does)
+        self, group: dict[str, Any], *lists: list[torch.Tensor]
+    ) -> bool:
+        """Fill the lists of parameters, gradients and states that a step works on; torch's own hook for it."""
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return has_complex
 
 
 OptimizerConfig = AdamWConfig

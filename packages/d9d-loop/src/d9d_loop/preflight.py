@@ -38,13 +38,14 @@ class JobPlan:
 
 
 def check_job(
-    config: TrainerConfig, *, provider: ModelProvider, data: Samples, evaluation_data: Samples | None
+    config: TrainerConfig, *, provider: ModelProvider, task: Task, data: Samples, evaluation_data: Samples | None
 ) -> JobPlan:
     """Check a job, without collectives and without writing anything.
 
     Args:
         config: The job's configuration.
         provider: Builds the model.
+        task: Makes inputs and losses.
         data: The training data.
         evaluation_data: The evaluation data, if there are any.
 
@@ -56,7 +57,7 @@ def check_job(
     """
     launch = read_launch()
     mesh = config.mesh.resolve(launch.world_size)
-    _check_degrees(mesh)
+    _check_degrees(mesh, task)
     dp_size = mesh.data_parallel_replicate * mesh.data_parallel_shard
     microbatch_size = _check_batch(config, dp_size)
     _check_data(data, "training data")
@@ -73,12 +74,24 @@ def check_job(
     )
 
 
-def _check_degrees(mesh: MeshConfig) -> None:
-    supported = {"data_parallel_replicate", "data_parallel_shard"}
-    for name in type(mesh).model_fields:
+def _check_degrees(mesh: MeshConfig, task: Task) -> None:
+    for name in ("pipeline_parallel", "expert_parallel"):
         degree: int = getattr(mesh, name)
-        if name not in supported and degree != 1:
-            raise UserError(f"mesh.{name} = {degree}; expected 1: the Trainer has only data parallelism so far.")
+        if degree != 1:
+            raise UserError(
+                f"mesh.{name} = {degree}; expected 1: the Trainer has data, context and tensor parallelism so far."
+            )
+    cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1
+    if cuts and not _says_how_to_split(task):
+        task_name = type(task).__name__
+        raise UserError(
+            f"the mesh has context-parallel ranks, but {task_name} does not say how they share out a batch; expected a "
+            f"method {task_name}.split_sequence(batch, split). Write one, or set the context-parallel degrees to 1."
+        )
+
+
+def _says_how_to_split(task: Task) -> bool:
+    return any("split_sequence" in vars(kind) for kind in type(task).mro() if kind is not Task)
 
 
 def _check_batch(config: TrainerConfig, dp_size: int) -> int:
@@ -174,12 +187,18 @@ def check_metric_names(task: Task) -> None:
 
 
 def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
-    """Refuse a model of which a trainable parameter is left to each rank alone: its gradient would not be reduced.
+    """Refuse a model of which a trainable parameter is left to each rank alone, or that does not use an axis.
 
     Raises:
-        UserError: Listing such parameters.
+        UserError: Listing such parameters, whose gradients would not be reduced, or naming the axis.
     """
-    if ctx.size("batch", "dp") == 1:
+    if ctx.size("dense", "tp") > 1 and not _is_on_axis(model, "tp"):
+        raise UserError(
+            f"mesh.tensor_parallel = {ctx.size('dense', 'tp')}, but the model provider's parallelize does not "
+            'split the model over it; expected a call parallelize_tensor(model, ctx.mesh_for("dense")["tp"], plan), or '
+            "a degree of 1."
+        )
+    if ctx.size("batch", "dp") == ctx.size("batch", "cp") == 1:
         return
     alone = [
         canonical_name(name)
@@ -191,6 +210,13 @@ def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
             f"the model provider's parallelize left {', '.join(alone)} to each rank alone; expected DTensors. "
             "End it with a call such as parallelize_hsdp(model, ...) on the whole model."
         )
+
+
+def _is_on_axis(model: nn.Module, axis: str) -> bool:
+    return any(
+        isinstance(parameter, DTensor) and axis in (parameter.device_mesh.mesh_dim_names or ())
+        for parameter in model.parameters()
+    )
 
 
 def checkpoint_folder(config: TrainerConfig) -> Path:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from d9d_dist import ContextSplit, UserError
 from d9d_metrics import Metric
 from d9d_pipeline import Inputs
 
@@ -54,6 +55,26 @@ class Task(ABC):
             outputs: What the model's forward returned.
             batch: The batch that its inputs were made of.
         """
+
+    def split_sequence(self, batch: Any, split: ContextSplit) -> Any:
+        """Cut a batch to this rank's share of its sequences; called only under context parallelism.
+
+        What follows sees the cut batch: `inputs`, `loss` and `update_metrics`. Cut everything that has a value for each
+        token, labels included, after they were shifted; and give the model the positions of what is left:
+
+            return {**split.split(batch), "position_ids": split.positions(batch["input_ids"].shape[1])}
+
+        Args:
+            batch: What the collate function made of the samples, on the job's device.
+            split: Cuts trees of tensors along their sequences, load balanced.
+
+        Raises:
+            UserError: Unless the task says how.
+        """
+        raise UserError(
+            f"{type(self).__name__} does not say how a batch is cut for context parallelism; expected a method "
+            "split_sequence(batch, split). Write one, or set the mesh's context-parallel degrees to 1."
+        )
 
     def metrics(self) -> Mapping[str, Metric]:
         """Metrics to measure besides the loss, newly made; they are reset after each report."""

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, clip_grad_norm_, scale_gradients_
+from d9d_dist import DistributedContext, GradientSync, clip_grad_norm_, scale_gradients_
+from d9d_loop.events import Events, GradientsReady
 from d9d_loop.lr_schedule import LrSchedule
 from d9d_loop.task import Task, to_inputs
 from d9d_metrics import Metric
@@ -45,6 +46,7 @@ class TrainStep:
         max_norm: Largest global gradient norm; `None` only measures it.
         num_microbatches: Microbatches of a step on this rank.
         ctx: The job's context.
+        events: Told when gradients are ready.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class TrainStep:
         max_norm: float | None,
         num_microbatches: int,
         ctx: DistributedContext,
+        events: Events,
     ) -> None:
+        self._model = model
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = optimizer
         self._peaks = [group["lr"] for group in optimizer.param_groups]
@@ -68,13 +72,14 @@ class TrainStep:
         self._executor = Executor(
             build(OneForwardOneBackward(), num_ranks=1, num_microbatches=num_microbatches), {0: model}
         )
-        self._ctx = ctx
-        self._dp = ctx.mesh_for("batch")["dp"]
+        self._gradient_sync = GradientSync(model, num_microbatches=num_microbatches)
+        self._ctx, self._events = ctx, events
+        self._tokens_group = ctx.group_for("batch", "dp", "cp")
 
     def __call__(self, step: int, batches: Sequence[Any]) -> StepOutcome:
         """Take one step: forward, backward, reduce, divide by the global weight, clip, update.
 
-        Collectives: those of the model; one all-reduce of loss and weight; those of the gradient norm.
+        Collectives: those of the model, of its gradients and of their norm; one all-reduce of loss and weight.
 
         Args:
             step: Number of steps done before this one.
@@ -90,13 +95,15 @@ class TrainStep:
             return loss.total
 
         self._executor.step([to_inputs(self._task.inputs(batch)) for batch in batches], take_loss)
-        if self._dp.size() > 1:
-            dist.all_reduce(totals, group=self._dp.get_group())
+        self._gradient_sync.finish()
+        if self._tokens_group.size() > 1:
+            dist.all_reduce(totals, group=self._tokens_group)
         total, weight = totals.unbind()
         # A batch without weight has no gradients either: they stay zero instead of becoming 0 / 0.
         per_weight = torch.where(weight > 0, 1.0 / weight, 0.0)
         scale_gradients_(self._parameters, per_weight)
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx)
+        self._events.emit(GradientsReady(step + 1, self._model))
         factor = self._lr_schedule(step)
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor

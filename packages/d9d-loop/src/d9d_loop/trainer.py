@@ -1,5 +1,6 @@
 """The Trainer: one function that a newcomer reads top to bottom; each line is a part that also works without it."""
 
+import json
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -11,9 +12,9 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from d9d_dist import DistributedContext, StageInfo, UserError, materialize, seed_everything
+from d9d_loop.batch_placement import BatchPlacement
 from d9d_loop.batches import Collate, Samples, TrainBatches, batch_loader
 from d9d_loop.config import TrainerConfig
-from d9d_loop.device import to_device
 from d9d_loop.evaluation import Evaluator
 from d9d_loop.events import CheckpointSaved, EvaluationDone, Events, Finished, ModelExported, StepDone
 from d9d_loop.job_state import JobState
@@ -76,7 +77,13 @@ class Trainer:
             UserError: If the job cannot be as it was asked for; before anything starts.
         """
         check_metric_names(self._task)
-        plan = check_job(self._config, provider=self._provider, data=self._data, evaluation_data=self._evaluation_data)
+        plan = check_job(
+            self._config,
+            provider=self._provider,
+            task=self._task,
+            data=self._data,
+            evaluation_data=self._evaluation_data,
+        )
         with plan.mesh.build(launch=plan.launch) as ctx:
             try:
                 return self._train(plan, ctx)
@@ -87,6 +94,7 @@ class Trainer:
 
     def _train(self, plan: JobPlan, ctx: DistributedContext) -> TrainResult:
         config, task = self._config, self._task
+        ctx.check_agreement("the configuration", json.dumps(_resolved(config), sort_keys=True))
         model = self._build_model(ctx)
         seed_everything(config.seed, ctx)
         optimizer = self._optimizer(model)
@@ -113,12 +121,17 @@ class Trainer:
             max_norm=config.gradients.max_norm,
             num_microbatches=plan.num_microbatches,
             ctx=ctx,
+            events=self.events,
         )
         evaluate = self._evaluator(model, plan, ctx)
         with Reports(config, _resolved(config), record=record, weight_unit=task.weight_unit, ctx=ctx) as reports:
-            for batches in self._steps(record.step, plan, ctx):
+            first_step = record.step
+            for batches in self._steps(first_step, plan, ctx):
                 outcome = take_step(record.step, batches)
                 record.step += 1
+                if record.step == first_step + 1:
+                    # The first step makes kernels and process groups; from then on a rank that is late is lost.
+                    ctx.set_timeout(ctx.timeouts.step)
                 self.events.emit(StepDone(record.step, outcome.loss, outcome.grad_norm, outcome.learning_rate))
                 reports.step(outcome, metrics)
                 is_last = record.step == config.steps
@@ -174,8 +187,8 @@ class Trainer:
             num_workers=config.data.num_workers,
             pin_memory=ctx.device.type != "cpu",
         )
-        on_device = (to_device(batch, ctx.device) for batch in loader)
-        while microbatches := list(islice(on_device, plan.num_microbatches)):
+        placed = map(BatchPlacement(self._task, ctx), loader)
+        while microbatches := list(islice(placed, plan.num_microbatches)):
             yield microbatches
 
     def _evaluator(self, model: nn.Module, plan: JobPlan, ctx: DistributedContext) -> Evaluator | None:

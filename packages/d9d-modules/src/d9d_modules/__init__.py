@@ -6,7 +6,7 @@ from d9d_modules.decoder import DecoderLayer
 from d9d_modules.embedding import TokenEmbedding
 from d9d_modules.generate import generate
 from d9d_modules.linear import Linear
-from d9d_modules.lm_head import IGNORED_LABEL, LanguageModelHead, language_model_head
+from d9d_modules.lm_head import IGNORED_LABEL, LanguageModelHead, cross_entropy, language_model_head
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
 from d9d_modules.models.qwen3 import (
     WHOLE_MODEL,
@@ -15,7 +15,6 @@ from d9d_modules.models.qwen3 import (
     Qwen3Model,
     Qwen3Params,
     qwen3_lm_head,
-    qwen3_outputs,
 )
 from d9d_modules.models.qwen3_hugging_face import (
     FeedForwardMapper,
@@ -25,6 +24,7 @@ from d9d_modules.models.qwen3_hugging_face import (
     qwen3_params_from_hugging_face,
     swiglu_from_hugging_face,
 )
+from d9d_modules.models.qwen3_tensor_plan import qwen3_attention_tensor_plan, qwen3_tensor_plan
 from d9d_modules.rms_norm import RMSNorm
 from d9d_modules.rope import RotaryTables, apply_rotary, rotary_tables
 from d9d_modules.swiglu import SwiGLU
@@ -50,14 +50,16 @@ __all__ = [
     "apply_rotary",
     "checkpoint_activations",
     "config_value",
+    "cross_entropy",
     "decoder_params_from_hugging_face",
     "generate",
     "language_model_head",
+    "qwen3_attention_tensor_plan",
     "qwen3_from_hugging_face",
     "qwen3_hugging_face_config",
     "qwen3_lm_head",
-    "qwen3_outputs",
     "qwen3_params_from_hugging_face",
+    "qwen3_tensor_plan",
     "require_value",
     "rotary_tables",
     "swiglu_from_hugging_face",

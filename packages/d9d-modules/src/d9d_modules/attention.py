@@ -6,9 +6,8 @@ Shape legend: B batch, L length, D hidden size, H query heads, G key/value heads
 from typing import final
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from d9d_dist.errors import UserError
+from d9d_dist import Attention, UserError, sdpa_attention
 from d9d_modules.linear import Linear
 from d9d_modules.rms_norm import RMSNorm
 from d9d_modules.rope import RotaryTables, apply_rotary
@@ -25,6 +24,10 @@ class GroupedQueryAttention(nn.Module):
         head_dim: Size of one head; need not be `hidden_size / num_heads`.
         qk_norm_eps: Epsilon of an RMS norm on each query and key head; None for no norm.
         init_std: Standard deviation of the initial projection weights.
+
+    Attributes:
+        attention_function: Computes attention from queries, keys and values: the place for another kernel, or for a
+            context-parallel form (`d9d_dist.parallelize_context`).
 
     Raises:
         UserError: If `num_kv_heads` does not divide `num_heads`.
@@ -47,6 +50,7 @@ class GroupedQueryAttention(nn.Module):
                 f"query heads: use a num_kv_heads that divides num_heads."
             )
         self.head_dim = head_dim
+        self.attention_function: Attention = sdpa_attention
         self.q_proj = Linear(hidden_size, num_heads * head_dim, init_std=init_std)
         self.k_proj = Linear(hidden_size, num_kv_heads * head_dim, init_std=init_std)
         self.v_proj = Linear(hidden_size, num_kv_heads * head_dim, init_std=init_std)
@@ -70,17 +74,9 @@ class GroupedQueryAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK, k_BLGK = apply_rotary(q_BLHK, rotary), apply_rotary(k_BLGK, rotary)
-        attended_BLHK = _causal_attention(q_BLHK, k_BLGK, v_BLGK)
+        attended_BLHK = self.attention_function(q_BLHK, k_BLGK, v_BLGK)
         return self.o_proj(attended_BLHK.flatten(start_dim=-2))
 
     def _split_heads(self, x: Tensor) -> Tensor:
         # The number of heads is inferred, so that a tensor-parallel projection may give only this rank's heads.
         return x.view(*x.shape[:-1], -1, self.head_dim)
-
-
-def _causal_attention(q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor) -> Tensor:
-    """Softmax attention, the one place that knows which kernel computes it; returns [B, L, H, K]."""
-    attended_BHLK = F.scaled_dot_product_attention(
-        q_BLHK.transpose(1, 2), k_BLGK.transpose(1, 2), v_BLGK.transpose(1, 2), is_causal=True, enable_gqa=True
-    )
-    return attended_BHLK.transpose(1, 2)

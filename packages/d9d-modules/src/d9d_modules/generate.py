@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
 
@@ -15,6 +16,7 @@ def generate(
     *,
     max_new_tokens: int,
     max_context: int,
+    pad_to_multiple_of: int = 1,
     temperature: float = 1.0,
     top_k: int | None = None,
     generator: torch.Generator | None = None,
@@ -30,6 +32,8 @@ def generate(
         input_ids: Prompts [B, L], int64, L >= 1, all of one length.
         max_new_tokens: Number of tokens to add to each row.
         max_context: The model sees at most this many of the latest tokens; their positions start at 0.
+        pad_to_multiple_of: The model sees rows filled up on the right to a multiple of this length, which causal
+            attention does not notice: what context and tensor parallelism share out must divide.
         temperature: Divides the logits; 0 takes the likeliest token each time.
         top_k: Draw among this many likeliest tokens only; None for all.
         generator: Source of randomness, on the device of the logits; None for torch's default.
@@ -41,8 +45,12 @@ def generate(
         UserError: If the prompt is not [B, L] with L >= 1, or an option is out of its range.
     """
     _check_options(input_ids, max_context=max_context, temperature=temperature, top_k=top_k)
+    if pad_to_multiple_of < 1:
+        raise UserError(f"pad_to_multiple_of = {pad_to_multiple_of}; expected at least 1.")
     for _ in range(max_new_tokens):
-        logits_BV = model(input_ids[:, -max_context:])[:, -1]
+        context_BL = input_ids[:, -max_context:]
+        length = context_BL.shape[1]
+        logits_BV = model(F.pad(context_BL, (0, -length % pad_to_multiple_of)))[:, length - 1]
         next_B1 = _choose(logits_BV, temperature=temperature, top_k=top_k, generator=generator)
         input_ids = torch.cat((input_ids, next_B1), dim=1)
     return input_ids

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from d9d_dist.errors import UserError
+from d9d_dist.vocab_parallel import TokenLoss
 
 IGNORED_LABEL = -100
 """A position with this label has loss 0 and gives no gradient."""
@@ -30,11 +31,16 @@ class LanguageModelHead(nn.Module):
         hidden_size: Size of the last dim of the hidden states.
         vocab_size: Number of token ids.
         init_std: Standard deviation of the initial weight [V, D].
+
+    Attributes:
+        token_loss: Maps logits [T, V] and labels [T] to losses [T]; another one takes its place where the vocabulary is
+            shared out to ranks (`d9d_dist.VocabParallelHead`).
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, *, init_std: float = 0.02) -> None:
         super().__init__()
         self.init_std = init_std
+        self.token_loss: TokenLoss = cross_entropy
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.reset_parameters()
 
@@ -43,17 +49,25 @@ class LanguageModelHead(nn.Module):
         nn.init.normal_(self.weight, std=self.init_std)
 
     def forward(self, hidden_BLD: Tensor, *, labels: Tensor | None = None) -> Tensor:
-        """See `language_model_head`, which this calls with the weight of this module."""
-        return language_model_head(hidden_BLD, self.weight, labels=labels)
+        """See `language_model_head`, which this calls with the weight and the loss of this module."""
+        return language_model_head(hidden_BLD, self.weight, labels=labels, token_loss=self.token_loss)
 
 
-def language_model_head(hidden_BLD: Tensor, weight_VD: Tensor, *, labels: Tensor | None = None) -> Tensor:
-    """Per-token losses where labels are given, else logits; a function, so that a tied embedding can be the weight.
+def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """The negative log-likelihood of each label [T] in nats, 0 where it is `IGNORED_LABEL`."""
+    return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="none")
+
+
+def language_model_head(
+    hidden_BLD: Tensor, weight_VD: Tensor, *, labels: Tensor | None = None, token_loss: TokenLoss = cross_entropy
+) -> Tensor:
+    """Per-token losses where labels are given, else logits.
 
     Args:
         hidden_BLD: Hidden states [B, L, D].
         weight_VD: Projection to the vocabulary [V, D].
         labels: The token to predict at each position [B, L], int64; `IGNORED_LABEL` leaves a position out.
+        token_loss: Maps logits [T, V] and labels [T] to losses [T].
 
     Returns:
         Without labels the logits [B, L, V] in the dtype of the product. With labels the negative log-likelihood of each
@@ -70,19 +84,23 @@ def language_model_head(hidden_BLD: Tensor, weight_VD: Tensor, *, labels: Tensor
             f"position: shift labels against inputs before the model, and fill up with {IGNORED_LABEL}."
         )
     tokens_per_chunk = max(1, _LOGITS_PER_CHUNK // weight_VD.shape[0])
-    losses_T = _chunked_losses(hidden_BLD.flatten(0, 1), weight_VD, labels.flatten(), tokens_per_chunk)
+    losses_T = _chunked_losses(hidden_BLD.flatten(0, 1), weight_VD, labels.flatten(), tokens_per_chunk, token_loss)
     return losses_T.view_as(labels)
 
 
-def _chunked_losses(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, tokens_per_chunk: int) -> Tensor:
+def _chunked_losses(
+    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, tokens_per_chunk: int, token_loss: TokenLoss
+) -> Tensor:
     """Losses [T] with the logits of at most `tokens_per_chunk` tokens alive, in the backward pass too."""
     if len(labels_T) <= tokens_per_chunk:
-        return _losses(hidden_TD, weight_VD, labels_T)
+        return _losses(hidden_TD, weight_VD, labels_T, token_loss)
     chunks = zip(hidden_TD.split(tokens_per_chunk), labels_T.split(tokens_per_chunk), strict=True)
-    return torch.cat([checkpoint(_losses, hidden, weight_VD, labels, use_reentrant=False) for hidden, labels in chunks])
+    return torch.cat(
+        [checkpoint(_losses, hidden, weight_VD, labels, token_loss, use_reentrant=False) for hidden, labels in chunks]
+    )
 
 
-def _losses(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
+def _losses(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, token_loss: TokenLoss) -> Tensor:
     logits_TV = F.linear(hidden_TD, weight_VD)
     wide = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    return F.cross_entropy(wide, labels_T, ignore_index=IGNORED_LABEL, reduction="none")
+    return token_loss(wide, labels_T)

@@ -89,10 +89,10 @@ def test_positions_default_to_a_count_from_zero() -> None:
 
 def test_a_tied_head_is_the_embedding() -> None:
     model = Qwen3ForCausalLM(replace(PARAMS, tie_word_embeddings=True))
-    assert [name for name in model.state_dict() if "head" in name or "embedding" in name] == [
-        "backbone.embedding.weight"
-    ]
+    assert "lm_head.weight" not in dict(model.named_parameters())
     assert model.backbone.embedding is not None
+    assert model.lm_head is not None
+    assert model.lm_head.weight is model.backbone.embedding.weight
     assert model.backbone.norm is not None
     nn.init.zeros_(model.backbone.norm.weight)
     model(torch.tensor([[1]])).sum().backward()

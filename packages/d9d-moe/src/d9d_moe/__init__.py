@@ -10,6 +10,7 @@ from d9d_moe.models.qwen3_moe_hugging_face import (
     qwen3_moe_hugging_face_config,
     qwen3_moe_params_from_hugging_face,
 )
+from d9d_moe.models.qwen3_moe_tensor_plan import qwen3_moe_tensor_plan
 from d9d_moe.router import Routing, TopKRouter
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "qwen3_moe_from_hugging_face",
     "qwen3_moe_hugging_face_config",
     "qwen3_moe_params_from_hugging_face",
+    "qwen3_moe_tensor_plan",
 ]

@@ -138,7 +138,7 @@ def test_logits_losses_and_gradients_match(
     mapper = qwen3_moe_from_hugging_face(params)
     reference = _reference(params, dtype)
     ours = Qwen3MoeForCausalLM(params).to(dtype)
-    ours.load_state_dict(_apply(mapper, _on_disk(dict(reference.named_parameters()))))
+    ours.load_state_dict(_apply(mapper, _on_disk(dict(reference.named_parameters()))), strict=False)
     input_ids, labels = torch.randint(0, params.decoder.vocab_size, (2, batch, length))
     labels[:, 1::3] = -100
 
@@ -170,7 +170,9 @@ def test_logits_losses_and_gradients_match(
 def test_every_stage_finds_its_tensors_in_the_checkpoint(tied: bool) -> None:
     params = _params(tied=tied)
     count = 1 if tied else 3
-    built = [name for i in range(count) for name in Qwen3MoeForCausalLM(params, StageInfo(i, count)).state_dict()]
+    built = [
+        name for i in range(count) for name, _ in Qwen3MoeForCausalLM(params, StageInfo(i, count)).named_parameters()
+    ]
     mapper = qwen3_moe_from_hugging_face(params)
     assert sorted(built) == sorted(mapper.outputs)
     assert set(mapper.inputs) == set(_on_disk(dict(_reference(params, torch.float32).named_parameters())))

@@ -3,6 +3,26 @@
 Public because a user's own parallel code deserves the same proof as ours.
 """
 
-from d9d_dist.testing.pool import RankError, RankPool, run_ranks
+from d9d_dist.testing.compare import (
+    Difference,
+    assert_trees_close,
+    differences,
+    full_gradients,
+    full_parameters,
+    full_tree,
+)
+from d9d_dist.testing.pool import Device, RankError, RankPool, accelerators_for, run_ranks
 
-__all__ = ["RankError", "RankPool", "run_ranks"]
+__all__ = [
+    "Device",
+    "Difference",
+    "RankError",
+    "RankPool",
+    "accelerators_for",
+    "assert_trees_close",
+    "differences",
+    "full_gradients",
+    "full_parameters",
+    "full_tree",
+    "run_ranks",
+]

@@ -1,6 +1,7 @@
 """The life of one warm rank: wait for a call, run it in a fresh process group, send back what came of it."""
 
 import faulthandler
+import importlib
 import importlib.util
 import os
 import pickle
@@ -23,13 +24,16 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One function call on one rank; `arguments` stay pickled until the module that may define their types is there."""
+    """One function call on one rank; `arguments` stay pickled until the module that may define their types is there.
+
+    `None` in the environment stands for a variable that must not be set.
+    """
 
     module: str
     file: str
     function: str
     arguments: bytes
-    environment: Mapping[str, str]
+    environment: Mapping[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,11 @@ def serve(connection: Connection, log: str) -> None:
 
 
 def _run(call: Call) -> Outcome:
-    os.environ.update(call.environment)
+    for name, value in call.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     torch.manual_seed(0)
     random.seed(0)
     try:
@@ -91,11 +99,21 @@ def _load_function(call: Call) -> Callable[..., Any]:
     return target
 
 
+def _is_importable(name: str, file: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None and Path(spec.origin) == Path(file)
+
+
 def _load_module(name: str, file: str) -> ModuleType:
-    """Load a module by file under the name that the parent knows it by.
+    """Import a module; or load it by file under the name that the parent knows it by.
 
     Test modules are not importable by name under pytest's `importlib` mode, but pickled arguments refer to that name.
     """
+    if _is_importable(name, file):
+        return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(name, Path(file))
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {file} as module {name}.")

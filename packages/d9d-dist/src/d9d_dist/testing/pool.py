@@ -21,15 +21,21 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+import torch
 import torch.distributed as dist
 
+from d9d_dist.errors import UserError
 from d9d_dist.testing._worker import Call, Outcome, serve
 
 _GRACE_SECONDS = 0.5
+_STACKS_SECONDS = 10.0  # how long ranks that hang may take to write their stacks, on a busy machine
 _EXIT_SECONDS = 10.0  # a process whose pipe is closed is about to end; on a busy machine its exit code takes a while
 _LOG_TAIL_CHARACTERS = 8_000
+
+
+Device = Literal["cpu", "accelerator"]
 
 
 class RankError(AssertionError):
@@ -55,7 +61,7 @@ class _Worker:
 
 
 class RankPool:
-    """Warm processes that play the ranks of a job on this machine, over gloo."""
+    """Warm processes that play the ranks of a job on this machine: on the CPU over gloo, or one accelerator a rank."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -71,7 +77,14 @@ class RankPool:
         """End all ranks."""
         self.close()
 
-    def run(self, function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 180.0) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int = 2,
+        timeout: float = 180.0,
+        device: Device = "cpu",
+    ) -> list[Any]:
         """Call `function(*args)` on every rank, in a fresh process group.
 
         Each rank finds torchrun's environment variables set, so that `MeshConfig(...).build()` works as it does in a
@@ -82,6 +95,7 @@ class RankPool:
             args: Its arguments; pickled, the same for every rank.
             world_size: Number of ranks.
             timeout: Seconds after which the run counts as hung.
+            device: Whether the ranks' contexts choose the CPU, or this machine's accelerators, one for each rank.
 
         Returns:
             What each rank returned, in the order of ranks.
@@ -89,8 +103,15 @@ class RankPool:
         Raises:
             RankError: If a rank raises, dies, or is not back in time; then with the stacks of all ranks.
             TypeError: If `function` cannot be found by its name from another process.
+            UserError: If this machine has fewer accelerators than ranks that are to have one.
         """
-        calls = self._calls(function, args, world_size)
+        if device == "accelerator" and not accelerators_for(world_size):
+            raise UserError(
+                f"got {world_size} ranks with device = 'accelerator' on a machine with "
+                f"{torch.accelerator.device_count()} accelerators; expected one for each rank. "
+                "Ask accelerators_for(world_size) first, and skip the test or run it on the CPU."
+            )
+        calls = self._calls(function, args, world_size, device)
         self._grow(world_size)
         workers = self._workers[:world_size]
         for worker in workers:
@@ -112,7 +133,7 @@ class RankPool:
         self._kill()
 
     @staticmethod
-    def _calls(function: Callable[..., Any], args: Sequence[Any], world_size: int) -> list[Call]:
+    def _calls(function: Callable[..., Any], args: Sequence[Any], world_size: int, device: Device) -> list[Call]:
         name = getattr(function, "__qualname__", "<no name>")
         if "<" in name or inspect.getmodule(function) is None:
             raise TypeError(
@@ -121,7 +142,9 @@ class RankPool:
             )
         arguments = pickle.dumps(args)
         return [
-            Call(function.__module__, inspect.getfile(function), name, arguments, _environment(rank, world_size))
+            Call(
+                function.__module__, inspect.getfile(function), name, arguments, _environment(rank, world_size, device)
+            )
             for rank in range(world_size)
         ]
 
@@ -171,24 +194,36 @@ def _shared_pool() -> RankPool:
     return pool
 
 
-def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 180.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    timeout: float = 180.0,
+    device: Device = "cpu",
+) -> list[Any]:
     """Call `function(*args)` on every rank of a pool that this process keeps until it ends; see `RankPool.run`."""
-    return _shared_pool().run(function, *args, world_size=world_size, timeout=timeout)
+    return _shared_pool().run(function, *args, world_size=world_size, timeout=timeout, device=device)
 
 
-def _environment(rank: int, world_size: int) -> dict[str, str]:
+def accelerators_for(world_size: int) -> bool:
+    """Whether this machine has an accelerator for each of so many ranks."""
+    return torch.accelerator.is_available() and torch.accelerator.device_count() >= world_size
+
+
+def _environment(rank: int, world_size: int, device: Device) -> dict[str, str | None]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         # The parent holds the store, on a port that the system chose: no two runs can clash.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "GLOO_SOCKET_IFNAME": "lo",
-        "D9D_DEVICE": "cpu",
+        "D9D_DEVICE": "cpu" if device == "cpu" else None,
     }
 
 
@@ -216,10 +251,14 @@ def _describe_failures(workers: Sequence[_Worker], outcomes: dict[int, Outcome],
 
 def _describe_hang(workers: Sequence[_Worker], outcomes: dict[int, Outcome], timeout: float) -> str:
     hung = [rank for rank in range(len(workers)) if rank not in outcomes]
+    sizes = {rank: workers[rank].log.stat().st_size for rank in hung}
     for rank in hung:
         with suppress(ProcessLookupError):
             os.kill(workers[rank].process.pid or 0, signal.SIGUSR1)
-    time.sleep(_GRACE_SECONDS)
+    deadline = time.monotonic() + _STACKS_SECONDS
+    while any(workers[rank].log.stat().st_size == sizes[rank] for rank in hung) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(_GRACE_SECONDS)  # what has begun to be written is written to its end
     done = ", ".join(map(str, sorted(outcomes))) or "none"
     parts = [f"ranks {', '.join(map(str, hung))} did not finish within {timeout:g} s; finished: {done}."]
     parts += [f"--- stacks of rank {rank} ---\n{workers[rank].last_output()}" for rank in hung]

@@ -17,7 +17,7 @@ from d9d_dist.stage import StageInfo
 from d9d_modules.attention import GroupedQueryAttention
 from d9d_modules.decoder import DecoderLayer
 from d9d_modules.embedding import TokenEmbedding
-from d9d_modules.lm_head import LanguageModelHead, language_model_head
+from d9d_modules.lm_head import LanguageModelHead
 from d9d_modules.rms_norm import RMSNorm
 from d9d_modules.rope import rotary_tables
 from d9d_modules.swiglu import SwiGLU
@@ -163,7 +163,7 @@ class Qwen3Model(nn.Module):
 class Qwen3ForCausalLM(nn.Module):
     """The backbone with a language-model head on its last stage.
 
-    A tied head has no parameter of its own: state dicts name only the embedding's.
+    The weight of a tied head is the embedding's, one parameter in two places.
 
     Args:
         params: Sizes of the whole model.
@@ -179,7 +179,7 @@ class Qwen3ForCausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.backbone = Qwen3Model(params, stage, feed_forward=feed_forward)
-        self.lm_head = qwen3_lm_head(params, stage)
+        self.lm_head = qwen3_lm_head(self.backbone)
 
     @property
     def layers(self) -> nn.ModuleDict:
@@ -203,35 +203,28 @@ class Qwen3ForCausalLM(nn.Module):
             UserError: If the input is not what this stage takes, or positions or labels do not fit it.
         """
         hidden_BLD = self.backbone(hidden, position_ids=position_ids)
-        return qwen3_outputs(self.backbone, self.lm_head, hidden_BLD, labels)
+        return hidden_BLD if self.lm_head is None else self.lm_head(hidden_BLD, labels=labels)
 
 
-def qwen3_lm_head(params: Qwen3Params, stage: StageInfo) -> LanguageModelHead | None:
-    """The head that belongs to `stage`: None on all but the last, and where the embedding serves as head.
+def qwen3_lm_head(backbone: Qwen3Model) -> LanguageModelHead | None:
+    """The head that belongs to a stage of the backbone: None on all but the last.
 
     Raises:
         UserError: If the embeddings are tied and the model is split into several stages.
     """
+    params, stage = backbone.params, backbone.stage
     if params.tie_word_embeddings and stage.count > 1:
         raise UserError(
             f"tie_word_embeddings = True with {stage.count} pipeline stages; the embedding and the head would live on "
             f"different stages, which is not supported yet: use one stage, or tie_word_embeddings = False."
         )
-    if params.tie_word_embeddings or not stage.is_last:
+    if not stage.is_last:
         return None
-    return LanguageModelHead(params.hidden_size, params.vocab_size, init_std=params.initializer_range)
-
-
-def qwen3_outputs(
-    backbone: Qwen3Model, lm_head: LanguageModelHead | None, hidden_BLD: Tensor, labels: Tensor | None
-) -> Tensor:
-    """What a stage of a causal LM returns for the output of its backbone; see `Qwen3ForCausalLM.forward`."""
-    if not backbone.stage.is_last:
-        return hidden_BLD
-    if lm_head is not None:
-        return lm_head(hidden_BLD, labels=labels)
-    assert backbone.embedding is not None  # a tied model is one stage
-    return language_model_head(hidden_BLD, backbone.embedding.weight, labels=labels)
+    head = LanguageModelHead(params.hidden_size, params.vocab_size, init_std=params.initializer_range)
+    if params.tie_word_embeddings:
+        assert backbone.embedding is not None  # a tied model is one stage
+        head.weight = backbone.embedding.get_parameter("weight")
+    return head
 
 
 def _decoder_layer(params: Qwen3Params, index: int, feed_forward: FeedForwardFactory | None) -> DecoderLayer:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from d9d_dist.errors import UserError
 from d9d_dist.stage import StageInfo
-from d9d_modules import WHOLE_MODEL, Qwen3Model, Qwen3Params, SwiGLU, qwen3_lm_head, qwen3_outputs
+from d9d_modules import WHOLE_MODEL, Qwen3Model, Qwen3Params, SwiGLU, qwen3_lm_head
 from d9d_moe.layer import MoeFeedForward
 
 
@@ -69,7 +69,7 @@ class Qwen3MoeForCausalLM(nn.Module):
     def __init__(self, params: Qwen3MoeParams, stage: StageInfo = WHOLE_MODEL) -> None:
         super().__init__()
         self.backbone = Qwen3Model(params.decoder, stage, feed_forward=lambda index: _feed_forward(params, index))
-        self.lm_head = qwen3_lm_head(params.decoder, stage)
+        self.lm_head = qwen3_lm_head(self.backbone)
 
     @property
     def layers(self) -> nn.ModuleDict:
@@ -91,7 +91,7 @@ class Qwen3MoeForCausalLM(nn.Module):
             UserError: If the input is not what this stage takes, or positions or labels do not fit it.
         """
         hidden_BLD = self.backbone(hidden, position_ids=position_ids)
-        return qwen3_outputs(self.backbone, self.lm_head, hidden_BLD, labels)
+        return hidden_BLD if self.lm_head is None else self.lm_head(hidden_BLD, labels=labels)
 
 
 def _feed_forward(params: Qwen3MoeParams, index: int) -> nn.Module:

@@ -1,0 +1,386 @@
+"""Deliberate bugs, each of which has to turn a cell of the oracle red: an oracle that cannot fail proves nothing.
+
+A mutant is a context in which every rank trains. It changes one thing, of the kind that frameworks got wrong silently:
+a reduction that is left out or doubled, a mean for a sum, a norm that forgets an axis, an order that is not undone.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import d9d_dist._gradient_buckets
+import d9d_dist._local_parameters
+import d9d_dist.context_parallel.all_gather
+import d9d_dist.context_parallel.all_to_all
+import d9d_dist.context_parallel.ring
+import d9d_dist.context_parallel.split
+import d9d_dist.data_parallel
+import d9d_dist.gradient_norm
+import d9d_dist.late_init
+import d9d_dist.tensor_styles
+import d9d_dist.vocab_parallel
+import d9d_loop.train_step
+import d9d_pipeline.executor
+from d9d_dist import (
+    ContextSplit,
+    DistributedContext,
+    RowParallel,
+    SequenceParallel,
+    TensorRegion,
+    gather_shards,
+    set_gradient_sync,
+    sum_partial,
+)
+from d9d_dist.context_parallel.blocks import MergedBlocks
+
+Bug: TypeAlias = Callable[[], AbstractContextManager[object]]
+"""Makes the context in which a rank has the bug."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A bug and the cell that must catch it.
+
+    Attributes:
+        name: What is wrong.
+        bug: The bug.
+        cell: The name of a cell of the oracle, or of one like them.
+    """
+
+    name: str
+    bug: Bug
+    cell: str
+
+
+MUTANTS: list[Mutant] = []
+
+
+def caught_by(cell: str) -> Callable[[Bug], Bug]:
+    """Put a bug on the list."""
+
+    def put(bug: Bug) -> Bug:
+        name = getattr(bug, "__name__", repr(bug)).replace("_", " ")
+        MUTANTS.append(Mutant(name, bug, cell))
+        return bug
+
+    return put
+
+
+@contextmanager
+def _collective(module: Any, **replaced: Any) -> Generator[None]:
+    """Replace functions of `torch.distributed` for one module only."""
+
+    class Changed(SimpleNamespace):
+        def __getattr__(self, name: str) -> Any:
+            return getattr(dist, name)
+
+    with mock.patch.object(module, "dist", Changed(**replaced)):
+        yield
+
+
+class _Done:
+    """What an asynchronous collective that never happened gives."""
+
+    def wait(self) -> None:
+        pass
+
+
+# --- sums over data-parallel ranks
+
+
+@caught_by("dense,dp_shard=2")
+def sharded_gradients_are_averaged() -> AbstractContextManager[object]:
+    return mock.patch.object(FSDPModule, "set_gradient_divide_factor", return_value=None)
+
+
+@caught_by("dense,dp_replicate=2,dp_shard=2")
+def hybrid_sharding_does_not_reduce_over_replicas() -> AbstractContextManager[object]:
+    return mock.patch.object(d9d_dist.data_parallel, "_replicate_and_shard", lambda mesh, axis: mesh[axis])
+
+
+@caught_by("dense,dp_shard=2,cp_replicate=2")
+def hybrid_sharding_forgets_the_axis_after_the_shards() -> AbstractContextManager[object]:
+    real = d9d_dist.data_parallel._replicate_and_shard
+    return mock.patch.object(
+        d9d_dist.data_parallel, "_replicate_and_shard", lambda mesh, axis: real(mesh["dp_replicate", axis], axis)
+    )
+
+
+@caught_by("plain,dp_replicate=2")
+def replicas_are_not_reduced() -> AbstractContextManager[object]:
+    return _collective(d9d_dist._gradient_buckets, all_reduce=lambda *args, **kwargs: _Done())
+
+
+@caught_by("plain,dp_replicate=2")
+def replicas_are_reduced_twice() -> AbstractContextManager[object]:
+    def twice(tensor: Tensor, **kwargs: Any) -> Any:
+        dist.all_reduce(tensor, group=kwargs["group"])
+        return dist.all_reduce(tensor, **kwargs)
+
+    return _collective(d9d_dist._gradient_buckets, all_reduce=twice)
+
+
+@caught_by("plain,dp_replicate=2")
+def replicas_are_averaged() -> AbstractContextManager[object]:
+    def mean(tensor: Tensor, **kwargs: Any) -> Any:
+        return dist.all_reduce(tensor.div_(dist.get_world_size(kwargs["group"])), **kwargs)
+
+    return _collective(d9d_dist._gradient_buckets, all_reduce=mean)
+
+
+@caught_by("plain,dp_replicate=2,cp_replicate=2")
+def replicas_that_share_out_a_sequence_are_not_reduced() -> AbstractContextManager[object]:
+    real = d9d_dist._local_parameters.LocalParameters.gradient_placements
+
+    def forgetful(self: Any, parameter: DTensor) -> Any:
+        self.partial_axes.discard("cp_replicate")
+        return real(self, parameter)
+
+    return mock.patch.object(d9d_dist._local_parameters.LocalParameters, "gradient_placements", forgetful)
+
+
+@caught_by("dense,dp_shard=2,microbatch=1")
+@contextmanager
+def only_the_last_microbatch_counts() -> Generator[None]:
+    real = d9d_pipeline.executor.Executor._forward
+
+    def forget(self: Any, stage: int, *args: Any) -> None:
+        self._stages[stage].zero_grad()
+        real(self, stage, *args)
+
+    def always(module: nn.Module, enabled: bool) -> None:
+        set_gradient_sync(module, True)
+
+    with (
+        mock.patch.object(d9d_pipeline.executor.Executor, "_forward", forget),
+        mock.patch.object(d9d_pipeline.executor, "set_gradient_sync", always),
+    ):
+        yield
+
+
+@caught_by("plain,dp_replicate=2,microbatch=1")
+def replicas_keep_the_first_microbatch_only() -> AbstractContextManager[object]:
+    real = d9d_dist._gradient_buckets.Slot.set_aside
+
+    def forget(self: Any, gradient: Tensor) -> None:
+        self.parameter.grad = None
+        real(self, gradient)
+
+    return mock.patch.object(d9d_dist._gradient_buckets.Slot, "set_aside", forget)
+
+
+# --- the global weight
+
+
+@caught_by("dense,dp_shard=2,mask=ragged")
+def each_rank_divides_by_its_own_weight() -> AbstractContextManager[object]:
+    return _collective(d9d_loop.train_step, all_reduce=lambda *args, **kwargs: None)
+
+
+@caught_by("dense,cp_shard=2")
+def the_weight_leaves_out_context_parallel_ranks() -> AbstractContextManager[object]:
+    real = DistributedContext.group_for
+    return mock.patch.object(
+        DistributedContext, "group_for", lambda self, domain, *axes: real(self, domain, *(set(axes) - {"cp"}))
+    )
+
+
+# --- the norm
+
+
+def _norm_over(change: Callable[[DeviceMesh, tuple[Any, ...]], tuple[Any, ...]]) -> AbstractContextManager[object]:
+    """A norm that takes the placements of parameters for others."""
+    real = d9d_dist.gradient_norm._splits
+    return mock.patch.object(
+        d9d_dist.gradient_norm, "_splits", lambda mesh, placements: real(mesh, change(mesh, placements))
+    )
+
+
+@caught_by("dense,dp_shard=2")
+def the_norm_forgets_that_parameters_are_sharded() -> AbstractContextManager[object]:
+    return _norm_over(lambda mesh, placements: (Replicate(),) * len(placements))
+
+
+@caught_by("dense,dp_shard=2,tp=2")
+def the_norm_forgets_the_tensor_parallel_axis() -> AbstractContextManager[object]:
+    return _norm_over(lambda mesh, placements: (*placements[:-1], Replicate()))
+
+
+@caught_by("dense,dp_replicate=2,dp_shard=2")
+def the_norm_counts_replicas() -> AbstractContextManager[object]:
+    return _norm_over(lambda mesh, placements: (Shard(0),) * len(placements))
+
+
+@caught_by("dense,dp_shard=2")
+def gradients_are_clipped_by_the_norm_of_a_shard() -> AbstractContextManager[object]:
+    return _collective(d9d_dist.gradient_norm, all_reduce=lambda *args, **kwargs: None)
+
+
+# --- tensor parallelism
+
+
+@caught_by("dense,tp=2")
+def a_sequence_parallel_norm_is_not_reduced() -> AbstractContextManager[object]:
+    return mock.patch.object(SequenceParallel, "has_partial_gradients", False)
+
+
+@caught_by("dense,tp=2")
+def a_norm_over_heads_is_not_reduced() -> AbstractContextManager[object]:
+    return mock.patch.object(TensorRegion, "has_partial_gradients", False)
+
+
+@caught_by("plain,tp=2")
+def parts_of_an_inputs_gradient_are_not_summed() -> AbstractContextManager[object]:
+    return mock.patch.object(d9d_dist.tensor_styles, "enter_partial", lambda x, mesh: x)
+
+
+@caught_by("plain,tp=2")
+def an_output_and_its_gradient_are_both_summed() -> AbstractContextManager[object]:
+    real = d9d_dist.tensor_styles.enter_partial
+    return mock.patch.object(d9d_dist.tensor_styles, "sum_partial", lambda x, mesh: sum_partial(real(x, mesh), mesh))
+
+
+@caught_by("plain,tp=2")
+def a_row_parallel_output_is_not_summed() -> AbstractContextManager[object]:
+    return mock.patch.object(d9d_dist.tensor_styles, "sum_partial", lambda x, mesh: x)
+
+
+@caught_by("dense,tp=2")
+def gathered_tokens_give_each_rank_its_own_gradient_only() -> AbstractContextManager[object]:
+    def equal(x: Tensor, mesh: Any, *, dim: int, gradient: str) -> Tensor:
+        return gather_shards(x, mesh, dim=dim, gradient="equal")
+
+    return mock.patch.object(d9d_dist.tensor_styles, "gather_shards", equal)
+
+
+@caught_by("plain,tp=2")
+def gathered_logits_count_their_gradient_on_every_rank() -> AbstractContextManager[object]:
+    def partial(x: Tensor, mesh: Any, *, dim: int, gradient: str) -> Tensor:
+        return gather_shards(x, mesh, dim=dim, gradient="partial")
+
+    return mock.patch.object(d9d_dist.tensor_styles, "gather_shards", partial)
+
+
+@caught_by("plain,tp=2")
+def every_rank_adds_the_bias() -> AbstractContextManager[object]:
+    def forward(self: RowParallel, module: nn.Module, mesh: Any, inner: Any, *args: Any) -> Tensor:
+        return d9d_dist.tensor_styles._leave(inner(*args), self.output, mesh)
+
+    return mock.patch.object(RowParallel, "forward", forward)
+
+
+@caught_by("dense,tp=2")
+def foreign_tokens_are_embedded_too() -> AbstractContextManager[object]:
+    real = d9d_dist.vocab_parallel._local_ids
+
+    def everywhere(ids: Tensor, num_local: int, mesh: Any) -> tuple[Tensor, Tensor]:
+        local, is_here = real(ids, num_local, mesh)
+        return local, torch.ones_like(is_here)
+
+    return mock.patch.object(d9d_dist.vocab_parallel, "_local_ids", everywhere)
+
+
+@caught_by("dense,tp=2")
+def a_loss_normalises_over_its_part_of_the_vocabulary() -> AbstractContextManager[object]:
+    def only_the_largest(tensor: Tensor, **kwargs: Any) -> None:
+        if kwargs.get("op") is dist.ReduceOp.MAX:
+            dist.all_reduce(tensor, **kwargs)
+
+    return _collective(d9d_dist.vocab_parallel, all_reduce=only_the_largest)
+
+
+@caught_by("tied,tp=2")
+def splitting_unties_the_head() -> AbstractContextManager[object]:
+    real = d9d_dist._local_parameters.distribute_parameters
+
+    def untie(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        head = model.get_submodule("lm_head")
+        head.weight = nn.Parameter(head.get_parameter("weight").detach())
+        real(model, *args, **kwargs)
+
+    return mock.patch("d9d_dist.tensor_parallel.distribute_parameters", untie)
+
+
+# --- context parallelism
+
+
+@caught_by("dense,cp_shard=2")
+def positions_count_from_zero_on_every_rank() -> AbstractContextManager[object]:
+    def local(self: ContextSplit, length: int) -> Tensor:
+        return torch.arange(length // self._mesh.size()).unsqueeze(0)
+
+    return mock.patch.object(ContextSplit, "positions", local)
+
+
+@caught_by("dense,cp_shard=2")
+def the_load_balance_is_not_undone() -> AbstractContextManager[object]:
+    return mock.patch.object(d9d_dist.context_parallel.all_gather, "to_natural_order", lambda x, num_ranks, dim: x)
+
+
+@caught_by("dense,cp_shard=2,method=all_to_all")
+def exchanged_heads_keep_the_order_of_ranks() -> AbstractContextManager[object]:
+    return mock.patch.object(d9d_dist.context_parallel.all_to_all, "to_natural_order", lambda x, num_ranks, dim: x)
+
+
+@caught_by("dense,cp_shard=2")
+def keys_get_the_gradient_of_their_own_rank_only() -> AbstractContextManager[object]:
+    def equal(x: Tensor, mesh: Any, *, dim: int, gradient: str) -> Tensor:
+        return gather_shards(x, mesh, dim=dim, gradient="equal")
+
+    return mock.patch.object(d9d_dist.context_parallel.all_gather, "gather_shards", equal)
+
+
+@caught_by("dense,cp_shard=2,method=ring")
+def a_ring_leaves_out_what_others_hold() -> AbstractContextManager[object]:
+    return mock.patch.object(MergedBlocks, "add", return_value=None)
+
+
+@caught_by("dense,cp_shard=2,method=ring")
+def a_ring_keeps_the_gradients_of_foreign_keys() -> AbstractContextManager[object]:
+    real = d9d_dist.context_parallel.ring._send_on
+
+    def keep(tensors: list[Tensor], mesh: Any, *, tag: int) -> Any:
+        arrival = real(tensors, mesh, tag=tag)
+        if tag:
+            arrival._received = tensors
+        return arrival
+
+    return mock.patch.object(d9d_dist.context_parallel.ring, "_send_on", keep)
+
+
+@caught_by("plain,cp_shard=2")
+def documents_are_forgotten_where_a_row_is_cut() -> AbstractContextManager[object]:
+    cls = d9d_dist.context_parallel.all_gather.AllGatherAttention
+    real = cls.__call__
+    return mock.patch.object(cls, "__call__", lambda self, q, k, v, documents_BS=None: real(self, q, k, v))
+
+
+@caught_by("dense,cp_shard=2")
+def a_rank_takes_consecutive_tokens() -> AbstractContextManager[object]:
+    def consecutive(self: ContextSplit) -> tuple[int, int]:
+        rank = self._mesh.get_local_rank()
+        return 2 * rank, 2 * rank + 1
+
+    return mock.patch.object(ContextSplit, "_chunks", consecutive)
+
+
+# --- initial values
+
+
+@caught_by("dense,dp_shard=2")
+def initial_values_follow_the_shard() -> AbstractContextManager[object]:
+    def from_zero(tensor: Tensor) -> list[Tensor]:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return [torch.arange(size) for size in local.shape]
+
+    return mock.patch.object(d9d_dist.late_init, "_global_places", from_zero)

@@ -1,0 +1,177 @@
+"""What the oracle's grid trains: the main job's decoder, dense and sparse, and a model as a user might write it."""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from pretrain import Batch, Decoder, NextByte, Parallelism
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.nn import functional as F
+
+from d9d_dist import (
+    Attention,
+    ColumnParallel,
+    ContextMethod,
+    ContextSplit,
+    DistributedContext,
+    RowParallel,
+    StageInfo,
+    TensorRegion,
+    VocabParallelEmbedding,
+    parallelize_context,
+    parallelize_hsdp,
+    parallelize_replicate,
+    parallelize_tensor,
+    sdpa_attention,
+)
+from d9d_loop import Inputs, Loss, ModelProvider, Task
+from d9d_modules import CheckpointPolicy, Qwen3Params, checkpoint_activations
+from d9d_moe import Qwen3MoeParams
+
+LENGTH = 16
+BATCH_SIZE = 8
+VOCAB = 32
+
+
+def decoder(kind: str, *, method: ContextMethod, checkpointing: CheckpointPolicy) -> Decoder:
+    """The main job's provider, for a small model: dense, tied or moe."""
+    dense = Qwen3Params(
+        vocab_size=VOCAB,
+        hidden_size=24,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=4,
+        intermediate_size=36,
+        tie_word_embeddings=kind == "tied",
+        initializer_range=0.2,
+    )
+    moe = Qwen3MoeParams(decoder=dense, num_experts=6, top_k=2, expert_intermediate_size=20)
+    parallelism = Parallelism(context_method=method, activation_checkpointing=checkpointing)
+    return Decoder(dense, moe if kind == "moe" else None, parallelism)
+
+
+class MaskedNextToken(NextByte):
+    """The main job's task, where not every token counts."""
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Loss:
+        return Loss((outputs * batch["mask"]).sum(), weight=batch["mask"].sum())
+
+
+class PackedNextToken(Task):
+    """The task of the plain model: several documents in a row, which do not see each other."""
+
+    def inputs(self, batch: Batch) -> Inputs:
+        return Inputs(batch["input_ids"], batch.get("position_ids"), batch["documents"])
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Loss:
+        losses = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
+        return Loss((losses * batch["mask"]).sum(), weight=batch["mask"].sum())
+
+    def split_sequence(self, batch: Batch, split: ContextSplit) -> Batch:
+        return {**split.split(batch), "position_ids": split.positions(LENGTH)}
+
+
+def samples(*, ragged: bool) -> list[Batch]:
+    """One batch; a ragged one has rows of every length, one without any token, and holes."""
+    draws = torch.Generator().manual_seed(0)
+    rows = []
+    for row in range(BATCH_SIZE):
+        window = torch.randint(0, VOCAB, (LENGTH + 1,), generator=draws)
+        documents = (torch.rand(LENGTH, generator=draws) < 0.2).long().cumsum(0)
+        mask = (torch.rand(LENGTH, generator=draws) < 0.8) & (torch.arange(LENGTH) < row * LENGTH // (BATCH_SIZE - 1))
+        full = torch.ones(LENGTH)
+        rows.append(
+            {
+                "input_ids": window[:-1],
+                "labels": window[1:],
+                "documents": documents,
+                "mask": mask.float() if ragged else full,
+            }
+        )
+    return rows
+
+
+class PlainAttention(nn.Module):
+    def __init__(self, size: int, num_heads: int) -> None:
+        super().__init__()
+        self.head_dim = size // num_heads
+        self.attention_function: Attention = sdpa_attention
+        self.query, self.key, self.value = nn.Linear(size, size), nn.Linear(size, size), nn.Linear(size, size)
+        self.query_norm = nn.LayerNorm(self.head_dim)
+        self.out = nn.Linear(size, size)
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.query, self.key, self.value))
+        return self.out(self.attention_function(self.query_norm(q), k, v, documents_BS=documents).flatten(2))
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, size: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(size), PlainAttention(size, num_heads)
+        self.mlp_norm, self.up, self.down = nn.LayerNorm(size), nn.Linear(size, 3 * size), nn.Linear(3 * size, size)
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x), documents)
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class PlainModel(nn.Module):
+    """Biases, layer norms, learned positions, and a parameter of its own that the root uses itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCAB, 16), nn.Embedding(LENGTH, 16)
+        self.blocks = nn.ModuleList(PlainBlock(16, 4) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, VOCAB)
+        self.temperature = nn.Parameter(torch.empty(1))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.temperature, 0.7)
+
+    def forward(self, ids: Tensor, position_ids: Tensor | None, documents: Tensor) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+        x = self.tokens(ids) + self.positions(position_ids)
+        for block in self.blocks:
+            x = block(x, documents)
+        return self.head(self.norm(x)) * self.temperature
+
+
+@final
+@dataclass(frozen=True)
+class PlainProvider(ModelProvider):
+    """Replicates where nothing is sharded, so that both ways of data parallelism are in the grid."""
+
+    method: ContextMethod
+    checkpointing: CheckpointPolicy
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        return PlainModel()
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        dense = ctx.mesh_for("dense")
+        attention = "blocks.*.attention"
+        heads = ColumnParallel(input=None, head_dim=4)
+        plan = {
+            "tokens": VocabParallelEmbedding(),
+            attention: TensorRegion(),
+            f"{attention}.query": heads,
+            f"{attention}.key": heads,
+            f"{attention}.value": heads,
+            f"{attention}.out": RowParallel(),
+            "blocks.*.up": ColumnParallel(),
+            "blocks.*.down": RowParallel(),
+            "head": ColumnParallel(output=Replicate()),
+        }
+        parallelize_tensor(model, dense["tp"], plan)
+        parallelize_context(model, ctx.mesh_for("batch")["cp"], method=self.method)
+        for block in model.get_submodule("blocks").children():
+            checkpoint_activations(block, policy=self.checkpointing)
+        if dense["dp_cp_shard"].size() > 1:
+            parallelize_hsdp(model, dense["dp_replicate", "dp_cp_shard", "cp_replicate"], shard_axis="dp_cp_shard")
+            return
+        parallelize_replicate(model, dense["cp_replicate"])
+        parallelize_replicate(model, dense["dp_replicate"])

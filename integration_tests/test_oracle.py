@@ -1,0 +1,64 @@
+"""The grid of the oracle: every layout computes what one process computes, in float64, number by number."""
+
+from itertools import combinations, product
+
+import pytest
+from oracle import DEGREES, FACTORS, Cell, grid, is_complete, main, parse_cell
+
+from d9d_dist import UserError
+from d9d_loop.testing import parse_layout
+
+
+@pytest.mark.parametrize("cell", grid(), ids=lambda cell: cell.name)
+def test_equals_one_process(cell: Cell) -> None:
+    found = list(cell.differences())
+    assert not found, f"{len(found)} differences. First: {found[0]}"
+
+
+def test_the_grid_has_every_pair_that_can_stand_together() -> None:
+    possible = {
+        pair
+        for values in product(*FACTORS.values())
+        if is_complete(dict(zip(FACTORS, values, strict=True)))
+        for pair in combinations(zip(FACTORS, values, strict=True), 2)
+    }
+    covered = {pair for cell in grid() for pair in combinations(cell.values, 2)}
+    assert covered == possible
+    assert len(possible) > 200
+
+
+def test_the_grid_has_every_axis_at_2_4_and_8_ranks() -> None:
+    found = {
+        (axis, parse_layout(cell.layout).world_size)
+        for cell in grid()
+        for axis in DEGREES
+        if dict(cell.values)[axis] != "1"
+    }
+    # An axis that is replicated over for context parallelism alone has two ranks in this grid; others join it.
+    assert found >= {(axis, size) for axis in DEGREES if axis != "cp_replicate" for size in (2, 4, 8)}
+    assert found >= {("cp_replicate", 2), ("cp_replicate", 8)}
+
+
+def test_a_name_leads_to_its_cell() -> None:
+    for cell in grid():
+        assert parse_cell(cell.name) == cell
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sparse,tp=2", "got model=sparse; expected one of dense, tied, moe, plain."),
+        ("dense,tp=3", "got tp=3; expected one of 1, 2, 4."),
+        ("dense,fsdp=2", "got fsdp=2; expected one of model, dp_replicate,"),
+    ],
+)
+def test_a_wrong_name_is_refused(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_cell(name)
+
+
+def test_the_command_line_lists_and_runs_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [cell.name for cell in grid()]
+    assert main(["plain,tp=2"]) == 0
+    assert capsys.readouterr().out == "plain,tp=2: same\n"

@@ -1,0 +1,136 @@
+"""A whole step of replicated data parallelism, forward, backward and reduction, against torch's DDP with its defaults.
+
+    uv run python packages/d9d-dist/benchmarks/gradient_sync.py --ranks 2 4
+
+Prints one JSON line for each number of ranks. Both run in the same processes, one after the other in each repetition,
+so whatever else the machine does meets both; compare ratios, not seconds. A sum over n ranks of B bytes cannot be had
+for less than 2 (n - 1) / n B bytes sent by each rank, which a ring reaches.
+"""
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from d9d_dist import MeshConfig, parallelize_replicate
+from d9d_dist.gradient_sync import GradientSync
+from d9d_dist.testing import run_ranks
+
+
+class Block(nn.Module):
+    """The feed-forward half of a transformer layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, width] to the same."""
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def build(num_blocks: int, width: int) -> nn.Module:
+    """Equal on all ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width) for _ in range(num_blocks)))
+
+
+def measure(repeats: int, num_blocks: int, width: int, batch: int) -> dict[str, Any]:
+    """Seconds of each step by name, and what ours hands to collectives; on every rank."""
+    torch.set_num_threads(1)
+    with MeshConfig(data_parallel_replicate=-1).build() as ctx:
+        ours, theirs = build(num_blocks, width), DistributedDataParallel(build(num_blocks, width))
+        parallelize_replicate(ours, ctx.mesh_for("dense")["dp_replicate"])
+        sync = GradientSync(ours)
+        x = torch.randn(batch, width, generator=torch.Generator().manual_seed(ctx.rank))
+
+        def step_ours() -> None:
+            ours.zero_grad()
+            ours(x).square().sum().backward()
+            sync.finish()
+
+        def step_theirs() -> None:
+            theirs.zero_grad()
+            theirs(x).square().sum().backward()
+
+        steps = {"ours": step_ours, "ddp": step_theirs}
+        for step in steps.values():
+            step()
+        handed = handed_bytes(step_ours)
+        gc.disable()
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        for repeat in range(repeats):
+            for name in sorted(steps, reverse=repeat % 2 == 1):
+                dist.barrier()
+                start = time.perf_counter()
+                steps[name]()
+                dist.barrier()
+                seconds[name].append(time.perf_counter() - start)
+        return {"seconds": seconds, "handed_bytes": handed, "num_parameters": sum(p.numel() for p in ours.parameters())}
+
+
+def handed_bytes(step: Callable[[], None]) -> int:
+    """The bytes that a step hands to all-reduces."""
+    total, all_reduce = 0, dist.all_reduce
+
+    def count(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal total
+        total += tensor.nbytes
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = count
+    step()
+    dist.all_reduce = all_reduce
+    return total
+
+
+def summary(num_ranks: int, found: dict[str, Any]) -> dict[str, Any]:
+    """Medians and spread of rank 0; barriers make ranks alike."""
+    seconds = found["seconds"]
+    ratios = [a / b for a, b in zip(seconds["ours"], seconds["ddp"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    gradient_bytes = 4 * found["num_parameters"]
+    return {
+        "ranks": num_ranks,
+        "parameters": found["num_parameters"],
+        "ours_s": round(statistics.median(seconds["ours"]), 4),
+        "ddp_s": round(statistics.median(seconds["ddp"]), 4),
+        "ratio": round(middle, 3),
+        "ratio_quartiles": [round(low, 3), round(high, 3)],
+        "gradient_bytes": gradient_bytes,
+        "handed_bytes": found["handed_bytes"],
+        "wire_bytes_per_rank": round(2 * (num_ranks - 1) / num_ranks * found["handed_bytes"]),
+        "wire_lower_bound": round(2 * (num_ranks - 1) / num_ranks * gradient_bytes),
+    }
+
+
+def main() -> None:
+    """Read the command line, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=32)
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # Ranks find a function by the name of its module, which `__main__` is not.
+    function = importlib.import_module(Path(__file__).stem).measure
+    for num_ranks in arguments.ranks:
+        options = (arguments.repeats, arguments.blocks, arguments.width, arguments.batch)
+        print(json.dumps(summary(num_ranks, run_ranks(function, *options, world_size=num_ranks, timeout=600.0)[0])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Ranks that were started differently compute nonsense or hang: they compare digests of what they should agree on."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from d9d_dist.errors import UserError
+
+_DIGEST_BYTES = 32
+_RANKS_SHOWN = 8
+
+
+def check_agreement(name: str, value: str | bytes, *, device: torch.device) -> None:
+    """Check that a value is the same on all ranks. Collective over all ranks: one all-gather of 32 bytes a rank.
+
+    Args:
+        name: What the value is, for the message.
+        value: The value; only its digest travels.
+        device: Where this rank's collectives run.
+
+    Raises:
+        UserError: On every rank, with the same message, if the ranks do not agree.
+    """
+    content = value.encode() if isinstance(value, str) else value
+    digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES, person=b"d9d").digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
+    gathered = mine.new_empty(dist.get_world_size() * mine.numel())
+    dist.all_gather_into_tensor(gathered, mine)
+    words = gathered.view(-1, mine.numel())
+    if torch.equal(words, words[:1].expand_as(words)):
+        return
+    with suppress(RuntimeError):  # nobody leaves, and breaks connections, before all ranks know
+        dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
+    raise UserError(_describe(name, [tuple(row) for row in words.tolist()]))
+
+
+def _describe(name: str, digests: Sequence[tuple[int, ...]]) -> str:
+    counts = Counter(digests)
+    # The digest of most ranks; on a tie that of the lowest rank, because max gives the first of equals.
+    reference = max(digests, key=lambda digest: counts[digest])
+    odd = [rank for rank, digest in enumerate(digests) if digest != reference]
+    shown = ", ".join(map(str, odd[:_RANKS_SHOWN])) + (f" and {len(odd) - _RANKS_SHOWN} more" if odd[8:] else "")
+    return (
+        f"{name} is not the same on all {len(digests)} ranks: rank{'s' if odd[1:] else ''} {shown} "
+        f"differ{'' if odd[1:] else 's'} from rank {digests.index(reference)}; expected the same everywhere. Start all "
+        "ranks with the same code, configuration and arguments."
+    )

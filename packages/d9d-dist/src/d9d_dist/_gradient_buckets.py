@@ -1,0 +1,188 @@
+"""How gradients are shared out to all-reduces, and what becomes of them there; `d9d_dist.gradient_sync` drives it."""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from d9d_dist._local_parameters import PartialParameter
+
+_GROUP_NAME = "gradient_sync"
+
+
+@final
+class Slot:
+    """A parameter's place in a bucket.
+
+    Attributes:
+        parameter: The parameter.
+        ranks: Those that have the parts of its gradient, ascending, this one among them.
+        reduced: The placements of the sum.
+        wire_dtype: What to reduce in.
+        shape: The shape of this rank's part of the gradient.
+        num_received: How many gradients came in this step.
+        before: What `.grad` was before the step.
+        is_used: Whether this rank has a part.
+    """
+
+    def __init__(self, found: PartialParameter, dtype: torch.dtype | None) -> None:
+        self.parameter = found.parameter
+        self.placements = found.placements
+        self.ranks = _ranks(found.parameter, found.placements)
+        self.reduced = tuple(Replicate() if p.is_partial() else p for p in found.placements)
+        self.wire_dtype = dtype or found.reduce_dtype or found.parameter.dtype
+        self.shape = found.parameter.to_local().shape
+        self.num_received = 0
+        self.before: torch.Tensor | None = None
+        self.is_used = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.wire_dtype.itemsize
+
+    def set_aside(self, gradient: torch.Tensor) -> None:
+        """Before a gradient is added to `.grad`: take out what is summed already, which no part can be added to."""
+        present = self.parameter.grad
+        if present is not None and not is_partial(present):
+            self.before = present if self.before is None else self.before + present
+            self.parameter.grad = None
+
+    def take(self) -> torch.Tensor | None:
+        """This rank's part, contiguous, which `.grad` then gives up; none if it has none."""
+        gradient = self.parameter.grad
+        if gradient is None or not is_partial(gradient):
+            if gradient is not None:
+                self.set_aside(gradient)
+            return None
+        assert isinstance(gradient, DTensor)
+        assert gradient.placements == self.placements, "a gradient came with other placements than its parameter tells"
+        self.parameter.grad = None
+        self.is_used = True
+        return gradient.to_local().contiguous()
+
+    def give(self, local: torch.Tensor) -> None:
+        """Make a sum the parameter's gradient."""
+        spread = self.parameter
+        total = DTensor.from_local(
+            local, spread.device_mesh, self.reduced, run_check=False, shape=spread.shape, stride=spread.stride()
+        )
+        self.parameter.grad = total if self.before is None else total.add_(self.before)
+
+    def reset(self) -> None:
+        self.num_received, self.before, self.is_used = 0, None, False
+
+
+@final
+class Bucket:
+    """Gradients that are reduced by one all-reduce, and that all-reduce while it is under way."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = slots
+        self.num_ready = 0
+        self.group = _group(slots[0].ranks)
+        self._buffer: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.num_ready == len(self.slots)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin to reduce, without waiting."""
+        self._buffer = self._pack([slot.take() for slot in self.slots])
+        self._work = dist.all_reduce(self._buffer, group=self.group, async_op=True)
+
+    @torch.no_grad()
+    def finish(self, is_used: Sequence[bool]) -> None:
+        """Wait, give the parameters their gradients, and be ready for the next step."""
+        assert self._buffer is not None
+        assert self._work is not None
+        self._work.wait()
+        total = self._buffer.to(self.slots[0].parameter.dtype)
+        for slot, local, used in zip(self.slots, self._views(total), is_used, strict=True):
+            if used:
+                slot.give(local)
+            else:
+                slot.parameter.grad = slot.before
+            slot.reset()
+        self._buffer, self._work, self.num_ready = None, None, 0
+
+    def _pack(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """One flat tensor of all parts, zeros where there is none; a single part as it is."""
+        first, dtype = parts[0], self.slots[0].wire_dtype
+        if len(parts) == 1 and first is not None and first.dtype == dtype:
+            return first.view(-1)
+        device = self.slots[0].parameter.device
+        buffer = torch.empty(sum(slot.shape.numel() for slot in self.slots), dtype=dtype, device=device)
+        pairs = list(zip(self._views(buffer), parts, strict=True))
+        filled = [(view, part) for view, part in pairs if part is not None]
+        if filled:
+            torch._foreach_copy_([view for view, _ in filled], [part for _, part in filled])
+        if len(filled) < len(parts):
+            torch._foreach_zero_([view for view, part in pairs if part is None])
+        return buffer
+
+    def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a flat tensor, in the shapes of the gradients."""
+        parts = buffer.split([slot.shape.numel() for slot in self.slots])
+        return [part.view(slot.shape) for part, slot in zip(parts, self.slots, strict=True)]
+
+
+def plan_buckets(slots: Sequence[Slot], *, bucket_bytes: int) -> list[list[Slot]]:
+    """Share gradients out to buckets, from the last parameter to the first, as backward finishes them.
+
+    A function of the parameters' metadata alone, so equal on all ranks that reduce together.
+
+    Args:
+        slots: The gradients, in the order of the model.
+        bucket_bytes: What a bucket holds at most; a gradient of that size or more has a bucket of its own.
+
+    Returns:
+        Buckets of gradients with equal ranks and dtypes, in the order in which backward completes them.
+    """
+    closed: list[list[int]] = []
+    filling: dict[object, tuple[list[int], int]] = {}
+    for index in reversed(range(len(slots))):
+        slot = slots[index]
+        if slot.num_bytes >= bucket_bytes:
+            closed.append([index])
+            continue
+        key = (slot.ranks, slot.wire_dtype, slot.parameter.dtype)
+        bucket, num_bytes = filling.get(key, ([], 0))
+        if num_bytes + slot.num_bytes > bucket_bytes:
+            closed.append(bucket)
+            bucket, num_bytes = [], 0
+        bucket.append(index)
+        filling[key] = (bucket, num_bytes + slot.num_bytes)
+    closed.extend(bucket for bucket, _ in filling.values())
+    closed.sort(key=lambda bucket: -bucket[-1])
+    return [[slots[index] for index in bucket] for bucket in closed]
+
+
+def is_partial(gradient: torch.Tensor) -> bool:
+    return isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements)
+
+
+def _ranks(parameter: DTensor, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The ranks that differ from this one only on axes where a gradient is a part of a sum, ascending."""
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in its parameter's mesh"
+    index = tuple(
+        slice(None) if placement.is_partial() else place
+        for placement, place in zip(placements, coordinate, strict=True)
+    )
+    return tuple(sorted(mesh.mesh[index].flatten().tolist()))
+
+
+def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group for gradients of a set of ranks; torch's own list of groups is where it is found again."""
+    for group, members in dist.distributed_c10d._world.pg_group_ranks.items():
+        if isinstance(group, dist.ProcessGroup) and group.group_desc == _GROUP_NAME and tuple(sorted(members)) == ranks:
+            return group
+    group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=_GROUP_NAME)
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -1,0 +1,81 @@
+"""Walks trees along a spec of the same nesting, and says where they part if they do."""
+
+from collections.abc import Callable, Sequence
+from reprlib import repr as shorten
+from typing import Any
+
+import torch
+from torch.utils._pytree import KeyEntry, KeyPath, TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
+
+from d9d_dist.errors import UserError
+
+
+def map_along(
+    function: Callable[[KeyPath, Any, Sequence[Any]], Any],
+    spec: Any,
+    trees: Sequence[Any],
+    *,
+    is_spec_leaf: Callable[[Any], bool],
+    expected: str,
+) -> Any:
+    """Build a tree of what a function gives for each leaf of a spec.
+
+    Args:
+        function: Gets the path and the leaf of the spec, and what stands there in each tree: leaves or whole subtrees.
+        spec: A tree; each of `trees` has at least its nesting.
+        trees: One or more.
+        is_spec_leaf: Whether something in the spec is a leaf that `function` takes.
+        expected: What else the spec's leaves should have been, for the message.
+
+    Raises:
+        UserError: If a tree lacks the nesting of the spec, naming the path.
+    """
+
+    def visit(path: KeyPath, spec: Any, trees: Sequence[Any]) -> Any:
+        if is_spec_leaf(spec):
+            return function(path, spec, trees)
+        spec_children, _ = _children(spec)
+        if spec_children is None:
+            raise UserError(f"got {spec!r} in the spec at {where(path)}; expected {expected}.")
+        children_of = [_matching_children(path, spec, spec_children, tree) for tree in trees]
+        _, structure = _children(trees[0])
+        keys = [key for key in children_of[0] if key in spec_children]
+        visited = [visit((*path, key), spec_children[key], [children[key] for children in children_of]) for key in keys]
+        return tree_unflatten(visited, structure)
+
+    return visit((), spec, trees)
+
+
+def where(path: KeyPath) -> str:
+    """A path for a message."""
+    return keystr(path) or "the root"
+
+
+def describe(node: Any) -> str:
+    """What stands at a path, for a message."""
+    children, _ = _children(node)
+    if isinstance(node, torch.Tensor):
+        return f"a tensor of shape {tuple(node.shape)}"
+    if children is None:
+        return f"the {type(node).__name__} {shorten(node)}"
+    if isinstance(node, dict):
+        return f"a dict with the keys {', '.join(map(repr, node)) or '(none)'}"
+    return f"a {type(node).__name__} of {len(children)}"
+
+
+def _matching_children(path: KeyPath, spec: Any, spec_children: dict[KeyEntry, Any], tree: Any) -> dict[KeyEntry, Any]:
+    children, _ = _children(tree)
+    if children is None or type(tree) is not type(spec) or children.keys() != spec_children.keys():
+        raise UserError(
+            f"the tree and its spec part at {where(path)}: got {describe(tree)} in the tree, and {describe(spec)} in "
+            "the spec; expected the same nesting. A leaf of the spec may stand for a whole subtree."
+        )
+    return children
+
+
+def _children(node: Any) -> tuple[dict[KeyEntry, Any] | None, TreeSpec]:
+    """The children of a node by their keys, `None` for a leaf, and how to put it together again."""
+    items, structure = tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+    if len(items) == 1 and not items[0][0]:
+        return None, structure
+    return {path[0]: child for path, child in items}, structure

@@ -1,0 +1,314 @@
+"""Collectives that allocate what they return: between a tensor and its ranks stands one call, not three buffers.
+
+None of them goes through autograd; those that do are in `d9d_dist.differentiable`. All are collective over the ranks of
+a process group, `None` being all ranks of the job, take non-contiguous tensors and negative dims, leave their arguments
+as they are, and give new, contiguous tensors. Dtypes are what the group's backend takes; gloo takes no float8.
+
+Ranks are counted within the group.
+"""
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from d9d_dist._shape_exchange import exchange_shapes
+from d9d_dist.errors import UserError
+
+_T = TypeVar("_T")
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dim: int = 0, stack: bool = False) -> Tensor:
+    """The tensors of all ranks, concatenated. One all-gather.
+
+    Args:
+        tensor: Of the same shape on all ranks.
+        group: The ranks.
+        dim: The dim of the result along which ranks follow each other.
+        stack: Whether `dim` is a new one, of one element for each rank.
+    """
+    parts = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    # Flat, because gloo takes no other form in which ranks follow each other.
+    dist.all_gather_into_tensor(parts.view(-1), tensor.detach().contiguous().view(-1), group=group)
+    return _join(parts, dim=dim, stack=stack)
+
+
+def gather(
+    tensor: Tensor, group: dist.ProcessGroup | None = None, *, dst: int = 0, dim: int = 0, stack: bool = False
+) -> Tensor | None:
+    """The tensors of all ranks, concatenated on one of them; `None` on the others. One gather.
+
+    Args:
+        tensor: Of the same shape on all ranks.
+        group: The ranks.
+        dst: The rank that gets them.
+        dim: The dim of the result along which ranks follow each other.
+        stack: Whether `dim` is a new one, of one element for each rank.
+    """
+    mine = tensor.detach().contiguous()
+    if dist.get_rank(group) != dst:
+        dist.gather(mine, None, group=group, group_dst=dst)
+        return None
+    parts = mine.new_empty((dist.get_world_size(group), *mine.shape))
+    dist.gather(mine, list(parts.unbind()), group=group, group_dst=dst)
+    return _join(parts, dim=dim, stack=stack)
+
+
+def reduce_scatter(
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    dim: int = 0,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> Tensor:
+    """This rank's part of the sum over ranks, in the dtype of the tensor. One reduce-scatter.
+
+    Args:
+        tensor: Of the same shape on all ranks.
+        group: The ranks.
+        dim: The dim that is cut into one part for each rank, in their order.
+        op: What takes the place of the sum.
+
+    Raises:
+        UserError: If the size of the dim is no multiple of the number of ranks.
+    """
+    parts = torch.stack(even_parts(tensor.detach(), dist.get_world_size(group), dim=dim))
+    mine = parts.new_empty(parts.shape[1:])
+    dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), op=op, group=group)
+    return mine
+
+
+def all_to_all(
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    send_sizes: Sequence[int] | None = None,
+    receive_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """What all ranks have for this one, in their order, along dim 0. One all-to-all.
+
+    Args:
+        tensor: The parts for all ranks, in their order, along dim 0; all other dims are the same on all ranks.
+        group: The ranks.
+        send_sizes: How many rows of `tensor` go to each rank; `None` for equal parts.
+        receive_sizes: How many rows come from each rank; given if and only if `send_sizes` is.
+
+    Raises:
+        UserError: If the sizes are not those of this tensor and group.
+    """
+    num_ranks = dist.get_world_size(group)
+    _check_all_to_all(tensor, num_ranks, send_sizes, receive_sizes)
+    num_rows = tensor.shape[0] if receive_sizes is None else sum(receive_sizes)
+    received = tensor.new_empty((num_rows, *tensor.shape[1:]))
+    receive, send = (None if sizes is None else list(sizes) for sizes in (receive_sizes, send_sizes))
+    dist.all_to_all_single(received, tensor.detach().contiguous(), receive, send, group=group)
+    return received
+
+
+def all_gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """The tensors of all ranks, whose shapes may differ; empty ones are welcome.
+
+    An all-gather of the shapes, which the host waits for; then, where they differ, a broadcast of each tensor that is
+    not empty: only elements that are there travel.
+
+    Args:
+        tensor: Of the same dtype and number of dims on all ranks.
+        group: The ranks.
+
+    Returns:
+        The tensors in the order of ranks.
+
+    Raises:
+        UserError: On every rank, if the dtype or the number of dims is not the same on all.
+    """
+    shapes = exchange_shapes(tensor, group)
+    if len(set(shapes)) == 1:
+        return list(all_gather(tensor, group, stack=True).unbind())
+    tensors = [tensor.new_empty(shape) for shape in shapes]
+    tensors[dist.get_rank(group)].copy_(tensor.detach())
+    travels = [
+        dist.broadcast(part, group=group, group_src=rank, async_op=True)
+        for rank, part in enumerate(tensors)
+        if part.numel()
+    ]
+    for work in travels:
+        assert work is not None, "what is asynchronous gives its work"
+        work.wait()
+    return tensors
+
+
+def gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dst: int = 0) -> list[Tensor] | None:
+    """The tensors of all ranks, whose shapes may differ, on one of them; `None` on the others.
+
+    An all-gather of the shapes, which the host waits for; then an all-to-all in which all have something for `dst`
+    alone.
+
+    Args:
+        tensor: Of the same dtype and number of dims on all ranks; may be empty.
+        group: The ranks.
+        dst: The rank that gets them.
+
+    Returns:
+        The tensors in the order of ranks, parts of one storage.
+
+    Raises:
+        UserError: On every rank, if the dtype or the number of dims is not the same on all.
+    """
+    shapes = exchange_shapes(tensor, group)
+    is_dst = dist.get_rank(group) == dst
+    send_sizes = [tensor.numel() if rank == dst else 0 for rank in range(len(shapes))]
+    receive_sizes = [shape.numel() if is_dst else 0 for shape in shapes]
+    received = all_to_all(tensor.flatten(), group, send_sizes=send_sizes, receive_sizes=receive_sizes)
+    if not is_dst:
+        return None
+    return [part.view(shape) for part, shape in zip(received.split(receive_sizes), shapes, strict=True)]
+
+
+def all_gather_objects(obj: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """The objects of all ranks, in their order; the collectives of `all_gather_variadic`.
+
+    Objects are pickled, so the ranks have to trust each other, as those of one job do. The host waits.
+
+    Args:
+        obj: Anything that can be pickled.
+        group: The ranks.
+    """
+    return [_unpickle(data) for data in all_gather_variadic(_pickle(obj, group), group)]
+
+
+def gather_objects(obj: _T, group: dist.ProcessGroup | None = None, *, dst: int = 0) -> list[_T] | None:
+    """The objects of all ranks on one of them, `None` on the others; see `all_gather_objects` and `gather_variadic`.
+
+    Args:
+        obj: Anything that can be pickled.
+        group: The ranks.
+        dst: The rank that gets them.
+    """
+    gathered = gather_variadic(_pickle(obj, group), group, dst=dst)
+    return None if gathered is None else [_unpickle(data) for data in gathered]
+
+
+def broadcast_object(obj: _T, group: dist.ProcessGroup | None = None, *, src: int = 0) -> _T:
+    """The object of one rank on all of them; see `all_gather_objects`. Two broadcasts: of its size and of itself.
+
+    Args:
+        obj: On `src`, anything that can be pickled; what the others pass is not looked at.
+        group: The ranks.
+        src: The rank whose object it is.
+    """
+    is_src = dist.get_rank(group) == src
+    data = _pickle(obj, group) if is_src else torch.empty(0, dtype=torch.uint8, device=_object_device(group))
+    size = torch.tensor(data.numel(), device=data.device)
+    dist.broadcast(size, group=group, group_src=src)
+    if not is_src:
+        data = data.new_empty(int(size))
+    dist.broadcast(data, group=group, group_src=src)
+    return obj if is_src else _unpickle(data)
+
+
+def all_reduce_scalars(
+    values: Mapping[str, Tensor | float],
+    group: dist.ProcessGroup | None = None,
+    *,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> dict[str, Tensor]:
+    """Sums of numbers over ranks, all in one all-reduce, in float64; the host waits for nothing.
+
+    Args:
+        values: Numbers, or tensors of one element, by names that are the same on all ranks, in the same order. This is
+            not checked.
+        group: The ranks.
+        op: What takes the place of the sum.
+
+    Returns:
+        0-dim float64 tensors on the accelerator, where the group has a backend for one, else on the CPU.
+
+    Raises:
+        UserError: If a tensor has more or less than one element.
+    """
+    if not values:
+        return {}
+    device = _compute_device(group)
+    fused = torch.stack([_scalar(name, value, device) for name, value in values.items()])
+    dist.all_reduce(fused, op=op, group=group)
+    return dict(zip(values, fused.unbind(), strict=True))
+
+
+def even_parts(tensor: Tensor, num_parts: int, *, dim: int) -> tuple[Tensor, ...]:
+    """Cut a tensor into equal parts, views of it. No collectives.
+
+    Raises:
+        UserError: If the size of the dim is no multiple of the number of parts.
+    """
+    if tensor.shape[dim] % num_parts:
+        raise UserError(
+            f"got a tensor of shape {tuple(tensor.shape)} to share out to {num_parts} ranks on dim {dim}, whose size "
+            f"is {tensor.shape[dim]}; expected a multiple of {num_parts}."
+        )
+    return tensor.tensor_split(num_parts, dim=dim)
+
+
+def _join(parts: Tensor, *, dim: int, stack: bool) -> Tensor:
+    """Bring the first dim, that of ranks, to where it belongs."""
+    if stack:
+        return parts.movedim(0, dim).contiguous()
+    return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim=dim)
+
+
+def _check_all_to_all(
+    tensor: Tensor, num_ranks: int, send_sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None
+) -> None:
+    if send_sizes is None and receive_sizes is None:
+        even_parts(tensor, num_ranks, dim=0)
+        return
+    if send_sizes is None or receive_sizes is None:
+        given = "receive_sizes" if send_sizes is None else "send_sizes"
+        raise UserError(f"got {given} alone; expected both send_sizes and receive_sizes, or neither for equal parts.")
+    for name, sizes in (("send_sizes", send_sizes), ("receive_sizes", receive_sizes)):
+        if len(sizes) != num_ranks:
+            raise UserError(f"got {len(sizes)} {name} in a group of {num_ranks} ranks; expected one for each rank.")
+    if sum(send_sizes) != tensor.shape[0]:
+        raise UserError(
+            f"got send_sizes = {list(send_sizes)}, {sum(send_sizes)} rows in all, with a tensor of shape "
+            f"{tuple(tensor.shape)}; expected {tensor.shape[0]} rows."
+        )
+
+
+def _scalar(name: str, value: Tensor | float, device: torch.device) -> Tensor:
+    if not isinstance(value, Tensor):
+        return torch.full((), value, dtype=torch.float64, device=device)  # its value is the kernel's argument: no copy
+    if value.numel() != 1:
+        raise UserError(f"got {name!r}, a tensor of shape {tuple(value.shape)}; expected one element.")
+    return value.detach().reshape(()).to(device, torch.float64, non_blocking=True)
+
+
+def _compute_device(group: dist.ProcessGroup | None) -> torch.device:
+    """The accelerator if the group has the backend made for it; gloo alone, which could too, means a job on CPUs."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    own = f"{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
+    return accelerator if own in _backends(group) else torch.device("cpu")
+
+
+def _object_device(group: dist.ProcessGroup | None) -> torch.device:
+    """The CPU, where pickles come from, if the group has a backend for it."""
+    has_cpu = any(backend.startswith("cpu:") for backend in _backends(group))
+    return torch.device("cpu") if has_cpu else _compute_device(group)
+
+
+def _backends(group: dist.ProcessGroup | None) -> list[str]:
+    return dist.get_backend_config(group).split(",")
+
+
+def _pickle(obj: Any, group: dist.ProcessGroup | None) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(_object_device(group))
+
+
+def _unpickle(data: Tensor) -> Any:
+    received = bytearray(data.numel())
+    torch.frombuffer(received, dtype=torch.uint8).copy_(data)
+    return pickle.loads(received)  # noqa: S301  (bytes of a rank of our own job)

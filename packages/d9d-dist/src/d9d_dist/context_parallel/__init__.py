@@ -1,0 +1,26 @@
+"""Context parallelism: the positions of a row are shared out to ranks, and attention functions bring them together."""
+
+from d9d_dist.context_parallel.all_gather import AllGatherAttention
+from d9d_dist.context_parallel.all_to_all import AllToAllAttention
+from d9d_dist.context_parallel.attention import Attention, sdpa_attention
+from d9d_dist.context_parallel.blocks import AttentionBlock, BlockKernel, CpuFlashKernel, FlashKernel, MathKernel
+from d9d_dist.context_parallel.parallelize import HasAttention, context_parallel_attention, parallelize_context
+from d9d_dist.context_parallel.ring import RingAttention
+from d9d_dist.context_parallel.split import ContextSplit
+
+__all__ = [
+    "AllGatherAttention",
+    "AllToAllAttention",
+    "Attention",
+    "AttentionBlock",
+    "BlockKernel",
+    "ContextSplit",
+    "CpuFlashKernel",
+    "FlashKernel",
+    "HasAttention",
+    "MathKernel",
+    "RingAttention",
+    "context_parallel_attention",
+    "parallelize_context",
+    "sdpa_attention",
+]

@@ -1,0 +1,57 @@
+"""Context parallelism by an all-gather of keys and values: any attention function, any head counts.
+
+Shape legend: B batch, L this rank's length, S the whole row's, H query heads, G key/value heads, K head dim.
+"""
+
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from d9d_dist.context_parallel._chunk_order import check_part, rank_chunks, to_natural_order
+from d9d_dist.context_parallel.attention import Attention
+from d9d_dist.differentiable import gather_shards
+
+
+@final
+class AllGatherAttention:
+    """Each rank gathers all keys and values, and attends with its own queries, as Llama 3 (arXiv:2407.21783, 3.3.2).
+
+    Each of a rank's two chunks attends to its prefix of the row, so no work is spent on what the causal mask hides.
+    Forward issues one all-gather of keys and values together, and one of documents where there are any; backward one
+    reduce-scatter, in the dtype of the keys. While attention runs, a rank holds the keys and values of the whole row;
+    they are fewer than the queries where heads are grouped.
+
+    Args:
+        attention: Computes the attention of a chunk to its prefix, here called with L < S.
+        mesh: A mesh of one axis, over which rows are split by `ContextSplit`.
+    """
+
+    def __init__(self, attention: Attention, mesh: DeviceMesh) -> None:
+        self._attention = attention
+        self._mesh = mesh
+
+    def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
+        """See `Attention`; all arguments and the output are this rank's part of the rows.
+
+        Raises:
+            UserError: If the length of the part is odd.
+        """
+        check_part(q_BLHK.shape[1])
+        num_ranks, size = self._mesh.size(), q_BLHK.shape[1] // 2
+        k_BSGK, v_BSGK = self._whole_rows(torch.cat((k_BSGK, v_BSGK), dim=2)).chunk(2, dim=2)
+        if documents_BS is not None:
+            documents_BS = self._whole_rows(documents_BS)
+        attended = []
+        for q_chunk, chunk in zip(
+            q_BLHK.chunk(2, dim=1), rank_chunks(self._mesh.get_local_rank(), num_ranks), strict=True
+        ):
+            end = (chunk + 1) * size
+            documents = None if documents_BS is None else documents_BS[:, :end]
+            attended.append(self._attention(q_chunk, k_BSGK[:, :end], v_BSGK[:, :end], documents_BS=documents))
+        return torch.cat(attended, dim=1)
+
+    def _whole_rows(self, x: Tensor) -> Tensor:
+        gathered = gather_shards(x, self._mesh, dim=1, gradient="partial")
+        return to_natural_order(gathered, self._mesh.size(), dim=1)

@@ -1,0 +1,72 @@
+"""Context parallelism by an exchange of heads for positions: each rank attends over whole rows with some of the heads.
+
+Shape legend: B batch, L this rank's length, S the whole row's, H query heads, G key/value heads, K head dim, R ranks.
+"""
+
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from d9d_dist.context_parallel._chunk_order import check_part, to_natural_order, to_rank_order
+from d9d_dist.context_parallel.attention import Attention
+from d9d_dist.differentiable import exchange, gather_shards
+from d9d_dist.errors import UserError
+
+
+@final
+class AllToAllAttention:
+    """Each rank attends over whole rows with H / R of the query heads: Ulysses, arXiv:2309.14509.
+
+    Forward issues one all-to-all of queries, keys and values together, one of the output, and one all-gather of
+    documents where there are any; backward the same two all-to-alls. Where there are fewer key/value heads than ranks,
+    they travel and are attended to as often as it takes for each rank to have one; the paper has no grouped queries.
+
+    Args:
+        attention: Computes the attention of whole rows, here always called with L = S.
+        mesh: A mesh of one axis, over which rows are split by `ContextSplit`.
+    """
+
+    def __init__(self, attention: Attention, mesh: DeviceMesh) -> None:
+        self._attention = attention
+        self._mesh = mesh
+
+    def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
+        """See `Attention`; all arguments and the output are this rank's part of the rows.
+
+        Raises:
+            UserError: If the length of the part is odd, R does not divide H, or neither of R and G divides the other.
+        """
+        check_part(q_BLHK.shape[1])
+        num_ranks = self._mesh.size()
+        num_copies = _copies_of_kv_heads(q_BLHK.shape[2], k_BSGK.shape[2], num_ranks)
+        if num_copies > 1:
+            k_BSGK = k_BSGK.repeat_interleave(num_copies, dim=2)
+            v_BSGK = v_BSGK.repeat_interleave(num_copies, dim=2)
+        heads = [x.unflatten(2, (num_ranks, -1)) for x in (q_BLHK, k_BSGK, v_BSGK)]
+        whole = exchange(torch.cat(heads, dim=3), self._mesh, scatter_dim=2, gather_dim=1).squeeze(2)
+        whole = to_natural_order(whole, num_ranks, dim=1)
+        q_BSHK, k_BSGK, v_BSGK = whole.split([x.shape[3] for x in heads], dim=2)
+        if documents_BS is not None:
+            gathered = gather_shards(documents_BS, self._mesh, dim=1, gradient="equal")
+            documents_BS = to_natural_order(gathered, num_ranks, dim=1)
+        attended_BSHK = self._attention(q_BSHK, k_BSGK, v_BSGK, documents_BS=documents_BS)
+        attended_BSHK = to_rank_order(attended_BSHK, num_ranks, dim=1)
+        return exchange(attended_BSHK, self._mesh, scatter_dim=1, gather_dim=2)
+
+
+def _copies_of_kv_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
+    """How often each key/value head is needed for all ranks to have equally many, and the ones of their queries."""
+    fitting = [
+        degree
+        for degree in range(1, num_heads + 1)
+        if num_heads % degree == 0 and (num_kv_heads % degree == 0 or degree % num_kv_heads == 0)
+    ]
+    if num_ranks not in fitting:
+        raise UserError(
+            f"got {num_ranks} context-parallel ranks for {num_heads} query heads and {num_kv_heads} key/value heads; "
+            f"expected a degree of {', '.join(map(str, fitting))} where heads are exchanged. Use one of them, or the "
+            "method 'all_gather' or 'ring'."
+        )
+    return max(1, num_ranks // num_kv_heads)

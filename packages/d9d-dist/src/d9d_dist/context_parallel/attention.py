@@ -1,0 +1,73 @@
+"""The contract of an attention function, and the one that computes it through torch's fused kernels.
+
+Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from d9d_dist.context_parallel._prefix_attention import prefix_attention
+from d9d_dist.context_parallel.blocks import has_flash_kernel
+
+
+class Attention(Protocol):
+    """Causal softmax attention with the scale 1/sqrt(K).
+
+    A function and not a module, so that what computes attention can be replaced in a model that is built already.
+    """
+
+    def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
+        """Let each query attend to its own position and to those before it.
+
+        Args:
+            q_BLHK: Queries [B, L, H, K] of the *last* L of the S positions.
+            k_BSGK: Keys [B, S, G, K]; each serves H / G query heads (grouped-query attention, arXiv:2305.13245).
+            v_BSGK: Values [B, S, G, K].
+            documents_BS: Which document each position belongs to [B, S], integers, for rows into which several are
+                packed: a position attends within its document only. None: each row is one document.
+
+        Returns:
+            The attended values [B, L, H, K], in the dtype of the queries.
+        """
+        ...
+
+
+def sdpa_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
+    """`Attention` through `torch.nn.functional.scaled_dot_product_attention`, with no other work where L = S.
+
+    For L < S it is two blocks of torch's flash kernel. A mask [L, S] is made only where the kernel does not take the
+    case: packed documents, and on accelerators other dtypes than bfloat16 and float16. No collectives.
+
+    Args:
+        q_BLHK: Queries [B, L, H, K] of the last L of the S positions.
+        k_BSGK: Keys [B, S, G, K].
+        v_BSGK: Values [B, S, G, K].
+        documents_BS: Which document each position belongs to [B, S], integers; None: each row is one.
+
+    Returns:
+        The attended values [B, L, H, K], in the dtype of the queries.
+    """
+    length, key_length = q_BLHK.shape[1], k_BSGK.shape[1]
+    q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
+    if documents_BS is None and length == key_length:
+        out_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=True)
+    elif documents_BS is None and has_flash_kernel(q_BLHK):
+        # torch's own causal_lower_right fails under dispatch modes, and so under selective checkpointing.
+        out_BHLK = prefix_attention(q_BHLK, k_BGSK, v_BGSK)
+    else:
+        mask = _mask(length, key_length, documents_BS, device=q_BLHK.device)
+        out_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BGSK, v_BGSK, attn_mask=mask, enable_gqa=True)
+    return out_BHLK.transpose(1, 2)
+
+
+def _mask(length: int, key_length: int, documents_BS: Tensor | None, *, device: torch.device) -> Tensor:
+    """Who attends to whom [L, S], or [B, 1, L, S]: to positions that are not later, of the same document."""
+    before = key_length - length
+    causal_LS = torch.ones(length, key_length, dtype=torch.bool, device=device).tril(before)
+    if documents_BS is None:
+        return causal_LS
+    same_BLS = documents_BS[:, before:, None] == documents_BS[:, None, :]
+    return (same_BLS & causal_LS).unsqueeze(1)

@@ -1,0 +1,189 @@
+"""Attention in blocks: parts of the keys, each with its log-sum-exp, whose results merge exactly.
+
+Softmax over all keys is the sum of the blocks' softmaxes weighted by exp(block's log-sum-exp - log-sum-exp of all), as
+in Ring Attention (arXiv:2310.01889) and FlashAttention (arXiv:2205.14135). Backward of a block needs nothing of other
+blocks but the merged output and the merged log-sum-exp.
+
+Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_flash = torch.ops.aten._scaled_dot_product_flash_attention
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBlock:
+    """Some queries and some keys, and which of these those see.
+
+    Attributes:
+        q: Queries [B, H, L, K].
+        k: Keys [B, G, S, K].
+        v: Values [B, G, S, K].
+        causal: Whether query i sees the keys up to i only; else all. Only for L = S.
+        query_documents: Documents of the queries [B, L]; None: documents do not matter.
+        key_documents: Documents of the keys [B, S]; None as above.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    query_documents: Tensor | None = None
+    key_documents: Tensor | None = None
+
+
+class BlockKernel(Protocol):
+    """Computes one block of attention, with the scale 1/sqrt(K). No collectives."""
+
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        """Attend to the keys of a block.
+
+        Returns:
+            The output [B, H, L, K], and the log-sum-exp [B, H, L] of the scaled scores, at least float32. A query that
+            sees no key has the output 0 and the log-sum-exp -inf.
+        """
+        ...
+
+    def backward(
+        self, block: AttentionBlock, *, grad_BHLK: Tensor, out_BHLK: Tensor, lse_BHL: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The block's share of the gradients of its queries, keys and values.
+
+        Args:
+            block: As in forward.
+            grad_BHLK: Gradient of the output merged over all blocks.
+            out_BHLK: Output merged over all blocks.
+            lse_BHL: Log-sum-exp over all blocks, contiguous.
+        """
+        ...
+
+
+def has_flash_kernel(q: Tensor) -> bool:
+    """Whether torch has a flash kernel for queries of this device, dtype and head dim; [..., K]."""
+    if q.device.type == "cpu":
+        return True
+    return q.dtype in {torch.bfloat16, torch.float16} and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def default_kernel(q: Tensor, *, has_documents: bool) -> BlockKernel:
+    """The fastest kernel here that takes the case: torch's flash kernels, or plain arithmetic."""
+    if has_documents or not has_flash_kernel(q):
+        return MathKernel()
+    return CpuFlashKernel() if q.device.type == "cpu" else FlashKernel()
+
+
+@final
+class CpuFlashKernel:
+    """torch's flash kernel for CPUs: every floating-point dtype and head dim, no documents."""
+
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        """See `BlockKernel.forward`."""
+        assert block.query_documents is None, "this kernel takes no documents"
+        return _flash_cpu(block.q, block.k, block.v, 0.0, block.causal)
+
+    def backward(
+        self, block: AttentionBlock, *, grad_BHLK: Tensor, out_BHLK: Tensor, lse_BHL: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `BlockKernel.backward`."""
+        return _flash_cpu_backward(grad_BHLK, block.q, block.k, block.v, out_BHLK, lse_BHL, 0.0, block.causal)
+
+
+@final
+class FlashKernel:
+    """torch's flash kernel for accelerators: bfloat16 and float16, head dims up to 256 by eights, no documents."""
+
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        """See `BlockKernel.forward`."""
+        assert block.query_documents is None, "this kernel takes no documents"
+        out_BHLK, lse_BHL, *_ = _flash(block.q, block.k, block.v, 0.0, block.causal)
+        return out_BHLK, lse_BHL
+
+    def backward(
+        self, block: AttentionBlock, *, grad_BHLK: Tensor, out_BHLK: Tensor, lse_BHL: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `BlockKernel.backward`."""
+        inputs = (grad_BHLK, block.q, block.k, block.v, out_BHLK, lse_BHL)
+        # None: all rows have one length. Nothing is random without dropout, so the generator's state is not used.
+        lengths = (None, None, block.q.shape[2], block.k.shape[2])
+        state = torch.empty(0, dtype=torch.int64, device=block.q.device)
+        return _flash_backward(*inputs, *lengths, 0.0, block.causal, state, state)
+
+
+@final
+class MathKernel:
+    """Plain arithmetic, at least in float32: any device, dtype and documents; holds the scores of a block."""
+
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        """See `BlockKernel.forward`."""
+        _, _, v_BG1SK = _grouped(block)
+        scores_BGNLS = _scores(block)
+        lse_BGNL1 = scores_BGNLS.logsumexp(dim=-1, keepdim=True)
+        # Where a query sees no key, -inf - (-inf) would be NaN.
+        weights_BGNLS = (scores_BGNLS - lse_BGNL1.masked_fill(lse_BGNL1 == -torch.inf, 0.0)).exp()
+        out_BHLK = (weights_BGNLS @ v_BG1SK).flatten(1, 2)
+        return out_BHLK.to(block.q.dtype), lse_BGNL1.squeeze(-1).flatten(1, 2)
+
+    def backward(
+        self, block: AttentionBlock, *, grad_BHLK: Tensor, out_BHLK: Tensor, lse_BHL: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `BlockKernel.backward`."""
+        q_BGNLK, k_BG1SK, v_BG1SK = _grouped(block)
+        by_group = (block.k.shape[1], -1)
+        grad_BGNLK = grad_BHLK.to(q_BGNLK.dtype).unflatten(1, by_group)
+        weights_BGNLS = (_scores(block) - lse_BHL.unflatten(1, by_group).unsqueeze(-1)).exp()
+        row_BGNL1 = (out_BHLK.unflatten(1, by_group) * grad_BGNLK).sum(dim=-1, keepdim=True)
+        grad_scores_BGNLS = weights_BGNLS * (grad_BGNLK @ v_BG1SK.mT - row_BGNL1) * block.q.shape[-1] ** -0.5
+        grad_q_BHLK = (grad_scores_BGNLS @ k_BG1SK).flatten(1, 2)
+        grad_k_BGSK = (grad_scores_BGNLS.mT @ q_BGNLK).sum(dim=2)
+        grad_v_BGSK = (weights_BGNLS.mT @ grad_BGNLK).sum(dim=2)
+        return grad_q_BHLK.to(block.q.dtype), grad_k_BGSK.to(block.k.dtype), grad_v_BGSK.to(block.v.dtype)
+
+
+@final
+class MergedBlocks:
+    """The output and the log-sum-exp of queries over all blocks so far.
+
+    Args:
+        out_BHLK: Output of a first block, of which each query sees a key.
+        lse_BHL: Its log-sum-exp; sums are in this dtype.
+    """
+
+    def __init__(self, out_BHLK: Tensor, lse_BHL: Tensor) -> None:
+        # Copies, because what is merged is changed in place.
+        self.out_BHLK = out_BHLK.to(lse_BHL.dtype, copy=True)
+        self.lse_BHL = lse_BHL.clone()
+
+    def add(self, out_BHLK: Tensor, lse_BHL: Tensor, *, queries: slice) -> None:
+        """Merge in a block over some of the queries."""
+        all_lse_BHL = self.lse_BHL[:, :, queries]
+        share_BHL1 = torch.sigmoid(lse_BHL - all_lse_BHL).unsqueeze(-1)
+        self.out_BHLK[:, :, queries].lerp_(out_BHLK.to(lse_BHL.dtype), share_BHL1)
+        self.lse_BHL[:, :, queries] = torch.logaddexp(all_lse_BHL, lse_BHL)
+
+
+def _grouped(block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, G, H / G, L, K]; keys and values [B, G, 1, S, K]; at least float32."""
+    dtype = torch.promote_types(block.q.dtype, torch.float32)
+    q_BGNLK = block.q.to(dtype).unflatten(1, (block.k.shape[1], -1))
+    return q_BGNLK, block.k.to(dtype).unsqueeze(2), block.v.to(dtype).unsqueeze(2)
+
+
+def _scores(block: AttentionBlock) -> Tensor:
+    """Scaled scores [B, G, H / G, L, S], -inf where a query does not see a key."""
+    q_BGNLK, k_BG1SK, _ = _grouped(block)
+    scores_BGNLS = q_BGNLK @ k_BG1SK.mT * block.q.shape[-1] ** -0.5
+    if block.causal:
+        future_LS = torch.ones(scores_BGNLS.shape[-2:], dtype=torch.bool, device=scores_BGNLS.device).triu(1)
+        scores_BGNLS.masked_fill_(future_LS, -torch.inf)
+    if block.query_documents is not None and block.key_documents is not None:
+        other_BLS = block.query_documents[:, :, None] != block.key_documents[:, None, :]
+        scores_BGNLS.masked_fill_(other_BLS[:, None, None], -torch.inf)
+    return scores_BGNLS

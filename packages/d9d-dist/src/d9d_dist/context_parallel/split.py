@@ -1,0 +1,148 @@
+"""Which positions of a row each rank holds, so that all have the same share of a causal triangle's work."""
+
+from functools import partial
+from typing import Literal, TypeVar, final
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import KeyPath, keystr, tree_map_with_path
+
+from d9d_dist.context_parallel._chunk_order import rank_chunks, to_natural_order
+from d9d_dist.differentiable import gather_shards
+from d9d_dist.errors import UserError
+
+Tree = TypeVar("Tree")
+
+
+def check_one_axis(mesh: DeviceMesh) -> None:
+    """Check that a mesh is one axis.
+
+    Raises:
+        UserError: If it is not.
+    """
+    if mesh.ndim != 1:
+        names = ", ".join(mesh.mesh_dim_names or ())
+        raise UserError(f"got a mesh with the axes ({names}); expected exactly one. Slice it: mesh['cp'].")
+
+
+@final
+class ContextSplit:
+    """The load-balanced causal split of Llama 3 (arXiv:2407.21783, section 3.3.2).
+
+    A row is cut into 2R equal chunks, R the number of ranks; rank r holds the chunks r and 2R-1-r, in this order. On a
+    mesh of one rank everything is the identity.
+
+    Args:
+        mesh: A mesh of one axis, e.g. `ctx.mesh_for("batch")["cp"]`.
+
+    Raises:
+        UserError: If the mesh does not have exactly one axis.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        check_one_axis(mesh)
+        self._mesh = mesh
+
+    def split(self, tree: Tree, *, dim: int = 1) -> Tree:
+        """This rank's part of every tensor of a nested tree. No collectives, no host synchronisation.
+
+        Args:
+            tree: Whole rows, equal on all ranks: token ids, labels, position ids, document ids, masks. Labels are
+                shifted against the tokens before, not after. Leaves that are no tensors stay as they are.
+            dim: The dim of the positions in every tensor.
+
+        Raises:
+            UserError: If a tensor has no such dim, or its size is no multiple of 2R; the message names its path.
+        """
+        if self._mesh.size() == 1:
+            return tree
+        return tree_map_with_path(partial(self._part, dim), tree)
+
+    def join(self, tree: Tree, *, dim: int = 1, gradient: Literal["equal", "partial"] = "equal") -> Tree:
+        """The whole rows of every tensor of a nested tree of which each rank has its part; the inverse of `split`.
+
+        Collective: one all-gather for each tensor. Backward depends on what becomes of the rows:
+
+        - `"equal"`: all ranks compute the same from them, and it counts once. Each rank takes its part of its own
+          gradient; no collective. Parameters used after the join have the whole gradient on every rank, so they must
+          not be summed over these ranks.
+        - `"partial"`: each rank computes something of its own, and the sum over ranks is what is differentiated.
+          Gradients are summed and shared out by a reduce-scatter.
+
+        Args:
+            tree: This rank's parts, shaped alike on all ranks. Leaves that are no tensors stay as they are.
+            dim: The dim of the positions in every tensor.
+            gradient: How the ranks' uses of the rows count in backward.
+
+        Raises:
+            UserError: If a tensor has no such dim, or its size is no multiple of 2; the message names its path.
+        """
+        if self._mesh.size() == 1:
+            return tree
+        return tree_map_with_path(partial(self._rows, dim, gradient), tree)
+
+    def positions(self, length: int) -> Tensor:
+        """Positions in the whole row of this rank's tokens: [1, length / R], int64, on the mesh's device.
+
+        They are the position ids of a batch that brings none.
+
+        Args:
+            length: Length of the whole row.
+
+        Raises:
+            UserError: If the length is no multiple of 2R.
+        """
+        device = torch.device(self._mesh.device_type)
+        if self._mesh.size() == 1:
+            return torch.arange(length, device=device).unsqueeze(0)
+        size = self._chunk_size(length, of="a row")
+        starts = [chunk * size for chunk in self._chunks()]
+        return torch.cat([torch.arange(start, start + size, device=device) for start in starts]).unsqueeze(0)
+
+    def _chunks(self) -> tuple[int, int]:
+        return rank_chunks(self._mesh.get_local_rank(), self._mesh.size())
+
+    def _part(self, dim: int, path: KeyPath, leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        size = self._chunk_size(_size(leaf, dim, path), of=_name(path))
+        first, second = self._chunks()
+        if second == first + 1:
+            return leaf.narrow(dim, first * size, 2 * size)
+        return torch.cat([leaf.narrow(dim, chunk * size, size) for chunk in (first, second)], dim)
+
+    def _rows(self, dim: int, gradient: Literal["equal", "partial"], path: KeyPath, leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        num_ranks = self._mesh.size()
+        if _size(leaf, dim, path) % 2:
+            raise UserError(
+                f"{_name(path)} has length {leaf.shape[dim]}; expected a multiple of 2: each rank holds two equal "
+                "chunks of a row. Join what `split` gave."
+            )
+        return to_natural_order(gather_shards(leaf, self._mesh, dim=dim, gradient=gradient), num_ranks, dim=dim)
+
+    def _chunk_size(self, length: int, *, of: str) -> int:
+        num_chunks = 2 * self._mesh.size()
+        size, rest = divmod(length, num_chunks)
+        if rest:
+            raise UserError(
+                f"{of} has length {length}; expected a multiple of {num_chunks}, two chunks for each of the "
+                f"{self._mesh.size()} context-parallel ranks. Pad rows, with ignored labels, to "
+                f"{(size + 1) * num_chunks}."
+            )
+        return size
+
+
+def _name(path: KeyPath) -> str:
+    return f"the tensor {keystr(path)}" if path else "the tensor"
+
+
+def _size(tensor: Tensor, dim: int, path: KeyPath) -> int:
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise UserError(
+            f"{_name(path)} has the shape {tuple(tensor.shape)}; expected a dim {dim} of positions. "
+            "Take it out of what is split, or give it that dim."
+        )
+    return tensor.shape[dim]

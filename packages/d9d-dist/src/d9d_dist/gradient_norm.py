@@ -1,0 +1,180 @@
+"""The norm of all gradients of a job, each element counted once, whatever the layout; placements say who has what."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from d9d_dist._local_parameters import axis_names
+from d9d_dist.context import DistributedContext
+from d9d_dist.errors import UserError
+
+
+@torch.no_grad()
+def global_grad_norm(
+    parameters: Iterable[nn.Parameter], *, ctx: DistributedContext, norm_type: float = 2.0
+) -> torch.Tensor:
+    """The norm of all gradients of a job taken as one vector, each element counted once.
+
+    Parameters are grouped by the mesh axes that share their elements out (see `grad_norm_parts`); stages of a pipeline
+    hold different parameters and are added up too. One all-reduce of a few numbers for each process group among those
+    axes; no full tensor is built, and the host waits for nothing.
+
+    Args:
+        parameters: The parameters of this rank, those without a gradient included: what is reduced follows from the
+            parameters, so that a gradient may be missing on one rank alone. Plain tensors count as replicated over all
+            ranks of a stage, missing gradients as zero.
+        ctx: The job's context.
+        norm_type: The p of the p-norm; `float("inf")` for the maximum.
+
+    Returns:
+        A 0-dim tensor on the job's device, equal on every rank; float32, or float64 where a parameter is.
+
+    Raises:
+        UserError: If a gradient is still a part of a sum, or placed otherwise than its parameter.
+    """
+    powers = list(_reduced_powers(parameters, ctx, norm_type).values())
+    total = _join(powers, norm_type) if powers else torch.zeros((), device=ctx.device)
+    if ctx.size("regular", "pp") > 1:
+        dist.all_reduce(total, op=_reduction(norm_type), group=ctx.group_for("regular", "pp"))
+    return _root(total, norm_type)
+
+
+@torch.no_grad()
+def grad_norm_parts(
+    parameters: Iterable[nn.Parameter], *, ctx: DistributedContext, norm_type: float = 2.0
+) -> dict[str, torch.Tensor]:
+    """The norms that `global_grad_norm` is made of: those of all gradients whose elements are shared out alike.
+
+    Which of them explodes tells where to look. The p-th powers add up to that of the whole stage's norm. The same
+    collectives, but for the one over the stages of a pipeline, each of which has parts of its own.
+
+    Args:
+        parameters: As for `global_grad_norm`.
+        ctx: The job's context.
+        norm_type: The p of the p-norm; `float("inf")` for the maximum.
+
+    Returns:
+        0-dim tensors by the axes of more than one rank that split the gradients, e.g. `"dp_cp_shard x tp"`;
+        `"replicated"` for those that every rank of a stage has.
+
+    Raises:
+        UserError: As for `global_grad_norm`.
+    """
+    powers = _reduced_powers(parameters, ctx, norm_type)
+    return {name: _root(power, norm_type) for name, power in powers.items()}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Gradients whose elements are shared out over the same ranks.
+
+    Attributes:
+        name: The axes that share them out.
+        groups: The process groups of those axes.
+        gradients: This rank's parts.
+    """
+
+    name: str
+    groups: tuple[dist.ProcessGroup, ...]
+    gradients: list[torch.Tensor] = field(default_factory=list)
+
+
+def _reduced_powers(
+    parameters: Iterable[nn.Parameter], ctx: DistributedContext, norm_type: float
+) -> dict[str, torch.Tensor]:
+    """The sum over elements of |g|^p, or the largest |g|, of each part by its name; equal on all ranks of a stage."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    dtype = torch.float64 if torch.float64 in {parameter.dtype for parameter in trained} else torch.float32
+    parts = _group(trained)
+    powers = {part.name: _power(part.gradients, norm_type, dtype, ctx.device) for part in parts}
+    # Sums over different axes commute, so each group is used once, for all parts that it splits.
+    for group in dict.fromkeys(group for part in parts for group in part.groups):
+        names = [part.name for part in parts if group in part.groups]
+        stacked = torch.stack([powers[name] for name in names])
+        dist.all_reduce(stacked, op=_reduction(norm_type), group=group)
+        powers.update(zip(names, stacked.unbind(), strict=True))
+    return powers
+
+
+def _group(parameters: Sequence[nn.Parameter]) -> list[_Part]:
+    """The parts, in an order that the parameters alone decide: equal on all ranks of a stage."""
+    spread = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    parts: dict[str, _Part] = {}
+    if len(spread) < len(parameters):
+        plain = [parameter.grad for parameter in parameters if not isinstance(parameter, DTensor)]
+        parts["replicated"] = _Part("replicated", (), [gradient for gradient in plain if gradient is not None])
+    by_placement: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Part] = {}
+    for parameter in spread:
+        place = (parameter.device_mesh, parameter.placements)
+        if place not in by_placement:
+            part = _Part(*_splits(*place))
+            by_placement[place] = parts.setdefault(part.name, part)
+            assert by_placement[place].groups == part.groups, "axes of one name have one process group"
+        if parameter.grad is not None:
+            by_placement[place].gradients.append(_local_gradient(parameter, parameter.grad))
+    return list(parts.values())
+
+
+def _splits(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[str, tuple[dist.ProcessGroup, ...]]:
+    """The mesh axes of more than one rank over which elements are shared out: their names, and their groups."""
+    axes = [
+        (name, mesh.get_group(axis))
+        for axis, (name, placement) in enumerate(zip(axis_names(mesh), placements, strict=True))
+        if not placement.is_replicate() and mesh.size(axis) > 1
+    ]
+    return " x ".join(name for name, _ in axes) or "replicated", tuple(group for _, group in axes)
+
+
+def _local_gradient(parameter: DTensor, gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a gradient that is placed as its parameter is."""
+    if not isinstance(gradient, DTensor):
+        raise UserError(
+            f"got a plain tensor as the gradient of a parameter of shape {tuple(parameter.shape)} that is a DTensor; "
+            f"expected a DTensor with the placements {_show(parameter.placements)}: without them nobody knows which "
+            "elements these are. Make it one (DTensor.from_local)."
+        )
+    if gradient.placements != parameter.placements:
+        raise UserError(
+            f"got a gradient with the placements {_show(gradient.placements)} for a parameter of shape "
+            f"{tuple(parameter.shape)} with {_show(parameter.placements)}, on the axes "
+            f"({', '.join(axis_names(parameter.device_mesh))}); expected equal ones. If it is Partial, ranks have not "
+            "added it up yet: call GradientSync.finish(), or sync_gradients(model), before its norm is taken."
+        )
+    return gradient.to_local()
+
+
+def _show(placements: Sequence[Placement]) -> str:
+    return f"({', '.join(map(repr, placements))})"
+
+
+def _power(
+    gradients: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The sum over elements of |g|^p, or the largest |g|, of this rank's part, of which some shards may be empty."""
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    if not filled:
+        return torch.zeros((), dtype=dtype, device=device)
+    norms = torch._foreach_norm(filled, norm_type, dtype=dtype)
+    stacked = torch.stack(norms)
+    return stacked.max() if norm_type == inf else stacked.pow_(norm_type).sum()
+
+
+def _join(powers: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    stacked = torch.stack(powers)
+    return stacked.max() if norm_type == inf else stacked.sum()
+
+
+def _root(power: torch.Tensor, norm_type: float) -> torch.Tensor:
+    return power if norm_type == inf else power ** (1.0 / norm_type)
+
+
+def _reduction(norm_type: float) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM

@@ -1,0 +1,168 @@
+"""Adds gradients up over ranks, in buckets, while backward still computes: `Partial()` becomes `Replicate()`.
+
+A parameter's placements say which ranks have a part of its gradient, so there is nothing to configure: data-parallel
+replicas and norms inside tensor-parallel regions are reduced alike, over several axes at once where it takes several.
+What FSDP manages is none of this module's business.
+
+Bucketing and overlap follow "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+arXiv:2006.15704, without its copy back: a reduced gradient stays where it was reduced.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from d9d_dist._gradient_buckets import Bucket, Slot, is_partial, plan_buckets
+from d9d_dist._local_parameters import PartialParameter, modules_outside_fsdp, partial_parameters
+from d9d_dist.errors import UserError
+
+BUCKET_BYTES = 4 * 2**20
+"""Enough to use a network well, and little enough that most weights of a large model are reduced without a copy."""
+
+
+@final
+class GradientSync:
+    """Reduces the gradients of a model that are parts of sums, once a step.
+
+    Every backward adds a microbatch's gradients up locally. With the last one gradients become final, from the last
+    layers to the first; a bucket whose gradients are all there starts its all-reduce at once, without waiting for it.
+    `finish` starts what is left, and waits. All ranks reduce the same buckets in the same order, each gradient once.
+
+    Between the first microbatch and `finish`, gradients are in no state to be looked at. After it:
+
+    - `.grad` is a DTensor with the placements of its parameter; those of one bucket share their memory.
+    - A parameter that some rank used has a gradient on all ranks. One that none used has what it had before: usually
+      none, so optimizers pass over it. (A rank that lacks a gradient has to ask; only then does its host wait for the
+      device.)
+    - If `.grad` was not set to `None` before the step, the sum is added to what was there.
+
+    Making one is collective over the ranks of each gradient's axes: it makes process groups, of its own, so that its
+    all-reduces cannot get between other collectives. Make it when parameters are in their final place: parallelised,
+    and filled by `materialize`.
+
+    Attributes:
+        num_microbatches: Number of backward passes of a step. May be set anew between steps.
+
+    Args:
+        model: A model, or one stage of it.
+        num_microbatches: See the attribute.
+        bucket_bytes: Smaller gradients are copied into buckets of this size; each larger one is reduced alone, in place.
+        dtype: What to reduce in; by default what `parallelize_replicate` was given, else the gradient's own.
+
+    Raises:
+        UserError: If `num_microbatches` or `bucket_bytes` is not positive.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_microbatches: int = 1,
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if num_microbatches < 1 or bucket_bytes < 1:
+            raise UserError(
+                f"got num_microbatches = {num_microbatches} and bucket_bytes = {bucket_bytes}; expected both to be at "
+                "least 1."
+            )
+        self.num_microbatches = num_microbatches
+        self._model, self._bucket_bytes, self._dtype = model, bucket_bytes, dtype
+        self._buckets = self._plan(partial_parameters(model))
+        self._num_started = 0
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                self._handles.append(slot.parameter.register_hook(partial(Slot.set_aside, slot)))
+                receive = partial(self._receive, bucket, slot)
+                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(receive))
+
+    def finish(self) -> None:
+        """Reduce what backward has not reduced yet, wait, and leave every gradient whole.
+
+        Gradients that are `Partial()` though their module does not compute with local parameters, such as those that
+        torch's own tensor-parallel styles leave, are reduced here too. They must be there on all ranks of their axes
+        or on none.
+        """
+        planned = {id(slot.parameter) for bucket in self._buckets for slot in bucket.slots}
+        unplanned = self._plan(found for found in _partial_gradients(self._model) if id(found.parameter) not in planned)
+        for bucket in [*self._buckets[self._num_started :], *unplanned]:
+            bucket.start()
+        buckets = [*self._buckets, *unplanned]
+        for bucket, is_used in zip(buckets, _used_by_any(buckets), strict=True):
+            bucket.finish(is_used)
+        self._num_started = 0
+
+    def close(self) -> None:
+        """Take the hooks off the parameters; after the last `finish`. Safe to call twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _plan(self, parameters: Iterable[PartialParameter]) -> list[Bucket]:
+        slots = [Slot(parameter, self._dtype) for parameter in parameters]
+        return [Bucket(group) for group in plan_buckets(slots, bucket_bytes=self._bucket_bytes)]
+
+    def _receive(self, bucket: Bucket, slot: Slot, parameter: torch.Tensor) -> None:
+        """A gradient has been added to `.grad`."""
+        slot.num_received += 1
+        if slot.num_received > self.num_microbatches:
+            raise UserError(
+                f"a parameter of shape {tuple(parameter.shape)} received gradient number {slot.num_received} of a step "
+                f"of num_microbatches = {self.num_microbatches}; expected GradientSync.finish() before the next step. "
+                "Call it, or set num_microbatches to the number of backward passes before it."
+            )
+        if slot.num_received == self.num_microbatches:
+            bucket.num_ready += 1
+            while self._num_started < len(self._buckets) and self._buckets[self._num_started].is_ready:
+                self._buckets[self._num_started].start()
+                self._num_started += 1
+
+
+def sync_gradients(model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None) -> None:
+    """Add the gradients of a model up over ranks, for a loop that has run all its backward passes; see `GradientSync`.
+
+    Args:
+        model: A model, or one stage of it.
+        bucket_bytes: See `GradientSync`.
+        dtype: What to reduce in.
+    """
+    sync = GradientSync(model, bucket_bytes=bucket_bytes, dtype=dtype)
+    try:
+        sync.finish()
+    finally:
+        sync.close()
+
+
+def _used_by_any(buckets: Sequence[Bucket]) -> list[list[bool]]:
+    """Which parameters some rank has used, by bucket: one small all-reduce for each group."""
+    by_group: dict[dist.ProcessGroup, list[Slot]] = {}
+    for bucket in buckets:
+        by_group.setdefault(bucket.group, []).extend(bucket.slots)
+    used: set[int] = set()
+    for group, slots in by_group.items():
+        counts = torch.ones(len(slots), dtype=torch.int32, device=slots[0].parameter.device)
+        missing = [index for index, slot in enumerate(slots) if not slot.is_used]
+        for index in missing:
+            counts[index].zero_()
+        dist.all_reduce(counts, group=group)
+        # What this rank used needs no answer, and reading the answer would wait for the device.
+        numbers = counts.tolist() if missing else [1] * len(slots)
+        used.update(id(slot) for slot, number in zip(slots, numbers, strict=True) if number)
+    return [[id(slot) in used for slot in bucket.slots] for bucket in buckets]
+
+
+def _partial_gradients(model: nn.Module) -> Iterator[PartialParameter]:
+    """Parameters outside FSDP's care whose gradients are parts of sums, each once."""
+    seen: set[int] = set()
+    for module in modules_outside_fsdp(model):
+        for parameter in module._parameters.values():
+            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor) and id(parameter) not in seen:
+                seen.add(id(parameter))
+                if is_partial(parameter.grad):
+                    yield PartialParameter(parameter, parameter.grad.placements, None)

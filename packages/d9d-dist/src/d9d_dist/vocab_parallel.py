@@ -1,0 +1,94 @@
+"""Token embedding and token loss over a vocabulary that is shared out to ranks.
+
+Shape legend: T tokens, V vocabulary, D hidden size; V_local = V / ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias, final, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+TokenLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Maps logits [T, V] and labels [T], int64, to the negative log-likelihood of each label [T], in nats."""
+
+
+@runtime_checkable
+class HasTokenLoss(Protocol):
+    """A module that computes its losses by a function that can be replaced.
+
+    Attributes:
+        token_loss: The function.
+    """
+
+    token_loss: TokenLoss
+
+
+def embed_vocab_shard(ids: Tensor, weight_VD: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Look up the ids that this rank has; all others give zeros. The sum over ranks is the embedding. No collectives.
+
+    Args:
+        ids: Token ids of any shape, int64, below V.
+        weight_VD: This rank's rows [V_local, D].
+        mesh: A mesh of one axis, over which the rows are split.
+    """
+    local_ids, is_here = _local_ids(ids, weight_VD.shape[0], mesh)
+    return F.embedding(local_ids, weight_VD).masked_fill(~is_here.unsqueeze(-1), 0.0)
+
+
+@final
+class VocabParallelCrossEntropy:
+    """Cross entropy over logits of which each rank has the columns of its part of the vocabulary.
+
+    Forward issues two all-reduces of [T] and [2, T] elements; backward none: every rank computes the gradient of its
+    own logits, and expects equal gradients of the losses on all ranks. Arithmetic is in the dtype of the logits.
+
+    Args:
+        mesh: A mesh of one axis, over which the vocabulary is split, evenly.
+        ignored_label: A token with this label has loss 0 and gives no gradient.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, ignored_label: int = -100) -> None:
+        self._mesh, self._ignored_label = mesh, ignored_label
+
+    def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+        """Losses [T], equal on all ranks, of this rank's logits [T, V_local] and labels [T], equal on all ranks."""
+        return _CrossEntropy.apply(logits_TV, labels_T, self._mesh, self._ignored_label)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, mesh: DeviceMesh, ignored_label: int) -> Tensor:
+        group = mesh.get_group()
+        largest_T = logits_TV.amax(dim=-1)
+        dist.all_reduce(largest_T, op=dist.ReduceOp.MAX, group=group)
+        shifted_TV = logits_TV - largest_T.unsqueeze(-1)
+        local_ids, is_here = _local_ids(labels_T, logits_TV.shape[-1], mesh)
+        ids_T1 = local_ids.unsqueeze(-1)
+        label_T = shifted_TV.gather(-1, ids_T1).squeeze(-1).masked_fill(~is_here, 0.0)
+        weights_TV = shifted_TV.exp_()
+        sums_2T = torch.stack((weights_TV.sum(dim=-1), label_T))
+        dist.all_reduce(sums_2T, group=group)
+        total_T, label_T = sums_2T.unbind()
+        is_counted = labels_T != ignored_label
+        probabilities_TV = weights_TV.div_(total_T.unsqueeze(-1))
+        ctx.save_for_backward(probabilities_TV, ids_T1, is_here & is_counted, is_counted)
+        return (total_T.log() - label_T).masked_fill(~is_counted, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        probabilities_TV, ids_T1, is_target, is_counted = ctx.saved_tensors
+        scale_T1 = gradients[0].masked_fill(~is_counted, 0.0).unsqueeze(-1)
+        gradient_TV = probabilities_TV * scale_T1
+        gradient_TV.scatter_add_(-1, ids_T1, -scale_T1 * is_target.unsqueeze(-1))
+        return gradient_TV, None, None, None
+
+
+def _local_ids(ids: Tensor, num_local: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """Ids counted from this rank's first one, 0 for those of other ranks; and which of them are this rank's."""
+    local = ids - mesh.get_local_rank() * num_local
+    is_here = (local >= 0) & (local < num_local)
+    return local.masked_fill(~is_here, 0), is_here

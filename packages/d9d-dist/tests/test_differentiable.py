@@ -1,0 +1,276 @@
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from d9d_dist import MeshConfig, UserError
+from d9d_dist.differentiable import (
+    enter_partial,
+    exchange,
+    gather_shards,
+    scatter_partial,
+    sum_partial,
+    take_shard,
+)
+from d9d_dist.testing import Device, run_ranks
+
+SHAPE = (4, 8, 12)
+DIMS = [0, 1, -1]
+
+# Each case: how a global tensor is spread over ranks, the function, how the global result is spread over ranks, and the
+# same maths on one process. "equal": all ranks have it; "part": ranks have parts of a sum; a number: cut on that dim.
+# A gradient is spread by the adjoint's rule: of what is equal it is a part of a sum where ranks use it differently.
+Spread = str | int
+Operation = Callable[[Tensor, DeviceMesh], Tensor]
+
+
+def _operation(name: str, dim: int, other: int) -> Operation:
+    operations: dict[str, Operation] = {
+        "enter_partial": enter_partial,
+        "sum_partial": sum_partial,
+        "gather_shards partial": lambda x, mesh: gather_shards(x, mesh, dim=dim, gradient="partial"),
+        "gather_shards equal": lambda x, mesh: gather_shards(x, mesh, dim=dim, gradient="equal"),
+        "scatter_partial": lambda x, mesh: scatter_partial(x, mesh, dim=dim),
+        "take_shard": lambda x, mesh: take_shard(x, mesh, dim=dim),
+        "exchange": lambda x, mesh: exchange(x, mesh, scatter_dim=dim, gather_dim=other),
+    }
+    return operations[name]
+
+
+def _spreads(name: str, dim: int, other: int) -> tuple[Spread, Spread, Spread, Spread]:
+    """How input, output, the output's gradient, and the input's gradient are spread over ranks."""
+    spreads: dict[str, tuple[Spread, Spread, Spread, Spread]] = {
+        "enter_partial": ("equal", "equal", "part", "equal"),
+        "sum_partial": ("part", "equal", "equal", "equal"),
+        "gather_shards partial": (dim, "equal", "part", dim),
+        "gather_shards equal": (dim, "equal", "equal", dim),
+        "scatter_partial": ("part", dim, dim, "equal"),
+        "take_shard": ("equal", dim, dim, "equal"),
+        "exchange": (other, dim, dim, other),
+    }
+    return spreads[name]
+
+
+def _rank_part(spread: Spread, whole: Tensor, rank: int, size: int, seed: int) -> Tensor:
+    """This rank's part of a global tensor; parts of a sum are random, but for the first rank's."""
+    if isinstance(spread, int):
+        return whole.chunk(size, dim=spread)[rank].clone()
+    if spread == "equal":
+        return whole.clone()
+    others = [_random(seed + other) for other in range(1, size)]
+    return others[rank - 1] if rank else whole - cast("Tensor", sum(others))
+
+
+def _random(seed: int) -> Tensor:
+    """A transposed tensor, so that neither inputs nor gradients are contiguous."""
+    draws = torch.Generator().manual_seed(seed)
+    return torch.randn(*reversed(SHAPE), dtype=torch.float64, generator=draws).permute(2, 1, 0)
+
+
+def _forward_and_gradient(name: str, dim: int, other: int) -> tuple[Tensor, Tensor, bool]:
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        mesh = ctx.mesh_for("dense")["tp"]
+        spread_in, _, spread_gradient, _ = _spreads(name, dim, other)
+        x = _rank_part(spread_in, _random(1), ctx.rank, mesh.size(), 100).to(ctx.device)
+        before = x.clone()
+        y = _operation(name, dim, other)(x.requires_grad_(), mesh)
+        upstream = _rank_part(spread_gradient, _random(2), ctx.rank, mesh.size(), 200).to(ctx.device)
+        assert not upstream.is_contiguous()
+        (gradient,) = torch.autograd.grad(y, x, upstream)
+        return y.detach().cpu(), gradient.cpu(), torch.equal(x, before)
+
+
+NAMES = [
+    "enter_partial",
+    "sum_partial",
+    "gather_shards partial",
+    "gather_shards equal",
+    "scatter_partial",
+    "take_shard",
+    "exchange",
+]
+
+
+def _check(name: str, dim: int, other: int, world_size: int, device: Device) -> None:
+    """All of these are the identity on the global tensor: so is the gradient."""
+    _, spread_out, _, spread_input_gradient = _spreads(name, dim, other)
+    ranks = run_ranks(_forward_and_gradient, name, dim, other, world_size=world_size, device=device)
+    for rank, (y, gradient, is_input_kept) in enumerate(ranks):
+        expected = _rank_part(spread_out, _random(1), rank, world_size, 100)
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-14)
+        expected = _rank_part(spread_input_gradient, _random(2), rank, world_size, 200)
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-14)
+        assert is_input_kept
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_one_process(name: str, dim: int, device: Device) -> None:
+    _check(name, dim, (dim + 1) % 3, 2, device)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.world_size(4)
+def test_equals_one_process_on_more_ranks(name: str, device: Device) -> None:
+    _check(name, -2, 0, 4, device)
+
+
+LENGTH, SIZE, HIDDEN = 8, 4, 12
+
+
+def _layer_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(3)
+    shapes = ((LENGTH, SIZE), (SIZE, HIDDEN), (HIDDEN, SIZE))
+    x, up, down = (torch.randn(shape, dtype=torch.float64, generator=draws) for shape in shapes)
+    return x, up, down
+
+
+def _layers_on_one_process() -> tuple[Tensor, list[Tensor]]:
+    x, up, down = (tensor.requires_grad_() for tensor in _layer_inputs())
+    h = x + (x @ up).tanh() @ down
+    h = h.cumsum(dim=0).sin()
+    h = ((h @ up).tanh() @ down).sin()
+    loss = h.square().sum()
+    return loss.detach(), list(torch.autograd.grad(loss, (x, up, down)))
+
+
+def _layers_on_ranks() -> tuple[Tensor, list[Tensor]]:
+    """A sequence-parallel layer, a mix over the sequence on some of the features, and a tensor-parallel layer."""
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        mesh = ctx.mesh_for("dense")["tp"]
+        parts = zip(_layer_inputs(), (0, 1, 0), strict=True)
+        x, up, down = (
+            whole.chunk(mesh.size(), dim=dim)[ctx.rank].to(ctx.device).requires_grad_() for whole, dim in parts
+        )
+        h = x + scatter_partial((gather_shards(x, mesh, dim=0, gradient="partial") @ up).tanh() @ down, mesh, dim=0)
+        h = exchange(h, mesh, scatter_dim=-1, gather_dim=0).cumsum(dim=0).sin()
+        h = gather_shards(exchange(h, mesh, scatter_dim=0, gather_dim=-1), mesh, dim=0, gradient="equal")
+        h = sum_partial((enter_partial(h, mesh) @ up).tanh() @ down, mesh)
+        h = gather_shards(take_shard(h, mesh, dim=-1).sin_(), mesh, dim=-1, gradient="equal")
+        loss = h.square().sum()
+        gradients = torch.autograd.grad(loss, (x, up, down))
+        return loss.detach().cpu(), [gradient.cpu() for gradient in gradients]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_layers_equal_one_process(world_size: int) -> None:
+    expected_loss, expected = _layers_on_one_process()
+    ranks = run_ranks(_layers_on_ranks, world_size=world_size)
+    for loss, _ in ranks:
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-13, atol=0)
+    for i, dim in enumerate((0, 1, 0)):
+        gradient = torch.cat([gradients[i] for _, gradients in ranks], dim=dim)
+        torch.testing.assert_close(gradient, expected[i], rtol=1e-12, atol=1e-13)
+
+
+def _second_derivative() -> tuple[Tensor, Tensor]:
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        mesh = ctx.mesh_for("dense")["tp"]
+        shard = torch.arange(1.0, 3.0, dtype=torch.float64) + 2 * ctx.rank
+        shard.requires_grad_()
+        loss = gather_shards(shard, mesh, dim=0, gradient="partial").pow(3).sum()  # on both ranks: twice in all
+        (first,) = torch.autograd.grad(loss, shard, create_graph=True)
+        (second,) = torch.autograd.grad(first, shard, torch.ones_like(first))
+        return shard.detach(), second
+
+
+def test_gradients_can_be_differentiated() -> None:
+    for shard, second in run_ranks(_second_derivative):
+        torch.testing.assert_close(second, 2 * 6 * shard)
+
+
+def _compiled_and_not() -> list[Tensor]:
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        mesh = ctx.mesh_for("dense")["tp"]
+        x = (torch.arange(8.0) + ctx.rank).view(4, 2).requires_grad_()
+
+        def layer(x: Tensor) -> Tensor:
+            h = gather_shards(x.sin(), mesh, dim=0, gradient="partial")
+            h = exchange(h.cos(), mesh, scatter_dim=0, gather_dim=1)
+            h = enter_partial(scatter_partial(h, mesh, dim=-1), mesh).sin()
+            return take_shard(sum_partial(h, mesh), mesh, dim=0).square().sum()
+
+        compiled: Callable[[Tensor], Tensor] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        losses = layer(x), compiled(x)
+        return [tensor for loss in losses for tensor in (loss.detach(), *torch.autograd.grad(loss, x))]
+
+
+def test_compiles_in_one_graph() -> None:
+    for loss, gradient, compiled_loss, compiled_gradient in run_ranks(_compiled_and_not):
+        assert torch.equal(compiled_loss, loss)
+        assert torch.equal(compiled_gradient, gradient)
+
+
+def _identity_on_one_rank() -> list[bool]:
+    with MeshConfig().build() as ctx:
+        mesh, x = ctx.mesh_for("dense")["tp"], torch.ones(3, 3, 3)
+        return [_operation(name, 0, 1)(x, mesh) is x for name in NAMES]
+
+
+def test_one_rank_gets_its_tensor_back() -> None:
+    (are_same,) = run_ranks(_identity_on_one_rank, world_size=1)
+    assert are_same == [True] * len(NAMES)
+
+
+def _changed_tensors() -> list[str]:
+    """Contiguous inputs and gradients, which a collective that works in place could take for its own."""
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        mesh, changed = ctx.mesh_for("dense")["tp"], []
+        for name in NAMES:
+            x = torch.full((2, 2, 2), 1.0 + ctx.rank, device=ctx.device, requires_grad=True)
+            y = _operation(name, 0, 1)(x, mesh)
+            upstream = torch.full_like(y, 3.0 + ctx.rank)
+            torch.autograd.grad(y, x, upstream)
+            if not torch.equal(x, torch.full_like(x, 1.0 + ctx.rank)):
+                changed.append(f"{name}: input")
+            if not torch.equal(upstream, torch.full_like(y, 3.0 + ctx.rank)):
+                changed.append(f"{name}: gradient")
+        return changed
+
+
+def test_arguments_are_left_as_they_are(device: Device) -> None:
+    assert run_ranks(_changed_tensors, device=device) == [[]] * 2
+
+
+def _dtypes() -> list[torch.dtype]:
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        mesh, x = ctx.mesh_for("dense")["tp"], torch.ones(2, 2, 2, dtype=torch.bfloat16, device=ctx.device)
+        return [_operation(name, 0, 1)(x, mesh).dtype for name in NAMES]
+
+
+def test_dtype_is_kept(device: Device) -> None:
+    assert run_ranks(_dtypes, device=device) == [[torch.bfloat16] * len(NAMES)] * 2
+
+
+def _refusal(name: str) -> str:
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        with pytest.raises(UserError) as caught:
+            _operation(name, 1, 0)(torch.zeros(4, 5), ctx.mesh_for("dense")["tp"])
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["scatter_partial", "take_shard", "exchange"])
+def test_refuses_uneven_parts(name: str) -> None:
+    message = (
+        "got a tensor of shape (4, 5) to share out to 2 ranks on dim 1, whose size is 5; expected a multiple of 2."
+    )
+    assert run_ranks(_refusal, name) == [message] * 2
+
+
+def _other_refusals() -> None:
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        mesh = ctx.mesh_for("dense")
+        with pytest.raises(
+            UserError, match=r"got a mesh with the axes \(.*, tp\); expected exactly one. Slice it: mesh"
+        ):
+            sum_partial(torch.zeros(2), mesh)
+        wrong: Any = "sum"
+        with pytest.raises(UserError, match=r"got gradient = 'sum'; expected 'partial' or 'equal'."):
+            gather_shards(torch.zeros(2), mesh["tp"], dim=0, gradient=wrong)
+
+
+def test_refuses_what_it_does_not_know() -> None:
+    run_ranks(_other_refusals)

@@ -1,0 +1,297 @@
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from d9d_dist import (
+    ColumnParallel,
+    GradientSync,
+    MeshConfig,
+    Replicated,
+    RowParallel,
+    SequenceParallel,
+    TensorRegion,
+    TensorStyle,
+    TokenLoss,
+    UserError,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    materialize,
+    parallelize_hsdp,
+    parallelize_tensor,
+)
+from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
+
+VOCAB, SIZE, HEADS, HEAD_DIM, LENGTH = 16, 12, 4, 3, 8
+
+
+class _Norm(nn.Module):
+    """A norm with a weight and a bias; not of a kind that anything here could know."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, mean=1.0)
+        nn.init.normal_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.square().mean(dim=-1, keepdim=True) + 0.1).sqrt() * self.weight + self.bias
+
+
+class _Heads(nn.Module):
+    """Attention's shape without attention: heads mix tokens, and a norm is shared by all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(SIZE, HEADS * HEAD_DIM)
+        self.norm = _Norm(HEAD_DIM)
+        self.out = nn.Linear(HEADS * HEAD_DIM, SIZE)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        heads = self.norm(self.proj(x).unflatten(-1, (-1, HEAD_DIM))) + shift
+        return self.out(heads.cumsum(dim=1).flatten(2))
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.heads = _Norm(SIZE), _Heads()
+        self.up, self.down = nn.Linear(SIZE, 8), nn.Linear(8, SIZE)
+        self.scale = nn.Parameter(torch.empty(SIZE))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.scale, mean=1.0)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        x = x + self.heads(self.norm(x), shift)
+        return x + self.down(F.gelu(self.up(x))) * self.scale
+
+
+class _Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token_loss: TokenLoss = _cross_entropy
+        self.weight = nn.Parameter(torch.empty(VOCAB, SIZE))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        logits = F.linear(x, self.weight)
+        if labels is None:
+            return logits
+        return self.token_loss(logits.flatten(0, 1), labels.flatten())
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+class _Model(nn.Module):
+    def __init__(self, *, tied: bool = False, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, SIZE)
+        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+        self.norm, self.head = _Norm(SIZE), _Head()
+        self.checkpointed = checkpointed
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor, *, labels: Tensor | None = None) -> Tensor:
+        x = self.embedding(ids)
+        shift = torch.linspace(0, 1, HEAD_DIM, dtype=x.dtype, device=x.device)
+        for block in self.blocks:
+            x = checkpoint(block, x, shift, use_reentrant=False) if self.checkpointed else block(x, shift)
+        return self.head(self.norm(x), labels=labels)
+
+
+def _plan(*, sequence: bool) -> dict[str, TensorStyle]:
+    between: Placement = Shard(1) if sequence else Replicate()
+    along: dict[str, TensorStyle] = {"blocks": SequenceParallel(), "norm": SequenceParallel()} if sequence else {}
+    return {
+        "embedding": VocabParallelEmbedding(output=between),
+        **along,
+        "blocks.*.heads": TensorRegion(input=between),
+        "blocks.*.heads.proj": ColumnParallel(input=None, head_dim=HEAD_DIM),
+        "blocks.*.heads.out": RowParallel(output=between),
+        "blocks.*.up": ColumnParallel(input=between),
+        "blocks.*.down": RowParallel(output=between),
+        "head": VocabParallelHead(input=between),
+    }
+
+
+def _train(plan: Mapping[str, TensorStyle] | None, degrees: dict[str, int], options: dict[str, bool]) -> Any:
+    """Logits, losses, summed gradients of two microbatches, and placements."""
+    with MeshConfig(**degrees).build() as ctx:
+        with torch.device("meta"):
+            model = _Model(**options).double()
+        dense = ctx.mesh_for("dense")
+        if plan is not None:
+            parallelize_tensor(model, dense["tp"], plan)
+        parallelize_hsdp(model, dense["dp_replicate", "dp_cp_shard"], shard_axis="dp_cp_shard")
+        materialize(model, device=ctx.device, seed=0)
+        sync = GradientSync(model, num_microbatches=2)
+        draws = torch.Generator().manual_seed(0)
+        ids, labels = torch.randint(0, VOCAB, (2, 4, LENGTH), generator=draws)
+        dp = ctx.mesh_for("batch")["dp"]
+        mine = slice(dp.get_local_rank(), None, dp.size())
+        logits = model(ids[mine].to(ctx.device)).detach().cpu()
+        for row_ids, row_labels in zip(ids[mine].chunk(2), labels[mine].chunk(2), strict=True):
+            model(row_ids.to(ctx.device), labels=row_labels.to(ctx.device)).sum().backward()
+        sync.finish()
+        placements = {name: str(p.placements) for name, p in model.named_parameters() if isinstance(p, DTensor)}
+        return logits if dp.size() == 1 else None, full_gradients(model), placements
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"checkpointed": True}], ids=str)
+@pytest.mark.parametrize("degrees", [{"tensor_parallel": 2}, {"tensor_parallel": 2, "data_parallel_shard": 2}], ids=str)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_equals_one_process(sequence: bool, degrees: dict[str, int], options: dict[str, bool]) -> None:
+    ((logits, gradients, _),) = run_ranks(_train, None, {}, options, world_size=1)
+    world_size = 2 * degrees.get("data_parallel_shard", 1)
+    for found in run_ranks(_train, _plan(sequence=sequence), degrees, options, world_size=world_size):
+        assert found[0] is None or torch.allclose(found[0], logits, rtol=1e-12, atol=1e-12)
+        assert_trees_close(found[1], gradients, rtol=1e-12)
+
+
+def test_every_parameter_is_a_dtensor_with_the_placement_of_its_style() -> None:
+    (_, _, found), *_ = run_ranks(_train, _plan(sequence=True), {"tensor_parallel": 2}, {})
+    assert len(found) == len(list(_Model().parameters()))
+    split = {name: placement for name, placement in found.items() if "Shard" in placement}
+    block = {"heads.proj.weight": 0, "heads.proj.bias": 0, "heads.out.weight": 1, "up.weight": 0, "up.bias": 0}
+    block["down.weight"] = 1
+    expected = {f"blocks.{i}.{name}": f"(Shard(dim={dim}),)" for i in range(2) for name, dim in block.items()}
+    assert split == {**expected, "embedding.weight": "(Shard(dim=0),)", "head.weight": "(Shard(dim=0),)"}
+
+
+def _refusal(plan: dict[str, TensorStyle], options: dict[str, bool], degree: int) -> str:
+    with MeshConfig(tensor_parallel=degree).build() as ctx:
+        with torch.device("meta"):
+            model = _Model(**options)
+        with pytest.raises(UserError) as caught:
+            parallelize_tensor(model, ctx.mesh_for("dense")["tp"], plan)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            {"blocks.*.attention": TensorRegion()},
+            "the tensor-parallel plan names 'blocks.*.attention', which matches no submodule of _Model; it has "
+            "embedding, blocks, blocks.0, blocks.0.norm, blocks.0.heads, blocks.0.heads.proj, blocks.0.heads.norm, "
+            "blocks.0.heads.out, ... (20 in all).",
+        ),
+        (
+            {"blocks.*.up": ColumnParallel(), "blocks.1.*": SequenceParallel()},
+            "the tensor-parallel plan names blocks.1.up twice, by 'blocks.*.up' and by 'blocks.1.*'; expected one "
+            "style for each submodule.",
+        ),
+        (
+            {"blocks.*.up": ColumnParallel()},
+            "the tp degree = 3 does not divide dim 0 of blocks.0.up.weight, which is 8. Use a degree that divides 8.",
+        ),
+        (
+            {"blocks.*.heads.proj": ColumnParallel(head_dim=HEAD_DIM)},
+            "the tp degree = 3 does not divide dim 0 of blocks.0.heads.proj.weight, which is 4 blocks of 3. "
+            "Use a degree that divides 4.",
+        ),
+        (
+            {"head": VocabParallelEmbedding()},
+            "the tp degree = 3 does not divide dim 0 of head.weight, which is 16. Use a degree that divides 16.",
+        ),
+    ],
+    ids=["no match", "two matches", "uneven", "half a head", "vocabulary"],
+)
+def test_refuses_a_plan_that_does_not_fit(plan: dict[str, TensorStyle], message: str) -> None:
+    assert run_ranks(_refusal, plan, {}, 3, world_size=3) == [message] * 3
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            {"norm": VocabParallelHead()},
+            "VocabParallelHead got a _Norm; expected a module whose attribute token_loss computes its losses "
+            "(d9d_dist.HasTokenLoss). For a plain linear layer use ColumnParallel(output=Replicate()).",
+        ),
+        ({"norm": VocabParallelEmbedding()}, "VocabParallelEmbedding got a _Norm; expected a torch.nn.Embedding."),
+        (
+            {"embedding": RowParallel(), "head": VocabParallelHead()},
+            "embedding.weight and head.weight are one shared parameter, which the plan places as S(1) and S(0); "
+            "expected one placement.",
+        ),
+    ],
+    ids=["no loss", "no embedding", "tied"],
+)
+def test_refuses_a_style_that_does_not_fit(plan: dict[str, TensorStyle], message: str) -> None:
+    assert run_ranks(_refusal, plan, {"tied": True}, 2) == [message] * 2
+
+
+def _partial_or_not() -> dict[str, bool]:
+    """Which gradients are parts of sums: inside a region, unless a submodule is taken out of it."""
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        model = _Model()
+        plan = {"blocks.0.heads": TensorRegion(), "blocks.1": SequenceParallel(), "blocks.1.norm": Replicated()}
+        parallelize_tensor(model, ctx.mesh_for("dense")["tp"], plan)
+        x = torch.ones(1, 2, SIZE)
+        for block in model.blocks:
+            block(x, torch.zeros(HEAD_DIM)).sum().backward()
+        return {
+            name: p.grad.placements[0].is_partial()
+            for name, p in model.named_parameters()
+            if isinstance(p.grad, DTensor)
+        }
+
+
+def test_what_lies_below_a_style_follows_it() -> None:
+    first, *_ = run_ranks(_partial_or_not)
+    partial = {name for name, is_partial in first.items() if is_partial}
+    outside = {"blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.0.scale", "blocks.1.norm.weight"}
+    assert {name for name in first if "blocks.0.heads" in name} <= partial
+    assert {name for name in first if "blocks.1." in name and "blocks.1.norm" not in name} <= partial
+    assert not partial & outside
+
+
+def test_one_rank_has_nothing_to_do() -> None:
+    with MeshConfig().build() as ctx:
+        model = _Model()
+        parallelize_tensor(model, ctx.mesh_for("dense")["tp"], _plan(sequence=True))
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        with pytest.raises(UserError, match=r"names 'no.such', which matches no submodule of _Model"):
+            parallelize_tensor(model, ctx.mesh_for("dense")["tp"], {"no.such": ColumnParallel()})
+
+
+def test_a_plan_may_name_what_another_pipeline_stage_has() -> None:
+    with MeshConfig().build() as ctx:
+        model = _Model()
+        model.embedding = None
+        parallelize_tensor(model, ctx.mesh_for("dense")["tp"], _plan(sequence=True))
+
+
+def test_refuses_a_mesh_of_several_axes() -> None:
+    with (
+        MeshConfig().build() as ctx,
+        pytest.raises(UserError, match=r"got a mesh with the axes .*tp; expected one axis. Slice it: mesh\['tp'\]."),
+    ):
+        parallelize_tensor(_Model(), ctx.mesh_for("dense"), {})
+
+
+def _failing_forward() -> bool:
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        model = nn.Sequential(nn.Linear(4, 4))
+        parallelize_tensor(model, ctx.mesh_for("dense")["tp"], {"0": ColumnParallel()})
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 5))
+        return all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_parameters_are_back_after_a_forward_that_failed() -> None:
+    assert run_ranks(_failing_forward) == [True, True]

@@ -1,0 +1,272 @@
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from d9d_dist import MeshConfig, UserError
+from d9d_dist.testing import Device, run_ranks
+from d9d_dist.tree_sharding import (
+    Replicated,
+    ShardOn,
+    join_trees,
+    replicate_spec,
+    shard_spec,
+    shard_tree,
+    unshard_tree,
+)
+
+Pair = tuple[Any, Any]
+"""A tree and a spec for it."""
+
+
+def _tensor(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@st.composite
+def _tensor_pairs(draw: st.DrawFn, size: int) -> Pair:
+    shape = draw(st.lists(st.integers(0, 5), max_size=3))
+    kind = draw(st.sampled_from(["shard", "stack", "replicate"]))
+    if kind == "replicate" or (kind == "shard" and not shape):
+        return _tensor(tuple(shape), draw(st.integers(0, 99))), Replicated()
+    if kind == "stack":
+        at = draw(st.integers(0, len(shape)))
+        shape.insert(at, size)
+        dim = draw(st.sampled_from([at, at - len(shape)]))
+    else:
+        dim = draw(st.integers(-len(shape), len(shape) - 1))
+    return _tensor(tuple(shape), draw(st.integers(0, 99))), ShardOn(dim, stack=kind == "stack")
+
+
+def _pairs(size: int) -> st.SearchStrategy[Pair]:
+    scalars = st.one_of(st.integers(), st.none(), st.text(max_size=3), st.booleans())
+    leaves = st.one_of(_tensor_pairs(size), st.tuples(scalars, st.just(Replicated())))
+
+    def nests(children: st.SearchStrategy[Pair]) -> st.SearchStrategy[Pair]:
+        pairs = st.lists(children, max_size=4)
+        return st.one_of(
+            pairs.map(lambda items: ([tree for tree, _ in items], [spec for _, spec in items])),
+            pairs.map(lambda items: (tuple(tree for tree, _ in items), tuple(spec for _, spec in items))),
+            pairs.map(lambda items: ([tree for tree, _ in items], ShardOn())),
+            children.map(lambda item: (item[0], Replicated())),
+            st.dictionaries(st.sampled_from("abcd"), children).map(
+                # the spec in another order than the tree
+                lambda items: (
+                    {key: tree for key, (tree, _) in items.items()},
+                    {key: items[key][1] for key in reversed(items)},
+                )
+            ),
+        )
+
+    return st.recursive(leaves, nests, max_leaves=8)
+
+
+def _are_equal(found: Any, expected: Any) -> bool:
+    (found_leaves, found_structure), (leaves, structure) = tree_flatten(found), tree_flatten(expected)
+    return found_structure == structure and all(
+        x.dtype == y.dtype and torch.equal(x.cpu(), y) if isinstance(y, Tensor) else type(x) is type(y) and x == y
+        for x, y in zip(found_leaves, leaves, strict=True)
+    )
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5).flatmap(lambda size: st.tuples(st.just(size), _pairs(size))))
+def test_join_is_the_inverse_of_shard(case: tuple[int, Pair]) -> None:
+    size, (tree, spec) = case
+    parts = [shard_tree(tree, spec, rank=rank, size=size) for rank in range(size)]
+    assert _are_equal(join_trees(parts, spec), tree)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", [0, 1, 4, 7])
+def test_parts_are_those_of_tensor_split(length: int, size: int) -> None:
+    x = _tensor((2, length), 0)
+    tree: Any = {"x": x, "items": list(range(length))}
+    spec = {"x": ShardOn(-1), "items": ShardOn()}
+    for rank, expected in enumerate(x.tensor_split(size, dim=1)):
+        part = shard_tree(tree, spec, rank=rank, size=size)
+        assert torch.equal(part["x"], expected)
+        assert part["items"] == torch.arange(length).tensor_split(size)[rank].tolist()
+
+
+def test_tensors_are_views_that_autograd_goes_through() -> None:
+    x = _tensor((4, 2), 0).requires_grad_()
+    cut, picked, whole = shard_tree([x, x, x], [ShardOn(), ShardOn(1, stack=True), Replicated()], rank=1, size=2)
+    assert whole is x
+    assert cut._base is x
+    assert picked._base is x
+    (gradient,) = torch.autograd.grad(cut.sum() + 10 * picked.sum(), x)
+    assert gradient.tolist() == [[0, 10], [0, 10], [1, 11], [1, 11]]
+
+
+def test_stacked_shards_do_without_the_dim() -> None:
+    x = _tensor((3, 2, 4), 0)
+    parts = [shard_tree((x,), (ShardOn(-2, stack=True),), rank=rank, size=2) for rank in range(2)]
+    assert [part.shape for (part,) in parts] == [(3, 4)] * 2
+    assert _are_equal(join_trees(parts, (ShardOn(-2, stack=True),)), (x,))
+
+
+def test_specs_that_are_made_from_trees() -> None:
+    tree = {"x": torch.zeros(2, 3), "y": [torch.zeros(2), (1, None)], "z": torch.zeros(())}
+    assert shard_spec(tree) == {"x": ShardOn(), "y": [ShardOn(), (Replicated(), Replicated())], "z": Replicated()}
+    of_dim = {"x": ShardOn(-2), "y": [Replicated(), (Replicated(), Replicated())], "z": Replicated()}
+    assert shard_spec(tree, dim=-2) == of_dim
+    assert shard_spec(tree, dim=1)["x"] == ShardOn(1)  # ty: ignore[not-subscriptable, invalid-argument-type]
+    assert set(map(type, tree_leaves(replicate_spec(tree)))) == {Replicated}
+    assert len(tree_leaves(replicate_spec(tree))) == 5
+
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+def test_named_tuples_stay_what_they_are() -> None:
+    tree, spec = Point(torch.arange(4), "name"), Point(ShardOn(), Replicated())
+    part = shard_tree(tree, spec, rank=1, size=2)
+    assert isinstance(part, Point)
+    assert part.x.tolist() == [2, 3]
+
+
+def _unshard(pairs: list[Pair]) -> list[bool]:
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        group = ctx.group_for("regular", "dp_shard")
+        found = []
+        for tree, spec in pairs:
+            part = shard_tree(tree, spec, rank=ctx.rank, size=ctx.world_size)
+            found.append(_are_equal(unshard_tree(part, spec, group), tree))
+        return found
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@settings(deadline=None, max_examples=4)
+@given(data=st.data())
+def test_unshard_is_the_inverse_of_shard(size: int, data: st.DataObject) -> None:
+    pairs = data.draw(st.lists(_pairs(size), min_size=8, max_size=8))
+    assert run_ranks(_unshard, pairs, world_size=size) == [[True] * len(pairs)] * size
+
+
+def _unshard_on_device() -> bool:
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        x = torch.arange(6.0, device=ctx.device).view(3, 2)
+        tree = {"x": x, "parts": [x, {"y": x[:1], "name": "y"}, 3], "same": (x, None)}
+        spec = {"x": ShardOn(), "parts": ShardOn(), "same": Replicated()}
+        part = shard_tree(tree, spec, rank=ctx.rank, size=2)
+        whole = unshard_tree(part, spec)
+        tensors = [leaf for leaf in tree_leaves(whole) if isinstance(leaf, Tensor)]
+        return whole["same"] is part["same"] and all(tensor.device == x.device for tensor in tensors)
+
+
+def test_results_are_where_the_parts_are(device: Device) -> None:
+    assert run_ranks(_unshard_on_device, device=device) == [True] * 2
+
+
+def _unshard_mismatched() -> str:
+    with MeshConfig(data_parallel_shard=-1).build():
+        with pytest.raises(UserError) as caught:
+            unshard_tree({"a": torch.zeros(2), "b": 1}, {"a": ShardOn(), "b": ShardOn()})
+        return str(caught.value)
+
+
+def test_unshard_refuses_before_it_waits_for_anyone() -> None:
+    expected = (
+        "got ShardOn(dim=0, stack=False) for the int 1 at ['b']; expected a tensor or a list, or else Replicated()."
+    )
+    assert run_ranks(_unshard_mismatched) == [expected] * 2
+
+
+MISMATCHES: list[tuple[Any, Any, str]] = [
+    (
+        {"a": [torch.zeros(2), 1]},
+        {"a": [ShardOn()]},
+        "the tree and its spec part at ['a']: got a list of 2 in the tree, and a list of 1 in the spec; expected the "
+        "same nesting. A leaf of the spec may stand for a whole subtree.",
+    ),
+    (
+        {"a": 1, "b": 2},
+        {"a": Replicated(), "c": Replicated()},
+        "the tree and its spec part at the root: got a dict with the keys 'a', 'b' in the tree, and a dict with the "
+        "keys 'a', 'c' in the spec; expected the same nesting. A leaf of the spec may stand for a whole subtree.",
+    ),
+    (
+        [torch.zeros(2, 3)],
+        [{}],
+        "the tree and its spec part at [0]: got a tensor of shape (2, 3) in the tree, and a dict with the keys (none) "
+        "in the spec; expected the same nesting. A leaf of the spec may stand for a whole subtree.",
+    ),
+    (
+        ([1],),
+        [[Replicated()]],
+        "the tree and its spec part at the root: got a tuple of 1 in the tree, and a list of 1 in the spec; expected "
+        "the same nesting. A leaf of the spec may stand for a whole subtree.",
+    ),
+    ({"a": 1}, {"a": None}, "got None in the spec at ['a']; expected ShardOn(...) or Replicated()."),
+    (
+        {"a": "x" * 99},
+        {"a": ShardOn()},
+        "got ShardOn(dim=0, stack=False) for the str 'xxxxxxxxxxxx...xxxxxxxxxxxxx' at ['a']; expected a "
+        "tensor or a list, or else Replicated().",
+    ),
+    (
+        (torch.zeros(2),),
+        (ShardOn(1),),
+        "got ShardOn(dim=1, stack=False) for a tensor of shape (2,) at [0]; expected a dim that it has.",
+    ),
+    (
+        (torch.zeros(2),),
+        (ShardOn(-2, stack=True),),
+        "got ShardOn(dim=-2, stack=True) for a tensor of shape (2,) at [0]; expected a dim that it has.",
+    ),
+    (
+        {"a": [1, 2]},
+        {"a": ShardOn(stack=True)},
+        "got ShardOn(dim=0, stack=True) for a list at ['a']; expected ShardOn(dim=0), which cuts the list.",
+    ),
+    (
+        {"a": torch.zeros(3, 2)},
+        {"a": ShardOn(stack=True)},
+        "got 3 elements on dim 0 of a tensor of shape (3, 2) at ['a'], to give one to each of 2 shards (stack=True); "
+        "expected 2.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tree", "spec", "message"), MISMATCHES)
+def test_refuses_trees_that_do_not_match(tree: Any, spec: Any, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        shard_tree(tree, spec, rank=0, size=2)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (
+            {"a": torch.zeros(3, 2)},
+            "got the size 3 of a tensor of shape (3, 2) at ['a'], on dim 0, to cut into 2 equal",
+        ),
+        ({"a": [1, 2, 3]}, "got the size 3 of a list of 3 at ['a'], on dim 0, to cut into 2 equal"),
+    ],
+)
+def test_even_refuses_what_is_not(tree: Any, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        shard_tree(tree, {"a": ShardOn()}, rank=0, size=2, even=True)
+    expected = f"{message} shards; expected a multiple of 2. Use even=False to allow for unequal ones."
+    assert str(caught.value) == expected
+    shard_tree(tree, {"a": ShardOn()}, rank=0, size=3, even=True)
+
+
+def test_join_refuses_parts_that_do_not_match() -> None:
+    spec = {"a": ShardOn()}
+    with pytest.raises(UserError, match=r"got no parts to join; expected those of all ranks\."):
+        join_trees([], spec)
+    with pytest.raises(UserError, match=r"the tree and its spec part at the root: got a dict with the keys 'b'"):
+        join_trees([{"a": torch.zeros(1)}, {"b": torch.zeros(1)}], spec)
+    mixed: list[dict[str, Any]] = [{"a": torch.zeros(1)}, {"a": [1]}]
+    with pytest.raises(UserError, match=r"got tensors and lists together at \['a'\]; expected parts of one kind\."):
+        join_trees(mixed, spec)
+    with pytest.raises(UserError, match=r"got ShardOn\(dim=0, stack=False\) for the int 1 at \['a'\]"):
+        join_trees([{"a": torch.zeros(1)}, {"a": 1}], spec)

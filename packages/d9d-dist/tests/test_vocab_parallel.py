@@ -1,0 +1,88 @@
+import pytest
+import torch
+from torch.nn import functional as F
+
+from d9d_dist import MeshConfig, VocabParallelCrossEntropy
+from d9d_dist.testing import run_ranks
+from d9d_dist.vocab_parallel import embed_vocab_shard
+
+NUM_TOKENS, VOCAB, SIZE = 13, 12, 5
+
+
+def _logits() -> torch.Tensor:
+    """Large ones too: an exponential without the maximum taken off would overflow."""
+    draws = torch.Generator().manual_seed(0)
+    return torch.randn(NUM_TOKENS, VOCAB, dtype=torch.float64, generator=draws) * 300
+
+
+def _labels() -> torch.Tensor:
+    labels = torch.randint(0, VOCAB, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
+    labels[::4] = -100
+    return labels
+
+
+def _weights() -> torch.Tensor:
+    return torch.arange(1.0, NUM_TOKENS + 1, dtype=torch.float64)
+
+
+def _losses_on_ranks(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        mesh = ctx.mesh_for("dense")["tp"]
+        logits = _logits().to(dtype).chunk(mesh.size(), dim=-1)[ctx.rank].to(ctx.device).requires_grad_()
+        losses = VocabParallelCrossEntropy(mesh)(logits, _labels().to(ctx.device))
+        (losses * _weights().to(losses)).sum().backward()
+        assert logits.grad is not None
+        return losses.detach().cpu(), logits.grad.cpu()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_losses_and_gradients_are_those_of_torch(world_size: int) -> None:
+    logits = _logits().requires_grad_()
+    expected = F.cross_entropy(logits, _labels(), reduction="none", ignore_index=-100)
+    (expected * _weights()).sum().backward()
+    assert logits.grad is not None
+    ranks = run_ranks(_losses_on_ranks, torch.float64, world_size=world_size)
+    for losses, _ in ranks:
+        torch.testing.assert_close(losses, expected, rtol=1e-13, atol=1e-13)
+    gradient = torch.cat([gradient for _, gradient in ranks], dim=-1)
+    torch.testing.assert_close(gradient, logits.grad, rtol=1e-13, atol=1e-13)
+
+
+def test_low_precision_stays_in_its_dtype() -> None:
+    expected = F.cross_entropy(_logits(), _labels(), reduction="none")
+    for losses, gradient in run_ranks(_losses_on_ranks, torch.bfloat16):
+        assert losses.dtype == gradient.dtype == torch.bfloat16
+        torch.testing.assert_close(losses.double(), expected, rtol=2e-2, atol=2.0)
+
+
+def _embed_on_ranks() -> tuple[torch.Tensor, torch.Tensor]:
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        mesh = ctx.mesh_for("dense")["tp"]
+        weight = _table().chunk(mesh.size())[ctx.rank].to(ctx.device).requires_grad_()
+        rows = embed_vocab_shard(_ids().to(ctx.device), weight, mesh)
+        (rows * _upstream().to(ctx.device)).sum().backward()
+        assert weight.grad is not None
+        return rows.detach().cpu(), weight.grad.cpu()
+
+
+def _table() -> torch.Tensor:
+    return torch.randn(VOCAB, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def _ids() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (3, 7), generator=torch.Generator().manual_seed(3))
+
+
+def _upstream() -> torch.Tensor:
+    return torch.randn(3, 7, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_ranks_embeddings_add_up(world_size: int) -> None:
+    table = _table().requires_grad_()
+    expected = F.embedding(_ids(), table)
+    (expected * _upstream()).sum().backward()
+    ranks = run_ranks(_embed_on_ranks, world_size=world_size)
+    torch.testing.assert_close(sum(rows for rows, _ in ranks), expected.detach(), rtol=0, atol=0)
+    assert table.grad is not None
+    torch.testing.assert_close(torch.cat([gradient for _, gradient in ranks]), table.grad, rtol=1e-14, atol=0)

@@ -1,0 +1,187 @@
+"""Trains a model on one process and again in a layout, through the real Trainer, and compares every number.
+
+In float64 two layouts differ by rounding alone, some 1e-15 relative. A wrong factor, a missing reduction or a double
+count is larger by many orders of magnitude: it cannot hide in a tolerance.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import default_collate
+
+from d9d_dist import DistributedContext, StageInfo
+from d9d_dist.testing import assert_trees_close, full_gradients, full_parameters, run_ranks
+from d9d_loop.batches import Collate
+from d9d_loop.config import TrainerConfig
+from d9d_loop.events import Finished, GradientsReady, StepDone
+from d9d_loop.model_provider import ModelProvider
+from d9d_loop.task import Task
+from d9d_loop.testing.layout import Layout, parse_layout
+from d9d_loop.trainer import Trainer
+from d9d_state import JsonValue, StateMapper
+
+Around = Callable[[], AbstractContextManager[object]]
+"""Makes the context in which a rank trains, e.g. one that breaks something on purpose."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """What is trained in every layout; all of it picklable.
+
+    Attributes:
+        model: Builds and parallelises the model.
+        batch: The samples of one step; every step takes all of them, in an order of its own.
+        task: Makes inputs and losses.
+        collate: Makes a batch of a list of samples.
+        num_steps: Optimizer steps.
+        dtype: What floating-point parameters and samples are converted to; float32 where a kernel demands it.
+    """
+
+    model: ModelProvider
+    batch: Sequence[Any]
+    task: Task
+    collate: Collate = default_collate
+    num_steps: int = 3
+    dtype: torch.dtype = torch.float64
+
+
+def assert_same_as_one_process(
+    model: ModelProvider,
+    batch: Sequence[Any],
+    *,
+    task: Task,
+    layouts: Sequence[str],
+    collate: Collate = default_collate,
+    rtol: float = 1e-9,
+) -> None:
+    """Assert that every layout computes what one process computes: losses, gradients, norms, trained parameters.
+
+    Each run is a job of the Trainer in float64: built on meta, parallelised, materialised, trained for three steps with
+    AdamW and clipping, over real collectives among processes of this machine. A script that calls this needs
+    `if __name__ == "__main__":`, since those processes import it.
+
+    Args:
+        model: Builds and parallelises the model; it and all other arguments are picklable.
+        batch: The samples of one step; every step takes all of them, in an order of its own.
+        task: Makes inputs and losses.
+        layouts: Such as `["dp_shard=4", "tp=2,cp_shard=2,microbatch=1"]`, see `parse_layout`.
+        collate: Makes a batch of a list of samples.
+        rtol: The largest relative error ||got - expected|| / ||expected|| of a tensor.
+
+    Raises:
+        AssertionError: If a layout computes anything else: names the layout, the first tensor that differs and where.
+    """
+    experiment = Experiment(model=model, batch=batch, task=task, collate=collate)
+    expected = trace_layout(experiment, parse_layout(""))
+    for text in layouts:
+        try:
+            assert_trees_close(trace_layout(experiment, parse_layout(text)), expected, rtol=rtol)
+        except AssertionError as error:
+            error.add_note(f"in the layout {text!r}, compared with one process")
+            raise
+
+
+def trace_layout(experiment: Experiment, layout: Layout, *, around: Around = nullcontext) -> dict[str, Any]:
+    """Train in a layout, and give all numbers that came up on the way.
+
+    Args:
+        experiment: What to train.
+        layout: Where to compute it.
+        around: A context for the training on each rank.
+
+    Returns:
+        For each step, in order, the loss, the full gradients by name and their norm; then the full trained parameters.
+
+    Raises:
+        AssertionError: If ranks disagree on a loss or a norm.
+    """
+    with TemporaryDirectory() as folder:
+        first, *others = run_ranks(_train, experiment, layout, folder, around, world_size=layout.world_size)
+    for rank, other in enumerate(others, start=1):
+        for step, values in other.items():
+            expected = {name: first[step][name] for name in values}
+            assert values == expected, f"{step}: rank {rank} has {values}, rank 0 has {expected}"
+    return first
+
+
+def _train(experiment: Experiment, layout: Layout, folder: str, around: Around) -> dict[str, Any]:
+    """The trace of this rank; of all but the first without tensors."""
+    trace: dict[str, Any] = {}
+    gradients: dict[int, Mapping[str, torch.Tensor]] = {}
+
+    def take_step(done: StepDone) -> None:
+        trace[f"step {done.step}"] = {
+            "loss": done.loss.item(),
+            "gradients": gradients[done.step],
+            "grad_norm": done.grad_norm.item(),
+        }
+
+    def take_parameters(done: Finished) -> None:
+        parameters = full_parameters(done.model)  # collective
+        if done.ctx.is_main_process:
+            trace["parameters"] = parameters
+            return
+        for values in trace.values():
+            del values["gradients"]
+
+    with around():
+        trainer = Trainer(
+            _config(experiment, layout, Path(folder)),
+            model=_InDtype(experiment.model, experiment.dtype),
+            data=_cast(list(experiment.batch), experiment.dtype),
+            task=experiment.task,
+            collate=experiment.collate,
+        )
+        trainer.events.on(GradientsReady, lambda ready: gradients.update({ready.step: full_gradients(ready.model)}))
+        trainer.events.on(StepDone, take_step)
+        trainer.events.on(Finished, take_parameters)
+        trainer.train()
+    return trace
+
+
+def _config(experiment: Experiment, layout: Layout, folder: Path) -> TrainerConfig:
+    return TrainerConfig.model_validate(
+        {
+            "steps": experiment.num_steps,
+            "batch": {"global_size": len(experiment.batch), "microbatch_size": layout.microbatch_size},
+            "run": {"folder": folder},
+            "mesh": layout.mesh,
+            "optimizer": {"learning_rate": 1e-2},
+            "gradients": {"max_norm": 1.0},
+            "trackers": (),
+            "logging": {"progress": False},
+            "export": False,
+        }
+    )
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+@final
+class _InDtype(ModelProvider):
+    """A provider whose model computes in another dtype."""
+
+    def __init__(self, provider: ModelProvider, dtype: torch.dtype) -> None:
+        self._provider, self._dtype = provider, dtype
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        return self._provider.build(stage).to(self._dtype)
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        self._provider.parallelize(model, ctx)
+
+    def state_mapper(self, model: nn.Module) -> StateMapper | None:
+        return self._provider.state_mapper(model)
+
+    def export_files(self) -> Mapping[str, JsonValue]:
+        return self._provider.export_files()
