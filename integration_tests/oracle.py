@@ -10,6 +10,7 @@ grid. The grid covers every pair of values of its factors that can stand togethe
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from d9d_dist import UserError
-from d9d_dist.testing import Difference, differences
+from d9d_dist.testing import Device, Difference, differences
 from d9d_loop.testing import Around, Experiment, parse_layout, trace_layout
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))  # the main job is one of the models
@@ -76,10 +77,9 @@ class Cell:
             model, task = decoder(chosen["model"], **options), MaskedNextToken()
         return Experiment(model=model, batch=samples(ragged=chosen["mask"] == "ragged"), task=task)
 
-    def differences(self, *, around: Around | None = None) -> Iterator[Difference]:
-        """Run the cell, and give every place where it differs from one process."""
-        more = {} if around is None else {"around": around}
-        trace = trace_layout(self.experiment, parse_layout(self.layout), **more)
+    def differences(self, *, around: Around = nullcontext, device: Device = "cpu") -> Iterator[Difference]:
+        """Run the cell, and give every place where it differs from one process on the CPU."""
+        trace = trace_layout(self.experiment, parse_layout(self.layout), around=around, device=device)
         chosen = dict(self.values)
         yield from differences(trace, _one_process(chosen["model"], chosen["mask"]), rtol=RTOL)
 
@@ -152,6 +152,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the cells that are named, or all; the exit code is the number of cells that differ, at most 1."""
     parser = argparse.ArgumentParser(description="Compare layouts with one process, number by number, in float64.")
     parser.add_argument("cells", nargs="*", help="names of cells; all of the grid by default")
+    parser.add_argument("--device", choices=["cpu", "accelerator"], default="cpu", help="where ranks compute")
     parser.add_argument("--list", action="store_true", help="print the names of the grid's cells")
     options = parser.parse_args(arguments)
     if options.list:
@@ -159,7 +160,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     failed = 0
     for cell in [parse_cell(name) for name in options.cells] or grid():
-        found = list(cell.differences())
+        found = list(cell.differences(device=options.device))
         failed += bool(found)
         print(f"{cell.name}: " + (f"{len(found)} differences. First: {found[0]}" if found else "same"), flush=True)
     return min(failed, 1)

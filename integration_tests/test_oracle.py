@@ -3,15 +3,27 @@
 from itertools import combinations, product
 
 import pytest
+import torch
 from oracle import DEGREES, FACTORS, Cell, grid, is_complete, main, parse_cell
 
 from d9d_dist import UserError
+from d9d_dist.testing import accelerators_for
 from d9d_loop.testing import parse_layout
 
 
 @pytest.mark.parametrize("cell", grid(), ids=lambda cell: cell.name)
 def test_equals_one_process(cell: Cell) -> None:
     found = list(cell.differences())
+    assert not found, f"{len(found)} differences. First: {found[0]}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", grid(), ids=lambda cell: cell.name)
+def test_accelerators_equal_one_process_on_the_cpu(cell: Cell) -> None:
+    ranks = parse_layout(cell.layout).world_size
+    if not accelerators_for(ranks):
+        pytest.skip(f"needs {ranks} accelerators; this machine has {torch.accelerator.device_count()}")
+    found = list(cell.differences(device="accelerator"))
     assert not found, f"{len(found)} differences. First: {found[0]}"
 
 

@@ -23,7 +23,7 @@ from d9d_dist import MeshConfig
 from d9d_dist.context_parallel import context_parallel_attention, sdpa_attention
 from d9d_dist.testing import run_ranks
 
-Method = Literal["all_gather", "all_to_all", "ring"]
+ContextMethod = Literal["all_gather", "all_to_all", "ring"]
 _MIB = 2**20
 _M_MMAP_THRESHOLD = -3
 
@@ -81,7 +81,7 @@ def main() -> None:
         args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def _curve(method: Method, row: Row, ranks: Sequence[int]) -> dict[int, Memory]:
+def _curve(method: ContextMethod, row: Row, ranks: Sequence[int]) -> dict[int, Memory]:
     curve = {}
     for num_ranks in ranks:
         measured: list[Memory] = run_ranks(_measure, method, row, world_size=num_ranks)
@@ -92,7 +92,7 @@ def _curve(method: Method, row: Row, ranks: Sequence[int]) -> dict[int, Memory]:
     return curve
 
 
-def _measure(method: Method, row: Row) -> Memory:
+def _measure(method: ContextMethod, row: Row) -> Memory:
     # Large tensors go back to the system when they are freed, or the resident set would say what malloc keeps.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
     with MeshConfig(context_parallel_shard=-1).build() as ctx:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -89,9 +90,8 @@ def handed_bytes(step: Callable[[], None]) -> int:
         total += tensor.nbytes
         return all_reduce(tensor, *args, **kwargs)
 
-    dist.all_reduce = count
-    step()
-    dist.all_reduce = all_reduce
+    with mock.patch.object(dist, "all_reduce", count):
+        step()
     return total
 
 

@@ -67,6 +67,19 @@ def test_equal_sets_of_ranks_have_one_group(device: Device) -> None:
     assert run_ranks(_num_groups, world_size=8, device=device) == [5] * 8
 
 
+def _joined_axes_are_one() -> list[bool]:
+    with MeshConfig(data_parallel_shard=2, context_parallel_shard=2, tensor_parallel=2).build() as ctx:
+        return [
+            ctx.group_for("regular", "dp_shard", "cp_shard") is ctx.mesh_for("dense").get_group("dp_cp_shard"),
+            ctx.group_for("batch", "cp", "dp") is ctx.mesh_for("dense").get_group("dp_cp_shard"),
+            ctx.group_for("regular", "dp_shard") is not ctx.group_for("regular", "cp_shard"),
+        ]
+
+
+def test_neighbouring_axes_together_are_the_axis_of_another_domain() -> None:
+    assert run_ranks(_joined_axes_are_one, world_size=8) == [[True] * 3] * 8
+
+
 def _groups_over_several_axes() -> list[list[int]]:
     with MeshConfig.model_validate(DEGREES).build() as ctx:
         groups = [ctx.group_for("regular", "tp", "pp"), ctx.group_for("batch", "dp", "tp")]

@@ -56,18 +56,19 @@ def test_shared_gradients_are_told_apart(function: Function) -> None:
     assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == 2
 
 
+@pytest.mark.parametrize("shape", [(4, 4), (16,)], ids=["itself", "view"])
 @pytest.mark.parametrize("goes_first", [True, False])
-def test_a_gradient_that_somebody_keeps_is_not_taken(goes_first: bool) -> None:
+def test_a_gradient_that_somebody_keeps_is_not_taken(goes_first: bool, shape: tuple[int, ...]) -> None:
     """The stream of gradients into earlier layers may not be written to, nor what a hook has kept."""
     kept: list[torch.Tensor] = []
     taken: list[torch.Tensor] = []
     a, b = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4, requires_grad=True)
     # Backward runs what was made last first.
-    stream = None if goes_first else _Spy.apply(b.exp(), kept)
-    own = own_gradient(_Spy.apply(a, taken))
-    stream = _Spy.apply(b.exp(), kept) if stream is None else stream
-    ((own + stream) * FACTORS).sum().backward()
-    assert torch.equal(taken[0], kept[0])
+    stream = None if goes_first else _Spy.apply(b.view(shape).exp(), kept)
+    own = own_gradient(_Spy.apply(a, taken)).view(shape)
+    stream = _Spy.apply(b.view(shape).exp(), kept) if stream is None else stream
+    ((own + stream) * FACTORS.view(shape)).sum().backward()
+    assert torch.equal(taken[0].view(shape), kept[0])
     assert taken[0].data_ptr() != kept[0].data_ptr()
 
 

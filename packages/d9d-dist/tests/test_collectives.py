@@ -211,13 +211,15 @@ def test_tensors_of_different_shapes(dtype: torch.dtype, device: Device) -> None
 
 @contextmanager
 def _travelling() -> Generator[dict[str, int]]:
-    """Count the bytes that this rank hands to torch.distributed as a source of data, by collective."""
-    sent = dict.fromkeys(("all_gather_into_tensor", "broadcast", "all_to_all_single"), 0)
+    """Count the bytes that this rank hands to torch.distributed as a source of data, by collective, and the calls."""
+    names = ("all_gather_into_tensor", "broadcast", "all_to_all_single")
+    sent = dict.fromkeys((*names, "calls"), 0)
 
     def count(name: str, original: Callable[..., Any], is_source: Callable[..., Tensor | None]) -> Callable[..., Any]:
         def counting(*args: Any, **kwargs: Any) -> Any:
             source = is_source(*args, **kwargs)
             sent[name] += 0 if source is None else source.nbytes
+            sent["calls"] += 1
             return original(*args, **kwargs)
 
         return counting
@@ -230,7 +232,7 @@ def _travelling() -> Generator[dict[str, int]]:
         "broadcast": broadcast_source,
         "all_to_all_single": lambda output, mine, *sizes, **kwargs: mine,
     }
-    patches = [mock.patch.object(dist, name, count(name, getattr(dist, name), sources[name])) for name in sent]
+    patches = [mock.patch.object(dist, name, count(name, getattr(dist, name), sources[name])) for name in names]
     for patch in patches:
         patch.start()
     try:
@@ -260,12 +262,12 @@ def test_only_what_is_there_travels() -> None:
     for rank, found in enumerate(run_ranks(_bytes_sent, world_size=3)):
         mixed, nothing, same = (8 * numel[rank] for numel in numels)
         assert found == [
-            (header, mixed, 0),
-            (header, 0, mixed),
-            (header, nothing, 0),
-            (header, 0, nothing),
-            (header + same, 0, 0),
-            (header, 0, same),
+            (header, mixed, 0, 1 + 2),  # of three tensors, one is empty
+            (header, 0, mixed, 2),
+            (header, nothing, 0, 1),
+            (header, 0, nothing, 2),
+            (header + same, 0, 0, 2),
+            (header, 0, same, 2),
         ]
 
 

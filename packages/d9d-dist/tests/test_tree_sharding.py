@@ -1,8 +1,10 @@
 from collections import namedtuple
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -11,8 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from d9d_dist import MeshConfig, UserError
 from d9d_dist.testing import Device, run_ranks
 from d9d_dist.tree_sharding import (
-    Replicated,
     ShardOn,
+    Whole,
     join_trees,
     replicate_spec,
     shard_spec,
@@ -30,40 +32,38 @@ def _tensor(shape: tuple[int, ...], seed: int) -> Tensor:
 
 @st.composite
 def _tensor_pairs(draw: st.DrawFn, size: int) -> Pair:
-    shape = draw(st.lists(st.integers(0, 5), max_size=3))
     kind = draw(st.sampled_from(["shard", "stack", "replicate"]))
-    if kind == "replicate" or (kind == "shard" and not shape):
-        return _tensor(tuple(shape), draw(st.integers(0, 99))), Replicated()
+    shape = draw(st.lists(st.integers(0, 5), min_size=kind == "shard", max_size=3))
+    dim = draw(st.integers(0, len(shape) - (kind == "shard")))
     if kind == "stack":
-        at = draw(st.integers(0, len(shape)))
-        shape.insert(at, size)
-        dim = draw(st.sampled_from([at, at - len(shape)]))
-    else:
-        dim = draw(st.integers(-len(shape), len(shape) - 1))
-    return _tensor(tuple(shape), draw(st.integers(0, 99))), ShardOn(dim, stack=kind == "stack")
+        shape.insert(dim, size)
+    tensor = _tensor(tuple(shape), draw(st.integers(0, 99)))
+    if kind == "replicate":
+        return tensor, Whole()
+    return tensor, ShardOn(dim - draw(st.sampled_from([0, len(shape)])), stack=kind == "stack")
 
 
-def _pairs(size: int) -> st.SearchStrategy[Pair]:
-    scalars = st.one_of(st.integers(), st.none(), st.text(max_size=3), st.booleans())
-    leaves = st.one_of(_tensor_pairs(size), st.tuples(scalars, st.just(Replicated())))
-
-    def nests(children: st.SearchStrategy[Pair]) -> st.SearchStrategy[Pair]:
-        pairs = st.lists(children, max_size=4)
-        return st.one_of(
-            pairs.map(lambda items: ([tree for tree, _ in items], [spec for _, spec in items])),
-            pairs.map(lambda items: (tuple(tree for tree, _ in items), tuple(spec for _, spec in items))),
-            pairs.map(lambda items: ([tree for tree, _ in items], ShardOn())),
-            children.map(lambda item: (item[0], Replicated())),
-            st.dictionaries(st.sampled_from("abcd"), children).map(
-                # the spec in another order than the tree
-                lambda items: (
-                    {key: tree for key, (tree, _) in items.items()},
-                    {key: items[key][1] for key in reversed(items)},
-                )
-            ),
-        )
-
-    return st.recursive(leaves, nests, max_leaves=8)
+@st.composite
+def _pairs(draw: st.DrawFn, size: int, depth: int = 2) -> Pair:
+    """A nest: most of its leaves tensors, some of its lists cut."""
+    kinds = ["tensor", "tensor", "scalar", "list", "cut list", "tuple", "dict"]
+    kind = draw(st.sampled_from(kinds if depth else kinds[:3]))
+    if kind == "tensor":
+        return draw(_tensor_pairs(size))
+    if kind == "scalar":
+        return draw(st.sampled_from([1, None, True, "x", 0.5])), Whole()
+    children = draw(st.lists(_pairs(size, depth - 1), max_size=4))
+    trees, specs = [tree for tree, _ in children], [spec for _, spec in children]
+    match kind:
+        case "list":
+            return trees, specs
+        case "cut list":
+            return trees, ShardOn()
+        case "tuple":
+            return tuple(trees), tuple(specs)
+        case _:  # the spec in another order than the tree
+            keys = "abcd"[: len(trees)]
+            return dict(zip(keys, trees, strict=True)), dict(reversed(list(zip(keys, specs, strict=True))))
 
 
 def _are_equal(found: Any, expected: Any) -> bool:
@@ -75,11 +75,11 @@ def _are_equal(found: Any, expected: Any) -> bool:
 
 
 @settings(deadline=None)
-@given(st.integers(1, 5).flatmap(lambda size: st.tuples(st.just(size), _pairs(size))))
-def test_join_is_the_inverse_of_shard(case: tuple[int, Pair]) -> None:
-    size, (tree, spec) = case
-    parts = [shard_tree(tree, spec, rank=rank, size=size) for rank in range(size)]
-    assert _are_equal(join_trees(parts, spec), tree)
+@given(st.data(), st.integers(1, 5))
+def test_join_is_the_inverse_of_shard(data: st.DataObject, size: int) -> None:
+    for tree, spec in data.draw(st.lists(_pairs(size), min_size=5)):
+        parts = [shard_tree(tree, spec, rank=rank, size=size) for rank in range(size)]
+        assert _are_equal(join_trees(parts, spec), tree)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -96,7 +96,7 @@ def test_parts_are_those_of_tensor_split(length: int, size: int) -> None:
 
 def test_tensors_are_views_that_autograd_goes_through() -> None:
     x = _tensor((4, 2), 0).requires_grad_()
-    cut, picked, whole = shard_tree([x, x, x], [ShardOn(), ShardOn(1, stack=True), Replicated()], rank=1, size=2)
+    cut, picked, whole = shard_tree([x, x, x], [ShardOn(), ShardOn(1, stack=True), Whole()], rank=1, size=2)
     assert whole is x
     assert cut._base is x
     assert picked._base is x
@@ -113,11 +113,11 @@ def test_stacked_shards_do_without_the_dim() -> None:
 
 def test_specs_that_are_made_from_trees() -> None:
     tree = {"x": torch.zeros(2, 3), "y": [torch.zeros(2), (1, None)], "z": torch.zeros(())}
-    assert shard_spec(tree) == {"x": ShardOn(), "y": [ShardOn(), (Replicated(), Replicated())], "z": Replicated()}
-    of_dim = {"x": ShardOn(-2), "y": [Replicated(), (Replicated(), Replicated())], "z": Replicated()}
+    assert shard_spec(tree) == {"x": ShardOn(), "y": [ShardOn(), (Whole(), Whole())], "z": Whole()}
+    of_dim = {"x": ShardOn(-2), "y": [Whole(), (Whole(), Whole())], "z": Whole()}
     assert shard_spec(tree, dim=-2) == of_dim
     assert shard_spec(tree, dim=1)["x"] == ShardOn(1)  # ty: ignore[not-subscriptable, invalid-argument-type]
-    assert set(map(type, tree_leaves(replicate_spec(tree)))) == {Replicated}
+    assert set(map(type, tree_leaves(replicate_spec(tree)))) == {Whole}
     assert len(tree_leaves(replicate_spec(tree))) == 5
 
 
@@ -125,7 +125,7 @@ Point = namedtuple("Point", ["x", "y"])
 
 
 def test_named_tuples_stay_what_they_are() -> None:
-    tree, spec = Point(torch.arange(4), "name"), Point(ShardOn(), Replicated())
+    tree, spec = Point(torch.arange(4), "name"), Point(ShardOn(), Whole())
     part = shard_tree(tree, spec, rank=1, size=2)
     assert isinstance(part, Point)
     assert part.x.tolist() == [2, 3]
@@ -153,11 +153,12 @@ def _unshard_on_device() -> bool:
     with MeshConfig(data_parallel_shard=-1).build() as ctx:
         x = torch.arange(6.0, device=ctx.device).view(3, 2)
         tree = {"x": x, "parts": [x, {"y": x[:1], "name": "y"}, 3], "same": (x, None)}
-        spec = {"x": ShardOn(), "parts": ShardOn(), "same": Replicated()}
+        spec = {"x": ShardOn(), "parts": ShardOn(), "same": Whole()}
         part = shard_tree(tree, spec, rank=ctx.rank, size=2)
         whole = unshard_tree(part, spec)
         tensors = [leaf for leaf in tree_leaves(whole) if isinstance(leaf, Tensor)]
-        return whole["same"] is part["same"] and all(tensor.device == x.device for tensor in tensors)
+        is_right = _are_equal(whole["parts"], [x.cpu(), {"y": x[:1].cpu(), "name": "y"}, 3])
+        return is_right and whole["same"] is part["same"] and all(tensor.device == x.device for tensor in tensors)
 
 
 def test_results_are_where_the_parts_are(device: Device) -> None:
@@ -166,15 +167,16 @@ def test_results_are_where_the_parts_are(device: Device) -> None:
 
 def _unshard_mismatched() -> str:
     with MeshConfig(data_parallel_shard=-1).build():
-        with pytest.raises(UserError) as caught:
+        with (
+            mock.patch.object(dist, "all_gather_into_tensor", side_effect=AssertionError),
+            pytest.raises(UserError) as caught,
+        ):
             unshard_tree({"a": torch.zeros(2), "b": 1}, {"a": ShardOn(), "b": ShardOn()})
         return str(caught.value)
 
 
 def test_unshard_refuses_before_it_waits_for_anyone() -> None:
-    expected = (
-        "got ShardOn(dim=0, stack=False) for the int 1 at ['b']; expected a tensor or a list, or else Replicated()."
-    )
+    expected = "got ShardOn(dim=0, stack=False) for the int 1 at ['b']; expected a tensor or a list, or else Whole()."
     assert run_ranks(_unshard_mismatched) == [expected] * 2
 
 
@@ -187,7 +189,7 @@ MISMATCHES: list[tuple[Any, Any, str]] = [
     ),
     (
         {"a": 1, "b": 2},
-        {"a": Replicated(), "c": Replicated()},
+        {"a": Whole(), "c": Whole()},
         "the tree and its spec part at the root: got a dict with the keys 'a', 'b' in the tree, and a dict with the "
         "keys 'a', 'c' in the spec; expected the same nesting. A leaf of the spec may stand for a whole subtree.",
     ),
@@ -199,16 +201,16 @@ MISMATCHES: list[tuple[Any, Any, str]] = [
     ),
     (
         ([1],),
-        [[Replicated()]],
+        [[Whole()]],
         "the tree and its spec part at the root: got a tuple of 1 in the tree, and a list of 1 in the spec; expected "
         "the same nesting. A leaf of the spec may stand for a whole subtree.",
     ),
-    ({"a": 1}, {"a": None}, "got None in the spec at ['a']; expected ShardOn(...) or Replicated()."),
+    ({"a": 1}, {"a": None}, "got None in the spec at ['a']; expected ShardOn(...) or Whole()."),
     (
         {"a": "x" * 99},
         {"a": ShardOn()},
         "got ShardOn(dim=0, stack=False) for the str 'xxxxxxxxxxxx...xxxxxxxxxxxxx' at ['a']; expected a "
-        "tensor or a list, or else Replicated().",
+        "tensor or a list, or else Whole().",
     ),
     (
         (torch.zeros(2),),

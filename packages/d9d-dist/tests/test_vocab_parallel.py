@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional as F
 
 from d9d_dist import MeshConfig, VocabParallelCrossEntropy
-from d9d_dist.testing import run_ranks
+from d9d_dist.testing import Device, run_ranks
 from d9d_dist.vocab_parallel import embed_vocab_shard
 
 NUM_TOKENS, VOCAB, SIZE = 13, 12, 5
@@ -35,22 +35,22 @@ def _losses_on_ranks(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return losses.detach().cpu(), logits.grad.cpu()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_losses_and_gradients_are_those_of_torch(world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.world_size(4))])
+def test_losses_and_gradients_are_those_of_torch(world_size: int, device: Device) -> None:
     logits = _logits().requires_grad_()
     expected = F.cross_entropy(logits, _labels(), reduction="none", ignore_index=-100)
     (expected * _weights()).sum().backward()
     assert logits.grad is not None
-    ranks = run_ranks(_losses_on_ranks, torch.float64, world_size=world_size)
+    ranks = run_ranks(_losses_on_ranks, torch.float64, world_size=world_size, device=device)
     for losses, _ in ranks:
         torch.testing.assert_close(losses, expected, rtol=1e-13, atol=1e-13)
     gradient = torch.cat([gradient for _, gradient in ranks], dim=-1)
     torch.testing.assert_close(gradient, logits.grad, rtol=1e-13, atol=1e-13)
 
 
-def test_low_precision_stays_in_its_dtype() -> None:
+def test_low_precision_stays_in_its_dtype(device: Device) -> None:
     expected = F.cross_entropy(_logits(), _labels(), reduction="none")
-    for losses, gradient in run_ranks(_losses_on_ranks, torch.bfloat16):
+    for losses, gradient in run_ranks(_losses_on_ranks, torch.bfloat16, device=device):
         assert losses.dtype == gradient.dtype == torch.bfloat16
         torch.testing.assert_close(losses.double(), expected, rtol=2e-2, atol=2.0)
 
@@ -77,12 +77,12 @@ def _upstream() -> torch.Tensor:
     return torch.randn(3, 7, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_ranks_embeddings_add_up(world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, *(pytest.param(n, marks=pytest.mark.world_size(n)) for n in (3, 4))])
+def test_ranks_embeddings_add_up(world_size: int, device: Device) -> None:
     table = _table().requires_grad_()
     expected = F.embedding(_ids(), table)
     (expected * _upstream()).sum().backward()
-    ranks = run_ranks(_embed_on_ranks, world_size=world_size)
+    ranks = run_ranks(_embed_on_ranks, world_size=world_size, device=device)
     torch.testing.assert_close(sum(rows for rows, _ in ranks), expected.detach(), rtol=0, atol=0)
     assert table.grad is not None
     torch.testing.assert_close(torch.cat([gradient for _, gradient in ranks]), table.grad, rtol=1e-14, atol=0)

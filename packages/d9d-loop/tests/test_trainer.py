@@ -344,9 +344,7 @@ def test_every_trainable_parameter_must_be_parallelized(tmp_path: Path) -> None:
 
 def _train_at_different_rates(folder: str) -> str:
     rank = int(os.environ["RANK"])
-    config = _config(
-        Path(folder), mesh={"data_parallel_shard": -1}, optimizer={"learning_rate": 0.1 * (rank + 1)}
-    )
+    config = _config(Path(folder), mesh={"data_parallel_shard": -1}, optimizer={"learning_rate": 0.1 * (rank + 1)})
     try:
         Trainer(config, model=lambda stage: _Net(), data=_data(), task=_Regression()).train()
     except UserError as error:

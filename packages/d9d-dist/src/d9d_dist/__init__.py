@@ -1,10 +1,23 @@
 """Topology, collectives, parallelism and exact gradients for PyTorch."""
 
-from d9d_dist.context import DistributedContext
+from d9d_dist.collectives import (
+    all_gather,
+    all_gather_objects,
+    all_gather_variadic,
+    all_reduce_scalars,
+    all_to_all,
+    broadcast_object,
+    gather,
+    gather_objects,
+    gather_variadic,
+    reduce_scatter,
+)
+from d9d_dist.context import DistributedContext, Timeouts
 from d9d_dist.context_parallel import (
     AllGatherAttention,
     AllToAllAttention,
     Attention,
+    ContextMethod,
     ContextSplit,
     HasAttention,
     RingAttention,
@@ -12,7 +25,6 @@ from d9d_dist.context_parallel import (
     parallelize_context,
     sdpa_attention,
 )
-from d9d_dist.context_parallel.parallelize import Method as ContextMethod
 from d9d_dist.data_parallel import Precision, parallelize_fsdp, parallelize_hsdp, parallelize_replicate
 from d9d_dist.differentiable import (
     enter_partial,
@@ -23,12 +35,15 @@ from d9d_dist.differentiable import (
     take_shard,
 )
 from d9d_dist.errors import UserError
+from d9d_dist.gradient_norm import global_grad_norm, grad_norm_parts
 from d9d_dist.gradient_sync import GradientSync, sync_gradients
-from d9d_dist.gradients import clip_grad_norm_, global_grad_norm, scale_gradients_, set_gradient_sync
+from d9d_dist.gradients import clip_grad_norm_, scale_gradients_, set_gradient_sync
 from d9d_dist.late_init import ModuleLateInit, canonical_name, materialize
 from d9d_dist.launch import Launch, read_launch
 from d9d_dist.mesh import MeshConfig
+from d9d_dist.offload import ModuleOffloader, Offloadable, Offloaded, offload_tensor, onload_tensor
 from d9d_dist.seeds import seed_everything, stream_key
+from d9d_dist.split_backward import GradientsWanted, SplitBackward, gradients_wanted
 from d9d_dist.stage import StageInfo
 from d9d_dist.tensor_parallel import parallelize_tensor
 from d9d_dist.tensor_styles import (
@@ -41,6 +56,17 @@ from d9d_dist.tensor_styles import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
+from d9d_dist.tree_sharding import (
+    ShardOn,
+    ShardSpec,
+    Whole,
+    join_trees,
+    replicate_spec,
+    shard_spec,
+    shard_tree,
+    unshard_tree,
+)
+from d9d_dist.trees import Scalar, ScalarTree, TensorTree, Tree
 from d9d_dist.vocab_parallel import HasTokenLoss, TokenLoss, VocabParallelCrossEntropy
 
 __all__ = [
@@ -52,45 +78,77 @@ __all__ = [
     "ContextSplit",
     "DistributedContext",
     "GradientSync",
+    "GradientsWanted",
     "HasAttention",
     "HasTokenLoss",
     "Launch",
     "MeshConfig",
     "ModuleLateInit",
+    "ModuleOffloader",
+    "Offloadable",
+    "Offloaded",
     "Precision",
     "Replicated",
     "RingAttention",
     "RowParallel",
+    "Scalar",
+    "ScalarTree",
     "SequenceParallel",
+    "ShardOn",
+    "ShardSpec",
+    "SplitBackward",
     "StageInfo",
     "TensorRegion",
     "TensorStyle",
+    "TensorTree",
+    "Timeouts",
     "TokenLoss",
+    "Tree",
     "UserError",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "VocabParallelHead",
+    "Whole",
+    "all_gather",
+    "all_gather_objects",
+    "all_gather_variadic",
+    "all_reduce_scalars",
+    "all_to_all",
+    "broadcast_object",
     "canonical_name",
     "clip_grad_norm_",
     "context_parallel_attention",
     "enter_partial",
     "exchange",
+    "gather",
+    "gather_objects",
     "gather_shards",
+    "gather_variadic",
     "global_grad_norm",
+    "grad_norm_parts",
+    "gradients_wanted",
+    "join_trees",
     "materialize",
+    "offload_tensor",
+    "onload_tensor",
     "parallelize_context",
     "parallelize_fsdp",
     "parallelize_hsdp",
     "parallelize_replicate",
     "parallelize_tensor",
     "read_launch",
+    "reduce_scatter",
+    "replicate_spec",
     "scale_gradients_",
     "scatter_partial",
     "sdpa_attention",
     "seed_everything",
     "set_gradient_sync",
+    "shard_spec",
+    "shard_tree",
     "stream_key",
     "sum_partial",
     "sync_gradients",
     "take_shard",
+    "unshard_tree",
 ]

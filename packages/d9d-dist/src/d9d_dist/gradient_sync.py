@@ -51,7 +51,7 @@ class GradientSync:
     Args:
         model: A model, or one stage of it.
         num_microbatches: See the attribute.
-        bucket_bytes: Smaller gradients are copied into buckets of this size; each larger one is reduced alone, in place.
+        bucket_bytes: Smaller gradients are copied into buckets of this size; larger ones are reduced alone, in place.
         dtype: What to reduce in; by default what `parallelize_replicate` was given, else the gradient's own.
 
     Raises:

@@ -213,7 +213,8 @@ class VocabParallelHead(TensorStyle):
         if not isinstance(module, HasTokenLoss):
             raise UserError(
                 f"VocabParallelHead got a {type(module).__name__}; expected a module whose attribute token_loss "
-                "computes its losses (d9d_dist.HasTokenLoss). For a plain linear layer use ColumnParallel(output=Replicate())."
+                "computes its losses (d9d_dist.HasTokenLoss). For a plain linear layer use "
+                "ColumnParallel(output=Replicate())."
             )
         module.token_loss = VocabParallelCrossEntropy(mesh)
 

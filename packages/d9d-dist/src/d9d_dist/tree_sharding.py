@@ -1,7 +1,7 @@
 """Cuts nested trees of tensors into the parts of ranks, and puts them together again, as a spec tree says.
 
-A spec has the nesting of its tree, with `ShardOn` or `Replicated` for leaves. `ShardOn` stands for a tensor, or for a
-list that is itself cut into consecutive parts; `Replicated` stands for anything, whole subtrees too.
+A spec has the nesting of its tree, with `ShardOn` or `Whole` for leaves. `ShardOn` stands for a tensor, or for a
+list that is itself cut into consecutive parts; `Whole` stands for anything, whole subtrees too.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,27 +39,27 @@ class ShardOn:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Replicated:
+class Whole:
     """Anything that every rank has whole."""
 
 
-ShardSpec: TypeAlias = Tree[ShardOn | Replicated]
-"""A nest of `ShardOn` and `Replicated`."""
+ShardSpec: TypeAlias = Tree[ShardOn | Whole]
+"""A nest of `ShardOn` and `Whole`."""
 
 
 def shard_spec(tree: object, *, dim: int = 0) -> ShardSpec:
     """A spec that cuts every tensor that has a dim on it, and replicates everything else."""
 
-    def choose(leaf: object) -> ShardOn | Replicated:
+    def choose(leaf: object) -> ShardOn | Whole:
         has_dim = isinstance(leaf, Tensor) and -leaf.ndim <= dim < leaf.ndim
-        return ShardOn(dim) if has_dim else Replicated()
+        return ShardOn(dim) if has_dim else Whole()
 
     return tree_map(choose, tree)
 
 
 def replicate_spec(tree: object) -> ShardSpec:
     """A spec that replicates everything."""
-    return tree_map(lambda leaf: Replicated(), tree)
+    return tree_map(lambda leaf: Whole(), tree)
 
 
 def shard_tree(tree: _Tree, spec: ShardSpec, *, rank: int, size: int, even: bool = False) -> _Tree:
@@ -117,16 +117,14 @@ def _map(function: Callable[[KeyPath, Any, Sequence[Any]], Any], spec: ShardSpec
         function,
         spec,
         trees,
-        is_spec_leaf=lambda node: isinstance(node, ShardOn | Replicated),
-        expected="ShardOn(...) or Replicated()",
+        is_spec_leaf=lambda node: isinstance(node, ShardOn | Whole),
+        expected="ShardOn(...) or Whole()",
     )
 
 
-def _shard(
-    path: KeyPath, spec: ShardOn | Replicated, trees: Sequence[Any], *, rank: int, size: int, even: bool
-) -> object:
+def _shard(path: KeyPath, spec: ShardOn | Whole, trees: Sequence[Any], *, rank: int, size: int, even: bool) -> object:
     (node,) = trees
-    if isinstance(spec, Replicated):
+    if isinstance(spec, Whole):
         return node
     _check_part(path, spec, trees, is_whole=True)
     length = len(node) if isinstance(node, list) else node.shape[spec.dim]
@@ -146,8 +144,8 @@ def _shard(
     return node[start:end] if isinstance(node, list) else node.narrow(spec.dim, start, end - start)
 
 
-def _join(path: KeyPath, spec: ShardOn | Replicated, parts: Sequence[Any]) -> object:
-    if isinstance(spec, Replicated):
+def _join(path: KeyPath, spec: ShardOn | Whole, parts: Sequence[Any]) -> object:
+    if isinstance(spec, Whole):
         return parts[0]
     for part in parts:
         _check_part(path, spec, [part])
@@ -158,20 +156,18 @@ def _join(path: KeyPath, spec: ShardOn | Replicated, parts: Sequence[Any]) -> ob
     raise UserError(f"got tensors and lists together at {where(path)}; expected parts of one kind.")
 
 
-def _unshard(
-    path: KeyPath, spec: ShardOn | Replicated, trees: Sequence[Any], *, group: dist.ProcessGroup | None
-) -> object:
+def _unshard(path: KeyPath, spec: ShardOn | Whole, trees: Sequence[Any], *, group: dist.ProcessGroup | None) -> object:
     (part,) = trees
-    if isinstance(spec, Replicated):
+    if isinstance(spec, Whole):
         return part
     gathered = all_gather_variadic(part, group) if isinstance(part, Tensor) else all_gather_trees(part, group)
     return _join(path, spec, gathered)
 
 
-def _check_part(path: KeyPath, spec: ShardOn | Replicated, trees: Sequence[Any], *, is_whole: bool = False) -> None:
+def _check_part(path: KeyPath, spec: ShardOn | Whole, trees: Sequence[Any], *, is_whole: bool = False) -> None:
     """Check that what stands at a path can be cut as the spec says, or has been."""
     (node,) = trees
-    if isinstance(spec, Replicated):
+    if isinstance(spec, Whole):
         return
     if isinstance(node, list):
         if spec != ShardOn():
@@ -179,7 +175,7 @@ def _check_part(path: KeyPath, spec: ShardOn | Replicated, trees: Sequence[Any],
         return
     if not isinstance(node, Tensor):
         raise UserError(
-            f"got {spec} for {describe(node)} at {where(path)}; expected a tensor or a list, or else Replicated()."
+            f"got {spec} for {describe(node)} at {where(path)}; expected a tensor or a list, or else Whole()."
         )
     num_dims = node.ndim + (spec.stack and not is_whole)
     if not -num_dims <= spec.dim < num_dims:

@@ -19,10 +19,10 @@ from d9d_dist.context_parallel import (
     parallelize_context,
     sdpa_attention,
 )
-from d9d_dist.testing import run_ranks
+from d9d_dist.testing import Device, run_ranks
 
-Method = Literal["all_gather", "all_to_all", "ring"]
-METHODS: list[Method] = ["all_gather", "all_to_all", "ring"]
+ContextMethod = Literal["all_gather", "all_to_all", "ring"]
+METHODS: list[ContextMethod] = ["all_gather", "all_to_all", "ring"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _positions(rank: int, num_ranks: int, length: int) -> list[int]:
     return [*range(rank * size, (rank + 1) * size), *range(last * size, (last + 1) * size)]
 
 
-def _on_ranks(method: Method, cases: list[Case], length: int) -> list[list[Tensor]]:
+def _on_ranks(method: ContextMethod, cases: list[Case], length: int) -> list[list[Tensor]]:
     """This rank's part of the output and of the gradients of q, k and v, for each case."""
     results = []
     with MeshConfig(context_parallel_shard=-1).build() as ctx:
@@ -101,11 +101,11 @@ def _on_ranks(method: Method, cases: list[Case], length: int) -> list[list[Tenso
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_ranks_compute_what_one_process_does(method: Method, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.world_size(n)) for n in (4, 8))])
+def test_ranks_compute_what_one_process_does(method: ContextMethod, world_size: int, device: Device) -> None:
     length = 6 * world_size
     cases = [c for c in CASES if c.heads % world_size == 0 or method != "all_to_all"]
-    ranks = run_ranks(_on_ranks, method, cases, length, world_size=world_size)
+    ranks = run_ranks(_on_ranks, method, cases, length, world_size=world_size, device=device)
     for index, case in enumerate(cases):
         for name, expected, *parts in zip(
             ("out", "q", "k", "v"), _expected(case, length), *(rank[index] for rank in ranks), strict=True
@@ -160,7 +160,7 @@ def _batch() -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1], "labels": labels, "documents": documents}
 
 
-def _train(method: Method) -> tuple[Tensor, dict[str, Tensor]]:
+def _train(method: ContextMethod) -> tuple[Tensor, dict[str, Tensor]]:
     with MeshConfig(context_parallel_shard=-1).build() as ctx:
         mesh = ctx.mesh_for("batch")["cp"]
         model = _Model().to(ctx.device)
@@ -180,7 +180,7 @@ def _train(method: Method) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("method", "world_size"), [("all_gather", 4), ("all_to_all", 2), ("ring", 4)])
-def test_a_model_trains_as_on_one_process(method: Method, world_size: int) -> None:
+def test_a_model_trains_as_on_one_process(method: ContextMethod, world_size: int) -> None:
     model = _Model()
     expected = model({**_batch(), "positions": torch.arange(24).unsqueeze(0)})
     expected.backward()

@@ -4,7 +4,12 @@ from d9d_dist.context_parallel.all_gather import AllGatherAttention
 from d9d_dist.context_parallel.all_to_all import AllToAllAttention
 from d9d_dist.context_parallel.attention import Attention, sdpa_attention
 from d9d_dist.context_parallel.blocks import AttentionBlock, BlockKernel, CpuFlashKernel, FlashKernel, MathKernel
-from d9d_dist.context_parallel.parallelize import HasAttention, context_parallel_attention, parallelize_context
+from d9d_dist.context_parallel.parallelize import (
+    ContextMethod,
+    HasAttention,
+    context_parallel_attention,
+    parallelize_context,
+)
 from d9d_dist.context_parallel.ring import RingAttention
 from d9d_dist.context_parallel.split import ContextSplit
 
@@ -14,6 +19,7 @@ __all__ = [
     "Attention",
     "AttentionBlock",
     "BlockKernel",
+    "ContextMethod",
     "ContextSplit",
     "CpuFlashKernel",
     "FlashKernel",

@@ -12,7 +12,7 @@ from d9d_dist.context_parallel.ring import RingAttention
 from d9d_dist.context_parallel.split import check_one_axis
 from d9d_dist.errors import UserError
 
-Method = Literal["all_gather", "all_to_all", "ring"]
+ContextMethod = Literal["all_gather", "all_to_all", "ring"]
 
 
 @runtime_checkable
@@ -26,7 +26,7 @@ class HasAttention(Protocol):
     attention_function: Attention
 
 
-def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method: Method) -> Attention:
+def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method: ContextMethod) -> Attention:
     """The context-parallel form of an attention function: takes and gives this rank's part of the rows.
 
     On a mesh of one rank it is the function itself.
@@ -66,7 +66,7 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
             raise UserError(f"got method = {method!r}; expected 'all_gather', 'all_to_all' or 'ring'.")
 
 
-def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: Method = "all_gather") -> None:
+def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextMethod = "all_gather") -> None:
     """Let the ranks of a mesh axis share every row's positions out, in place; see `context_parallel_attention`.
 
     The attention function of every submodule that is a `HasAttention` is replaced; everything else in a model works on

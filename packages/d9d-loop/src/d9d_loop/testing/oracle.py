@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from d9d_dist import DistributedContext, StageInfo
-from d9d_dist.testing import assert_trees_close, full_gradients, full_parameters, run_ranks
+from d9d_dist.testing import Device, assert_trees_close, full_gradients, full_parameters, run_ranks
 from d9d_loop.batches import Collate
 from d9d_loop.config import TrainerConfig
 from d9d_loop.events import Finished, GradientsReady, StepDone
@@ -89,13 +89,16 @@ def assert_same_as_one_process(
             raise
 
 
-def trace_layout(experiment: Experiment, layout: Layout, *, around: Around = nullcontext) -> dict[str, Any]:
+def trace_layout(
+    experiment: Experiment, layout: Layout, *, around: Around = nullcontext, device: Device = "cpu"
+) -> dict[str, Any]:
     """Train in a layout, and give all numbers that came up on the way.
 
     Args:
         experiment: What to train.
         layout: Where to compute it.
         around: A context for the training on each rank.
+        device: "cpu", or "accelerator" for one of the machine's accelerators for each rank.
 
     Returns:
         For each step, in order, the loss, the full gradients by name and their norm; then the full trained parameters.
@@ -104,7 +107,9 @@ def trace_layout(experiment: Experiment, layout: Layout, *, around: Around = nul
         AssertionError: If ranks disagree on a loss or a norm.
     """
     with TemporaryDirectory() as folder:
-        first, *others = run_ranks(_train, experiment, layout, folder, around, world_size=layout.world_size)
+        first, *others = run_ranks(
+            _train, experiment, layout, folder, around, world_size=layout.world_size, device=device
+        )
     for rank, other in enumerate(others, start=1):
         for step, values in other.items():
             expected = {name: first[step][name] for name in values}
