@@ -20,12 +20,14 @@ def own_gradient(x: torch.Tensor) -> torch.Tensor:
 
 
 class _References(NamedTuple):
-    """How often a gradient, its memory and, if it is a view, its base are referred to."""
+    """How often a gradient, its memory and, if it is a view, its base are referred to.
 
-    python: int
-    tensor: int
+    A tensor counts as one reference to itself all those that Python holds, so both counts are needed.
+    """
+
+    gradient: tuple[int, int]
     storage: int
-    base: int | None
+    base: tuple[int, int] | None
 
 
 class _OwnGradient(torch.autograd.Function):
@@ -67,10 +69,10 @@ class _CountReferences(torch.autograd.Function):
 
 def _references(gradients: tuple[torch.Tensor, ...]) -> _References:
     """Those of the only gradient that autograd passes to a backward, as counted from within it."""
-    python, tensor = sys.getrefcount(gradients[0]), gradients[0]._use_count()
+    gradient = (sys.getrefcount(gradients[0]), gradients[0]._use_count())
     storage = torch._C._storage_Use_Count(gradients[0].untyped_storage()._cdata)
     base = gradients[0]._base
-    return _References(python, tensor, storage, None if base is None else base._use_count())
+    return _References(gradient, storage, None if base is None else (sys.getrefcount(base), base._use_count()))
 
 
 def _is_all_of_its_memory(gradient: torch.Tensor) -> bool:
