@@ -84,6 +84,7 @@ def run_page(page: Path, folder: Path) -> int:
     namespace = ModuleType(re.sub(r"\W", "_", f"snippets_of_{page.parent.name}_{page.stem}"))
     whole = folder / f"{namespace.__name__}.py"
     whole.write_text(_on_their_lines(python), encoding="utf-8")
+    namespace.__file__ = str(whole)
     with contextlib.chdir(folder), _as_a_script(namespace, whole):
         for block in snippets:
             if block.title is not None:

@@ -24,13 +24,14 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One function call on one rank; `arguments` stay pickled until the module that may define their types is there.
+    """One function call on one rank; `arguments` stay pickled until the modules that define their types are there.
 
-    `None` in the environment stands for a variable that must not be set.
+    `files` names the modules of the function and of the arguments, and where the parent has them from. `None` in the
+    environment stands for a variable that must not be set.
     """
 
     module: str
-    file: str
+    files: Mapping[str, str]
     function: str
     arguments: bytes
     environment: Mapping[str, str | None]
@@ -93,7 +94,10 @@ def _forget_process_groups() -> None:
 
 
 def _load_function(call: Call) -> Callable[..., Any]:
-    target: Any = sys.modules.get(call.module) or _load_module(call.module, call.file)
+    for name, file in call.files.items():
+        if name not in sys.modules:
+            _load_module(name, file)
+    target: Any = sys.modules[call.module]
     for part in call.function.split("."):
         target = getattr(target, part)
     return target

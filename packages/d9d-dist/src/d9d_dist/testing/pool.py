@@ -10,7 +10,9 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import pickletools
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -121,7 +123,7 @@ class RankPool:
             for worker, call in zip(workers, calls, strict=True):
                 environment = {**call.environment, "MASTER_PORT": str(store.port)}
                 worker.connection.send_bytes(
-                    pickle.dumps(Call(call.module, call.file, call.function, call.arguments, environment))
+                    pickle.dumps(Call(call.module, call.files, call.function, call.arguments, environment))
                 )
             return self._collect(workers, time.monotonic() + timeout, timeout)
         except BaseException:
@@ -141,10 +143,9 @@ class RankPool:
                 "pass a function that is defined at the top level of a module."
             )
         arguments = pickle.dumps(args)
+        files = {function.__module__: inspect.getfile(function), **_files_of(arguments)}
         return [
-            Call(
-                function.__module__, inspect.getfile(function), name, arguments, _environment(rank, world_size, device)
-            )
+            Call(function.__module__, files, name, arguments, _environment(rank, world_size, device))
             for rank in range(world_size)
         ]
 
@@ -208,6 +209,13 @@ def run_ranks(
 def accelerators_for(world_size: int) -> bool:
     """Whether this machine has an accelerator for each of so many ranks."""
     return torch.accelerator.is_available() and torch.accelerator.device_count() >= world_size
+
+
+def _files_of(pickled: bytes) -> dict[str, str]:
+    """The modules that pickled arguments refer to, with their files; a rank may not find them by name alone."""
+    names = {argument for _, argument, _ in pickletools.genops(pickled) if isinstance(argument, str)}
+    files = {name: getattr(sys.modules[name], "__file__", None) for name in names & sys.modules.keys() - {"__main__"}}
+    return {name: file for name, file in files.items() if file is not None}
 
 
 def _environment(rank: int, world_size: int, device: Device) -> dict[str, str | None]:
