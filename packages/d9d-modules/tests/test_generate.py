@@ -77,3 +77,20 @@ def test_bad_options_are_refused() -> None:
         generate(_successor, prompt, max_new_tokens=1, max_context=1, temperature=-1.0)
     with pytest.raises(UserError, match=r"top_k = 0; expected at least 1, or None for all tokens"):
         generate(_successor, prompt, max_new_tokens=1, max_context=1, top_k=0)
+
+
+def test_padding_does_not_change_what_is_written() -> None:
+    lengths: list[int] = []
+
+    def counting(ids: torch.Tensor) -> torch.Tensor:
+        lengths.append(ids.shape[1])
+        return F.one_hot(ids.cumsum(dim=1) % 7, num_classes=7).float()
+
+    prompt = torch.tensor([[1, 2, 3]])
+    plain = generate(counting, prompt, max_new_tokens=4, max_context=5, temperature=0)
+    assert lengths == [3, 4, 5, 5]
+    padded = generate(counting, prompt, max_new_tokens=4, max_context=5, temperature=0, pad_to_multiple_of=4)
+    assert lengths[4:] == [4, 4, 8, 8]
+    assert torch.equal(padded, plain)
+    with pytest.raises(UserError, match="pad_to_multiple_of = 0; expected at least 1"):
+        generate(counting, prompt, max_new_tokens=1, max_context=5, pad_to_multiple_of=0)

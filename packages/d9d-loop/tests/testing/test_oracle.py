@@ -1,0 +1,80 @@
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+
+from d9d_dist import DistributedContext, StageInfo, parallelize_hsdp
+from d9d_loop import Loss, ModelProvider, Task
+from d9d_loop.testing import Experiment, assert_same_as_one_process, parse_layout, trace_layout
+
+BATCH = [{"x": torch.linspace(i, 1, 4).sin(), "y": torch.tensor([i / 8])} for i in range(8)]
+
+
+class _Regression(Task):
+    def inputs(self, batch: Any) -> dict[str, Any]:
+        return {"input": batch["x"]}
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> Loss:
+        return Loss(F.mse_loss(outputs, batch["y"], reduction="sum"), weight=outputs.numel())
+
+
+class _Mlp(ModelProvider):
+    def build(self, stage: StageInfo) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+class _OnlyTheFirstLayer(_Mlp):
+    """Averages the gradients of its last layer, which is a mean for a sum."""
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"]
+        last = model.get_submodule("2")
+        parallelize_hsdp(last, dense, shard_axis="dp_cp_shard")
+        if isinstance(last, FSDPModule):
+            last.set_gradient_divide_factor(2.0)
+            last.set_force_sum_reduction_for_comms(True)
+        parallelize_hsdp(model, dense, shard_axis="dp_cp_shard")
+
+
+def test_layouts_that_are_right_pass() -> None:
+    assert_same_as_one_process(_Mlp(), BATCH, task=_Regression(), layouts=["dp_shard=2,microbatch=2", "dp_replicate=4"])
+
+
+def test_the_first_tensor_that_differs_is_named() -> None:
+    with pytest.raises(
+        AssertionError, match=r"First: step 1\.gradients\.2\.weight: relative error 0\.\d+; .* index \(0"
+    ) as e:
+        assert_same_as_one_process(_OnlyTheFirstLayer(), BATCH, task=_Regression(), layouts=["", "dp_shard=2"])
+    assert e.value.__notes__ == ["in the layout 'dp_shard=2', compared with one process"]
+
+
+def test_a_trace_has_every_step_in_float64() -> None:
+    experiment = Experiment(model=_Mlp(), batch=BATCH, task=_Regression(), num_steps=2)
+    trace = trace_layout(experiment, parse_layout("dp_shard=2"))
+    assert list(trace) == ["step 1", "step 2", "parameters"]
+    for step in ("step 1", "step 2"):
+        assert list(trace[step]) == ["loss", "gradients", "grad_norm"]
+        assert (
+            list(trace[step]["gradients"]) == list(trace["parameters"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        )
+        norm = torch.nn.utils.get_total_norm(trace[step]["gradients"].values())
+        assert norm.item() == pytest.approx(min(trace[step]["grad_norm"], 1.0), rel=1e-5)  # gradients are clipped to 1
+    assert all(parameter.dtype == torch.float64 for parameter in trace["parameters"].values())
+
+
+@contextmanager
+def _own_weight() -> Generator[None]:
+    with mock.patch("d9d_loop.train_step.dist.all_reduce"):
+        yield
+
+
+def test_ranks_that_disagree_are_named() -> None:
+    experiment = Experiment(model=_Mlp(), batch=BATCH, task=_Regression())
+    with pytest.raises(AssertionError, match=r"step 1: rank 1 has \{'loss': .*\}, rank 0 has \{'loss'"):
+        trace_layout(experiment, parse_layout("dp_shard=2"), around=_own_weight)
