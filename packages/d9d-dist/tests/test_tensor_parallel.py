@@ -24,6 +24,7 @@ from d9d_dist import (
     materialize,
     parallelize_hsdp,
     parallelize_tensor,
+    token_cross_entropy,
 )
 from d9d_dist.testing import Device, assert_trees_close, full_gradients, run_ranks
 
@@ -77,7 +78,7 @@ class _Block(nn.Module):
 class _Head(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.token_loss: TokenLoss = _cross_entropy
+        self.token_loss: TokenLoss = token_cross_entropy
         self.weight = nn.Parameter(torch.empty(VOCAB, SIZE))
 
     def reset_parameters(self) -> None:
@@ -88,10 +89,6 @@ class _Head(nn.Module):
         if labels is None:
             return logits
         return self.token_loss(logits.flatten(0, 1), labels.flatten())
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels, reduction="none")
 
 
 class _Model(nn.Module):
@@ -212,7 +209,7 @@ def _refusal(plan: dict[str, TensorStyle], options: dict[str, bool], degree: int
             "Use a degree that divides 4.",
         ),
         (
-            {"head": VocabParallelEmbedding()},
+            {"head": VocabParallelHead()},
             "the tp degree = 3 does not divide dim 0 of head.weight, which is 16. Use a degree that divides 16.",
         ),
     ],
@@ -230,14 +227,23 @@ def test_refuses_a_plan_that_does_not_fit(plan: dict[str, TensorStyle], message:
             "VocabParallelHead got a _Norm; expected a module whose attribute token_loss computes its losses "
             "(d9d_dist.HasTokenLoss). For a plain linear layer use ColumnParallel(output=Replicate()).",
         ),
-        ({"norm": VocabParallelEmbedding()}, "VocabParallelEmbedding got a _Norm; expected a torch.nn.Embedding."),
+        (
+            {"norm": VocabParallelEmbedding()},
+            "VocabParallelEmbedding got a _Norm; expected a torch.nn.Embedding, with its own forward: the lookup is "
+            "replaced. Do what else it does in a module around it.",
+        ),
+        (
+            {"blocks.0": ColumnParallel()},
+            "blocks.0 is a _Block without a parameter weight or bias of its own, which ColumnParallel would split; "
+            "expected a layer such as torch.nn.Linear. Name the layer itself.",
+        ),
         (
             {"embedding": RowParallel(), "head": VocabParallelHead()},
             "embedding.weight and head.weight are one shared parameter, which the plan places as S(1) and S(0); "
             "expected one placement.",
         ),
     ],
-    ids=["no loss", "no embedding", "tied"],
+    ids=["no loss", "no embedding", "no weight", "tied"],
 )
 def test_refuses_a_style_that_does_not_fit(plan: dict[str, TensorStyle], message: str) -> None:
     assert run_ranks(_refusal, plan, {"tied": True}, 2) == [message] * 2
@@ -303,3 +309,78 @@ def _failing_forward() -> bool:
 
 def test_parameters_are_back_after_a_forward_that_failed() -> None:
     assert run_ranks(_failing_forward) == [True, True]
+
+
+def _applied_again() -> list[str]:
+    messages = []
+    with MeshConfig(tensor_parallel=2, data_parallel_shard=2).build() as ctx:
+        dense = ctx.mesh_for("dense")
+        model = _Model()
+        parallelize_tensor(model, dense["tp"], {"blocks.*.up": ColumnParallel(), "blocks.*.down": RowParallel()})
+        with pytest.raises(UserError) as caught:
+            parallelize_tensor(model.blocks[0], dense["tp"], {"up": ColumnParallel()})
+        messages.append(str(caught.value))
+        parallelize_hsdp(model, dense["dp_replicate", "dp_cp_shard"], shard_axis="dp_cp_shard")
+        with pytest.raises(UserError) as caught:
+            parallelize_tensor(model, dense["tp"], {"norm": SequenceParallel()})
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_comes_once_and_first() -> None:
+    again = (
+        "up is tensor parallel already; expected parallelize_tensor to name each submodule once. Take it out of this "
+        "plan."
+    )
+    late = (
+        "the module is data parallel already; expected parallelize_tensor to come first. Call it before "
+        "parallelize_hsdp, parallelize_fsdp and parallelize_replicate."
+    )
+    assert run_ranks(_applied_again, world_size=4) == [[again, late]] * 4
+
+
+def _by_keyword() -> str:
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        model = nn.Sequential(nn.Linear(4, 4))
+        parallelize_tensor(model, ctx.mesh_for("dense")["tp"], {"0": ColumnParallel()})
+        with pytest.raises(UserError) as caught:
+            model[0](input=torch.ones(1, 4))
+        return str(caught.value)
+
+
+def test_activations_are_passed_by_position() -> None:
+    message = (
+        "ColumnParallel got a call of its Linear without positional arguments; expected the activation to be the first "
+        "one. Pass it by position."
+    )
+    assert run_ranks(_by_keyword) == [message] * 2
+
+
+def _smoothed(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
+
+
+def test_a_head_with_another_loss_must_say_how_it_is_split() -> None:
+    with MeshConfig().build() as ctx:
+        model = _Model()
+        model.head.token_loss = _smoothed
+        with pytest.raises(UserError, match=r"a _Head whose token_loss is .*_smoothed.*; expected token_cross_entropy"):
+            parallelize_tensor(model, ctx.mesh_for("dense")["tp"], {"head": VocabParallelHead()})
+
+
+def test_an_embedding_with_options_is_refused() -> None:
+    with MeshConfig().build() as ctx:
+        model = nn.Sequential(nn.Embedding(8, 4, padding_idx=0))
+        with pytest.raises(UserError, match=r"an embedding with padding_idx = 0; expected none\."):
+            parallelize_tensor(model, ctx.mesh_for("dense")["tp"], {"0": VocabParallelEmbedding()})
+
+
+def _inference() -> bool:
+    with MeshConfig(tensor_parallel=-1).build() as ctx, torch.inference_mode():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        parallelize_tensor(model, ctx.mesh_for("dense")["tp"], {"0": ColumnParallel(), "1": RowParallel()})
+        return bool(model(torch.ones(1, 4)).isfinite().all())
+
+
+def test_the_first_forward_may_be_one_of_inference() -> None:
+    assert run_ranks(_inference) == [True, True]

@@ -10,7 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from d9d_dist import DistributedContext, StageInfo, UserError, parallelize_fsdp
+from d9d_dist import (
+    ColumnParallel,
+    DistributedContext,
+    RowParallel,
+    StageInfo,
+    UserError,
+    parallelize_fsdp,
+    parallelize_tensor,
+)
 from d9d_dist.testing import run_ranks
 from d9d_loop import (
     CheckpointSaved,
@@ -336,8 +344,8 @@ def _train_without_the_head(folder: str) -> str:
 
 def test_every_trainable_parameter_must_be_parallelized(tmp_path: Path) -> None:
     for rank, message in enumerate(run_ranks(_train_without_the_head, str(tmp_path))):
-        assert "the model provider's parallelize left down.weight" in message
-        assert "expected DTensors. End it with a call such as parallelize_hsdp(model, ...)" in message
+        assert "the model provider's parallelize left down.weight, down.bias to fewer than the 2 ranks" in message
+        assert "expected DTensors on every axis of more than one rank. End it with a call such as" in message
         assert f"['on rank {rank}']" in message
     assert not (tmp_path / "runs").exists()
 
@@ -379,3 +387,22 @@ def test_a_model_must_use_the_tensor_parallel_axis(tmp_path: Path) -> None:
             "mesh.tensor_parallel = 2, but the model provider's parallelize does not split the model over it; expected "
             'a call parallelize_tensor(model, ctx.mesh_for("dense")["tp"], plan), or a degree of 1.'
         )
+
+
+class _OnlyTensorParallel(_Whole):
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        parallelize_tensor(model, ctx.mesh_for("dense")["tp"], {"up": ColumnParallel(), "down": RowParallel()})
+
+
+def _train_without_data_parallelism(folder: str) -> str:
+    config = _config(Path(folder), mesh={"tensor_parallel": 2, "data_parallel_replicate": 2}, batch={"global_size": 8})
+    try:
+        Trainer(config, model=_OnlyTensorParallel(), data=_data(), task=_Regression()).train()
+    except UserError as error:
+        return str(error)
+    return "trained"
+
+
+def test_parameters_must_be_on_every_axis(tmp_path: Path) -> None:
+    for message in run_ranks(_train_without_data_parallelism, str(tmp_path), world_size=4):
+        assert "left up.weight, up.bias, down.weight, down.bias to fewer than the 4 ranks of a stage" in message

@@ -67,7 +67,7 @@ from d9d_dist.tree_sharding import (
     unshard_tree,
 )
 from d9d_dist.trees import Scalar, ScalarTree, TensorTree, Tree
-from d9d_dist.vocab_parallel import HasTokenLoss, TokenLoss, VocabParallelCrossEntropy
+from d9d_dist.vocab_parallel import HasTokenLoss, TokenLoss, VocabParallelCrossEntropy, token_cross_entropy
 
 __all__ = [
     "AllGatherAttention",
@@ -150,5 +150,6 @@ __all__ = [
     "sum_partial",
     "sync_gradients",
     "take_shard",
+    "token_cross_entropy",
     "unshard_tree",
 ]

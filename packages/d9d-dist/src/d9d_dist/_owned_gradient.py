@@ -86,7 +86,7 @@ def _references_of_unshared() -> frozenset[_References]:
     Autograd's own calls hold some references too; versions of torch and of Python differ in how many.
     """
     found: list[_References] = []
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():  # the first forward may be one of inference
         x = torch.ones(1, device="cpu", requires_grad=True)
         _CountReferences.apply(x, found).exp().backward()
         _CountReferences.apply(x, found).view(()).exp().backward()

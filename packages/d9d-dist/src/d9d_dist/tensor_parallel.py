@@ -6,9 +6,10 @@ from functools import partial
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from d9d_dist._local_parameters import axis_names, compute_locally, distribute_parameters
+from d9d_dist._local_parameters import axes_of, axis_names, compute_locally, distribute_parameters
 from d9d_dist.errors import UserError
 from d9d_dist.tensor_styles import Replicated, TensorStyle
 
@@ -19,10 +20,11 @@ def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, T
     All parameters become DTensors on the axis: `Shard(0)` or `Shard(1)` where a style splits them, else `Replicate()`.
     Forward computes with plain tensors. Gradients of replicated parameters are reduced where ranks compute different
     parts of them (`GradientSync`; FSDP does it by itself). Call it before checkpointing activations, before compiling,
-    and before data parallelism. On a mesh of one rank only the plan's names are checked.
+    and before data parallelism. On a mesh of one rank the plan is only checked.
 
     Args:
-        module: On `meta`, or with equal values on all ranks; shared parameters stay shared.
+        module: On `meta`, or with equal values on all ranks. Parameters that its submodules share stay shared: give the
+            module that holds all of them.
         mesh: A mesh of one axis, e.g. `ctx.mesh_for("dense")["tp"]`.
         plan: Styles by the names of submodules; a `*` stands for one part of a name, as in `layers.*.attention`. A
             submodule that is `None` (on this pipeline stage) may be named. What
@@ -31,15 +33,18 @@ def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, T
 
     Raises:
         UserError: If a name of the plan matches nothing, two of them match one submodule, a style does not fit its
-            submodule, or a dim that is split does not divide.
+            submodule, a dim that is split does not divide, or something is parallelised already; nothing is changed.
     """
     names = axis_names(mesh)
     if len(names) != 1:
         raise UserError(f"got a mesh with the axes {', '.join(names)}; expected one axis. Slice it: mesh['tp'].")
     styles = _match(module, plan)
+    modules = dict(module.named_modules())
+    for name, style in styles.items():
+        _check(name, modules[name], style)
     if mesh.size() == 1:
         return
-    modules = dict(module.named_modules())
+    _check_is_first(modules, names[0])
     distribute_parameters(module, mesh, _placements(modules, styles, mesh), default=Replicate())
     for name, submodule in modules.items():
         if submodule._parameters:
@@ -72,6 +77,39 @@ def _match(module: nn.Module, plan: Mapping[str, TensorStyle]) -> dict[str, Tens
                 )
             matched[name] = pattern
     return {name: plan[pattern] for name, pattern in matched.items()}
+
+
+def _check(name: str, module: nn.Module, style: TensorStyle) -> None:
+    """Refuse a style that does not fit a submodule, or a second style."""
+    style.check(module)
+    split = style.placements()
+    if split and not any(module._parameters.get(parameter) is not None for parameter in split):
+        raise UserError(
+            f"{name} is a {type(module).__name__} without a parameter {' or '.join(split)} of its own, which "
+            f"{type(style).__name__} would split; expected a layer such as torch.nn.Linear. Name the layer itself."
+        )
+    forward = vars(module).get("forward")
+    if isinstance(forward, partial) and isinstance(getattr(forward.func, "__self__", None), TensorStyle):
+        raise UserError(
+            f"{name} is tensor parallel already; expected parallelize_tensor to name each submodule once. Take it out "
+            "of this plan."
+        )
+
+
+def _check_is_first(modules: Mapping[str, nn.Module], axis: str) -> None:
+    """Refuse what data parallelism has already."""
+    for name, submodule in modules.items():
+        axes = {
+            other
+            for parameter in submodule._parameters.values()
+            if parameter is not None
+            for other in axes_of(parameter)
+        }
+        if isinstance(submodule, FSDPModule) or axes - {axis}:
+            raise UserError(
+                f"{name or 'the module'} is data parallel already; expected parallelize_tensor to come first. Call it "
+                "before parallelize_hsdp, parallelize_fsdp and parallelize_replicate."
+            )
 
 
 def _absent(module: nn.Module) -> Iterator[str]:

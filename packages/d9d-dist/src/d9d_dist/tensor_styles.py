@@ -18,7 +18,13 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from d9d_dist.differentiable import enter_partial, gather_shards, scatter_partial, sum_partial
 from d9d_dist.errors import UserError
-from d9d_dist.vocab_parallel import HasTokenLoss, VocabParallelCrossEntropy, embed_vocab_shard
+from d9d_dist.vocab_parallel import (
+    HasTokenLoss,
+    TokenLoss,
+    VocabParallelCrossEntropy,
+    embed_vocab_shard,
+    token_cross_entropy,
+)
 
 REPLICATE = Replicate()
 """An activation that is equal on all ranks."""
@@ -47,12 +53,15 @@ class TensorStyle:
         """How many consecutive elements of a dim that is split have to stay together."""
         return 1
 
-    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Check the submodule and change what is more than a conversion of its activations, in place.
+    def check(self, module: nn.Module) -> None:
+        """Look at the submodule before anything is changed.
 
         Raises:
             UserError: If it is no module that this style can be applied to.
         """
+
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Change what is more than a conversion of the submodule's activations, in place."""
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the place of the submodule's own forward, `inner`. Its parameters are this rank's parts by then."""
@@ -65,7 +74,9 @@ class TensorRegion(TensorStyle):
     """The entrance of a region whose column-parallel layers share one input, such as attention or a gated MLP.
 
     The first positional argument becomes a whole tensor, once for all of them; in backward their parts of its gradient
-    are added up once. Replicated parameters inside, such as those of a QK norm, have partial gradients.
+    are added up once. Replicated parameters inside, such as those of a QK norm, have partial gradients. What comes
+    after the region's row-parallel layer is whole again: name a norm there `Replicated()`, or `SequenceParallel()`
+    where the output is split.
 
     Attributes:
         input: How the argument arrives: equal on all ranks (backward all-reduces), or split on a dim (all-gathered;
@@ -76,7 +87,7 @@ class TensorRegion(TensorStyle):
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `TensorStyle.forward`."""
-        return inner(_enter(args[0], self.input, mesh), *args[1:], **kwargs)
+        return inner(_enter(_first(args, self, module), self.input, mesh), *args[1:], **kwargs)
 
 
 @final
@@ -106,7 +117,7 @@ class ColumnParallel(TensorStyle):
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `TensorStyle.forward`."""
-        features = inner(_enter(args[0], self.input, mesh), *args[1:], **kwargs)
+        features = inner(_enter(_first(args, self, module), self.input, mesh), *args[1:], **kwargs)
         return gather_shards(features, mesh, dim=-1, gradient="equal") if self.output == REPLICATE else features
 
 
@@ -173,18 +184,22 @@ class VocabParallelEmbedding(TensorStyle):
         """See `TensorStyle.placements`."""
         return {"weight": Shard(0)}
 
-    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """See `TensorStyle.prepare`."""
-        if not isinstance(module, nn.Embedding):
-            raise UserError(f"VocabParallelEmbedding got a {type(module).__name__}; expected a torch.nn.Embedding.")
-        options = {"padding_idx": module.padding_idx, "max_norm": module.max_norm}
-        for name, value in options.items():
-            if value is not None:
-                raise UserError(f"VocabParallelEmbedding got an embedding with {name} = {value}; expected None.")
+    def check(self, module: nn.Module) -> None:
+        """See `TensorStyle.check`."""
+        if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+            raise UserError(
+                f"VocabParallelEmbedding got a {type(module).__name__}; expected a torch.nn.Embedding, with its own "
+                "forward: the lookup is replaced. Do what else it does in a module around it."
+            )
+        options = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+        for name in options:
+            value = getattr(module, name)
+            if value is not None and value is not False:
+                raise UserError(f"VocabParallelEmbedding got an embedding with {name} = {value}; expected none.")
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `TensorStyle.forward`."""
-        (ids,) = args
+        ids = _first(args, self, module)
         weight_VD = module.weight
         assert isinstance(weight_VD, Tensor)
         return _leave(embed_vocab_shard(ids, weight_VD, mesh), self.output, mesh)
@@ -196,33 +211,61 @@ class VocabParallelHead(TensorStyle):
     """A language-model head whose rows are split: weight [vocabulary, D] is `Shard(0)`.
 
     The head computes its losses through its attribute `token_loss` (`HasTokenLoss`), which then works on this rank's
-    logits alone: nobody ever holds all of them. Without `labels=` the logits are all-gathered.
+    logits alone: nobody ever holds all of them. Without labels, `labels=` or the second argument, the logits are
+    all-gathered.
 
     Attributes:
         input: How the hidden states arrive: equal on all ranks, or split on a dim.
+        token_loss: Makes the loss over a split vocabulary, of the mesh axis. `None` for cross entropy, where the head
+            computes `token_cross_entropy`; a head with another loss needs one.
     """
 
     input: Placement = REPLICATE
+    token_loss: Callable[[DeviceMesh], TokenLoss] | None = None
 
     def placements(self) -> Mapping[str, Placement]:
         """See `TensorStyle.placements`."""
         return {"weight": Shard(0), "bias": Shard(0)}
 
-    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """See `TensorStyle.prepare`."""
+    def check(self, module: nn.Module) -> None:
+        """See `TensorStyle.check`."""
         if not isinstance(module, HasTokenLoss):
             raise UserError(
                 f"VocabParallelHead got a {type(module).__name__}; expected a module whose attribute token_loss "
                 "computes its losses (d9d_dist.HasTokenLoss). For a plain linear layer use "
                 "ColumnParallel(output=Replicate())."
             )
-        module.token_loss = VocabParallelCrossEntropy(mesh)
+        present = module.token_loss
+        if self.token_loss is None and not _is_cross_entropy(present):
+            raise UserError(
+                f"VocabParallelHead got a {type(module).__name__} whose token_loss is {present!r}; expected "
+                "token_cross_entropy. Say how your loss is computed over a split vocabulary: "
+                "VocabParallelHead(token_loss=...)."
+            )
+
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """See `TensorStyle.prepare`."""
+        assert isinstance(module, HasTokenLoss)
+        module.token_loss = (self.token_loss or VocabParallelCrossEntropy)(mesh)
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `TensorStyle.forward`."""
-        outputs = inner(_enter(args[0], self.input, mesh), *args[1:], **kwargs)
-        has_labels = kwargs.get("labels") is not None
-        return outputs if has_labels else gather_shards(outputs, mesh, dim=-1, gradient="equal")
+        outputs = inner(_enter(_first(args, self, module), self.input, mesh), *args[1:], **kwargs)
+        labels = args[1] if len(args) > 1 else kwargs.get("labels")
+        return gather_shards(outputs, mesh, dim=-1, gradient="equal") if labels is None else outputs
+
+
+def _is_cross_entropy(loss: TokenLoss) -> bool:
+    return loss is token_cross_entropy
+
+
+def _first(args: tuple[Any, ...], style: TensorStyle, module: nn.Module) -> Any:
+    if not args:
+        raise UserError(
+            f"{type(style).__name__} got a call of its {type(module).__name__} without positional arguments; expected "
+            "the activation to be the first one. Pass it by position."
+        )
+    return args[0]
 
 
 def _enter(x: Tensor, layout: Placement | None, mesh: DeviceMesh) -> Tensor:

@@ -27,6 +27,11 @@ class HasTokenLoss(Protocol):
     token_loss: TokenLoss
 
 
+def token_cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """The `TokenLoss` of one process: the negative log-likelihood [T] in nats, 0 where a label is -100."""
+    return F.cross_entropy(logits_TV, labels_T, reduction="none")
+
+
 def embed_vocab_shard(ids: Tensor, weight_VD: Tensor, mesh: DeviceMesh) -> Tensor:
     """Look up the ids that this rank has; all others give zeros. The sum over ranks is the embedding. No collectives.
 

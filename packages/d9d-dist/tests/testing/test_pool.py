@@ -1,8 +1,10 @@
+import contextlib
 import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,3 +155,39 @@ def test_an_accelerator_call_clears_the_choice_of_the_cpu(monkeypatch: pytest.Mo
         assert pool.run(_set_and_unset, world_size=1) == ["cpu"]
         monkeypatch.setattr("d9d_dist.testing.pool.accelerators_for", lambda world_size: world_size == 1)
         assert pool.run(_set_and_unset, world_size=1, device="accelerator") == [None]
+
+
+def _fails_to_connect_once(marker: str) -> int:
+    with contextlib.suppress(FileExistsError):
+        Path(marker).touch(exist_ok=False)
+        raise RuntimeError("Gloo connectFullMesh failed with [pair.cc] Connection closed by peer")
+    return os.getpid()
+
+
+def _fails_to_connect() -> None:
+    raise RuntimeError("Gloo connectFullMesh failed with [pair.cc] Connection closed by peer")
+
+
+def test_a_connection_that_gloo_lost_is_made_again_once(tmp_path: Path) -> None:
+    assert run_ranks(_fails_to_connect_once, str(tmp_path / "marker"), world_size=1)[0] != os.getpid()
+    with pytest.raises(RankError, match=r"(?s)1 of 1 ranks failed.*connectFullMesh"):
+        run_ranks(_fails_to_connect, world_size=1)
+
+
+def _slow_to_tell(rank: int) -> None:
+    """The others fail because of this rank, and are heard of earlier."""
+    try:
+        with MeshConfig(data_parallel_shard=-1).build() as ctx:
+            if ctx.rank == rank:
+                raise RuntimeError("no more coffee")
+            ctx.wait_world()
+    except RuntimeError as error:
+        if "coffee" in str(error):
+            time.sleep(0.3)
+        raise
+
+
+def test_the_rank_that_failed_first_is_named_also_if_a_victim_is_heard_of_earlier() -> None:
+    with pytest.raises(RankError, match=r"2 of 2 ranks failed; rank 1 was the first\.") as caught:
+        run_ranks(_slow_to_tell, 1)
+    assert caught.value.rank == 1

@@ -200,16 +200,24 @@ def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
         )
     if ctx.size("batch", "dp") == ctx.size("batch", "cp") == 1:
         return
+    num_ranks = ctx.world_size // ctx.size("dense", "pp")
     alone = [
         canonical_name(name)
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not isinstance(parameter, DTensor)
+        if parameter.requires_grad and _num_ranks(parameter) != num_ranks
     ]
     if alone:
         raise UserError(
-            f"the model provider's parallelize left {', '.join(alone)} to each rank alone; expected DTensors. "
-            "End it with a call such as parallelize_hsdp(model, ...) on the whole model."
+            f"the model provider's parallelize left {', '.join(alone)} to fewer than the {num_ranks} ranks of a stage, "
+            "so their gradients would not be summed over all; expected DTensors on every axis of more than one rank. "
+            'End it with a call such as parallelize_hsdp(model, dense["dp_replicate", "dp_cp_shard", '
+            '"cp_replicate"], shard_axis="dp_cp_shard") on the whole model.'
         )
+
+
+def _num_ranks(parameter: torch.Tensor) -> int:
+    """How many ranks hold a parameter together, each a part or a copy."""
+    return parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
 
 
 def _is_on_axis(model: nn.Module, axis: str) -> bool:

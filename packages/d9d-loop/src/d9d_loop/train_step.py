@@ -108,5 +108,5 @@ class TrainStep:
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
         self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._model.zero_grad()  # also what the optimizer does not have, which would add up forever
         return StepOutcome(total * per_weight, weight, grad_norm, self._peaks[0] * factor)

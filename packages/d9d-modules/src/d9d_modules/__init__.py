@@ -6,7 +6,7 @@ from d9d_modules.decoder import DecoderLayer
 from d9d_modules.embedding import TokenEmbedding
 from d9d_modules.generate import generate
 from d9d_modules.linear import Linear
-from d9d_modules.lm_head import IGNORED_LABEL, LanguageModelHead, cross_entropy, language_model_head
+from d9d_modules.lm_head import IGNORED_LABEL, LanguageModelHead, language_model_head
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
 from d9d_modules.models.qwen3 import (
     WHOLE_MODEL,
@@ -50,7 +50,6 @@ __all__ = [
     "apply_rotary",
     "checkpoint_activations",
     "config_value",
-    "cross_entropy",
     "decoder_params_from_hugging_face",
     "generate",
     "language_model_head",

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from d9d_dist.errors import UserError
-from d9d_dist.vocab_parallel import TokenLoss
+from d9d_dist.vocab_parallel import TokenLoss, token_cross_entropy
 
 IGNORED_LABEL = -100
 """A position with this label has loss 0 and gives no gradient."""
@@ -40,7 +40,7 @@ class LanguageModelHead(nn.Module):
     def __init__(self, hidden_size: int, vocab_size: int, *, init_std: float = 0.02) -> None:
         super().__init__()
         self.init_std = init_std
-        self.token_loss: TokenLoss = cross_entropy
+        self.token_loss: TokenLoss = token_cross_entropy
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.reset_parameters()
 
@@ -53,13 +53,8 @@ class LanguageModelHead(nn.Module):
         return language_model_head(hidden_BLD, self.weight, labels=labels, token_loss=self.token_loss)
 
 
-def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """The negative log-likelihood of each label [T] in nats, 0 where it is `IGNORED_LABEL`."""
-    return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="none")
-
-
 def language_model_head(
-    hidden_BLD: Tensor, weight_VD: Tensor, *, labels: Tensor | None = None, token_loss: TokenLoss = cross_entropy
+    hidden_BLD: Tensor, weight_VD: Tensor, *, labels: Tensor | None = None, token_loss: TokenLoss = token_cross_entropy
 ) -> Tensor:
     """Per-token losses where labels are given, else logits.
 

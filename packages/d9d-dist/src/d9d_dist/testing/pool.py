@@ -35,6 +35,8 @@ _GRACE_SECONDS = 0.5
 _STACKS_SECONDS = 10.0  # how long ranks that hang may take to write their stacks, on a busy machine
 _EXIT_SECONDS = 10.0  # a process whose pipe is closed is about to end; on a busy machine its exit code takes a while
 _LOG_TAIL_CHARACTERS = 8_000
+_VICTIM = "failed before this rank: "  # what a context adds to the error of such a rank
+_GLOO_DID_NOT_CONNECT = "Gloo connectFullMesh failed"
 
 
 Device = Literal["cpu", "accelerator"]
@@ -50,6 +52,10 @@ class RankError(AssertionError):
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class _MeetingError(RankError):
+    """Ranks did not get to the function's own work: on a busy machine, gloo sometimes loses a connection it makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +120,14 @@ class RankPool:
                 "Ask accelerators_for(world_size) first, and skip the test or run it on the CPU."
             )
         calls = self._calls(function, args, world_size, device)
+        try:
+            return self._run(calls, timeout)
+        except _MeetingError:
+            return self._run(calls, timeout)
+
+    def _run(self, calls: Sequence[Call], timeout: float) -> list[Any]:
+        """Run the calls, one on each rank."""
+        world_size = len(calls)
         self._grow(world_size)
         workers = self._workers[:world_size]
         for worker in workers:
@@ -176,7 +190,11 @@ class RankPool:
                     failed.append(rank)
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failed:
-            raise RankError(_describe_failures(workers, outcomes, failed), rank=failed[0])
+            # A rank whose context was told that another one had failed is a victim, even if its error came first.
+            failed.sort(key=lambda rank: _VICTIM in (outcomes[rank].error or ""))
+            gloo_failed = all(_GLOO_DID_NOT_CONNECT in (outcomes[rank].error or "") for rank in failed)
+            kind = _MeetingError if gloo_failed else RankError
+            raise kind(_describe_failures(workers, outcomes, failed), rank=failed[0])
         return [pickle.loads(outcomes[rank].result or b"") for rank in range(len(workers))]  # noqa: S301  (our own ranks)
 
     def _kill(self) -> None:
