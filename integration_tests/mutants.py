@@ -30,6 +30,7 @@ import d9d_dist.late_init
 import d9d_dist.tensor_styles
 import d9d_dist.vocab_parallel
 import d9d_loop.train_step
+import d9d_loop.trainer
 import d9d_pipeline.executor
 from d9d_dist import (
     ContextSplit,
@@ -103,17 +104,25 @@ def sharded_gradients_are_averaged() -> AbstractContextManager[object]:
     return mock.patch.object(FSDPModule, "set_gradient_divide_factor", return_value=None)
 
 
+@contextmanager
+def _hybrid_over(change: Callable[[DeviceMesh, str], DeviceMesh]) -> Generator[None]:
+    """Hybrid sharding over fewer axes than it was given, which the Trainer's own check would refuse."""
+    with (
+        mock.patch.object(d9d_dist.data_parallel, "_replicate_and_shard", change),
+        mock.patch.object(d9d_loop.trainer, "check_parallelized"),
+    ):
+        yield
+
+
 @caught_by("dense,dp_replicate=2,dp_shard=2")
 def hybrid_sharding_does_not_reduce_over_replicas() -> AbstractContextManager[object]:
-    return mock.patch.object(d9d_dist.data_parallel, "_replicate_and_shard", lambda mesh, axis: mesh[axis])
+    return _hybrid_over(lambda mesh, axis: mesh[axis])
 
 
 @caught_by("dense,dp_shard=2,cp_replicate=2")
 def hybrid_sharding_forgets_the_axis_after_the_shards() -> AbstractContextManager[object]:
     real = d9d_dist.data_parallel._replicate_and_shard
-    return mock.patch.object(
-        d9d_dist.data_parallel, "_replicate_and_shard", lambda mesh, axis: real(mesh["dp_replicate", axis], axis)
-    )
+    return _hybrid_over(lambda mesh, axis: real(mesh["dp_replicate", axis], axis))
 
 
 @caught_by("plain,dp_replicate=2")

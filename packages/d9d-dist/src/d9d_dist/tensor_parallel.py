@@ -41,9 +41,11 @@ def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, T
     styles = _match(module, plan)
     modules = dict(module.named_modules())
     for name, style in styles.items():
-        _check(name, modules[name], style)
+        style.check(modules[name])
     if mesh.size() == 1:
         return
+    for name, style in styles.items():
+        _check_splits(name, modules[name], style)
     _check_is_first(modules, names[0])
     distribute_parameters(module, mesh, _placements(modules, styles, mesh), default=Replicate())
     for name, submodule in modules.items():
@@ -79,9 +81,8 @@ def _match(module: nn.Module, plan: Mapping[str, TensorStyle]) -> dict[str, Tens
     return {name: plan[pattern] for name, pattern in matched.items()}
 
 
-def _check(name: str, module: nn.Module, style: TensorStyle) -> None:
-    """Refuse a style that does not fit a submodule, or a second style."""
-    style.check(module)
+def _check_splits(name: str, module: nn.Module, style: TensorStyle) -> None:
+    """Refuse a style that would split nothing, or a second style."""
     split = style.placements()
     if split and not any(module._parameters.get(parameter) is not None for parameter in split):
         raise UserError(
