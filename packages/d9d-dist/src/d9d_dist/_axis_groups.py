@@ -50,9 +50,11 @@ class AxisGroups:
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the timeout of every group of this process, those that others made included, and of later ones."""
         self._timeout = timeout
+        # torch 2.11 has it under a private name only, of which later ones warn.
+        name = "set_timeout" if hasattr(dist, "set_timeout") else "_set_pg_timeout"
+        change = getattr(dist.distributed_c10d, name)
         for group in list(dist.distributed_c10d._world.pg_map):
-            # torch after 2.11 has a public name for it too: dist.set_timeout.
-            dist.distributed_c10d._set_pg_timeout(timeout, group)  # ty: ignore[deprecated]
+            change(timeout, group)
 
     def _make(self, split: _Split, name: str) -> dist.ProcessGroup:
         ranks = _ranks_with(dist.get_rank(), split)
