@@ -1,15 +1,12 @@
-import json
-import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from d9d_dist import UserError
-from d9d_state import TensorInfo, _files
-from d9d_state.safetensors_file import dtype_name, dtype_of, read_header, write_safetensors
+from d9d_state import _files
+from d9d_state.safetensors_file import write_safetensors
+from d9d_state.safetensors_header import read_header
 
 _DTYPES = [
     torch.float64,
@@ -58,14 +55,6 @@ def test_the_peer_reads_what_is_written_here(tmp_path: Path) -> None:
     assert record == _files.digest_of(path)
 
 
-def test_headers_of_the_peer_are_read_here(tmp_path: Path) -> None:
-    tensors = {name: tensor.contiguous() for name, tensor in _tensors().items() if name != "conjugate"}
-    save_file(tensors, tmp_path / "file.safetensors", metadata={"format": "pt"})
-    assert read_header(tmp_path / "file.safetensors") == {
-        name: TensorInfo.of(tensor) for name, tensor in tensors.items()
-    }
-
-
 def test_files_without_tensors(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "file.safetensors", {})
     assert read_header(tmp_path / "file.safetensors") == load_file(tmp_path / "file.safetensors") == {}
@@ -74,68 +63,3 @@ def test_files_without_tensors(tmp_path: Path) -> None:
 def test_dtypes_without_a_place_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"safetensors files cannot hold torch\.complex128; cast the tensor"):
         write_safetensors(tmp_path / "file.safetensors", {"a": torch.ones(1, dtype=torch.complex128)})
-
-
-def test_dtype_names_round_trip() -> None:
-    assert [dtype_of(dtype_name(dtype)) for dtype in _DTYPES] == _DTYPES
-    with pytest.raises(ValueError, match="got the dtype 'F31'; expected one of F64, F32"):
-        dtype_of("F31")
-
-
-def _entry(begin: int, end: int, *, dtype: str = "U8", shape: Any = None) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
-
-
-@pytest.mark.parametrize(
-    ("header", "data", "message"),
-    [
-        ({"a": _entry(0, 2), "b": _entry(1, 3)}, 3, "b starts at byte 1; expected 2, where the one before it ends"),
-        ({"a": _entry(0, 2), "b": _entry(3, 4)}, 4, "b starts at byte 3; expected 2"),
-        ({"a": _entry(0, 2)}, 3, "its tensors take 2 bytes, but the file has 3"),
-        ({"a": _entry(0, 2)}, 1, "its tensors take 2 bytes, but the file has 1"),
-        ({"a": _entry(0, 2, shape=[-2])}, 2, r"got the shape \[-2\]; expected a list of sizes"),
-        ({"a": _entry(0, 2, shape=[2.0])}, 2, r"got the shape \[2\.0\]"),
-        ({"a": _entry(0, 2, shape=[True, 2])}, 2, r"got the shape \[True, 2\]"),
-        ({"a": _entry(0, 2, shape=[1 << 62])}, 2, "expected a list of sizes"),
-        ({"a": _entry(0, 2, shape=[1 << 40, 1 << 40])}, 2, r"a has data_offsets \[0, 2\], which do not fit"),
-        ({"a": _entry(0, 2, shape="2")}, 2, "got the shape '2'"),
-        ({"a": _entry(0, 2, dtype="Q8")}, 2, "got the dtype 'Q8'"),
-        ({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 1, 2]}}, 2, "data_offsets"),
-        ({"a": {"dtype": "U8", "shape": [2]}}, 2, "a must have dtype, shape and data_offsets"),
-        ({"a": 3}, 2, "a must have dtype, shape and data_offsets"),
-        ([], 0, "it is no JSON object"),
-    ],
-)
-def test_unsound_headers_are_refused(tmp_path: Path, header: Any, data: int, message: str) -> None:
-    text = json.dumps(header).encode()
-    path = tmp_path / "file.safetensors"
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(data))
-    with pytest.raises(UserError, match=f"has a broken header: .*{message}"):
-        read_header(path)
-
-
-def test_a_repeated_name_is_refused(tmp_path: Path) -> None:
-    text = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
-    path = tmp_path / "file.safetensors"
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"0")
-    with pytest.raises(UserError, match="JSON repeats the key 'a'"):
-        read_header(path)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"1234567", struct.pack("<Q", 3), struct.pack("<Q", 1 << 63), struct.pack("<Q", 1) + b"{"]
-)
-def test_what_is_no_file_of_the_format_is_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "file.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=r"is no safetensors file: \d+ bytes with a header of \d+"):
-        read_header(path)
-
-
-def test_a_huge_header_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "file.safetensors"
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", 100 << 20))
-        file.truncate(101 << 20)
-    with pytest.raises(UserError, match="expected a header of 2 to 33554432 bytes"):
-        read_header(path)

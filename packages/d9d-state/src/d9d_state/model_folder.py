@@ -8,7 +8,7 @@ from typing import Self, final
 from d9d_dist import UserError
 from d9d_state._files import member
 from d9d_state.json_value import parse_json
-from d9d_state.safetensors_file import read_header
+from d9d_state.safetensors_header import StoredTensor, read_header
 from d9d_state.tensor_info import TensorInfo
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -25,11 +25,13 @@ class ModelFolder:
         path: The folder.
         tensors: Shape and dtype of every tensor.
         files: For every tensor the file that holds it.
+        starts: For every tensor the position of its first byte in that file.
     """
 
     path: Path
     tensors: Mapping[str, TensorInfo]
     files: Mapping[str, Path]
+    starts: Mapping[str, int]
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -47,8 +49,7 @@ class ModelFolder:
         if not (folder / SINGLE_NAME).exists():
             raise UserError(f"{folder} holds no model; expected {SINGLE_NAME} or {INDEX_NAME} in it.")
         file = member(folder, SINGLE_NAME)
-        tensors = read_header(file)
-        return cls(folder, tensors, dict.fromkeys(tensors, file))
+        return cls._of(folder, {name: (file, stored) for name, stored in read_header(file).items()})
 
     @classmethod
     def _indexed(cls, folder: Path, weight_map: Mapping[str, str]) -> Self:
@@ -57,10 +58,15 @@ class ModelFolder:
         absent = [f"{name} in {file}" for name, file in weight_map.items() if name not in headers[file]]
         if absent:
             raise UserError(f"{folder / INDEX_NAME} names tensors that are not there: {', '.join(absent)}.")
+        return cls._of(folder, {name: (paths[file], headers[file][name]) for name, file in weight_map.items()})
+
+    @classmethod
+    def _of(cls, folder: Path, places: Mapping[str, tuple[Path, StoredTensor]]) -> Self:
         return cls(
             folder,
-            {name: headers[file][name] for name, file in weight_map.items()},
-            {name: paths[file] for name, file in weight_map.items()},
+            {name: stored.info for name, (_file, stored) in places.items()},
+            {name: file for name, (file, _stored) in places.items()},
+            {name: stored.start for name, (_file, stored) in places.items()},
         )
 
 

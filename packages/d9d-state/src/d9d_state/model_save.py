@@ -16,7 +16,8 @@ from d9d_state.mapper.graph import StateGroup, StateMapper
 from d9d_state.mapper.names import identity_of
 from d9d_state.model_folder import INDEX_NAME, SINGLE_NAME
 from d9d_state.module_tensors import aliases, module_tensors
-from d9d_state.safetensors_file import dtype_name, write_safetensors
+from d9d_state.safetensors_file import write_safetensors
+from d9d_state.safetensors_header import dtype_name
 from d9d_state.tensor_info import TensorInfo
 
 _OWN_NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")

@@ -10,7 +10,7 @@ from d9d_dist import UserError
 from d9d_state._files import FileRecord, member
 from d9d_state.errors import StateError
 from d9d_state.json_value import JsonValue, dump_json, parse_json
-from d9d_state.safetensors_file import dtype_name, dtype_of, parse_shape
+from d9d_state.safetensors_header import dtype_name, dtype_of, parse_shape
 from d9d_state.tensor_info import TensorInfo
 
 MANIFEST_NAME = "manifest.json"
