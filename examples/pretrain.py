@@ -62,7 +62,7 @@ class Parallelism(Section):
 
 class PretrainConfig(TrainerConfig):
     text: Text = Text()
-    parallelism: Parallelism | None = None
+    parallelism: Parallelism = Parallelism()
     model: Qwen3Params
     experts: Experts | None = None
 

@@ -12,7 +12,12 @@ SIZES = {**TINY_MODEL, "model.num_heads": 4, "model.num_kv_heads": 2}
 LAYOUTS = {
     "tensor and sharded": {"mesh.tensor_parallel": 2, "mesh.data_parallel_shard": 2},
     "context and replicated": {"mesh.context_parallel_shard": 2, "mesh.data_parallel_replicate": 2},
-    "tensor and context": {"mesh.tensor_parallel": 2, "mesh.context_parallel_replicate": 2},
+    "tensor and context": {
+        "mesh.tensor_parallel": 2,
+        "mesh.context_parallel_replicate": 2,
+        "parallelism.context_method": "ring",
+        "parallelism.activation_checkpointing": "full",
+    },
 }
 
 

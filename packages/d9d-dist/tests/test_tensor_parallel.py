@@ -293,7 +293,9 @@ def test_a_plan_may_name_what_another_pipeline_stage_has() -> None:
 def test_refuses_a_mesh_of_several_axes() -> None:
     with (
         MeshConfig().build() as ctx,
-        pytest.raises(UserError, match=r"got a mesh with the axes .*tp; expected one axis. Slice it: mesh\['tp'\]."),
+        pytest.raises(
+            UserError, match=r"got a mesh with the axes \(.*tp\); expected exactly one. Slice it: mesh\['tp'\]."
+        ),
     ):
         parallelize_tensor(_Model(), ctx.mesh_for("dense"), {})
 

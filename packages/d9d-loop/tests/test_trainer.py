@@ -345,7 +345,7 @@ def _train_without_the_head(folder: str) -> str:
 def test_every_trainable_parameter_must_be_parallelized(tmp_path: Path) -> None:
     for rank, message in enumerate(run_ranks(_train_without_the_head, str(tmp_path))):
         assert "the model provider's parallelize left down.weight, down.bias to fewer than the 2 ranks" in message
-        assert "expected DTensors on every axis of more than one rank. End it with a call such as" in message
+        assert "on every axis of more than one rank, made on the whole model by parallelize_hsdp(model, de" in message
         assert f"['on rank {rank}']" in message
     assert not (tmp_path / "runs").exists()
 
@@ -383,10 +383,8 @@ def _train_tensor_parallel(folder: str) -> str:
 
 def test_a_model_must_use_the_tensor_parallel_axis(tmp_path: Path) -> None:
     for message in run_ranks(_train_tensor_parallel, str(tmp_path)):
-        assert message == (
-            "mesh.tensor_parallel = 2, but the model provider's parallelize does not split the model over it; expected "
-            'a call parallelize_tensor(model, ctx.mesh_for("dense")["tp"], plan), or a degree of 1.'
-        )
+        assert "left up.weight, up.bias, down.weight, down.bias to fewer than the 2 ranks of a stage" in message
+        assert 'made on the whole model by parallelize_tensor(model, dense["tp"], plan), then parallelize_h' in message
 
 
 class _OnlyTensorParallel(_Whole):

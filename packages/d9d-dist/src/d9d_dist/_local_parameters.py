@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
+from d9d_dist._mesh_axes import axes_of, axis_names
 from d9d_dist._owned_gradient import own_gradient
 
 
@@ -184,14 +185,3 @@ def _take_part(full: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DT
     if isinstance(placement, Shard):
         local = full.chunk(mesh.size(), dim=placement.dim)[mesh.get_local_rank()].clone()
     return DTensor.from_local(local, mesh, (placement,), run_check=False, shape=full.shape, stride=full.stride())
-
-
-def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of a mesh's axes, which all meshes of a context have."""
-    assert mesh.mesh_dim_names is not None, "expected a mesh with named axes"
-    return mesh.mesh_dim_names
-
-
-def axes_of(parameter: torch.Tensor) -> tuple[str, ...]:
-    """The names of the mesh axes that a parameter is placed on."""
-    return axis_names(parameter.device_mesh) if isinstance(parameter, DTensor) else ()

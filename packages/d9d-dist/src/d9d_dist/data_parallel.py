@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
 
-from d9d_dist._local_parameters import axis_names, compute_locally, distribute_parameters
+from d9d_dist._local_parameters import compute_locally, distribute_parameters
+from d9d_dist._mesh_axes import axis_names, only_axis
 from d9d_dist.errors import UserError
 
 
@@ -92,7 +93,7 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, *, precision: Precisio
     Raises:
         UserError: If the mesh does not have exactly one named axis.
     """
-    parallelize_hsdp(module, mesh, shard_axis=_only_axis(mesh), precision=precision)
+    parallelize_hsdp(module, mesh, shard_axis=only_axis(mesh, example="dp_shard"), precision=precision)
 
 
 def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Precision | None = None) -> None:
@@ -112,7 +113,7 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Pre
     Raises:
         UserError: If the mesh does not have exactly one named axis, or FSDP manages the module already.
     """
-    axis = _only_axis(mesh)
+    axis = only_axis(mesh, example="dp_replicate")
     _check_no_fsdp(module)
     if mesh.size() == 1 and precision is None:
         return
@@ -143,13 +144,6 @@ def _cast_inputs(
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
     return pytree.tree_map(cast, args), pytree.tree_map(cast, kwargs)
-
-
-def _only_axis(mesh: DeviceMesh) -> str:
-    names = mesh.mesh_dim_names or ()
-    if len(names) != 1:
-        raise UserError(f"got a mesh with the axes ({', '.join(names)}); expected exactly one. Slice it: mesh['axis'].")
-    return names[0]
 
 
 def _replicate_and_shard(mesh: DeviceMesh, shard_axis: str) -> DeviceMesh:

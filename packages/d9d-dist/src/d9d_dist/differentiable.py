@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from d9d_dist._mesh_axes import only_axis
 from d9d_dist.collectives import all_gather, all_to_all, even_parts, reduce_scatter
 from d9d_dist.errors import UserError
 
@@ -157,9 +158,7 @@ def _apply(x: Tensor, mesh: DeviceMesh, forward: _Map, adjoint: _Map) -> Tensor:
 
 
 def _group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    if mesh.ndim != 1:
-        names = ", ".join(mesh.mesh_dim_names or ())
-        raise UserError(f"got a mesh with the axes ({names}); expected exactly one. Slice it: mesh['tp'].")
+    only_axis(mesh, example="tp")
     return mesh.get_group()
 
 

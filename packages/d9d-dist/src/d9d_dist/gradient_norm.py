@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from d9d_dist._local_parameters import axis_names
+from d9d_dist._mesh_axes import axis_names
 from d9d_dist.context import DistributedContext
 from d9d_dist.errors import UserError
 

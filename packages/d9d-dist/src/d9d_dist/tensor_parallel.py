@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from d9d_dist._local_parameters import axes_of, axis_names, compute_locally, distribute_parameters
+from d9d_dist._local_parameters import compute_locally, distribute_parameters
+from d9d_dist._mesh_axes import axes_of, axis_names, only_axis
 from d9d_dist.errors import UserError
 from d9d_dist.tensor_styles import Replicated, TensorStyle
 
@@ -27,17 +28,14 @@ def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, T
             module that holds all of them.
         mesh: A mesh of one axis, e.g. `ctx.mesh_for("dense")["tp"]`.
         plan: Styles by the names of submodules; a `*` stands for one part of a name, as in `layers.*.attention`. A
-            submodule that is `None` (on this pipeline stage) may be named. What
-            lies below a named submodule, and is not named itself, follows its `has_partial_gradients`; everything else
-            computes the same on every rank.
+            submodule that is `None` (on this pipeline stage) may be named. What lies below a named submodule, and is
+            not named itself, follows its `has_partial_gradients`; everything else computes the same on every rank.
 
     Raises:
         UserError: If a name of the plan matches nothing, two of them match one submodule, a style does not fit its
             submodule, a dim that is split does not divide, or something is parallelised already; nothing is changed.
     """
-    names = axis_names(mesh)
-    if len(names) != 1:
-        raise UserError(f"got a mesh with the axes {', '.join(names)}; expected one axis. Slice it: mesh['tp'].")
+    axis = only_axis(mesh, example="tp")
     styles = _match(module, plan)
     modules = dict(module.named_modules())
     for name, style in styles.items():
@@ -46,12 +44,12 @@ def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, T
         return
     for name, style in styles.items():
         _check_splits(name, modules[name], style)
-    _check_is_first(modules, names[0])
+    _check_is_first(modules, axis)
     distribute_parameters(module, mesh, _placements(modules, styles, mesh), default=Replicate())
     for name, submodule in modules.items():
         if submodule._parameters:
             is_partial = _style_above(name, styles).has_partial_gradients
-            compute_locally(submodule, partial_axes=names if is_partial else ())
+            compute_locally(submodule, partial_axes=(axis,) if is_partial else ())
     for name, style in styles.items():
         submodule = modules[name]
         style.prepare(submodule, mesh)

@@ -187,19 +187,11 @@ def check_metric_names(task: Task) -> None:
 
 
 def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
-    """Refuse a model of which a trainable parameter is left to each rank alone, or that does not use an axis.
+    """Refuse a model of which a trainable parameter is not on every axis of more than one rank.
 
     Raises:
-        UserError: Listing such parameters, whose gradients would not be reduced, or naming the axis.
+        UserError: Listing such parameters, whose gradients would not be summed over all ranks.
     """
-    if ctx.size("dense", "tp") > 1 and not _is_on_axis(model, "tp"):
-        raise UserError(
-            f"mesh.tensor_parallel = {ctx.size('dense', 'tp')}, but the model provider's parallelize does not "
-            'split the model over it; expected a call parallelize_tensor(model, ctx.mesh_for("dense")["tp"], plan), or '
-            "a degree of 1."
-        )
-    if ctx.size("batch", "dp") == ctx.size("batch", "cp") == 1:
-        return
     num_ranks = ctx.world_size // ctx.size("dense", "pp")
     alone = [
         canonical_name(name)
@@ -207,24 +199,18 @@ def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
         if parameter.requires_grad and _num_ranks(parameter) != num_ranks
     ]
     if alone:
+        tensor_parallel = 'parallelize_tensor(model, dense["tp"], plan), then ' if ctx.size("dense", "tp") > 1 else ""
         raise UserError(
             f"the model provider's parallelize left {', '.join(alone)} to fewer than the {num_ranks} ranks of a stage, "
-            "so their gradients would not be summed over all; expected DTensors on every axis of more than one rank. "
-            'End it with a call such as parallelize_hsdp(model, dense["dp_replicate", "dp_cp_shard", '
-            '"cp_replicate"], shard_axis="dp_cp_shard") on the whole model.'
+            "so their gradients would not be summed over all; expected DTensors on every axis of more than one rank, "
+            f"made on the whole model by {tensor_parallel}"
+            'parallelize_hsdp(model, dense["dp_replicate", "dp_cp_shard", "cp_replicate"], shard_axis="dp_cp_shard").'
         )
 
 
 def _num_ranks(parameter: torch.Tensor) -> int:
     """How many ranks hold a parameter together, each a part or a copy."""
     return parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
-
-
-def _is_on_axis(model: nn.Module, axis: str) -> bool:
-    return any(
-        isinstance(parameter, DTensor) and axis in (parameter.device_mesh.mesh_dim_names or ())
-        for parameter in model.parameters()
-    )
 
 
 def checkpoint_folder(config: TrainerConfig) -> Path:

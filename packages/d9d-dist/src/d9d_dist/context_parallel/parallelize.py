@@ -5,11 +5,11 @@ from typing import Literal, Protocol, runtime_checkable
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from d9d_dist._mesh_axes import only_axis
 from d9d_dist.context_parallel.all_gather import AllGatherAttention
 from d9d_dist.context_parallel.all_to_all import AllToAllAttention
 from d9d_dist.context_parallel.attention import Attention, sdpa_attention
 from d9d_dist.context_parallel.ring import RingAttention
-from d9d_dist.context_parallel.split import check_one_axis
 from d9d_dist.errors import UserError
 
 ContextMethod = Literal["all_gather", "all_to_all", "ring"]
@@ -42,7 +42,7 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
         UserError: If the mesh does not have exactly one axis, the function is context parallel already, the method is
             unknown, or it is `"ring"` and the function is not `sdpa_attention`.
     """
-    check_one_axis(mesh)
+    only_axis(mesh, example="cp")
     if isinstance(attention, AllGatherAttention | AllToAllAttention | RingAttention):
         raise UserError(
             f"got the attention function {type(attention).__name__}, which is context parallel already; expected one "

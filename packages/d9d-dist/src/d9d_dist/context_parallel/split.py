@@ -8,22 +8,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import KeyPath, keystr, tree_map_with_path
 
+from d9d_dist._mesh_axes import only_axis
 from d9d_dist.context_parallel._chunk_order import rank_chunks, to_natural_order
 from d9d_dist.differentiable import gather_shards
 from d9d_dist.errors import UserError
 
 Tree = TypeVar("Tree")
-
-
-def check_one_axis(mesh: DeviceMesh) -> None:
-    """Check that a mesh is one axis.
-
-    Raises:
-        UserError: If it is not.
-    """
-    if mesh.ndim != 1:
-        names = ", ".join(mesh.mesh_dim_names or ())
-        raise UserError(f"got a mesh with the axes ({names}); expected exactly one. Slice it: mesh['cp'].")
 
 
 @final
@@ -41,7 +31,7 @@ class ContextSplit:
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        check_one_axis(mesh)
+        only_axis(mesh, example="cp")
         self._mesh = mesh
 
     def split(self, tree: Tree, *, dim: int = 1) -> Tree:

@@ -146,6 +146,12 @@ class RankPool:
 
     def close(self) -> None:
         """End all ranks and remove their logs. The pool can be used again afterwards."""
+        for worker in self._workers:
+            worker.connection.close()
+        # A rank that is idle ends by itself, and gives back what it shares with others; one that works is killed.
+        deadline = time.monotonic() + 2.0
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
         self._kill()
 
     @staticmethod
