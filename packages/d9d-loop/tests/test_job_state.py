@@ -1,5 +1,6 @@
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,15 @@ from d9d_dist import DistributedContext, MeshConfig
 from d9d_dist.testing import run_ranks
 from d9d_loop.job_state import JobState, Record
 from d9d_metrics import Max, Metric, WeightedMean
-from d9d_state import CheckpointStore
+from d9d_state import CheckpointStore, StateError
 
 
 class _Job:
     """All that is saved, in its first state."""
 
-    def __init__(self, folder: Path, ctx: DistributedContext) -> None:
+    def __init__(
+        self, folder: Path, ctx: DistributedContext, on_saved: Callable[[int], None] = lambda _step: None
+    ) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(3, 2)
         self.optimizer: Optimizer = torch.optim.AdamW(self.model.parameters())
@@ -32,6 +35,7 @@ class _Job:
             num_samples=8,
             seed=5,
             ctx=ctx,
+            on_saved=on_saved,
         )
 
     def work(self, rank: int = 0) -> None:
@@ -102,6 +106,38 @@ def test_metrics_that_were_not_saved_start_anew(tmp_path: Path, ctx: Distributed
     )
     other.restore()
     assert added.compute() == 0
+
+
+def test_what_the_optimizer_changes_in_its_groups_comes_back(tmp_path: Path, ctx: DistributedContext) -> None:
+    job = _Job(tmp_path, ctx)
+    job.work()
+    job.optimizer.param_groups[0].update(lr=5.0, betas=(0.5, 0.6))
+    job.state.save(Record(1))
+    other = _Job(tmp_path, ctx)
+    other.optimizer.param_groups[0]["weight_decay"] = 0.25  # the configuration of the job may change
+    other.state.restore()
+    group = other.optimizer.param_groups[0]
+    assert (group["betas"], group["weight_decay"]) == ((0.5, 0.6), 0.25)
+    assert group["lr"] == 1e-3  # the schedule's
+
+
+def test_a_save_in_the_background_is_told_of_when_it_is_complete(tmp_path: Path, ctx: DistributedContext) -> None:
+    told: list[int] = []
+    job = _Job(tmp_path, ctx, on_saved=told.append)
+    job.work()
+    job.state.prepare()
+    for step, background, expected in ((1, True, []), (2, True, [1]), (3, False, [1, 2, 3])):
+        job.state.save(Record(step), background=background)
+        assert told == expected
+    job.state.raise_if_failed()
+    assert [info.step for info in CheckpointStore(tmp_path).complete()] == [3, 2, 1]
+
+
+def test_a_job_is_not_started_anew_beside_damaged_checkpoints(tmp_path: Path, ctx: DistributedContext) -> None:
+    _Job(tmp_path, ctx).state.save(Record(1))
+    (tmp_path / "step-00000001" / "state.json").unlink()
+    with pytest.raises(StateError, match=r"holds step-00000001, but none of them can be loaded; the log says why"):
+        _Job(tmp_path, ctx).state.restore()
 
 
 def test_what_a_killed_save_left_is_removed(tmp_path: Path, ctx: DistributedContext) -> None:

@@ -13,7 +13,7 @@ from d9d_dist import Launch, StageInfo, UserError
 from d9d_loop import FunctionProvider, Loss, ModelProvider, Task, Trainer, TrainerConfig, validate_config
 from d9d_loop.preflight import check_job
 from d9d_metrics import Metric, Sum
-from d9d_state import CheckpointStore, JsonValue, StateMapper, model_tensors, rename, save_model_state
+from d9d_state import CheckpointStore, JsonValue, Retention, StateMapper, model_tensors, rename, save_model_state
 
 DATA = [torch.zeros(3)] * 8
 
@@ -296,3 +296,30 @@ def test_initial_weights_are_checked_through_the_mapper(tmp_path: Path) -> None:
     check_job(config, provider=_Renamed(), task=_Nothing(), data=DATA, evaluation_data=None)
     with pytest.raises(UserError, match=r"(?s)weight.*bias|bias.*weight"):
         check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DATA, evaluation_data=None)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message", "evaluates"),
+    [
+        ({"keep_every": 150}, "checkpoint.keep_every = 150 is no multiple of checkpoint.every = 100", False),
+        ({"keep_every": 200, "keep_last": None}, "checkpoint.keep_last is null, which keeps every checkpoint", False),
+        ({"keep_best": 1, "keep_last": None}, "checkpoint.keep_last is null, which keeps every checkpoint", True),
+        ({"keep_best": 1}, "checkpoint.keep_best = 1 by 'loss', but there are no evaluation data", False),
+        (
+            {"keep_best": 1, "best_by": "x"},
+            "checkpoint.keep_best = 1 by 'x', but evaluations give loss; expected",
+            True,
+        ),
+        ({"keep_best": 1, "every": 150}, "checkpoint.every = 150 is no multiple of evaluation.every = 100", True),
+    ],
+)
+def test_reasons_to_keep_checkpoints_must_be_able_to_hold(
+    tmp_path: Path, checkpoint: dict[str, Any], message: str, evaluates: bool
+) -> None:
+    _refused(tmp_path, re.escape(message) + ".*", checkpoint=checkpoint, evaluation_data=DATA if evaluates else None)
+
+
+def test_all_reasons_to_keep_checkpoints_together(tmp_path: Path) -> None:
+    config = _config(tmp_path, checkpoint={"every": 200, "keep_every": 400, "keep_best": 2, "higher_is_better": True})
+    check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DATA, evaluation_data=DATA)
+    assert config.checkpoint.retention == Retention(last=2, every=400, best=2, higher_is_better=True)

@@ -1,5 +1,7 @@
 """A job that was interrupted and run again ends like one that never was."""
 
+import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import (
     CheckpointSaved,
@@ -26,7 +29,7 @@ from d9d_loop import (
     validate_config,
 )
 from d9d_metrics import Metric, Sum, read_metrics
-from d9d_state import CheckpointStore
+from d9d_state import CheckpointStore, StateError
 
 Batch = dict[str, torch.Tensor]
 STEPS = 7
@@ -283,3 +286,78 @@ def test_one_rank_goes_on_after_two(tmp_path: Path) -> None:
     more = _finish(_trainer(tmp_path / "mixed", dropout=0.0), tmp_path / "mixed")
     assert list(more.losses) == [5, 6, 7]
     _assert_close(tmp_path / "mixed", {**losses, **more.losses}, one)
+
+
+def test_what_is_written_in_the_background_is_finished_however_the_job_ends(tmp_path: Path) -> None:
+    _train_until(_trainer(tmp_path), StepDone, 5)
+    assert [info.step for info in CheckpointStore(tmp_path / "run" / "checkpoints").complete()] == [4, 2]
+
+
+def test_a_save_that_fails_in_the_background_ends_the_job_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = _trainer(tmp_path, steps=9, checkpoint={"every": 8})
+    trainer.train()
+    full = _trainer(tmp_path, steps=400, checkpoint={"every": 10, "keep_last": 3}, lr_schedule={})
+    done: list[int] = []
+
+    def wait_for_the_thread(event: StepDone) -> None:
+        done.append(event.step)
+        for thread in threading.enumerate():
+            if thread.name == "d9d-checkpoint":
+                thread.join()
+
+    full.events.on(StepDone, wait_for_the_thread)
+
+    def refuse(_descriptor: int, _block: memoryview) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", refuse)
+        with pytest.raises(StateError, match=r"step-00000010 could not be written: .*No space left on device"):
+            full.train()
+    assert done == [10, 11]
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    assert [info.step for info in store.complete()] == [9, 8]
+    assert sorted(path.name for path in store.folder.iterdir()) == ["job.lock", "step-00000008", "step-00000009"]
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, uninterrupted: _Outcome, caplog: pytest.LogCaptureFixture
+) -> None:
+    _train_until(_trainer(tmp_path), StepDone, 5)
+    _damage(tmp_path / "run" / "checkpoints" / "step-00000004")
+    resumed = _finish(_trainer(tmp_path), tmp_path)
+    assert list(resumed.losses) == [3, 4, 5, 6, 7]
+    _assert_same(resumed, uninterrupted)
+    assert "step-00000004/tensors-00000.safetensors: " in caplog.text
+    assert (tmp_path / "run" / "checkpoints" / "step-00000004.damaged-1").exists()
+
+
+def test_a_job_does_not_start_anew_because_all_is_damaged(tmp_path: Path) -> None:
+    _train_until(_trainer(tmp_path), StepDone, 3)
+    _damage(tmp_path / "run" / "checkpoints" / "step-00000002")
+    with pytest.raises(StateError, match=r"checkpoints holds step-00000002, but none of them can be loaded"):
+        _trainer(tmp_path).train()
+
+
+def _damage(folder: Path) -> None:
+    path = folder / "tensors-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+
+
+def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    with store.locked(), pytest.raises(UserError, match=rf"is in use by another job \(process {os.getpid()} on "):
+        _trainer(tmp_path).train()
+    assert sorted(path.name for path in store.folder.iterdir()) == ["job.lock"]
+
+
+def test_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
+    checkpoint = {"every": 3, "keep_last": 1, "keep_best": 1, "higher_is_better": True, "best_by": "gathered"}
+    trainer = _trainer(tmp_path, steps=9, checkpoint=checkpoint)
+    values: dict[int, float] = {}
+    trainer.events.on(EvaluationDone, lambda event: values.update({event.step: event.values["gathered"]}))
+    trainer.train()
+    best = max(values, key=lambda step: values[step])
+    assert best != 9
+    kept = CheckpointStore(tmp_path / "run" / "checkpoints").complete()
+    assert {info.step: info.metric for info in kept} == {step: values[step] for step in (9, best)}

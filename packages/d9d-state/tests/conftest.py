@@ -1,29 +1,34 @@
-"""Ends a process at a chosen point of its work on files, so that tests can try every point."""
+"""What the tests of faults share: ending a process at a chosen call, and the choice of the calls that are tried."""
 
 import os
+import random
 import signal
+import sys
 import traceback
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from d9d_state import _files
+sys.path.append(str(Path(__file__).parent / "faults"))  # the modules there serve the tests of several folders
 
-_CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir")
+from file_calls import Kill, file_calls
+
+_EXHAUSTIVE = os.environ.get("D9D_EXHAUSTIVE", "") == "1"
 
 
 @pytest.fixture
-def run_killed() -> Callable[..., bool]:
-    """Runs `work` in a process of its own and kills it at its `at`-th file-system call; says whether it was killed.
+def run_killed(tmp_path: Path) -> Callable[..., bool]:
+    """Runs `work` in a process of its own, kills it at its `at`-th call to the file system, says whether it was killed.
 
-    Each call is killed before it is done, and a write after half of it.
+    Each call is killed before it is done, and a write after half of it. Calls below `tmp_path` count.
     """
 
     def run(work: Callable[[], None], *, at: int) -> bool:
         child = os.fork()
         if child == 0:
-            _work_and_exit(work, at)
+            _work_and_exit(work, tmp_path, at)
         _, status = os.waitpid(child, 0)
         if os.WIFSIGNALED(status):
             assert os.WTERMSIG(status) == signal.SIGKILL
@@ -34,27 +39,29 @@ def run_killed() -> Callable[..., bool]:
     return run
 
 
-def _work_and_exit(work: Callable[[], None], at: int) -> NoReturn:
+@pytest.fixture(scope="session")
+def exhaustive() -> bool:
+    """Whether every point is tried, which takes minutes: with `D9D_EXHAUSTIVE=1`. Otherwise some, others each time."""
+    return _EXHAUSTIVE
+
+
+@pytest.fixture
+def points(exhaustive: bool) -> Callable[..., Sequence[int]]:
+    """Chooses which of the calls 1 to `count` are tried: all, or every `stride`-th from a random one on."""
+
+    def choose(count: int, *, stride: int) -> Sequence[int]:
+        if exhaustive:
+            return range(1, count + 1)
+        return range(random.randint(1, min(stride, count)), count + 1, stride)  # noqa: S311 - no secret
+
+    return choose
+
+
+def _work_and_exit(work: Callable[[], None], root: Path, at: int) -> NoReturn:
     """In the child only: nothing that is patched here is ever seen by the parent."""
     try:
-        left = at
-
-        def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                nonlocal left
-                left -= 1
-                if left == 0:
-                    if name == "write":
-                        call(args[0], memoryview(args[1])[: len(args[1]) // 2])
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return call(*args, **kwargs)
-
-            return wrapper
-
-        for name in _CALLS:
-            setattr(os, name, counted(name, getattr(os, name)))
-        setattr(_files, "exchange", counted("exchange", _files.exchange))  # noqa: B010 - a function is assigned anew
-        work()
+        with file_calls(root, Kill(at)):
+            work()
     except BaseException:
         traceback.print_exc()
         os._exit(1)

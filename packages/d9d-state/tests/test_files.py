@@ -1,19 +1,32 @@
 import hashlib
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from d9d_dist import UserError
 from d9d_state import _files
+from d9d_state._digests import PartRecord
 
 
 def test_write_file_records_what_is_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    record = _files.write_file(path, [b"one", memoryview(b"two"), b""])
-    assert path.read_bytes() == b"onetwo"
-    assert record == _files.FileRecord(6, hashlib.sha256(b"onetwo").hexdigest())
-    assert _files.digest_of(path) == record
+    large = os.urandom((9 << 20) + 5)
+    parts = [b"one", memoryview(large), b"", memoryview(b"two"), large[: 1 << 20]]
+    records = _files.write_file(path, parts)
+    assert path.read_bytes() == b"".join(parts)
+    assert records == tuple(PartRecord(len(part), hashlib.sha256(part).hexdigest()) for part in parts)
+
+
+def test_a_write_that_fails_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int, _block: memoryview) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        _files.write_file(tmp_path / "file", [bytes(1 << 20)])
+    assert not [thread for thread in threading.enumerate() if thread.name == "d9d-digests"]
 
 
 def test_write_file_overwrites_nothing(tmp_path: Path) -> None:

@@ -51,8 +51,31 @@ def test_what_has_no_place_in_json_is_named(value: Any, message: str) -> None:
         (lambda: b"[" * 100_000, "JSON nests too deeply"),
         (lambda: b"\xff", "codec can't decode"),
         (lambda: b"{", "Expecting property name"),
+        (lambda: b"1e999", "JSON holds '1e999', which is no finite number"),
+        (lambda: b'{"a": "\\ud800"}', "JSON holds a half of a surrogate pair"),
+        (lambda: b'{"\\uDFFF": 1}', "JSON holds a half of a surrogate pair"),
+        (lambda: b"1" * 5000, "digits"),
+        (lambda: b'{"' + b"a" * 1000 + b'":1,"' + b"a" * 1000 + b'":1}', r"repeats the key 'a{100}\.\.\.'"),
+        (lambda: b"\xef\xbb\xbf{}", "Expecting value"),
     ],
 )
 def test_texts_that_a_careful_writer_would_not_write_are_refused(text: Callable[[], bytes], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_json(text())
+
+
+def test_pairs_of_surrogates_are_one_character() -> None:
+    assert parse_json(b'["\\ud83d\\ude42", "\\\\ud800"]') == ["\U0001f642", "\\ud800"]
+
+
+def test_many_keys_of_which_one_repeats_take_no_long_search() -> None:
+    text = b"{" + b",".join(b'"%d":0' % number for number in [*range(100_000), 99_999]) + b"}"
+    with pytest.raises(ValueError, match="JSON repeats the key '99999'"):
+        parse_json(text)
+
+
+def test_a_value_that_contains_itself() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(ValueError, match="nests too deeply for JSON, or contains itself"):
+        dump_json(value)

@@ -93,3 +93,30 @@ def test_an_index_that_is_no_json(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x", "a": "y"}}')
     with pytest.raises(UserError, match="is no valid JSON: JSON repeats the key 'a'"):
         ModelFolder.open(tmp_path)
+
+
+def test_an_index_that_is_too_large_or_nests_for_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UserError, match="has more than 33554432 bytes, too many for an index"):
+        ModelFolder.open(tmp_path)
+    path.write_bytes(b'{"weight_map":[' + b"[]," * 20_000 + b"[]]}")
+    with pytest.raises(UserError, match="it has more than 10000 braces, and a weight_map needs two"):
+        ModelFolder.open(tmp_path)
+
+
+def test_an_index_that_promises_far_too_much_is_one_short_message(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
+    _write_index(tmp_path, {f"t{number}": "x.safetensors" for number in range(1000)})
+    with pytest.raises(UserError, match=r"t19 in x\.safetensors, and 980 more\.$"):
+        ModelFolder.open(tmp_path)
+
+
+def test_the_links_of_the_hugging_face_cache(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "revision"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, blobs / "0123")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
+    assert ModelFolder.open(snapshot).tensors == {"a": TensorInfo((2,), torch.float32)}

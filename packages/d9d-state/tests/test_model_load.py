@@ -1,16 +1,35 @@
 import json
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from d9d_dist import MeshConfig, UserError, parallelize_hsdp
 from d9d_dist.testing import run_ranks
-from d9d_state import concat, drop, identity, keep, load_model_state, model_load, parallel, rename, scope, stack
+from d9d_state import (
+    StateError,
+    concat,
+    drop,
+    identity,
+    keep,
+    load_model_state,
+    model_load,
+    parallel,
+    rename,
+    scope,
+    stack,
+    transform,
+)
 from d9d_state._sharding import gather_whole
 from d9d_state.module_tensors import module_tensors
+from d9d_state.region_reader import RegionReader
 
 
 class _Model(nn.Module):
@@ -100,17 +119,31 @@ def test_of_a_wider_mapper_a_stage_takes_its_part_and_opens_its_files(
     stage = nn.Linear(2, 3)
     values = _values(stage)
     _save(tmp_path, {"a": torch.ones(9), "b": values["bias"], "w": values["weight"]}, shards=3)
-    opened: list[str] = []
-    original = model_load.safe_open
-
-    def record(path: Path, framework: str) -> object:
-        opened.append(path.name)
-        return original(path, framework=framework)
-
-    monkeypatch.setattr(model_load, "safe_open", record)
-    load_model_state(stage, tmp_path, parallel(rename("a", "elsewhere"), rename("b", "bias"), rename("w", "weight")))
+    with _recorded_reader(monkeypatch) as readers:
+        load_model_state(
+            stage,
+            tmp_path,
+            parallel(rename("a", "elsewhere"), rename("b", "bias"), rename("w", "weight")),
+            num_readers=1,
+        )
     _assert_holds(stage, values)
-    assert opened == ["model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"]
+    assert [path.name for path in readers[0].opened] == [
+        "model-00002-of-00003.safetensors",
+        "model-00003-of-00003.safetensors",
+    ]
+
+
+@contextmanager
+def _recorded_reader(monkeypatch: pytest.MonkeyPatch) -> Generator[list[RegionReader]]:
+    readers: list[RegionReader] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> RegionReader:
+        readers.append(RegionReader(*args, **kwargs))
+        return readers[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model_load, "RegionReader", recorded)
+        yield readers
 
 
 def test_a_tied_tensor_may_be_in_the_files_under_any_of_its_names(tmp_path: Path) -> None:
@@ -187,3 +220,56 @@ def test_each_rank_fills_its_shards(tmp_path: Path, shard: int, replicate: int) 
     for loaded in run_ranks(_load_sharded, str(tmp_path), shard, replicate, world_size=shard * replicate):
         assert loaded.keys() == values.keys()
         assert all(torch.equal(loaded[name], values[name]) for name in values)
+
+
+def _load_quarters(folder: str) -> list[tuple[bool, float]]:
+    results = []
+    with (
+        MeshConfig(data_parallel_shard=2, data_parallel_replicate=2).build() as ctx,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        mesh = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"]
+        for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(2)], [Shard(0), Shard(2)]):
+            model = nn.ParameterDict()
+            empty = distribute_tensor(torch.zeros(4, 6, 8192), mesh, placements, src_data_rank=None)
+            model["experts"] = nn.Parameter(empty)
+            with _recorded_reader(patch) as readers:
+                load_model_state(model, folder, stack([f"expert.{index}" for index in range(4)], "experts"))
+            expected = torch.stack(list(_experts().values()))
+            share = readers[0].num_bytes_read / expected.nbytes
+            results.append((torch.equal(gather_whole(model["experts"]), expected), share))
+    return results
+
+
+def _experts() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {f"expert.{index}": torch.randn(6, 8192, generator=generator) for index in range(4)}
+
+
+def test_a_rank_with_a_quarter_of_a_tensor_reads_a_quarter_of_its_bytes(tmp_path: Path) -> None:
+    _save(tmp_path, _experts(), shards=2)
+    for results in run_ranks(_load_quarters, str(tmp_path), world_size=4):
+        assert results == [(True, 0.25)] * 3
+
+
+def test_the_first_failure_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 3)
+    _save(tmp_path, _values(model))
+
+    def fail(*_args: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(StateError, match=r"(weight|bias) cannot be read from .*model\.safetensors: Input/output error"):
+        load_model_state(model, tmp_path)
+
+
+@pytest.mark.parametrize("num_readers", [1, 3])
+def test_groups_may_be_computed_by_several_threads(tmp_path: Path, num_readers: int) -> None:
+    model = nn.ParameterDict({str(index): nn.Parameter(torch.zeros(3)) for index in range(20)})
+    values = {str(index): torch.randn(3) for index in range(20)}
+    _save(tmp_path, values, shards=4)
+    mapper = parallel(*(transform([name], [name], lambda value: [value * 2]) for name in values))
+    load_model_state(model, tmp_path, mapper, num_readers=num_readers)
+    assert all(torch.equal(model[name], value * 2) for name, value in values.items())
+    assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.values())

@@ -13,8 +13,10 @@ from d9d_dist import MeshConfig, UserError, parallelize_hsdp
 from d9d_dist.testing import run_ranks
 from d9d_state import (
     StateError,
+    StateMapper,
     concat,
     drop,
+    identity,
     identity_of,
     load_model_state,
     parallel,
@@ -232,3 +234,87 @@ def test_an_export_that_is_killed_anywhere_is_the_earlier_one_or_the_new_one(
         assert [path.name for path in tmp_path.iterdir()] == ["export"]
     assert outcomes == {"old", "new"}
     assert at > 30
+
+
+class _Stage(nn.Module):
+    """Two layers out of four, and the tied embedding on the first and the last stage."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 4) for _ in range(4)]
+        embedding = nn.Embedding(6, 4)
+        self.layers = nn.ModuleDict({str(index): layers[index] for index in range(2 * stage, 2 * stage + 2)})
+        self.embedding = embedding
+
+
+def _save_stages(folder: str, mappers: list[StateMapper | None]) -> list[str | None]:
+    with MeshConfig(pipeline_parallel=2, data_parallel_shard=2).build() as ctx:
+        stage = _Stage(ctx.coordinate("regular", "pp"))
+        mesh = ctx.mesh_for("dense")["dp_cp_shard"]
+        parallelize_hsdp(stage, mesh, shard_axis="dp_cp_shard")
+        results: list[str | None] = []
+        for index, mapper in enumerate(mappers):
+            try:
+                save_model_state(stage, f"{folder}/{index}", mapper, ctx, max_shard_bytes=100)
+                results.append(None)
+            except UserError as error:
+                results.append(str(error))
+        return results
+
+
+def test_pipeline_stages_write_one_export(tmp_path: Path) -> None:
+    layers = [f"layers.{index}.{kind}" for index in range(4) for kind in ("weight", "bias")]
+    mapper = parallel(
+        *(unstack(name, [f"{name}.{row}" for row in range(4)]) for name in layers), identity("embedding.weight")
+    )
+    spread = parallel(
+        stack([f"layers.{index}.bias" for index in range(4)], "biases"),
+        identity("embedding.weight", *(f"layers.{index}.weight" for index in range(4))),
+    )
+    incomplete = parallel(identity("embedding.weight", "absent"), identity(*layers[2:]))
+    results = run_ranks(_save_stages, str(tmp_path), [None, mapper, spread, incomplete], world_size=4)
+    assert all(result == results[0] for result in results)
+    assert results[0][:2] == [None, None]
+    assert results[0][2] is not None
+    assert (
+        "consumed together, but on different pipeline stages: layers.0.bias, layers.1.bias, layers.2." in results[0][2]
+    )
+    assert results[0][3] is not None
+    assert "consumed, but not in the model: absent\n" in results[0][3]
+    assert "but not consumed; drop() them if that is meant: layers.0.weight, layers.0.bias" in results[0][3]
+    expected = {**_Stage(0).state_dict(), **_Stage(1).state_dict()}
+    plain = _peer_reads(tmp_path / "0")
+    assert plain.keys() == expected.keys()
+    assert all(torch.equal(plain[name], tensor) for name, tensor in expected.items())
+    rows = _peer_reads(tmp_path / "1")
+    assert all(torch.equal(torch.stack([rows[f"{name}.{row}"] for row in range(4)]), expected[name]) for name in layers)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    # 4 x (64 + 16) + 96 bytes in files of at most 100, written by all four ranks.
+    assert len(list((tmp_path / "0").glob("*.safetensors"))) == 5
+
+
+def _fail_on_rank_one(folder: str) -> str:
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        model = nn.Linear(4, 4)
+        parallelize_hsdp(model, ctx.mesh_for("dense")["dp_cp_shard"], shard_axis="dp_cp_shard")
+        save_model_state(model, folder, ctx=ctx, max_shard_bytes=1)
+        with pytest.MonkeyPatch.context() as patch:
+            if ctx.rank == 1:
+                patch.setattr(os, "pwrite", _full_disk)
+            with pytest.raises(StateError) as caught:
+                save_model_state(nn.Linear(4, 4), folder, ctx=ctx, max_shard_bytes=1)
+        save_model_state(model, folder, ctx=ctx, max_shard_bytes=1)
+        return str(caught.value)
+
+
+def _full_disk(*_args: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_each_writer_may_fail(tmp_path: Path) -> None:
+    messages = run_ranks(_fail_on_rank_one, str(tmp_path / "export"))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("rank 1: ")
+    assert "No space left on device" in messages[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export"]

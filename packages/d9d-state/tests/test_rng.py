@@ -55,6 +55,15 @@ def test_a_generator_that_was_absent_is_left_alone() -> None:
         lambda state: {**state, "python": {**state["python"], "words": [1]}},
         lambda state: {**state, "python": {**state["python"], "words": 1}},
         lambda state: {**state, "python": {**state["python"], "version": 2000}},
+        lambda state: {**state, "python": {**state["python"], "gauss": "1"}},
+        lambda state: {**state, "python": {**state["python"], "words": [*state["python"]["words"], "1"]}},
+        lambda state: {**state, "numpy": {**state["numpy"], "words": [1]}},
+        lambda state: {**state, "numpy": {**state["numpy"], "words": [1 << 32] * 624}},
+        lambda state: {**state, "numpy": {**state["numpy"], "position": 1_000_000}},
+        lambda state: {**state, "numpy": {**state["numpy"], "position": -1}},
+        lambda state: {**state, "numpy": {**state["numpy"], "kind": "PCG64"}},
+        lambda state: {**state, "numpy": {**state["numpy"], "cached": "1"}},
+        lambda state: {**state, "numpy": {**state["numpy"], "has_gauss": []}},
     ],
 )
 def test_what_is_no_state_is_refused_and_nothing_changes(damage: Any) -> None:

@@ -1,10 +1,10 @@
+import hashlib
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from d9d_state import _files
 from d9d_state.safetensors_file import write_safetensors
 from d9d_state.safetensors_header import read_header
 
@@ -52,7 +52,12 @@ def test_the_peer_reads_what_is_written_here(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(_bits(loaded[name]), _bits(tensor)), name
-    assert record == _files.digest_of(path)
+    data = path.read_bytes()
+    for part in (record.header, *record.tensors.values()):
+        assert hashlib.sha256(data[: part.size]).hexdigest() == part.sha256
+        data = data[part.size :]
+    assert data == b""
+    assert record.tensors.keys() == tensors.keys()
 
 
 def test_files_without_tensors(tmp_path: Path) -> None:

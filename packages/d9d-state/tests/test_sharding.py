@@ -1,12 +1,20 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from d9d_dist import MeshConfig, parallelize_hsdp
 from d9d_dist.testing import run_ranks
-from d9d_state._sharding import copy_whole, gather_whole
+from d9d_state._sharding import gather_whole, local_part
+from d9d_state.mapper.region import Region
+
+
+def _fill(target: Tensor, whole: Tensor) -> None:
+    region, local = local_part(target)
+    assert not local.requires_grad
+    local.copy_(region.of(whole))
 
 
 def _copy_and_gather(whole: Tensor) -> list[Tensor]:
@@ -15,7 +23,7 @@ def _copy_and_gather(whole: Tensor) -> list[Tensor]:
         results: list[Tensor] = []
         for placements in ([Replicate(), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Shard(1)], [Replicate()] * 2):
             target = distribute_tensor(torch.zeros_like(whole), mesh, placements)
-            copy_whole(target, whole)
+            _fill(target, whole)
             results.append(gather_whole(target))
         return results
 
@@ -34,7 +42,7 @@ def _fill_sharded_twice(wholes: list[Tensor]) -> list[Tensor]:
         parallelize_hsdp(model, mesh["dp_cp_shard"], shard_axis="dp_cp_shard")
         results: list[Tensor] = []
         for parameter, whole in zip(model.parameters(), wholes, strict=True):
-            copy_whole(parameter, whole)
+            _fill(parameter, whole)
             results.append(gather_whole(parameter))
         return results
 
@@ -48,7 +56,7 @@ def test_dims_that_are_sharded_twice_are_filled() -> None:
 def _copy_into_a_sum() -> None:
     with MeshConfig(data_parallel_shard=2).build() as ctx:
         target = DTensor.from_local(torch.zeros(2), ctx.mesh_for("flat"), [Partial()])
-        copy_whole(target, torch.ones(2))
+        local_part(target)
 
 
 def test_a_sum_that_is_not_reduced_is_refused() -> None:
@@ -56,9 +64,26 @@ def test_a_sum_that_is_not_reduced_is_refused() -> None:
         run_ranks(_copy_into_a_sum)
 
 
-def test_plain_tensors_are_converted_and_stay_leaves() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    copy_whole(parameter, torch.tensor([1.0, 2.0], dtype=torch.float64))
-    assert parameter.tolist() == [1.0, 2.0]
+def test_a_plain_tensor_is_all_there() -> None:
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    region, local = local_part(parameter)
+    assert region == Region((0, 0), (2, 3))
+    local.fill_(1.0)
+    assert parameter.sum() == 6.0
     assert parameter.is_leaf
     assert not gather_whole(parameter).requires_grad
+
+
+def test_a_tensor_without_storage_is_refused() -> None:
+    with pytest.raises(ValueError, match="the model is on the meta device; materialize it before its state is loaded"):
+        local_part(torch.empty(2, device="meta"))
+
+
+def _outside_of_the_mesh() -> Region:
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        mesh = DeviceMesh(ctx.device.type, [0])
+        return local_part(DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]))[0]
+
+
+def test_a_rank_outside_of_the_mesh_holds_nothing() -> None:
+    assert run_ranks(_outside_of_the_mesh) == [Region((0, 0), (2, 3)), Region((0, 0), (0, 0))]

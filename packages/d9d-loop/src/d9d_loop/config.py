@@ -14,6 +14,7 @@ from d9d_loop.config_source import parse_command_line
 from d9d_loop.lr_schedule import LrScheduleConfig, WarmupCosineConfig
 from d9d_loop.optimizer import AdamWConfig, OptimizerConfig
 from d9d_metrics import JsonlTrackerConfig, TrackerConfig
+from d9d_state import Retention
 
 
 class Section(BaseModel):
@@ -59,10 +60,31 @@ class GradientConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the job is saved."""
+    """When the job is saved, and which checkpoints are kept: those for which any of the reasons below holds."""
 
     every: PositiveInt = Field(100, description="Steps between checkpoints; the last step is always saved.")
-    keep_last: PositiveInt | None = Field(2, description="Checkpoints to keep; all of them if null.")
+    background: bool = Field(
+        True,
+        description="Whether training goes on while a checkpoint is written, from a copy in host memory. The last one "
+        "is always waited for.",
+    )
+    keep_last: PositiveInt | None = Field(2, description="Newest checkpoints to keep; all of them if null.")
+    keep_every: PositiveInt | None = Field(
+        None, description="Keep those whose step is a multiple of this, a multiple of `every`; none of them if null."
+    )
+    keep_best: int = Field(0, ge=0, description="Checkpoints with the best evaluation to keep.")
+    best_by: str = Field("loss", description="Which value of the evaluation says how good a checkpoint is.")
+    higher_is_better: bool = Field(False, description="Whether a larger value is a better one.")
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints are kept."""
+        return Retention(
+            last=self.keep_last,
+            every=self.keep_every,
+            best=self.keep_best,
+            higher_is_better=self.higher_is_better,
+        )
 
 
 class EvaluationConfig(Section):

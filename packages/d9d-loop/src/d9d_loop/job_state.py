@@ -1,7 +1,7 @@
 """What a job must remember to continue as if it had never stopped, and how that is saved and restored."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field
 
 import torch
@@ -14,10 +14,13 @@ from d9d_dist import DistributedContext, seed_everything
 from d9d_metrics import Metric
 from d9d_state import (
     CheckpointStore,
+    group_values,
     model_tensors,
+    optimizer_numbers,
     optimizer_tensors,
     prepare_optimizer_for_load,
     rng_state,
+    set_optimizer_numbers,
     set_rng_state,
 )
 
@@ -47,6 +50,7 @@ class _RankState:
 
     random: JsonValue
     metrics: dict[str, dict[str, list[str]]]
+    optimizer: JsonValue
 
 
 _RECORD = TypeAdapter(Record)
@@ -59,12 +63,14 @@ class JobState:
     Args:
         store: Where checkpoints are.
         model: Materialised and parallelised.
-        optimizer: Over its parameters.
+        optimizer: Over its parameters, as its provider built it.
         metrics: Those that gather values between two reports, on this rank.
         config: The resolved configuration, kept in each checkpoint for people to read.
         num_samples: Number of samples of the training data, on which their order depends.
         seed: The job's seed.
         ctx: The job's context.
+        on_saved: Called with the step of each checkpoint that is complete: at the end of `save`, or for one that was
+            written in the background before the next one begins; at the same moment on every rank.
     """
 
     def __init__(
@@ -78,20 +84,28 @@ class JobState:
         num_samples: int,
         seed: int,
         ctx: DistributedContext,
+        on_saved: Callable[[int], None] = lambda _step: None,
     ) -> None:
         self._store, self._model, self._optimizer = store, model, optimizer
         self._metrics, self._config, self._num_samples = metrics, config, num_samples
         self._seed, self._ctx = seed, ctx
+        self._built_groups = group_values(optimizer)
+        self._on_saved = on_saved
+        self._being_written: int | None = None
 
     def restore(self) -> Record:
-        """Continue from the newest complete checkpoint, if there is one. Collective.
+        """Continue from the newest sound checkpoint, if there is one. Collective.
 
         Random states are those of the checkpoint if it was saved by as many ranks; else they are seeded anew from the
         seed and the step.
+
+        Raises:
+            StateError: On every rank, if there are checkpoints, but none that is sound.
         """
         self._store.discard_partials(self._ctx)
         info = self._store.newest(self._ctx)
         if info is None:
+            self._store.check_new(self._ctx)
             return Record()
         prepare_optimizer_for_load(self._model, self._optimizer, info)
         self._store.load(info, self._tensors(), self._ctx)
@@ -99,6 +113,7 @@ class JobState:
         assert isinstance(state, dict)
         record = _RECORD.validate_python(state["record"])
         rank_states = [_RANK_STATE.validate_python(rank_state) for rank_state in info.rank_states]
+        set_optimizer_numbers(self._model, self._optimizer, [rank_state.optimizer for rank_state in rank_states])
         for rank_state in rank_states[self._ctx.rank :: self._ctx.world_size]:
             _gather_into(self._metrics, rank_state.metrics)
         if len(rank_states) == self._ctx.world_size:
@@ -107,9 +122,26 @@ class JobState:
             seed_everything(self._seed, self._ctx, step=record.step)
         return record
 
-    def save(self, record: Record) -> None:
-        """Save a checkpoint of the record's step. Collective."""
-        self._store.save(
+    def prepare(self) -> None:
+        """Make room for saves in the background, once the optimizer has all of its state. Collective."""
+        self._store.prepare(self._tensors(), self._ctx)
+
+    def save(self, record: Record, *, metric: float | None = None, background: bool = False) -> None:
+        """Save a checkpoint of the record's step. Collective.
+
+        Args:
+            record: Where the job stands.
+            metric: How good the model is, if it was evaluated.
+            background: Whether training may go on before it is complete.
+
+        Raises:
+            StateError: On every rank, if this save failed on one, or the one before in the background.
+        """
+        self._store.wait()
+        if self._being_written is not None:
+            self._on_saved(self._being_written)
+        write = self._store.save_async if background else self._store.save
+        write(
             record.step,
             self._tensors(),
             # A loss may be NaN and a perplexity infinite, which JSON knows as text only.
@@ -118,9 +150,26 @@ class JobState:
                 "config": self._config,
                 "num_samples": self._num_samples,
             },
-            rank_state={"random": rng_state(), "metrics": _gathered(self._metrics)},
+            rank_state={
+                "random": rng_state(),
+                "metrics": _gathered(self._metrics),
+                # The schedule sets the learning rate of every step from what the optimizer was built with.
+                "optimizer": optimizer_numbers(self._model, self._optimizer, since=self._built_groups, without=("lr",)),
+            },
+            metric=metric,
             ctx=self._ctx,
         )
+        self._being_written = record.step if background else None
+        if not background:
+            self._on_saved(record.step)
+
+    def raise_if_failed(self) -> None:
+        """Raise what went wrong in a save in the background. Local and cheap.
+
+        Raises:
+            StateError: If one failed.
+        """
+        self._store.raise_if_failed()
 
     def _tensors(self) -> dict[str, Tensor]:
         return {**model_tensors(self._model), **optimizer_tensors(self._model, self._optimizer)}

@@ -63,6 +63,7 @@ def check_job(
     _check_data(data, "training data")
     if evaluation_data is not None:
         _check_data(evaluation_data, "evaluation data")
+    _check_retention(config, task, evaluates=evaluation_data is not None)
     _check_writable(config.run.dir)
     with torch.device("meta"):
         model = provider.build(StageInfo())
@@ -113,6 +114,35 @@ def _check_data(data: Samples, what: str) -> None:
         raise UserError(f"the {what} are empty; expected at least one sample. Check where they are read from.")
 
 
+def _check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> None:
+    """Refuse reasons to keep checkpoints that never hold, or that change nothing."""
+    checkpoint = config.checkpoint
+    if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.every:
+        raise UserError(
+            f"checkpoint.keep_every = {checkpoint.keep_every} is no multiple of checkpoint.every = {checkpoint.every}, "
+            "so most of those steps have no checkpoint; expected a multiple. Change one of them."
+        )
+    if checkpoint.keep_last is None and (checkpoint.keep_every is not None or checkpoint.keep_best):
+        raise UserError(
+            "checkpoint.keep_last is null, which keeps every checkpoint; expected a number beside keep_every or "
+            "keep_best. Set it, or leave them out."
+        )
+    if checkpoint.keep_best == 0:
+        return
+    names = {"loss", *task.metrics()}
+    if not evaluates or checkpoint.best_by not in names:
+        found = f"evaluations give {', '.join(sorted(names))}" if evaluates else "there are no evaluation data"
+        raise UserError(
+            f"checkpoint.keep_best = {checkpoint.keep_best} by {checkpoint.best_by!r}, but {found}; expected a value "
+            "of the evaluation. Change --checkpoint.best_by, pass evaluation data, or set keep_best to 0."
+        )
+    if checkpoint.every % config.evaluation.every:
+        raise UserError(
+            f"checkpoint.every = {checkpoint.every} is no multiple of evaluation.every = {config.evaluation.every}, so "
+            "checkpoints would be judged by older evaluations; expected a multiple where keep_best is set."
+        )
+
+
 def _check_writable(folder: Path) -> None:
     existing = folder.absolute()
     # Path.exists raises where a folder above may not be searched; this only says no.
@@ -127,7 +157,7 @@ def _check_writable(folder: Path) -> None:
 
 def _check_checkpoint(config: TrainerConfig, model: nn.Module, *, num_samples: int) -> bool:
     """Whether there is a checkpoint to continue from, which then has to fit."""
-    info = CheckpointStore(checkpoint_folder(config)).newest()
+    info = CheckpointStore(checkpoint_folder(config)).newest(verify=False)
     if info is None:
         return False
     check_same_model(info, model)

@@ -93,14 +93,21 @@ class Trainer:
                 raise
 
     def _train(self, plan: JobPlan, ctx: DistributedContext) -> TrainResult:
-        config, task = self._config, self._task
+        config = self._config
         ctx.check_agreement("the configuration", json.dumps(_resolved(config), sort_keys=True))
+        store = CheckpointStore(checkpoint_folder(config), retention=config.checkpoint.retention)
+        # However the job ends, a checkpoint that is being written is finished before another job may take the folder.
+        with store.locked(ctx), store:
+            return self._train_in(store, plan, ctx)
+
+    def _train_in(self, store: CheckpointStore, plan: JobPlan, ctx: DistributedContext) -> TrainResult:
+        config, task = self._config, self._task
         model = self._build_model(ctx)
         seed_everything(config.seed, ctx)
         optimizer = self._optimizer(model)
         metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
         state = JobState(
-            CheckpointStore(checkpoint_folder(config), keep_last=config.checkpoint.keep_last),
+            store,
             model=model,
             optimizer=optimizer,
             metrics=metrics,
@@ -108,6 +115,7 @@ class Trainer:
             num_samples=len(self._data),
             seed=config.seed,
             ctx=ctx,
+            on_saved=lambda step: self.events.emit(CheckpointSaved(step)),
         )
         record = state.restore()
         if record.step == 0 and config.initial_weights is not None:
@@ -132,6 +140,9 @@ class Trainer:
                 if record.step == first_step + 1:
                     # The first step makes kernels and process groups; from then on a rank that is late is lost.
                     ctx.set_timeout(ctx.timeouts.step)
+                    if config.checkpoint.background:
+                        state.prepare()
+                state.raise_if_failed()
                 self.events.emit(StepDone(record.step, outcome.loss, outcome.grad_norm, outcome.learning_rate))
                 reports.step(outcome, metrics)
                 is_last = record.step == config.steps
@@ -143,8 +154,12 @@ class Trainer:
                 if is_last or record.step % config.checkpoint.every == 0:
                     reports.settle(outcome)
                     with reports.not_training():
-                        state.save(record)
-                    self.events.emit(CheckpointSaved(record.step))
+                        is_evaluated = is_last or record.step % config.evaluation.every == 0
+                        state.save(
+                            record,
+                            metric=record.evaluation.get(config.checkpoint.best_by) if is_evaluated else None,
+                            background=config.checkpoint.background and not is_last,
+                        )
             export_dir = self._export(model, ctx) if config.export else None
         assert record.train_loss is not None
         assert record.weight_per_second is not None

@@ -1,6 +1,8 @@
 """Checkpoints as graphs, and job checkpoints that survive a kill, for PyTorch."""
 
 from d9d_state.checkpoint.info import CheckpointInfo
+from d9d_state.checkpoint.optimizer_numbers import group_values, optimizer_numbers, set_optimizer_numbers
+from d9d_state.checkpoint.retention import Retention
 from d9d_state.checkpoint.store import CheckpointStore
 from d9d_state.checkpoint.tensors import (
     check_same_model,
@@ -11,12 +13,20 @@ from d9d_state.checkpoint.tensors import (
 from d9d_state.errors import StateError
 from d9d_state.json_value import JsonValue
 from d9d_state.mapper.compose import parallel, repeat, scope, sequential
-from d9d_state.mapper.convert import cast, transform, transpose
-from d9d_state.mapper.graph import Operation, StateGroup, StateMapper
+from d9d_state.mapper.convert import cast, permute, transform, transpose
+from d9d_state.mapper.cut import narrow, pad, select
+from d9d_state.mapper.fill import Destination, TensorSource
+from d9d_state.mapper.graph import StateGroup, StateMapper, leaf
 from d9d_state.mapper.join import concat, split, stack, unstack
 from d9d_state.mapper.names import drop, identity, identity_of, keep, rename
+from d9d_state.mapper.operation import Constant, Layout, Local, Operation, Piece, infer_on_meta
+from d9d_state.mapper.placement import distribute, gather
+from d9d_state.mapper.region import Region
+from d9d_state.mapper.reshape import reshape
+from d9d_state.model_convert import convert_model_state
 from d9d_state.model_folder import ModelFolder
 from d9d_state.model_load import load_model_state
+from d9d_state.model_read import read_model_state
 from d9d_state.model_save import save_model_state
 from d9d_state.rng import rng_state, set_rng_state
 from d9d_state.tensor_info import TensorInfo
@@ -24,31 +34,53 @@ from d9d_state.tensor_info import TensorInfo
 __all__ = [
     "CheckpointInfo",
     "CheckpointStore",
+    "Constant",
+    "Destination",
     "JsonValue",
+    "Layout",
+    "Local",
     "ModelFolder",
     "Operation",
+    "Piece",
+    "Region",
+    "Retention",
     "StateError",
     "StateGroup",
     "StateMapper",
     "TensorInfo",
+    "TensorSource",
     "cast",
     "check_same_model",
     "concat",
+    "convert_model_state",
+    "distribute",
     "drop",
+    "gather",
+    "group_values",
     "identity",
     "identity_of",
+    "infer_on_meta",
     "keep",
+    "leaf",
     "load_model_state",
     "model_tensors",
+    "narrow",
+    "optimizer_numbers",
     "optimizer_tensors",
+    "pad",
     "parallel",
+    "permute",
     "prepare_optimizer_for_load",
+    "read_model_state",
     "rename",
     "repeat",
+    "reshape",
     "rng_state",
     "save_model_state",
     "scope",
+    "select",
     "sequential",
+    "set_optimizer_numbers",
     "set_rng_state",
     "split",
     "stack",

@@ -1,62 +1,57 @@
 """Every change to a file system that this package makes, so that a test can kill it at each of them.
 
-Nothing here is atomic by itself but `rename`; the callers build commits from these steps.
+Nothing here is atomic by itself but `rename`; the callers build commits from these steps. Calls are those of `os`, so
+that what a test puts in their place sees each of them.
 """
 
 import ctypes
-import hashlib
 import os
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import final
 
 from d9d_dist import UserError
+from d9d_state._digests import Digests, PartRecord
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_BLOCK = 1 << 24  # bytes hashed and written at a time, so that both work on what is in the cache
+_BLOCK = 1 << 22  # bytes hashed and written at a time
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """What a file must look like to be the one that was written.
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
+    """Create a file that does not exist yet, with its bytes on the disk when this returns.
 
-    Attributes:
-        size: In bytes.
-        sha256: Hexadecimal digest of the whole file.
+    Digests are computed by threads beside this one, which alone touches the file.
+
+    Args:
+        path: The file.
+        parts: What it holds, one part after the other. The memory of a part must stay as it is until this returns.
+
+    Returns:
+        Size and digest of each part.
     """
-
-    size: int
-    sha256: str
-
-
-def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
-    """Create a file that does not exist yet, with its bytes on the disk when this returns."""
-    digest = hashlib.sha256()
-    size = 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        for part in parts:
-            view = memoryview(part).cast("B")
-            for start in range(0, len(view), _BLOCK):
-                block = view[start : start + _BLOCK]
-                digest.update(block)
-                _write_all(descriptor, block)
-            size += len(view)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return FileRecord(size, digest.hexdigest())
+    with Digests() as digests:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            for part in parts:
+                view = memoryview(part).cast("B")
+                digests.start_part()
+                for start in range(0, len(view), _BLOCK):
+                    block = view[start : start + _BLOCK]
+                    digests.add(block)
+                    _write_all(descriptor, block)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return digests.records()
 
 
 def make_folder(path: Path) -> None:
     """Create a folder and the ones above it, with their entries on the disk. One that exists stays as it is."""
     if not path.is_dir():
         make_folder(path.parent)
-        path.mkdir()
+        os.mkdir(path)  # noqa: PTH102
         fsync_folder(path.parent)
 
 
@@ -71,7 +66,7 @@ def fsync_folder(path: Path) -> None:
 
 def rename(src: Path, dst: Path) -> None:
     """Give a file or folder its final name; a file with that name is replaced in one step."""
-    src.rename(dst)
+    os.rename(src, dst)  # noqa: PTH104
 
 
 def exchange(one: Path, other: Path) -> None:
@@ -89,7 +84,8 @@ def exchange(one: Path, other: Path) -> None:
 
 def remove_file(path: Path) -> None:
     """Delete a file, if it exists."""
-    path.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        os.unlink(path)  # noqa: PTH108
 
 
 def remove_folder(path: Path) -> None:
@@ -99,13 +95,7 @@ def remove_folder(path: Path) -> None:
             remove_folder(entry)
         else:
             remove_file(entry)
-    path.rmdir()
-
-
-def digest_of(path: Path) -> FileRecord:
-    """Size and digest of a file as it is now."""
-    with path.open("rb") as file:
-        return FileRecord(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+    os.rmdir(path)  # noqa: PTH106
 
 
 def member(folder: Path, name: str) -> Path:

@@ -5,32 +5,31 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from d9d_state.mapper.region import Region
+
 
 @torch.no_grad()
-def copy_whole(target: Tensor, whole: Tensor) -> None:
-    """Copy into a tensor, or into the shard of a `DTensor` that this rank holds. Issues no collective.
+def local_part(tensor: Tensor) -> tuple[Region, Tensor]:
+    """What this rank holds of a tensor: which box of the whole, and the plain tensor that stores it.
 
     Args:
-        target: Of the shape of `whole`, on any device.
-        whole: The values, of a dtype that converts to the target's.
+        tensor: On any device; plain, or a `DTensor` that is sharded and replicated. A rank outside its mesh holds an
+            empty box.
 
     Raises:
-        ValueError: If the target has no storage, or is a sum that is still to be reduced.
+        ValueError: If the tensor has no storage, or is a sum that is still to be reduced.
     """
-    if target.is_meta:
+    if tensor.is_meta:
         raise ValueError("the model is on the meta device; materialize it before its state is loaded.")
-    if not isinstance(target, DTensor):
-        target.copy_(whole)
-        return
-    if any(isinstance(placement, Partial) for placement in target.placements):
-        raise ValueError(f"cannot load into the placements {target.placements}; expected Shard and Replicate only.")
-    if target.device_mesh.get_coordinate() is None:
-        return
-    sizes, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    part = whole
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        part = part.narrow(dim, min(offset, part.shape[dim]), size)
-    target.to_local().copy_(part)
+    if not isinstance(tensor, DTensor):
+        return Region.whole(tuple(tensor.shape)), tensor.detach()
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise ValueError(f"cannot load into the placements {tensor.placements}; expected Shard and Replicate only.")
+    local = tensor.to_local().detach()
+    if tensor.device_mesh.get_coordinate() is None:
+        return Region((0,) * tensor.ndim, (0,) * tensor.ndim), local.new_empty((0,) * tensor.ndim)
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Region(tuple(offsets), tuple(sizes)), local
 
 
 @torch.no_grad()

@@ -2,10 +2,15 @@
 
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypeAlias
 
 JsonValue: TypeAlias = bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"] | None
+
+_SHOWN = 100  # characters of foreign text in a message
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def dump_json(value: JsonValue, *, indent: int | None = None) -> bytes:
@@ -16,9 +21,12 @@ def dump_json(value: JsonValue, *, indent: int | None = None) -> bytes:
         indent: Spaces per level, for files that people read; `None` for the shortest text.
 
     Raises:
-        ValueError: If a part of the value has no place in JSON, naming where it is.
+        ValueError: If a part of the value has no place in JSON, naming where it is; if the value contains itself.
     """
-    _validate(value, "value")
+    try:
+        _validate(value, "value")
+    except RecursionError as error:
+        raise ValueError("value nests too deeply for JSON, or contains itself.") from error
     separators = (",", ":") if indent is None else (",", ": ")
     text = json.dumps(
         value, sort_keys=True, separators=separators, indent=indent, allow_nan=False, ensure_ascii=False, default=dict
@@ -30,13 +38,21 @@ def parse_json(data: bytes) -> JsonValue:
     """Read a JSON text.
 
     Raises:
-        ValueError: If it is not valid, repeats a key, nests too deeply, or holds a number that is not finite.
+        ValueError: If it is not valid UTF-8 and JSON, repeats a key, nests too deeply, or holds a number that is not
+            finite or of thousands of digits, or a half of a surrogate pair.
     """
     try:
         value: JsonValue = _DECODER.decode(data.decode())
+        if _SURROGATE.search(data) is not None:
+            _refuse_surrogates(value)
     except RecursionError as error:
         raise ValueError("JSON nests too deeply.") from error
     return value
+
+
+def shortened(text: str) -> str:
+    """A foreign text as a message shows it."""
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
 
 
 def _validate(value: object, where: str) -> None:
@@ -63,13 +79,27 @@ def _validate(value: object, where: str) -> None:
 def _unique_pairs(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"JSON repeats the key {next(key for key in keys if keys.count(key) > 1)!r}.")
+        repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"JSON repeats the key {shortened(repeated)}.")
     return result
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"JSON holds {shortened(text)}, which is no finite number.")
+    return value
 
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"JSON holds {text}, which is no finite number.")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant)
+def _refuse_surrogates(value: JsonValue) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("JSON holds a half of a surrogate pair.") from error
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_pairs, parse_float=_finite, parse_constant=_refuse_constant)

@@ -1,19 +1,22 @@
 """A model in the Hugging Face layout on disk: which tensors it holds and in which files, read from headers only."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, final
 
 from d9d_dist import UserError
-from d9d_state._files import member
-from d9d_state.json_value import parse_json
+from d9d_state._member import is_plain, open_member_file
+from d9d_state.json_value import parse_json, shortened
 from d9d_state.safetensors_header import StoredTensor, read_header
 from d9d_state.tensor_info import TensorInfo
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_MAX_INDEX_BYTES = 1 << 27
+_MAX_INDEX_BYTES = 1 << 25  # room for about 200,000 tensors
+_SHOWN = 20  # names in one message
+_MAX_NESTED = 10_000  # a bound on what a hostile index can cost: each empty list takes thirty times its text
 
 
 @final
@@ -44,20 +47,21 @@ class ModelFolder:
             UserError: If the folder has neither, or names a file outside it, or a file and the index disagree.
         """
         folder = Path(path)
-        if (folder / INDEX_NAME).exists():
-            return cls._indexed(folder, _weight_map(member(folder, INDEX_NAME)))
-        if not (folder / SINGLE_NAME).exists():
+        if os.path.lexists(folder / INDEX_NAME):
+            return cls._indexed(folder, _weight_map(folder))
+        if not os.path.lexists(folder / SINGLE_NAME):
             raise UserError(f"{folder} holds no model; expected {SINGLE_NAME} or {INDEX_NAME} in it.")
-        file = member(folder, SINGLE_NAME)
+        file = folder / SINGLE_NAME
         return cls._of(folder, {name: (file, stored) for name, stored in read_header(file).items()})
 
     @classmethod
     def _indexed(cls, folder: Path, weight_map: Mapping[str, str]) -> Self:
-        paths = {name: member(folder, name) for name in sorted(set(weight_map.values()))}
+        paths = {name: _plain(folder, name) for name in sorted(set(weight_map.values()))}
         headers = {name: read_header(path) for name, path in paths.items()}
         absent = [f"{name} in {file}" for name, file in weight_map.items() if name not in headers[file]]
         if absent:
-            raise UserError(f"{folder / INDEX_NAME} names tensors that are not there: {', '.join(absent)}.")
+            named = ", ".join(absent[:_SHOWN]) + (f", and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else "")
+            raise UserError(f"{folder / INDEX_NAME} names tensors that are not there: {named}.")
         return cls._of(folder, {name: (paths[file], headers[file][name]) for name, file in weight_map.items()})
 
     @classmethod
@@ -70,11 +74,22 @@ class ModelFolder:
         )
 
 
-def _weight_map(path: Path) -> dict[str, str]:
-    if path.stat().st_size > _MAX_INDEX_BYTES:
-        raise UserError(f"{path} has {path.stat().st_size} bytes; expected at most {_MAX_INDEX_BYTES}.")
+def _plain(folder: Path, name: str) -> Path:
+    if not is_plain(name):
+        raise UserError(f"{folder} names the file {shortened(name)}; expected the plain name of a file in that folder.")
+    return folder / name
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    path = folder / INDEX_NAME
+    with open_member_file(folder, INDEX_NAME) as file:
+        data = file.read(_MAX_INDEX_BYTES + 1)
+    if len(data) > _MAX_INDEX_BYTES:
+        raise UserError(f"{path} has more than {_MAX_INDEX_BYTES} bytes, too many for an index.")
+    if data.count(b"{") + data.count(b"[") > _MAX_NESTED:
+        raise UserError(f"{path} is no index: it has more than {_MAX_NESTED} braces, and a weight_map needs two.")
     try:
-        index = parse_json(path.read_bytes())
+        index = parse_json(data)
     except ValueError as error:
         raise UserError(f"{path} is no valid JSON: {error}") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None

@@ -1,18 +1,21 @@
-"""Weights from safetensors files into a module, one group of tensors at a time."""
+"""Weights from safetensors files into a module: every value straight into its place."""
 
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Literal, Protocol, Self, final
+from typing import Literal
 
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
-from d9d_state._sharding import copy_whole
+from d9d_state._progress import byte_bar
+from d9d_state._sharding import local_part
 from d9d_state.mapper._check import refuse_mismatches, skipped_groups
+from d9d_state.mapper.fill import Destination
 from d9d_state.mapper.graph import StateMapper
 from d9d_state.mapper.names import identity_of
 from d9d_state.model_folder import ModelFolder
 from d9d_state.module_tensors import aliases, module_tensors
+from d9d_state.region_reader import RegionReader
 from d9d_state.tensor_info import TensorInfo
 
 
@@ -22,12 +25,15 @@ def load_model_state(
     mapper: StateMapper | None = None,
     *,
     unused: Literal["error", "ignore"] = "error",
+    num_readers: int = 4,
+    progress: bool = True,
 ) -> None:
     """Fill a module's parameters and persistent buffers from a folder in the Hugging Face layout, in place.
 
-    Everything is checked against the files' headers before the first value is written. Then one group of the mapper
-    is read, transformed, copied and released after the other; files that this module needs nothing from stay closed.
-    Issues no collective: each rank reads for itself and keeps its shards only.
+    Everything is checked against the files' headers before the first value is written. Then each value is read straight
+    into its place: a rank reads the bytes of its own shards and no others, and files that it needs nothing from stay
+    closed. Only where an operation of the mapper computes (`cast`, `transform`), its group, or the part of it that is
+    needed, stands in memory beside the model. Issues no collective.
 
     Of a mapper that is wider than the module, because the module is one pipeline stage, the groups that fill the
     module are used. Of tied parameters, one name in the files is enough.
@@ -38,10 +44,13 @@ def load_model_state(
         mapper: From the names and shapes on disk to those of the whole model; `None` means that they are the same.
         unused: Whether tensors in the files that the mapper does not consume are refused. With no mapper, a pipeline
             stage must ignore them, since the files hold the other stages too.
+        num_readers: How many groups are read at the same time.
+        progress: Whether each rank shows a bar, where the standard error is a terminal.
 
     Raises:
         UserError: Listing every mismatch between files, mapper and model; or if the folder is not sound.
         ValueError: If the model is still on the meta device.
+        StateError: If a file cannot be read. Some of the model is filled then.
     """
     source = ModelFolder.open(folder)
     tensors = module_tensors(model)
@@ -57,47 +66,37 @@ def load_model_state(
         consumed=consumed if unused == "error" else source.tensors.keys(),
     )
     skipped = skipped_groups(part, held=source.tensors, first_names=first_names)
-    groups = [group for group in part.groups if group.inputs and group not in skipped]
-    with _Reader(source, [name for group in groups for name in group.inputs]) as reader:
-        for group in groups:
-            for name, tensor in part.apply({name: reader.take(name) for name in group.inputs}).items():
-                copy_whole(tensors[name], tensor)
+    destinations = {name: Destination(*local_part(tensor)) for name, tensor in tensors.items()}
+    fillings = [
+        {name: destinations[name] for name in group.outputs}
+        for group in part.groups
+        if group.inputs and group not in skipped
+    ]
+    _fill_all(part, fillings, source, num_readers=num_readers, progress=progress)
 
 
-class _OpenFile(Protocol):
-    """What is used of `safetensors.safe_open`."""
-
-    def get_tensor(self, name: str) -> Tensor: ...
-
-
-@final
-class _Reader:
-    """Opens a file when its first tensor is taken, and closes it with its last."""
-
-    def __init__(self, source: ModelFolder, names: list[str]) -> None:
-        self._source = source
-        self._open: dict[Path, tuple[_OpenFile, ExitStack]] = {}
-        self._left: dict[Path, int] = {}
-        for name in names:
-            path = source.files[name]
-            self._left[path] = self._left.get(path, 0) + 1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        for _file, stack in self._open.values():
-            stack.close()
-
-    def take(self, name: str) -> Tensor:
-        path = self._source.files[name]
-        if path not in self._open:
-            opening = ExitStack()
-            self._open[path] = (opening.enter_context(safe_open(path, framework="pt")), opening)
-        file, stack = self._open[path]
-        tensor = file.get_tensor(name)
-        self._left[path] -= 1
-        if self._left[path] == 0:
-            stack.close()
-            del self._open[path]
-        return tensor
+def _fill_all(
+    mapper: StateMapper,
+    fillings: Sequence[Mapping[str, Destination]],
+    source: ModelFolder,
+    *,
+    num_readers: int,
+    progress: bool,
+) -> None:
+    """Fill the groups, several at a time; the first failure ends it."""
+    sizes = [sum(part.tensor.nbytes for part in filling.values()) for filling in fillings]
+    with (
+        RegionReader(source) as reader,
+        byte_bar("loading", sum(sizes), visible=progress) as bar,
+        ThreadPoolExecutor(num_readers, thread_name_prefix="d9d-reader") as pool,
+    ):
+        size_of = {
+            pool.submit(mapper.fill, filling, reader): size for filling, size in zip(fillings, sizes, strict=True)
+        }
+        try:
+            for task in as_completed(size_of):
+                task.result()
+                bar.update(size_of[task])
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

@@ -53,24 +53,42 @@ def set_rng_state(state: JsonValue) -> None:
 
 
 def _set(state: JsonValue) -> None:
+    # All of it is tried on generators that nobody uses, before the first that somebody uses is set.
     parts = _fields(state)
-    python = _fields(parts["python"])
-    python_state = (python["version"], _words(python["words"]), python["gauss"])
+    python_state = _python_state(parts)
     random.Random().setstate(python_state)  # noqa: S311 - a trial, for its checks
     cpu_state = _bytes(parts["torch"])
     torch.Generator().set_state(cpu_state)
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = None if numpy is None or "numpy" not in parts else _numpy_state(_fields(parts["numpy"]), numpy)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    random.setstate(python_state)
-    torch.set_rng_state(cpu_state)
     if accelerator is not None and "accelerator" in parts:
         saved = _fields(parts["accelerator"])
         if saved["type"] == accelerator.type:
             torch.get_device_module(accelerator).set_rng_state(_bytes(saved["state"]))
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in parts:
-        saved = _fields(parts["numpy"])
-        words = numpy.array(_words(saved["words"]), dtype=numpy.uint32)
-        numpy.random.set_state((saved["kind"], words, saved["position"], saved["has_gauss"], saved["cached"]))
+    random.setstate(python_state)
+    torch.set_rng_state(cpu_state)
+    if numpy_state is not None:
+        numpy.random.set_state(numpy_state)
+
+
+def _python_state(parts: dict[str, JsonValue]) -> tuple[Any, ...]:
+    python = _fields(parts["python"])
+    if not isinstance(python["gauss"], float | None):
+        raise TypeError("expected a float or null as gauss")
+    return python["version"], _words(python["words"]), python["gauss"]
+
+
+def _numpy_state(saved: dict[str, JsonValue], numpy: Any) -> tuple[Any, ...]:
+    words, position = _words(saved["words"]), saved["position"]
+    # NumPy believes the position, and would read beyond the words.
+    if not isinstance(position, int) or not 0 <= position <= len(words):
+        raise ValueError(f"expected a position within the {len(words)} words of NumPy's generator")
+    if not isinstance(saved["cached"], float):
+        raise TypeError("expected a float as cached")
+    state = (saved["kind"], numpy.array(words, dtype=numpy.uint32), position, saved["has_gauss"], saved["cached"])
+    numpy.random.RandomState().set_state(state)
+    return state
 
 
 def _hex(state: torch.Tensor) -> str:
@@ -92,4 +110,7 @@ def _fields(value: JsonValue) -> dict[str, JsonValue]:
 def _words(value: JsonValue) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         raise TypeError("expected a list of integers")
-    return tuple(word for word in value if isinstance(word, int))
+    words = tuple(word for word in value if type(word) is int)
+    if len(words) != len(value):
+        raise TypeError("expected a list of integers")
+    return words

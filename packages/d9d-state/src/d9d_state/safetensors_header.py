@@ -4,16 +4,20 @@ The format is an 8-byte little-endian length, that many bytes of JSON, and the t
 (https://github.com/safetensors/safetensors#format). A header that repeats a key, overlaps or leaves holes is refused.
 """
 
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import final
 
 import torch
 
 from d9d_dist import UserError
-from d9d_state.json_value import JsonValue, parse_json
+from d9d_state._header_text import header_entries, integers
+from d9d_state._member import open_member_file
+from d9d_state.json_value import shortened
 from d9d_state.tensor_info import TensorInfo
 
 MAX_HEADER_BYTES = 1 << 25  # room for about 200,000 tensors, and a bound on what a hostile header can cost
@@ -24,7 +28,10 @@ _NAME_OF_DTYPE: Mapping[torch.dtype, str] = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
@@ -37,6 +44,9 @@ _NAME_OF_DTYPE: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 _DTYPE_OF_NAME = {name: dtype for dtype, name in _NAME_OF_DTYPE.items()}
+_MAX_KNOWN = 1000  # tensors that are alike share one description
+_MAX_ELEMENTS = (1 << 63) - 1
+_PAIRS = "F4"  # torch keeps two numbers of 4 bits in one element, the format counts each
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -91,11 +101,14 @@ class StoredTensor:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file, from its header alone.
 
+    Args:
+        path: A regular file, or a link of the Hugging Face cache.
+
     Raises:
-        UserError: If the file is not whole or its header is not sound.
+        UserError: If there is no such file, if it is not whole, or its header is not sound.
     """
-    with path.open("rb") as file:
-        size = path.stat().st_size
+    with open_member_file(path.parent, path.name) as file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if length < 2 or length > min(size - 8, MAX_HEADER_BYTES):
@@ -105,37 +118,64 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             )
         header = file.read(length)
     try:
-        return _parse_header(header, data_start=8 + length, size=size)
+        return parse_header(header, num_data_bytes=size - 8 - length)
     except ValueError as error:
         raise UserError(f"{path} has a broken header: {error} Get the file anew.") from error
 
 
-def _parse_header(data: bytes, *, data_start: int, size: int) -> dict[str, StoredTensor]:
-    header = parse_json(data)
-    if not isinstance(header, dict):
-        raise ValueError("it is no JSON object.")
+def parse_header(header: bytes, *, num_data_bytes: int) -> dict[str, StoredTensor]:
+    """The tensors that a header describes.
+
+    Args:
+        header: The JSON, without its length.
+        num_data_bytes: What follows it in the file. No size in the header is believed that exceeds it.
+
+    Raises:
+        ValueError: If the header is not sound.
+    """
+    data_start = 8 + len(header)
     tensors: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int, str]] = []
-    for name, entry in header.items():
-        if name != "__metadata__":
-            info, (begin, end) = _parse_entry(name, entry)
-            tensors[name] = StoredTensor(info, data_start + begin)
-            spans.append((begin, end, name))
+    known: dict[tuple[bytes, bytes], tuple[TensorInfo, int]] = {}
+    for name, dtype, shape, offsets in header_entries(header):
+        if name in tensors:
+            raise ValueError(f"it repeats the name {shortened(name)}.")
+        if (dtype, shape) not in known:
+            if len(known) == _MAX_KNOWN:
+                known.clear()
+            info = _description(name, dtype, shape)
+            known[dtype, shape] = info, info.num_bytes
+        info, num_bytes = known[dtype, shape]
+        begin, end = _span(name, offsets, info, num_bytes)
+        if end > num_data_bytes:
+            raise ValueError(f"{shortened(name)} ends at byte {end} of the {num_data_bytes} that the file has.")
+        tensors[name] = StoredTensor(info, data_start + begin)
+        spans.append((begin, end, name))
     position = 0
     for begin, end, name in sorted(spans):
         if begin != position:
-            raise ValueError(f"{name} starts at byte {begin}; expected {position}, where the one before it ends.")
+            raise ValueError(
+                f"{shortened(name)} starts at byte {begin}; expected {position}, where the one before it ends."
+            )
         position = end
-    if position != size - data_start:
-        raise ValueError(f"its tensors take {position} bytes, but the file has {size - data_start}.")
+    if position != num_data_bytes:
+        raise ValueError(f"its tensors take {position} bytes, but the file has {num_data_bytes}.")
     return tensors
 
 
-def _parse_entry(name: str, entry: JsonValue) -> tuple[TensorInfo, tuple[int, int]]:
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name} must have dtype, shape and data_offsets.")
-    info = TensorInfo(parse_shape(entry["shape"]), dtype_of(entry["dtype"]))
-    offsets = parse_shape(entry["data_offsets"])
-    if len(offsets) != 2 or offsets[1] - offsets[0] != info.num_bytes:
-        raise ValueError(f"{name} has data_offsets {list(offsets)}, which do not fit {info.describe()}.")
-    return info, (offsets[0], offsets[1])
+def _span(name: str, offsets: bytes, info: TensorInfo, num_bytes: int) -> tuple[int, int]:
+    span = integers(offsets)
+    if len(span) != 2 or span[1] - span[0] != num_bytes:
+        raise ValueError(f"{shortened(name)} has data_offsets {list(span)}, which do not fit {info.describe()}.")
+    return span[0], span[1]
+
+
+def _description(name: str, dtype: bytes, shape: bytes) -> TensorInfo:
+    sizes = integers(shape)
+    if prod(size for size in sizes if size) > _MAX_ELEMENTS:
+        raise ValueError(f"{shortened(name)} has the shape {list(sizes)}, which no memory can hold.")
+    if dtype.decode() != _PAIRS:
+        return TensorInfo(sizes, dtype_of(dtype.decode()))
+    if not sizes or sizes[-1] % 2:
+        raise ValueError(f"{shortened(name)} has the shape {list(sizes)}; expected an even last size of numbers in F4.")
+    return TensorInfo((*sizes[:-1], sizes[-1] // 2), torch.float4_e2m1fn_x2)

@@ -1,29 +1,96 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from d9d_state import StateError, TensorInfo
-from d9d_state._files import FileRecord
-from d9d_state.checkpoint.manifest import Chunk, Manifest, TensorRecord, rank_state_name, tensors_name
+from d9d_state._digests import PartRecord
+from d9d_state.checkpoint import manifest as manifest_module
+from d9d_state.checkpoint.boxes import Box
+from d9d_state.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, rank_state_name, tensors_name
 
 
 def _manifest() -> Manifest:
+    """Of two ranks; the files' sizes are those of the chunks in them."""
+    json_file = FileRecord(7, PartRecord(7, "a" * 64))
     return Manifest(
         run_id="run",
         step=3,
+        metric=0.1,
         mesh={"dp_shard": 2},
         num_ranks=2,
         tensors={
             "model.a": TensorRecord(
                 TensorInfo((3, 2), torch.bfloat16),
-                (Chunk((0, 0), (2, 2), "x", "a@0,0"), Chunk((2, 0), (1, 2), "y", "a@2,0")),
+                (
+                    Chunk(Box((0, 0), (2, 2)), "tensors-00000.safetensors", 50, "b" * 64),
+                    Chunk(Box((2, 0), (1, 2)), "tensors-00001.safetensors", 20, "c" * 64),
+                ),
             ),
-            "scalar": TensorRecord(TensorInfo((), torch.float32), (Chunk((), (), "x", "scalar@"),)),
+            "scalar": TensorRecord(
+                TensorInfo((), torch.float32), (Chunk(Box((), ()), "tensors-00000.safetensors", 58, "d" * 64),)
+            ),
+            "empty": TensorRecord(TensorInfo((0, 2), torch.float32), ()),
         },
-        files={"x": FileRecord(7, "ab"), "y": FileRecord(0, "cd")},
+        files={
+            "tensors-00000.safetensors": FileRecord(62, PartRecord(50, "e" * 64)),
+            "tensors-00001.safetensors": FileRecord(24, PartRecord(20, "f" * 64)),
+            "rank-00000.json": json_file,
+            "rank-00001.json": json_file,
+            "state.json": json_file,
+        },
     )
+
+
+def _damaged(tmp_path: Path, change: Callable[[Any], object]) -> str:
+    """What is said of a manifest that somebody changed with care: it has the right digest."""
+    body = json.loads(_manifest().dump())
+    del body["sha256"]
+    change(body)
+    (tmp_path / "manifest.json").write_bytes(manifest_module._with_digest(body))
+    with pytest.raises(StateError) as caught:
+        Manifest.read(tmp_path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda body: body["tensors"]["model.a"]["chunks"].pop(), "model.a: its chunks hold 4 elements of 6"),
+        (lambda body: body["tensors"]["model.a"]["chunks"][0].update(start=49), "model.a starts at byte 49 of"),
+        (lambda body: body["tensors"]["model.a"]["chunks"][1].update(offset=[1, 0]), "overlap"),
+        (lambda body: body["tensors"]["scalar"].update(shape=[2]), "is no part of a tensor of shape [2]"),
+        (lambda body: body["tensors"].pop("scalar"), "has 62 bytes, of which 58 are accounted for"),
+        (
+            lambda body: body["tensors"]["scalar"]["chunks"][0].update(file="state.json"),
+            "scalar lies in state.json, which is no file of tensors",
+        ),
+        (
+            lambda body: body["tensors"]["scalar"]["chunks"][0].update(file="../x"),
+            "scalar lies in ../x, which is no file of tensors",
+        ),
+        (lambda body: body["tensors"]["scalar"]["chunks"][0].update(sha256="x"), "got 'x'; expected a SHA-256"),
+        (lambda body: body["tensors"]["scalar"]["chunks"][0].update(more=1), "got the keys file, more, offset"),
+        (lambda body: body["files"].pop("state.json"), "4 files cannot be those of 2 ranks"),
+        (lambda body: body.update(num_ranks=3), "5 files cannot be those of 3 ranks"),
+        (
+            lambda body: body["files"].update({"../x": body["files"].pop("state.json")}),
+            "it names ../x, which is no file of a checkpoint",
+        ),
+        (lambda body: body["files"]["state.json"].update(size=8), "state.json has 8 bytes, of which 7 are"),
+        (lambda body: body.update(step=-1), "got -1; expected an integer of 0 or more"),
+        (lambda body: body.update(step=True), "got True; expected an integer of 0 or more"),
+        (lambda body: body.update(metric="good"), "got the metric 'good'; expected a number or null"),
+        (lambda body: body.pop("run_id"), "got the keys files, format"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, change: Callable[[Any], object], problem: str) -> None:
+    message = _damaged(tmp_path, change)
+    assert "manifest.json is damaged: " in message
+    assert problem in message
 
 
 def test_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -36,7 +103,7 @@ def test_any_changed_bit_and_any_cut_is_found(tmp_path: Path) -> None:
     data = _manifest().dump()
     changed = [data[:index] + bytes([byte ^ 1 << index % 8]) + data[index + 1 :] for index, byte in enumerate(data)]
     cut = [data[:length] for length in range(0, len(data), 7)]
-    for damaged in [*changed, *cut, data + b" "]:
+    for damaged in [*changed[::3], *cut, data + b" "]:
         path.write_bytes(damaged)
         with pytest.raises(StateError, match=r"manifest\.json is damaged: "):
             Manifest.read(tmp_path)
@@ -54,11 +121,13 @@ def test_a_manifest_that_is_a_link(tmp_path: Path) -> None:
         Manifest.read(tmp_path)
 
 
-def test_a_manifest_of_a_later_version_says_so(tmp_path: Path) -> None:
+def test_a_manifest_of_another_version_says_so(tmp_path: Path) -> None:
     body = json.loads(_manifest().dump())
-    (tmp_path / "manifest.json").write_text(json.dumps({**body, "version": 2}))
-    with pytest.raises(StateError, match="it has format version 2; this d9d-state reads up to 1, so install a newer"):
-        Manifest.read(tmp_path)
+    for version, advice in ((3, "install a newer one"), (1, "load it with the d9d-state that saved it")):
+        (tmp_path / "manifest.json").write_text(json.dumps({**body, "version": version}))
+        message = f"it has format version {version}; this d9d-state reads version 2, so {advice}"
+        with pytest.raises(StateError, match=message):
+            Manifest.read(tmp_path)
 
 
 def test_a_manifest_that_is_too_large(tmp_path: Path) -> None:

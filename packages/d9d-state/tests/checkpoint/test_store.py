@@ -13,6 +13,7 @@ from torch import Tensor
 
 from d9d_dist import UserError
 from d9d_state import CheckpointStore, StateError, TensorInfo
+from d9d_state.checkpoint import newest as newest_module
 
 
 def _tensors(value: int) -> dict[str, Tensor]:
@@ -142,7 +143,7 @@ def test_a_deletion_that_fails_stops_nobody(
     def refuse(_path: Path) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(Path, "rmdir", refuse)
+    monkeypatch.setattr(os, "rmdir", refuse)
     _save(store, 2)
     assert "step-00000001 could not be deleted: [Errno 1] Operation not permitted" in caplog.text
     assert _steps(store) == [2]
@@ -237,7 +238,8 @@ def test_every_changed_byte_is_found_and_the_file_is_named(tmp_path: Path, name:
         with path.open("r+b") as file:
             file.seek(index)
             file.write(bytes([byte ^ 1 << index % 8]))
-        with pytest.raises(StateError, match=rf"{name}: the content is not what was written at step 1\. Move"):
+        what = r"(the header|the content|[a-z.]+ \[.*\] \w+) is not what was written at step 1\. Move"
+        with pytest.raises(StateError, match=rf"{name}: {what}"):
             info.verify()
         with path.open("r+b") as file:
             file.seek(index)
@@ -248,13 +250,15 @@ def test_every_changed_byte_is_found_and_the_file_is_named(tmp_path: Path, name:
 def test_damage_is_found_before_a_tensor_is_written(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     _save(store, 1)
-    info = store.newest()
-    assert info is not None
+    (info,) = store.complete()
     with (info.folder / "tensors-00000.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
     tensors = {name: torch.full_like(tensor, 5) for name, tensor in _tensors(1).items()}
-    with pytest.raises(StateError, match="tensors-00000"):
+    with pytest.raises(
+        StateError,
+        match=r"tensors-00000\.safetensors: model\.b \[5\] bfloat16 is not what was written at step 1\. Move",
+    ):
         store.load(info, tensors)
     assert all(bool((tensor == 5).all()) for tensor in tensors.values())
 
@@ -272,16 +276,64 @@ def test_damaged_state_is_not_handed_out(tmp_path: Path) -> None:
         _ = info.rank_states
 
 
-def test_a_file_of_another_checkpoint_is_found(tmp_path: Path) -> None:
+def test_a_file_of_another_checkpoint_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointStore(tmp_path)
     _save(store, 1, 2)
     name = "tensors-00000.safetensors"
     shutil.copy(tmp_path / "step-00000001" / name, tmp_path / "step-00000002" / name)
+    info = store.newest(verify=False)
+    assert info is not None
+    assert (info.step, info.is_verified) == (2, False)
+    what = r"strided \[4, 3\] int64 is not what was written; .*model\.a \[3, 4\] float32"
+    with pytest.raises(StateError, match=what):
+        store.load(info, {"model.a": torch.zeros(3, 4)})
     info = store.newest()
     assert info is not None
-    assert info.step == 2
-    with pytest.raises(StateError, match="tensors-00000"):
-        store.load(info, {"model.a": torch.zeros(3, 4)})
+    assert (info.step, info.is_verified) == (1, True)
+    assert "skipping" in caplog.text
+    assert "optimizer.a.step [] float32 is not what was written; " in caplog.text
+
+
+def test_what_newest_has_verified_is_not_verified_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 1)
+    info = store.newest()
+    assert info is not None
+    (listed,) = store.complete()
+
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise AssertionError("digests are computed")
+
+    monkeypatch.setattr(newest_module, "damage", refuse)
+    store.load(info, _tensors(0))
+    with pytest.raises(AssertionError, match="digests are computed"):
+        store.load(listed, _tensors(0))
+
+
+def test_nothing_sound_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    _save(store, 1)
+    _flip_last(tmp_path / "step-00000001" / "tensors-00000.safetensors")
+    assert store.newest() is None
+    assert "model.b [5] bfloat16 is not what was written at step 1" in caplog.text
+    _save(store, 1)
+    assert store.newest() is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000001.damaged-1"]
+
+
+def test_a_damaged_checkpoint_counts_for_nothing(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2)
+    _save(store, 1, 9)
+    _flip_last(tmp_path / "step-00000009" / "tensors-00000.safetensors")
+    assert store.newest() is not None
+    _save(store, 2)
+    assert _steps(store) == [9, 2, 1]
+
+
+def _flip_last(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
 
 
 def test_tensors_that_do_not_fit_are_all_listed(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints of several ranks: each shard is written once, and any mesh can read what any other wrote."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,28 +43,38 @@ def _wholes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
     return {name: gather_whole(tensor).clone() for name, tensor in tensors.items()}
 
 
-def _train_and_save(folder: str, shard: int, replicate: int) -> dict[str, Tensor]:
-    with _mesh(shard, replicate) as ctx:
-        model, optimizer = _job(ctx, seed=0)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(2, 3)).sum().backward()
-            optimizer.step()
-        store = CheckpointStore(folder)
-        tensors = {**model_tensors(model), **optimizer_tensors(model, optimizer)}
-        store.save(2, tensors, state="all", rank_state=ctx.rank, ctx=ctx)
-        return _wholes(model, optimizer)
+_Meshes = list[tuple[int, int]]
 
 
-def _load(folder: str, shard: int, replicate: int) -> dict[str, Tensor]:
-    with _mesh(shard, replicate) as ctx:
-        model, optimizer = _job(ctx, seed=1)
-        store = CheckpointStore(folder)
-        info = store.newest(ctx)
-        assert info is not None
-        prepare_optimizer_for_load(model, optimizer, info)
-        store.load(info, {**model_tensors(model), **optimizer_tensors(model, optimizer)}, ctx)
-        return _wholes(model, optimizer)
+def _train_and_save(folder: str, meshes: _Meshes) -> list[dict[str, Tensor]]:
+    saved = []
+    for shard, replicate in meshes:
+        with _mesh(shard, replicate) as ctx:
+            model, optimizer = _job(ctx, seed=0)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+            store = CheckpointStore(f"{folder}/{shard}x{replicate}")
+            tensors = {**model_tensors(model), **optimizer_tensors(model, optimizer)}
+            store.save(2, tensors, state="all", rank_state=ctx.rank, ctx=ctx)
+            saved.append(_wholes(model, optimizer))
+    return saved
+
+
+def _load(folders: list[str], meshes: _Meshes) -> list[dict[str, Tensor]]:
+    loaded = []
+    for shard, replicate in meshes:
+        with _mesh(shard, replicate) as ctx:
+            for folder in folders:
+                model, optimizer = _job(ctx, seed=1)
+                store = CheckpointStore(folder)
+                info = store.newest(ctx)
+                assert info is not None
+                prepare_optimizer_for_load(model, optimizer, info)
+                store.load(info, {**model_tensors(model), **optimizer_tensors(model, optimizer)}, ctx)
+                loaded.append(_wholes(model, optimizer))
+    return loaded
 
 
 def _assert_same_bits(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -72,32 +83,25 @@ def _assert_same_bits(got: dict[str, Tensor], expected: dict[str, Tensor]) -> No
         assert torch.equal(got[name], tensor), name
 
 
-@pytest.mark.parametrize("saved_on", [(2, 1), (4, 1), (2, 2)])
-def test_any_mesh_reads_what_any_other_wrote(tmp_path: Path, saved_on: tuple[int, int]) -> None:
-    ranks = saved_on[0] * saved_on[1]
-    saved = run_ranks(_train_and_save, str(tmp_path), *saved_on, world_size=ranks)
-    info = CheckpointStore(tmp_path).newest()
-    assert info is not None
-    assert (info.state, info.rank_states) == ("all", list(range(ranks)))
-    assert info.manifest.mesh["dp_shard"] == saved_on[0]
-    assert "optimizer.2.bias.exp_avg" not in info.tensors
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002"]
-    for mesh in ((1, 1), (2, 1), (4, 1), (2, 2)):
-        for loaded in run_ranks(_load, str(tmp_path), *mesh, world_size=mesh[0] * mesh[1]):
-            _assert_same_bits(loaded, saved[0])
-
-
-def test_one_process_reads_what_ranks_wrote(tmp_path: Path) -> None:
-    saved = run_ranks(_train_and_save, str(tmp_path), 2, 1)[0]
-    store = CheckpointStore(tmp_path)
-    info = store.newest()
-    assert info is not None
-    model = _model(1)
-    model.get_parameter("2.bias").requires_grad_(False)
-    optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
-    prepare_optimizer_for_load(model, optimizer, info)
-    store.load(info, {**model_tensors(model), **optimizer_tensors(model, optimizer)})
-    _assert_same_bits(_wholes(model, optimizer), saved)
+def test_any_mesh_reads_what_any_other_wrote(tmp_path: Path) -> None:
+    saved: dict[str, dict[str, Tensor]] = {}
+    meshes: dict[int, _Meshes] = {1: [(1, 1)], 2: [(2, 1)], 4: [(4, 1), (2, 2)]}
+    for ranks, of_size in meshes.items():
+        wholes = run_ranks(_train_and_save, str(tmp_path), of_size, world_size=ranks)[0]
+        saved.update({f"{shard}x{rep}": whole for (shard, rep), whole in zip(of_size, wholes, strict=True)})
+    for name in saved:
+        info = CheckpointStore(tmp_path / name).newest()
+        assert info is not None
+        shard, replicate = map(int, name.split("x"))
+        assert (info.state, info.rank_states) == ("all", list(range(shard * replicate)))
+        assert (info.manifest.mesh["dp_shard"], info.manifest.mesh["dp_replicate"]) == (shard, replicate)
+        assert "optimizer.2.bias.exp_avg" not in info.tensors
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == ["step-00000002"]
+    folders = [str(tmp_path / name) for name in saved]
+    for ranks, of_size in meshes.items():
+        for loaded in run_ranks(_load, folders, of_size, world_size=ranks):
+            for index, tensors in enumerate(loaded):
+                _assert_same_bits(tensors, list(saved.values())[index % len(folders)])
 
 
 def _save_parts(folder: str) -> None:
@@ -117,35 +121,39 @@ def test_ranks_may_hold_different_names(tmp_path: Path) -> None:
     assert sum(len(record.chunks) for record in info.manifest.tensors.values()) == 3
 
 
-def _choose(folders: list[str]) -> str:
+def _choose(folders: list[list[str]]) -> list[str]:
     with _mesh(2, 1) as ctx:
-        store = CheckpointStore(folders[ctx.rank])
-        try:
-            info = store.newest(ctx)
-        except StateError as error:
-            return str(error)
-        return "none" if info is None else str(info.step)
+        chosen = [CheckpointStore(pair[ctx.rank]).newest(ctx) for pair in folders]
+        return ["none" if info is None else f"{info.step} {info.is_verified}" for info in chosen]
 
 
 def test_all_ranks_agree_on_the_newest(tmp_path: Path) -> None:
-    for name, steps in (("a", (1, 2)), ("b", (1,))):
+    for name, steps in (("a", (1, 2)), ("another run", (1,))):
         for step in steps:
             CheckpointStore(tmp_path / name).save(step, {"model.a": torch.ones(1)})
-    both = {name: str(tmp_path / name) for name in ("a", "b", "empty")}
-    assert run_ranks(_choose, [both["a"], both["a"]]) == ["2", "2"]
-    assert run_ranks(_choose, [both["b"], both["a"]]) == ["1", "1"]
-    assert run_ranks(_choose, [both["empty"], both["a"]]) == ["none", "none"]
-    messages = run_ranks(_choose, [both["a"], both["b"]])
-    assert messages[0] == messages[1]
-    assert messages[0].startswith("rank 1: ")
-    assert "step-00000002" in messages[0]
+    for name in ("stale", "damaged"):
+        shutil.copytree(tmp_path / "a", tmp_path / name)
+    shutil.rmtree(tmp_path / "stale" / "step-00000002")
+    for path in (tmp_path / "damaged" / "step-00000002").glob("*.json"):
+        path.write_bytes(path.read_bytes().replace(b"null", b"true"))
+    for path in (tmp_path / "damaged" / "step-00000002").glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    pairs = {
+        ("a", "a"): "2 True",
+        ("stale", "a"): "1 True",  # what the main process does not see is not there
+        ("a", "stale"): "1 True",  # nor what another rank does not see
+        ("a", "damaged"): "1 True",
+        ("empty", "a"): "none",
+        ("a", "another run"): "none",
+    }
+    found = run_ranks(_choose, [[str(tmp_path / name) for name in pair] for pair in pairs])
+    assert found[0] == found[1] == list(pairs.values())
 
 
 def _load_damaged(folder: str) -> tuple[str, float]:
     with _mesh(2, 1) as ctx:
         store = CheckpointStore(folder)
-        info = store.newest(ctx)
-        assert info is not None
+        (info,) = store.complete()
         tensor = torch.zeros(2)
         with pytest.raises(StateError) as caught:
             store.load(info, {"model.0": tensor}, ctx)
@@ -154,12 +162,12 @@ def _load_damaged(folder: str) -> tuple[str, float]:
 
 def test_damage_that_one_rank_finds_stops_all_before_a_tensor_is_written(tmp_path: Path) -> None:
     run_ranks(_save_parts, str(tmp_path))
-    path = tmp_path / "step-00000001" / "rank-00001.json"
-    path.write_bytes(path.read_bytes().replace(b"1", b"2"))
+    path = tmp_path / "step-00000001" / "tensors-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
     results = run_ranks(_load_damaged, str(tmp_path))
     assert results[0] == results[1]
     assert results[0][0].startswith("rank 1: ")
-    assert "rank-00001.json: the content is not what was written" in results[0][0]
+    assert "tensors-00001.safetensors: model.1 [2] float32 is not what was written at step 1. Move" in results[0][0]
     assert results[0][1] == 0
 
 
@@ -174,7 +182,7 @@ def _fail_to_save(folder: str) -> str:
 def test_a_rank_that_cannot_write_is_named_on_all(tmp_path: Path) -> None:
     messages = run_ranks(_fail_to_save, str(tmp_path))
     assert messages[0] == messages[1]
-    assert "step-00000001 could not be written: rank 1: safetensors files cannot hold torch.complex128" in messages[0]
+    assert messages[0].startswith("rank 1: safetensors files cannot hold torch.complex128")
     assert CheckpointStore(tmp_path).newest() is None
 
 

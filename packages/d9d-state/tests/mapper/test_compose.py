@@ -47,6 +47,23 @@ def test_sequential_keeps_apart_equal_names_at_different_places() -> None:
     assert sequential(swap, swap, swap).groups == swap.groups
 
 
+def test_nothing_can_feed_itself() -> None:
+    there, back = rename("a", "b"), rename("b", "a")
+    tensor = torch.ones(1)
+    for mapper in (sequential(there, back), sequential(there, back, there, back)):
+        assert mapper.groups == (StateGroup(("a",), ("a",)),)
+        assert mapper.apply({"a": tensor})["a"] is tensor
+    twice = sequential(*[concat(["a"], "a")] * 3, stack(["a"], "a"))
+    assert [(node.inputs, node.outputs) for node in twice.nodes] == sorted(
+        (node.inputs, node.outputs) for node in twice.nodes
+    )
+    made: set[int] = set(twice.input_wires.values())
+    for node in twice.nodes:
+        assert made.issuperset(node.inputs)
+        assert made.isdisjoint(node.outputs)
+        made.update(node.outputs)
+
+
 def test_parallel_keeps_apart_equal_names_inside_of_chains() -> None:
     mapper = parallel(
         sequential(rename("a", "t"), rename("t", "b")),

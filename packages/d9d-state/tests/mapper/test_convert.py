@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from d9d_state import cast, transform, transpose
+from d9d_state import TensorInfo, cast, transform, transpose
+from d9d_state.mapper.convert import permute
 
 
 def test_transpose_and_back() -> None:
@@ -17,6 +18,29 @@ def test_transpose_and_back() -> None:
 
 def test_transpose_keeps_the_name_unless_told() -> None:
     assert transpose("a").apply({"a": torch.ones(2, 3)})["a"].shape == (3, 2)
+
+
+def test_permute_and_back() -> None:
+    tensor = torch.arange(24).view(2, 3, 4)
+    mapper = permute("a", "b", dims=[-1, 0, 1])
+    output = mapper.apply({"a": tensor})
+    assert torch.equal(output["b"], tensor.permute(2, 0, 1))
+    assert torch.equal(mapper.inverse().apply(output)["a"], tensor)
+    assert mapper.inverse().explain() == permute("b", "a", dims=[1, 2, 0]).explain()
+
+
+@pytest.mark.parametrize("dims", [[0, 0], [0, 2], [-3, 0], [1]])
+def test_permute_names_every_dim_once(dims: list[int]) -> None:
+    with pytest.raises(ValueError, match=f"permute of a got dims .*; expected each of {len(dims)} dims once"):
+        permute("a", dims=dims)
+
+
+def test_dims_are_those_of_the_tensor() -> None:
+    info = TensorInfo((2, 3), torch.float32)
+    with pytest.raises(ValueError, match=r"permute\(1, 0, 2\) on a failed: got shape \[2, 3\]; expected 3 dims"):
+        permute("a", dims=[1, 0, 2]).infer({"a": info})
+    with pytest.raises(ValueError, match=r"transpose\(0, 2\) on a failed: got dim 2; expected one of the 2 dims"):
+        transpose("a", dim1=2).infer({"a": info})
 
 
 def test_cast_and_back() -> None:
@@ -53,3 +77,25 @@ def test_transform_without_an_inverse() -> None:
 def test_transform_must_give_one_tensor_per_name() -> None:
     with pytest.raises(ValueError, match=r"transform\(.*_swap.*\) on a, b gave 2 tensors; expected 1"):
         transform(["a", "b"], ["c"], _swap).apply({"a": torch.ones(1), "b": torch.ones(1)})
+
+
+def test_an_elementwise_function_keeps_the_shape() -> None:
+    mapper = transform(["a", "b"], ["c"], lambda a, b: [a + b], elementwise=True)
+    assert mapper.apply({"a": torch.ones(2), "b": torch.ones(2)})["c"].tolist() == [2, 2]
+    with pytest.raises(
+        ValueError, match=r"elementwise\) on a, b failed: got shapes \[2\] and \[1\]; expected the same"
+    ):
+        mapper.apply({"a": torch.ones(2), "b": torch.ones(1)})
+    for each in ([lambda a: [a[:1]]], [lambda a: [a, a[:, None]]]):
+        with pytest.raises(ValueError, match=r"an elementwise function keeps the shape"):
+            transform(["a"], ["b"], *each, elementwise=True).infer({"a": TensorInfo((2,), torch.float32)})
+
+
+def test_an_elementwise_function_and_its_inverse() -> None:
+    mapper = transform(["a"], ["a"], lambda a: [-a], inverse=lambda a: [a.neg()], elementwise=True)
+    assert "elementwise" in mapper.inverse().explain()
+    assert mapper.inverse().apply({"a": torch.ones(1)})["a"].tolist() == [-1]
+    with pytest.raises(
+        ValueError, match=r"elementwise\) has no inverse; build it as transform\(\.\.\., inverse=function"
+    ):
+        transform(["a"], ["a"], lambda a: [-a], elementwise=True).inverse()

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from d9d_state import StateGroup, drop, identity, identity_of, keep, rename
+from d9d_state import StateGroup, drop, identity, identity_of, keep, parallel, rename, sequential
 
 
 class _Tied(nn.Module):
@@ -31,6 +31,12 @@ def test_identity_refuses_a_name_twice() -> None:
 
 def test_identity_of_names_tied_once_and_persistent_buffers_only() -> None:
     assert list(identity_of(_Tied()).inputs) == ["scale", "embedding.weight"]
+
+
+def test_identity_of_a_mapper_passes_on_what_it_gives() -> None:
+    mapper = parallel(rename("a", "b"), drop("c"), keep("d"))
+    assert list(identity_of(mapper).inputs) == list(identity_of(mapper).outputs) == ["b", "d"]
+    assert sequential(mapper, identity_of(mapper)).groups == mapper.groups
 
 
 def test_rename() -> None:

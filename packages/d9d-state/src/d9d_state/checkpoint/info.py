@@ -1,5 +1,6 @@
 """One complete checkpoint, as it lies on disk: what can be known and proven of it before a tensor is read."""
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from typing import final
 
 from d9d_dist import UserError
 from d9d_state import _files
+from d9d_state._digests import PartRecord
+from d9d_state.checkpoint._verify import damage, num_threads, parts_of
 from d9d_state.checkpoint.manifest import STATE_NAME, Manifest, rank_state_name
 from d9d_state.errors import StateError
 from d9d_state.json_value import JsonValue, parse_json
@@ -24,15 +27,27 @@ class CheckpointInfo:
     Attributes:
         folder: Where it is.
         manifest: What it consists of.
+        is_verified: Whether `newest` has compared all digests, on all ranks together, since this process started.
     """
 
     folder: Path
     manifest: Manifest
+    is_verified: bool = False
 
     @property
     def step(self) -> int:
         """Number of optimizer steps that were done when it was saved."""
         return self.manifest.step
+
+    @property
+    def run_id(self) -> str:
+        """Which run saved it."""
+        return self.manifest.run_id
+
+    @property
+    def metric(self) -> float | None:
+        """How good the model was, if `save` was told."""
+        return self.manifest.metric
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -58,31 +73,34 @@ class CheckpointInfo:
         return [self._read_json(rank_state_name(rank)) for rank in range(self.manifest.num_ranks)]
 
     def verify(self, names: list[str] | None = None) -> None:
-        """Read files and compare their digests with the manifest's.
+        """Read files and compare the digest of each part of them with the manifest's.
 
         Args:
             names: Which files; `None` means all.
 
         Raises:
-            StateError: Naming the damaged files.
+            StateError: Naming the damaged files, and in them the tensors.
         """
-        damaged = [name for name in (self.manifest.files if names is None else names) if not self._is_sound(name)]
-        if damaged:
-            paths = ", ".join(str(self.folder / name) for name in damaged)
-            raise StateError(
-                f"{paths}: the content is not what was written at step {self.step}. "
-                f"Move {self.folder} away to resume from the checkpoint before it."
-            )
+        parts = [part for part in parts_of(self.manifest) if names is None or part.file in names]
+        problems = damage(self.folder, parts, threads=num_threads(None))
+        if problems:
+            raise StateError(self._describe(problems))
 
-    def _is_sound(self, name: str) -> bool:
-        try:
-            return _files.digest_of(_files.member(self.folder, name)) == self.manifest.files[name]
-        except (UserError, OSError):
-            return False
+    def _describe(self, problems: list[str]) -> str:
+        return (
+            f"{'; '.join(problems)} at step {self.step}. "
+            f"Move {self.folder} away to resume from the checkpoint before it."
+        )
 
     def _read_json(self, name: str) -> JsonValue:
-        self.verify([name])
-        return parse_json(_files.member(self.folder, name).read_bytes())
+        """Read once, so that what is proven is what is parsed."""
+        try:
+            data = _files.member(self.folder, name).read_bytes()
+        except (UserError, OSError) as error:
+            raise StateError(self._describe([str(error)])) from error
+        if PartRecord(len(data), hashlib.sha256(data).hexdigest()) != self.manifest.files[name].head:
+            raise StateError(self._describe([f"{self.folder / name}: the content is not what was written"]))
+        return parse_json(data)
 
 
 def folder_name(step: int) -> str:

@@ -1,13 +1,17 @@
 """The manifest of a checkpoint: the one file that makes a folder a checkpoint, written last and proving all others."""
 
 import hashlib
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, final
 
 from d9d_dist import UserError
-from d9d_state._files import FileRecord, member
+from d9d_state._digests import PartRecord
+from d9d_state._files import member
+from d9d_state.checkpoint.boxes import Box, cover_problem
 from d9d_state.errors import StateError
 from d9d_state.json_value import JsonValue, dump_json, parse_json
 from d9d_state.safetensors_header import dtype_name, dtype_of, parse_shape
@@ -16,8 +20,9 @@ from d9d_state.tensor_info import TensorInfo
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"
 _FORMAT = "d9d-checkpoint"
-_VERSION = 1
+_VERSION = 2
 _MAX_BYTES = 1 << 28
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @final
@@ -26,25 +31,39 @@ class Chunk:
     """A box of a tensor, and where it lies.
 
     Attributes:
-        offset: First index in every dim of the tensor.
-        shape: Sizes of the box.
+        box: Which part of the tensor.
         file: Name of the safetensors file.
-        key: Name in that file.
+        start: Position of its first byte in that file.
+        sha256: Hexadecimal digest of its bytes.
     """
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    box: Box
     file: str
-    key: str
+    start: int
+    sha256: str
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor: what it is, and the chunks that it is made of."""
+    """One tensor: what it is, and the chunks that it is made of; none, if it has no elements."""
 
     info: TensorInfo
     chunks: tuple[Chunk, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file beside the manifest.
+
+    Attributes:
+        size: Bytes of the whole file.
+        head: The part before the chunks of tensors: a header, or the whole file if it holds no tensors.
+    """
+
+    size: int
+    head: PartRecord
 
 
 @final
@@ -55,14 +74,16 @@ class Manifest:
     Attributes:
         run_id: Which run wrote it; all checkpoints of a run share it.
         step: Number of optimizer steps that were done.
+        metric: How good the model was, by the measure of whoever saved; `None` if nobody said.
         mesh: Size of every mesh axis at saving, for the reader.
         num_ranks: How many ranks saved.
         tensors: The tensors by name.
-        files: Size and digest of each other file in the folder.
+        files: Each other file in the folder. Their heads and the chunks in them are all of their bytes.
     """
 
     run_id: str
     step: int
+    metric: float | None
     mesh: Mapping[str, int]
     num_ranks: int
     tensors: Mapping[str, TensorRecord]
@@ -75,19 +96,29 @@ class Manifest:
             "version": _VERSION,
             "run_id": self.run_id,
             "step": self.step,
+            "metric": self.metric,
             "mesh": dict(self.mesh),
             "num_ranks": self.num_ranks,
             "tensors": {name: _dump_tensor(record) for name, record in self.tensors.items()},
-            "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in self.files.items()},
+            "files": {
+                name: {"size": file.size, "head": file.head.size, "sha256": file.head.sha256}
+                for name, file in self.files.items()
+            },
         }
         return _with_digest(body)
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of the text: checkpoints with the same one are the same."""
+        return hashlib.sha256(self.dump()).hexdigest()
 
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Read the manifest of a folder and prove it.
 
         Raises:
-            StateError: If there is none, or any byte of it is not as it was written, or a later version wrote it.
+            StateError: If there is none, or any byte of it is not as it was written, or another version wrote it, or
+                what it says cannot be.
         """
         path = folder / MANIFEST_NAME
         try:
@@ -102,22 +133,48 @@ class Manifest:
     @classmethod
     def _parse(cls, data: bytes) -> Self:
         body = _object(parse_json(data))
-        version = body.get("version")
-        if body.get("format") == _FORMAT and isinstance(version, int) and version > _VERSION:
-            raise ValueError(
-                f"it has format version {version}; this d9d-state reads up to {_VERSION}, so install a newer."
-            )
+        if body.get("format") == _FORMAT:
+            _check_version(body.get("version"))
         body.pop("sha256", None)
         if body.get("format") != _FORMAT or _with_digest(body) != data:
             raise ValueError("its content does not have the digest that it was written with.")
-        return cls(
+        _keys(body, "format", "version", "run_id", "step", "metric", "mesh", "num_ranks", "tensors", "files")
+        manifest = cls(
             run_id=_text(body["run_id"]),
-            step=_integer(body["step"]),
-            mesh={name: _integer(size) for name, size in _object(body["mesh"]).items()},
-            num_ranks=_integer(body["num_ranks"]),
-            tensors={name: _parse_tensor(_object(record)) for name, record in _object(body["tensors"]).items()},
-            files={name: _parse_file(_object(record)) for name, record in _object(body["files"]).items()},
+            step=_count(body["step"]),
+            metric=_metric(body["metric"]),
+            mesh={name: _count(size) for name, size in _object(body["mesh"]).items()},
+            num_ranks=_count(body["num_ranks"]),
+            tensors={name: _parse_tensor(record) for name, record in _object(body["tensors"]).items()},
+            files={name: _parse_file(record) for name, record in _object(body["files"]).items()},
         )
+        manifest._check()
+        return manifest
+
+    def _check(self) -> None:
+        """See that tensors and files are made of their chunks, with nothing missing, nothing twice, and nothing else.
+
+        Raises:
+            ValueError: Naming what is wrong.
+        """
+        if len(self.files) != 1 + 2 * self.num_ranks:
+            raise ValueError(f"{len(self.files)} files cannot be those of {self.num_ranks} ranks.")
+        allowed = set(map(tensors_name, range(self.num_ranks)))
+        foreign = self.files.keys() - allowed - {STATE_NAME, *map(rank_state_name, range(self.num_ranks))}
+        if foreign:
+            raise ValueError(f"it names {', '.join(sorted(foreign))}, which is no file of a checkpoint.")
+        spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in self.files if name in allowed}
+        for name, record in self.tensors.items():
+            problem = cover_problem(record.info.shape, [chunk.box for chunk in record.chunks])
+            if problem is not None:
+                raise ValueError(f"{name}: {problem}")
+            for chunk in record.chunks:
+                if chunk.file not in spans:
+                    raise ValueError(f"{name} lies in {chunk.file}, which is no file of tensors.")
+                size = chunk.box.num_elements * record.info.dtype.itemsize
+                spans[chunk.file].append((chunk.start, chunk.start + size, name))
+        for file, record in self.files.items():
+            _check_spans(file, record, spans.get(file, []))
 
 
 def rank_state_name(rank: int) -> str:
@@ -135,32 +192,71 @@ def _with_digest(body: Mapping[str, JsonValue]) -> bytes:
     return dump_json({**body, "sha256": digest}, indent=1) + b"\n"
 
 
+def _check_version(version: JsonValue) -> None:
+    if type(version) is not int:
+        raise TypeError(f"got the format version {str(version)[:20]!r}; expected an integer.")
+    if version == _VERSION:
+        return
+    advice = "install a newer one" if version > _VERSION else "load it with the d9d-state that saved it"
+    raise ValueError(f"it has format version {version}; this d9d-state reads version {_VERSION}, so {advice}.")
+
+
+def _check_spans(file: str, record: FileRecord, spans: list[tuple[int, int, str]]) -> None:
+    position = record.head.size
+    for start, end, name in sorted(spans):
+        if start != position:
+            raise ValueError(f"{name} starts at byte {start} of {file}; expected {position}.")
+        position = end
+    if position != record.size:
+        raise ValueError(f"{file} has {record.size} bytes, of which {position} are accounted for.")
+
+
 def _dump_tensor(record: TensorRecord) -> JsonValue:
     return {
         "dtype": dtype_name(record.info.dtype),
         "shape": record.info.shape,
         "chunks": [
-            {"offset": chunk.offset, "shape": chunk.shape, "file": chunk.file, "key": chunk.key}
+            {
+                "offset": chunk.box.offset,
+                "shape": chunk.box.shape,
+                "file": chunk.file,
+                "start": chunk.start,
+                "sha256": chunk.sha256,
+            }
             for chunk in record.chunks
         ],
     }
 
 
-def _parse_tensor(record: Mapping[str, JsonValue]) -> TensorRecord:
+def _parse_tensor(value: JsonValue) -> TensorRecord:
+    record = _keys(_object(value), "dtype", "shape", "chunks")
     chunks = record["chunks"]
     if not isinstance(chunks, list):
         raise TypeError("chunks must be a list.")
     return TensorRecord(
-        TensorInfo(parse_shape(record["shape"]), dtype_of(record["dtype"])),
-        tuple(
-            Chunk(parse_shape(chunk["offset"]), parse_shape(chunk["shape"]), _text(chunk["file"]), _text(chunk["key"]))
-            for chunk in map(_object, chunks)
-        ),
+        TensorInfo(parse_shape(record["shape"]), dtype_of(record["dtype"])), tuple(map(_parse_chunk, chunks))
     )
 
 
-def _parse_file(record: Mapping[str, JsonValue]) -> FileRecord:
-    return FileRecord(_integer(record["size"]), _text(record["sha256"]))
+def _parse_chunk(value: JsonValue) -> Chunk:
+    chunk = _keys(_object(value), "offset", "shape", "file", "start", "sha256")
+    return Chunk(
+        Box(parse_shape(chunk["offset"]), parse_shape(chunk["shape"])),
+        _text(chunk["file"]),
+        _count(chunk["start"]),
+        _digest(chunk["sha256"]),
+    )
+
+
+def _parse_file(value: JsonValue) -> FileRecord:
+    record = _keys(_object(value), "size", "head", "sha256")
+    return FileRecord(_count(record["size"]), PartRecord(_count(record["head"]), _digest(record["sha256"])))
+
+
+def _keys(value: dict[str, JsonValue], *names: str) -> dict[str, JsonValue]:
+    if value.keys() != set(names):
+        raise ValueError(f"got the keys {', '.join(sorted(value))}; expected {', '.join(sorted(names))}.")
+    return value
 
 
 def _object(value: JsonValue) -> dict[str, JsonValue]:
@@ -175,7 +271,19 @@ def _text(value: JsonValue) -> str:
     return value
 
 
-def _integer(value: JsonValue) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"got {value!r}; expected an integer.")
+def _digest(value: JsonValue) -> str:
+    if _SHA256.fullmatch(_text(value)) is None:
+        raise ValueError(f"got {value!r}; expected a SHA-256.")
+    return _text(value)
+
+
+def _count(value: JsonValue) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
+        raise TypeError(f"got {value!r}; expected an integer of 0 or more.")
+    return value
+
+
+def _metric(value: JsonValue) -> float | None:
+    if value is not None and (not isinstance(value, float) or not math.isfinite(value)):
+        raise TypeError(f"got the metric {value!r}; expected a number or null.")
     return value

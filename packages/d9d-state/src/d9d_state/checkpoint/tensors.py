@@ -13,6 +13,7 @@ from d9d_state.tensor_info import TensorInfo
 
 _MODEL = "model."
 _OPTIMIZER = "optimizer."
+_COUNTERS = ("step", "mu_product")  # what torch's optimizers keep on the CPU, unless they are captured or fused
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -21,28 +22,27 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as `optimizer.<parameter>.<key>`: what to save, or to load into.
+    """The optimizer's tensors as `optimizer.<parameter>.<key>`: what to save, or to load into.
 
-    Hyper-parameters are not state: whoever built the optimizer sets them again.
+    What it keeps as numbers is in `optimizer_numbers`.
 
     Args:
         model: Whose parameters the optimizer updates.
-        optimizer: Its state per parameter is made of tensors and `None`.
+        optimizer: Its state per parameter is made of tensors, numbers and `None`.
 
     Raises:
-        ValueError: If it updates a tensor that is no parameter of the model, or keeps state that is no tensor.
+        ValueError: If it updates a tensor that is no parameter of the model, or keeps anything else.
     """
     tensors: dict[str, Tensor] = {}
-    for name, parameter, _ in _named_parameters(model, optimizer):
+    for name, parameter, _ in named_parameters(model, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
-            if value is None:
-                continue
-            if not isinstance(value, Tensor):
+            if isinstance(value, Tensor):
+                tensors[f"{_OPTIMIZER}{name}.{key}"] = value
+            elif not (value is None or isinstance(value, bool | int | float)):
                 raise ValueError(
-                    f"the optimizer keeps {key} = {value!r} for {name}; expected a tensor. "
-                    "Keep it as a tensor, so that it can be saved."
+                    f"{type(optimizer).__name__} keeps {key} of type {type(value).__name__} for {name}, which a "
+                    "checkpoint cannot hold; expected tensors and numbers. Use another optimizer."
                 )
-            tensors[f"{_OPTIMIZER}{name}.{key}"] = value
     return tensors
 
 
@@ -66,7 +66,7 @@ def prepare_optimizer_for_load(model: nn.Module, optimizer: Optimizer, info: Che
         if name.startswith(_OPTIMIZER):
             parameter_name, _, key = name.removeprefix(_OPTIMIZER).rpartition(".")
             saved.setdefault(parameter_name, {})[key] = tensor_info
-    for name, parameter, group in _named_parameters(model, optimizer):
+    for name, parameter, group in named_parameters(model, optimizer):
         optimizer.state.pop(parameter, None)
         if name in saved:
             optimizer.state[parameter] = {
@@ -103,8 +103,12 @@ def check_same_model(info: CheckpointInfo, model: nn.Module) -> None:
         )
 
 
-def _named_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, Mapping[str, object]]]:
-    """Name, parameter and group of everything that the optimizer updates."""
+def named_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, Mapping[str, object]]]:
+    """Name, parameter and group of everything that the optimizer updates.
+
+    Raises:
+        ValueError: If it updates a tensor that is no parameter of the model.
+    """
     names = {id(parameter): name for name, parameter in unique_tensors(model).items()}
     found: list[tuple[str, Tensor, Mapping[str, object]]] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -119,7 +123,7 @@ def _named_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str,
 
 
 def _empty_state(key: str, info: TensorInfo, parameter: Tensor, group: Mapping[str, object]) -> Tensor:
-    if key == "step" and info.shape == ():
+    if key in _COUNTERS and info.shape == ():
         on_device = bool(group.get("capturable")) or bool(group.get("fused"))
         return torch.empty((), dtype=info.dtype, device=parameter.device if on_device else "cpu")
     if info.shape == tuple(parameter.shape):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from d9d_dist import UserError
+from d9d_state.mapper._component import Component
 from d9d_state.model_folder import ModelFolder
 from d9d_state.module_tensors import aliases, module_tensors
 from d9d_state.tensor_info import TensorInfo
@@ -61,11 +62,11 @@ def refuse_mismatches(
         UserError: Listing every mismatch.
     """
     skipped = skipped_groups(mapper, held=held.keys(), first_names=first_names)
-    groups = [group for group in mapper.groups if group not in skipped]
-    produced = [name for group in groups for name in group.outputs]
+    parts = [part for part in mapper.components if not skipped or part.group not in skipped]
+    produced = [name for part in parts for name in part.group.outputs]
     filled = {first_names[name] for name in produced if name in first_names}
     sections = {
-        "missing in the file": [name for group in groups for name in group.inputs if name not in held],
+        "missing in the file": [name for part in parts for name in part.group.inputs if name not in held],
         "in the file, but unused; drop() them, or ignore what is unused": [
             name for name in held if name not in consumed
         ],
@@ -73,7 +74,7 @@ def refuse_mismatches(
         "in the model, but nothing fills them; keep() them if that is meant": [
             name for name in wanted if first_names[name] == name and name not in filled
         ],
-        "wrong shape or dtype": [line for group in groups for line in _misfits(mapper, group, held, wanted)],
+        "wrong shape or dtype": [line for part in parts for line in _misfits(mapper, part, held, wanted)],
     }
     report = [
         line
@@ -106,19 +107,24 @@ def skipped_groups(
 
 
 def _misfits(
-    mapper: "StateMapper", group: "StateGroup", held: Mapping[str, TensorInfo], wanted: Mapping[str, TensorInfo]
+    mapper: "StateMapper", part: Component, held: Mapping[str, TensorInfo], wanted: Mapping[str, TensorInfo]
 ) -> list[str]:
+    group = part.group
     if not group.inputs or any(name not in held for name in group.inputs):
         return []
+    values = {mapper.input_wires[name]: held[name] for name in group.inputs}
     try:
-        outputs = mapper.apply({name: held[name].to_meta() for name in group.inputs})
+        part.infer(values)
     except ValueError as error:
         return [str(error)]
-    return [
-        f"{name}: got {given.describe()} from {', '.join(group.inputs)}; expected {wanted[name].describe()}"
-        for name, given in ((name, TensorInfo.of(tensor)) for name, tensor in outputs.items())
-        if name in wanted and not _fits(given, wanted[name])
-    ]
+    misfits = []
+    for name in group.outputs:
+        given = values[mapper.output_wires[name]]
+        expected = wanted.get(name, given)
+        if not _fits(given, expected):
+            sources = ", ".join(group.inputs)
+            misfits.append(f"{name}: got {given.describe()} from {sources}; expected {expected.describe()}")
+    return misfits
 
 
 def _fits(given: TensorInfo, wanted: TensorInfo) -> bool:

@@ -1,24 +1,81 @@
-"""The text form of a mapper, for reading it before trusting it."""
+"""A mapper to be read before it is trusted: as text, or as a Mermaid flowchart."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import TYPE_CHECKING, Literal
+
+from d9d_state.mapper._outline import Label, Outline, outlines
+from d9d_state.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
     from d9d_state.mapper.graph import StateMapper
 
+_PLAIN = frozenset(" ._-,:=()[]{}/+*'!")
 
-def explain(mapper: "StateMapper") -> str:
-    """One line for each operation, and one for each tensor that no operation touches."""
-    sources = {wire: name for name, wire in mapper.input_wires.items()}
-    targets = {wire: name for name, wire in mapper.output_wires.items()}
-    lines = [f"{len(sources)} tensors -> {len(targets)} tensors, {len(mapper.groups)} groups"]
 
-    def show(wires: tuple[int, ...], names: dict[int, str]) -> str:
-        return ", ".join(names.get(wire, f"(value {wire})") for wire in wires)
+def explain(
+    mapper: "StateMapper", form: Literal["text", "mermaid"], *, infos: Mapping[str, TensorInfo] | None, fold: bool
+) -> str:
+    """The graph as text; see `StateMapper.explain`."""
+    shown = outlines(mapper, infos or {}, fold=fold)
+    if form == "text":
+        counts = f"{len(mapper.inputs)} tensors -> {len(mapper.outputs)} tensors, {len(mapper.components)} groups"
+        return "\n".join([counts, *(line for outline in shown for line in _text(outline))])
+    if form == "mermaid":
+        ids = (f"n{number}" for number in count())
+        return "\n".join(["flowchart LR", *(line for outline in shown for line in _drawn(outline, ids))])
+    raise ValueError(f"got format {form!r}; expected 'text' or 'mermaid'.")
 
-    touched: set[int] = set()
-    for node in mapper.nodes:
-        touched.update(node.inputs, node.outputs)
-        lines.append(f"  {show(node.inputs, sources)} -> {node.operation.describe()} -> {show(node.outputs, targets)}")
-    lines += [f"  {name} -> {targets.get(wire, '(dropped)')}" for wire, name in sources.items() if wire not in touched]
-    lines += [f"  (kept) -> {name}" for wire, name in targets.items() if wire in mapper.unset_wires]
-    return "\n".join(lines)
+
+def _text(outline: Outline) -> Iterator[str]:
+    """One line for each step; the first one says for how many groups it stands."""
+    consumed = {label.wire for step in outline.steps for label in step.inputs}
+    for number, step in enumerate(outline.steps):
+        inputs = ", ".join(_named(label) for label in step.inputs) or "(kept)"
+        outputs = ", ".join(_named(label, dropped=label.wire not in consumed) for label in step.outputs) or "(dropped)"
+        operation = "" if step.operation is None else f"-> {step.operation} "
+        note = f"  ({outline.num_groups} groups)" if outline.num_groups > 1 and number == 0 else ""
+        yield f"  {inputs} {operation}-> {outputs}{note}"
+
+
+def _named(label: Label, *, dropped: bool = False) -> str:
+    unnamed = "(dropped)" if dropped else f"(value {label.wire})"
+    text = unnamed if label.name is None else label.name
+    return text if label.info is None else f"{text} {label.info.describe()}"
+
+
+def _drawn(outline: Outline, ids: Iterator[str]) -> Iterator[str]:
+    """Boxes for inputs, hexagons for operations, rounded boxes for outputs; arrows along the values."""
+    consumed = {label.wire for step in outline.steps for label in step.inputs}
+    makers: dict[int, str] = {}  # the operation that each value comes from
+    margin = "  "
+    if outline.num_groups > 1:
+        yield f'  subgraph {next(ids)}["{outline.num_groups} groups"]'
+        margin = "    "
+    for step in outline.steps:
+        ends = [f'{next(ids)}(["{_escaped(_named(label))}"])' for label in step.outputs if label.name is not None]
+        if any(label.name is None and label.wire not in consumed for label in step.outputs) or not step.outputs:
+            ends.append(f'{next(ids)}[/"dropped"/]')
+        starts = [_start(label, makers, ids) for label in step.inputs] or [f'{next(ids)}[/"kept"/]']
+        if step.operation is None:
+            yield f"{margin}{starts[0]} --> {ends[0]}"
+            continue
+        operation = next(ids)
+        makers |= {label.wire: operation for label in step.outputs}
+        yield f'{margin}{operation}{{{{"{_escaped(step.operation)}"}}}}'
+        yield from (f"{margin}{start} --> {operation}" for start in starts)
+        yield from (f"{margin}{operation} --> {end}" for end in ends)
+    if outline.num_groups > 1:
+        yield "  end"
+
+
+def _start(label: Label, makers: Mapping[int, str], ids: Iterator[str]) -> str:
+    if label.name is not None:
+        return f'{next(ids)}["{_escaped(_named(label))}"]'
+    shape = "" if label.info is None else f' -- "{_escaped(label.info.describe())}"'
+    return f"{makers[label.wire]}{shape}"
+
+
+def _escaped(text: str) -> str:
+    """Text that means itself between the quotes of a label, whatever is in it."""
+    return "".join(char if char.isalnum() or char in _PLAIN else f"#{ord(char)};" for char in text)

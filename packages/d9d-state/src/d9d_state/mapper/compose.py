@@ -43,11 +43,17 @@ def sequential(*mappers: StateMapper) -> StateMapper:
     """
     if not mappers:
         raise ValueError("sequential() got no mappers; expected at least one.")
-    chain = mappers[0]
+    first = mappers[0]
+    nodes, outputs, num_wires = list(first.nodes), first.output_wires, first.num_wires
     for position, mapper in enumerate(mappers[1:], start=1):
-        _refuse_mismatch(chain.outputs, mapper.inputs, position)
-        chain = _joined(chain, mapper)
-    return checked(chain)
+        _refuse_mismatch(outputs, mapper.input_wires, position)
+        wires = list(range(num_wires, num_wires + mapper.num_wires))
+        for name, wire in mapper.input_wires.items():
+            wires[wire] = outputs[name]
+        nodes += [_rewired(node, wires) for node in mapper.nodes]
+        outputs = {name: wires[wire] for name, wire in mapper.output_wires.items()}
+        num_wires += mapper.num_wires
+    return checked(StateMapper(tuple(nodes), first.input_wires, outputs, num_wires))
 
 
 def scope(prefix_in: str, prefix_out: str, mapper: StateMapper) -> StateMapper:
@@ -92,18 +98,6 @@ def _filled(mapper: StateMapper, values: dict[str, int | str]) -> StateMapper:
         input_wires={fill(name): wire for name, wire in mapper.input_wires.items()},
         output_wires={fill(name): wire for name, wire in mapper.output_wires.items()},
         num_wires=mapper.num_wires,
-    )
-
-
-def _joined(first: StateMapper, second: StateMapper) -> StateMapper:
-    wires = list(range(first.num_wires, first.num_wires + second.num_wires))
-    for name, wire in second.input_wires.items():
-        wires[wire] = first.output_wires[name]
-    return StateMapper(
-        nodes=(*first.nodes, *(_rewired(node, wires) for node in second.nodes)),
-        input_wires=first.input_wires,
-        output_wires={name: wires[wire] for name, wire in second.output_wires.items()},
-        num_wires=first.num_wires + second.num_wires,
     )
 
 

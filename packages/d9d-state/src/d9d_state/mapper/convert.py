@@ -2,13 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
+from d9d_state.mapper._dims import infos_of, normalized_dim, same_shapes
 from d9d_state.mapper.compose import parallel
 from d9d_state.mapper.graph import StateMapper, leaf
+from d9d_state.mapper.operation import Piece, infer_on_meta
+from d9d_state.mapper.region import Region
+from d9d_state.tensor_info import TensorInfo
 
 
 @final
@@ -18,7 +23,22 @@ class _Transpose:
     dim1: int
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.transpose(self.dim0, self.dim1) for tensor in tensors)
+        self.infer(*infos_of(tensors))
+        (tensor,) = tensors
+        return (tensor.transpose(self.dim0, self.dim1),)
+
+    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
+        (info,) = inputs
+        shape = list(info.shape)
+        dim0, dim1 = normalized_dim(self.dim0, len(shape)), normalized_dim(self.dim1, len(shape))
+        shape[dim0], shape[dim1] = shape[dim1], shape[dim0]
+        return (TensorInfo(tuple(shape), info.dtype),)
+
+    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
+        assert output == 0
+        dims = list(range(len(inputs[0].shape)))
+        dims[self.dim0], dims[self.dim1] = dims[self.dim1], dims[self.dim0]
+        return (Piece(0, region.permuted(dims), target.transpose(self.dim0, self.dim1)),)
 
     def inverse(self) -> "_Transpose":
         return self
@@ -29,12 +49,47 @@ class _Transpose:
 
 @final
 @dataclass(frozen=True, slots=True)
+class _Permute:
+    dims: tuple[int, ...]
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self.infer(*infos_of(tensors))
+        (tensor,) = tensors
+        return (tensor.permute(self.dims),)
+
+    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
+        (info,) = inputs
+        if len(info.shape) != len(self.dims):
+            raise ValueError(f"got shape {list(info.shape)}; expected {len(self.dims)} dims.")
+        return (TensorInfo(tuple(info.shape[dim] for dim in self.dims), info.dtype),)
+
+    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
+        assert output == 0
+        back = self.inverse().dims
+        return (Piece(0, region.permuted(back), target.permute(back)),)
+
+    def inverse(self) -> "_Permute":
+        return _Permute(tuple(self.dims.index(dim) for dim in range(len(self.dims))))
+
+    def describe(self) -> str:
+        return f"permute({', '.join(map(str, self.dims))})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class _Cast:
     dtype: torch.dtype
     back: torch.dtype | None
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(tensor.to(self.dtype) for tensor in tensors)
+
+    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
+        return tuple(TensorInfo(info.shape, self.dtype) for info in inputs)
+
+    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
+        assert output < len(inputs)
+        return (Piece(output, region, target),)
 
     def inverse(self) -> "_Cast":
         if self.back is None:
@@ -57,13 +112,42 @@ class _Function:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.forward(*tensors))
 
+    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
+        return infer_on_meta(self, *inputs)
+
     def inverse(self) -> "_Function":
-        if self.backward is None:
-            raise ValueError(f"{self.describe()} has no inverse; build it as transform(..., inverse=function).")
-        return _Function(self.backward, self.forward)
+        return _Function(_required(self.backward, self.describe()), self.forward)
 
     def describe(self) -> str:
-        return f"transform({self.forward})"
+        return f"transform({_function_name(self.forward)})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _ElementwiseFunction:
+    forward: TensorFunction
+    backward: TensorFunction | None
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = tuple(self.forward(*tensors))
+        shape = same_shapes(infos_of(tensors))
+        other = next((tensor.shape for tensor in outputs if tensor.shape != shape), None)
+        if other is not None:
+            raise ValueError(f"it made shape {list(other)} of {list(shape)}; an elementwise function keeps the shape.")
+        return outputs
+
+    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
+        return infer_on_meta(self, *inputs)
+
+    def needs(self, output: int, region: Region, inputs: Sequence[TensorInfo]) -> tuple[Region, ...]:
+        assert output >= 0
+        return (region,) * len(inputs)
+
+    def inverse(self) -> "_ElementwiseFunction":
+        return _ElementwiseFunction(_required(self.backward, self.describe()), self.forward)
+
+    def describe(self) -> str:
+        return f"transform({_function_name(self.forward)}, elementwise)"
 
 
 def transpose(src: str, dst: str | None = None, *, dim0: int = 0, dim1: int = 1) -> StateMapper:
@@ -72,14 +156,34 @@ def transpose(src: str, dst: str | None = None, *, dim0: int = 0, dim1: int = 1)
     Args:
         src: Name of the tensor.
         dst: Name of the result; `None` keeps the name.
-        dim0: One dim.
+        dim0: One dim; negative ones count from the end.
         dim1: The other.
     """
     return leaf(_Transpose(dim0, dim1), [src], [src if dst is None else dst])
 
 
+def permute(src: str, dst: str | None = None, *, dims: Sequence[int]) -> StateMapper:
+    """Put the dims of a tensor into another order. The inverse permutes them back.
+
+    Args:
+        src: Name of the tensor.
+        dst: Name of the result; `None` keeps the name.
+        dims: All dims of the tensor, in their new order, as `Tensor.permute` takes them; negative ones count from the
+            end.
+
+    Raises:
+        ValueError: If `dims` is no order of dims.
+    """
+    order = tuple(dim + len(dims) if dim < 0 else dim for dim in dims)
+    if sorted(order) != list(range(len(dims))):
+        raise ValueError(f"permute of {src} got dims {list(dims)}; expected each of {len(dims)} dims once.")
+    return leaf(_Permute(order), [src], [src if dst is None else dst])
+
+
 def cast(*names: str, dtype: torch.dtype, back: torch.dtype | None = None) -> StateMapper:
     """Convert tensors to a dtype. Loading converts between floating dtypes by itself; this is for files.
+
+    The inverse is `cast` to `back`.
 
     Args:
         names: Names of the tensors, which stay.
@@ -98,8 +202,9 @@ def transform(
     function: TensorFunction,
     *,
     inverse: TensorFunction | None = None,
+    elementwise: bool = False,
 ) -> StateMapper:
-    """A function of your own.
+    """A function of your own. The inverse is that of `inverse`.
 
     Args:
         srcs: Names of the tensors it takes, in order.
@@ -107,8 +212,22 @@ def transform(
         function: Takes one tensor per name of `srcs` and gives a sequence with one per name of `dsts`. It has to work
             on meta tensors too, for the check of shapes.
         inverse: The way back, bit for bit; without it, the mapper has no inverse.
+        elementwise: Whether all tensors have one shape, and each element is computed from those at its place only. A
+            rank that holds a shard then reads and computes no more than that.
 
     Raises:
         ValueError: If `srcs` or `dsts` is empty or names one twice.
     """
-    return leaf(_Function(function, inverse), srcs, dsts)
+    operation = _ElementwiseFunction(function, inverse) if elementwise else _Function(function, inverse)
+    return leaf(operation, srcs, dsts)
+
+
+def _required(function: TensorFunction | None, described: str) -> TensorFunction:
+    if function is None:
+        raise ValueError(f"{described} has no inverse; build it as transform(..., inverse=function).")
+    return function
+
+
+def _function_name(function: TensorFunction) -> str:
+    """Name of a function as it is defined; of another callable, its text."""
+    return function.__qualname__ if isinstance(function, FunctionType) else repr(function)

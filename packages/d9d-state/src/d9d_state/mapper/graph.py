@@ -8,64 +8,17 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol, Self, final
+from typing import Literal, Self, final
 
 from torch import Tensor, nn
 
 from d9d_state.mapper import _check, _explain
+from d9d_state.mapper._component import Component, Node, StateGroup, components
+from d9d_state.mapper._shard import deal
+from d9d_state.mapper.fill import Destination, TensorSource, fill, planned_reads
+from d9d_state.mapper.operation import Operation
+from d9d_state.mapper.region import Region
 from d9d_state.tensor_info import TensorInfo
-
-
-class Operation(Protocol):
-    """What a node of the graph does to its tensors. `describe()` is how `explain` shows it."""
-
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Compute the outputs from the inputs, on whatever device they are: on meta tensors it infers shapes."""
-        ...
-
-    def inverse(self) -> "Operation":
-        """The operation that gives the inputs back, bit for bit.
-
-        Raises:
-            ValueError: If there is none.
-        """
-        ...
-
-    def describe(self) -> str:
-        """Its name and arguments, short."""
-        ...
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class StateGroup:
-    """Names that have to be transformed together, because they depend on each other and on nothing else.
-
-    Attributes:
-        inputs: Names that are consumed. Empty when the outputs keep the values that they have.
-        outputs: Names that are produced. Empty when the inputs are dropped.
-    """
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One operation and the wires it is connected to."""
-
-    operation: Operation
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Component:
-    """A connected part of the graph: what runs when its group is applied."""
-
-    group: StateGroup
-    nodes: tuple[Node, ...]
 
 
 @final
@@ -100,7 +53,7 @@ class StateMapper:
     @property
     def groups(self) -> tuple[StateGroup, ...]:
         """The independent groups, in a fixed order. Together they hold each input and each output once."""
-        return tuple(component.group for component in self._components)
+        return tuple(component.group for component in self.components)
 
     def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Transform the tensors of one group.
@@ -114,21 +67,64 @@ class StateMapper:
         Raises:
             ValueError: If `tensors` is not the inputs of one group, or an operation does not fit their shapes.
         """
-        component = self._component_of(tensors)
+        component = self._component_of_inputs(tensors)
         values = {self.input_wires[name]: tensor for name, tensor in tensors.items()}
         for node in component.nodes:
-            try:
-                results = node.operation(*(values[wire] for wire in node.inputs))
-            except (RuntimeError, ValueError, IndexError) as error:
-                names = ", ".join(component.group.inputs)
-                raise ValueError(f"{node.operation.describe()} on {names} failed: {error}") from error
-            if len(results) != len(node.outputs):
-                raise ValueError(
-                    f"{node.operation.describe()} on {', '.join(component.group.inputs)} gave {len(results)} tensors; "
-                    f"expected {len(node.outputs)}."
-                )
+            results = component.call(node, [values[wire] for wire in node.inputs])
             values.update(zip(node.outputs, results, strict=True))
         return {name: values[self.output_wires[name]] for name in component.group.outputs}
+
+    def infer(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """Shapes and dtypes of what `apply` would give.
+
+        Args:
+            tensors: Exactly the inputs of one group.
+
+        Returns:
+            The outputs of that group.
+
+        Raises:
+            ValueError: If `tensors` is not the inputs of one group, or an operation does not fit their shapes.
+        """
+        component = self._component_of_inputs(tensors)
+        values = {self.input_wires[name]: info for name, info in tensors.items()}
+        component.infer(values)
+        return {name: values[self.output_wires[name]] for name in component.group.outputs}
+
+    def fill(self, destinations: Mapping[str, Destination], source: TensorSource) -> None:
+        """Fill parts of outputs in place, reading only what they are made of.
+
+        What operations only move is read straight into the destinations, without a temporary. What an operation
+        computes elementwise is read and computed in parts, on the device of the destination; what any other operation
+        computes, on whole tensors in the memory of the host, once for this call.
+
+        Args:
+            destinations: Some or all outputs of one group. Empty regions read nothing. Outputs that are kept (`keep`)
+                stay as they are.
+            source: What is read from.
+
+        Raises:
+            ValueError: If `destinations` are not of one group, the source lacks an input, an operation does not fit, or
+                a destination has another shape or kind of dtype than the output.
+        """
+        fill(self, destinations, source)
+
+    def reads(
+        self, destinations: Mapping[str, Region], tensors: Mapping[str, TensorInfo]
+    ) -> tuple[tuple[str, Region], ...]:
+        """What `fill` would read, without reading it.
+
+        Args:
+            destinations: Regions of outputs, of any groups.
+            tensors: What the source holds.
+
+        Returns:
+            Names and regions of inputs, in the order in which they are read.
+
+        Raises:
+            ValueError: As `fill` does.
+        """
+        return planned_reads(self, destinations, tensors)
 
     def inverse(self) -> "StateMapper":
         """The mapper of the way back: `m.inverse()` applied to what `m` gives restores it bit for bit.
@@ -150,16 +146,27 @@ class StateMapper:
         wanted_outputs = None if outputs is None else frozenset(outputs)
         kept = [
             component
-            for component in self._components
+            for component in self.components
             if (wanted_inputs is None or not wanted_inputs.isdisjoint(component.group.inputs))
             and (wanted_outputs is None or not wanted_outputs.isdisjoint(component.group.outputs))
         ]
-        return StateMapper(
-            nodes=tuple(node for component in kept for node in component.nodes),
-            input_wires={name: self.input_wires[name] for component in kept for name in component.group.inputs},
-            output_wires={name: self.output_wires[name] for component in kept for name in component.group.outputs},
-            num_wires=self.num_wires,
-        )
+        return self._part(kept)
+
+    def shard(self, num_shards: int, index: int, *, num_bytes: Mapping[str, int] | None = None) -> "StateMapper":
+        """The same mapper with only the groups that one of several workers is to do.
+
+        The shards are disjoint, together they are everything, and every worker that calls this sees the same ones. A
+        group is never torn, so that a mapper of a single group gives one worker everything.
+
+        Args:
+            num_shards: Number of workers.
+            index: Which worker.
+            num_bytes: Size of every input, by which the shards are balanced; `None` counts inputs.
+
+        Raises:
+            ValueError: If there is no such worker, or `num_bytes` lacks an input.
+        """
+        return self._part(deal(self.components, num_shards, index, num_bytes))
 
     def check(
         self,
@@ -185,9 +192,25 @@ class StateMapper:
         _check.check(self, source=source, target=target, unused=unused)
         return self
 
-    def explain(self) -> str:
-        """The graph as text, one line per operation."""
-        return _explain.explain(self)
+    def explain(
+        self,
+        format: Literal["text", "mermaid"] = "text",  # noqa: A002 - what a reader would call it
+        *,
+        infos: Mapping[str, TensorInfo] | None = None,
+        fold: bool = True,
+    ) -> str:
+        """The graph, to be read: one line per operation, and one per tensor that none touches.
+
+        Args:
+            format: Lines of text, or a flowchart as Mermaid draws it, in a fenced block of a Markdown file for example.
+            infos: What inputs hold, as `ModelFolder.tensors` says; their shapes and those that follow are shown.
+            fold: Whether what differs only in numbers is shown once: `layers.{0..35}.q`. In one group of lines, ranges
+                of one length count together; of ranges of different lengths, every combination is meant.
+
+        Raises:
+            ValueError: If there is no such format.
+        """
+        return _explain.explain(self, format, infos=infos, fold=fold)
 
     @cached_property
     def unset_wires(self) -> frozenset[int]:
@@ -198,37 +221,65 @@ class StateMapper:
                 is_set.update(node.outputs)
         return frozenset(set(range(self.num_wires)) - is_set)
 
-    @cached_property
-    def _components(self) -> tuple[_Component, ...]:
-        roots = _connected(self.num_wires, self.nodes)
-        inputs: dict[int, list[str]] = {}
-        outputs: dict[int, list[str]] = {}
-        nodes: dict[int, list[Node]] = {}
-        for name, wire in self.input_wires.items():
-            inputs.setdefault(roots[wire], []).append(name)
-        for name, wire in self.output_wires.items():
-            outputs.setdefault(roots[wire], []).append(name)
-        for node in self.nodes:
-            nodes.setdefault(roots[node.inputs[0]], []).append(node)
-        return tuple(
-            _Component(
-                StateGroup(tuple(inputs.get(root, ())), tuple(outputs.get(root, ()))), tuple(nodes.get(root, ()))
-            )
-            for root in dict.fromkeys([*inputs, *outputs])
-        )
+    def _part(self, kept: Iterable[Component]) -> "StateMapper":
+        """The mapper of some components, on wires of its own: its cost does not depend on the size of the whole."""
+        nodes: list[Node] = []
+        inputs: dict[str, int] = {}
+        outputs: dict[str, int] = {}
+        wires: dict[int, int] = {}
+        for component in kept:
+            for name in component.group.inputs:
+                inputs[name] = wires.setdefault(self.input_wires[name], len(wires))
+            for node in component.nodes:
+                taken = tuple([wires.setdefault(wire, len(wires)) for wire in node.inputs])
+                nodes.append(
+                    Node(node.operation, taken, tuple([wires.setdefault(wire, len(wires)) for wire in node.outputs]))
+                )
+            for name in component.group.outputs:
+                outputs[name] = wires.setdefault(self.output_wires[name], len(wires))
+        return StateMapper(tuple(nodes), inputs, outputs, len(wires))
+
+    def component_of_outputs(self, names: Iterable[str]) -> Component:
+        """The connected part of the graph that gives some outputs.
+
+        Raises:
+            ValueError: If there are none, or they are not of one group.
+        """
+        found: Component | None = None
+        for name in names:
+            component = self._component_by_output.get(name)
+            if component is None:
+                raise ValueError(f"{name} is not an output of this mapper; expected one of its groups' outputs.")
+            if found is not None and component is not found:
+                raise ValueError(
+                    f"{name} is not of the group of {', '.join(found.group.outputs)}; expected outputs of one group."
+                )
+            found = component
+        if found is None:
+            raise ValueError("got no tensors; expected outputs of one group.")
+        return found
 
     @cached_property
-    def _component_by_input(self) -> dict[str, _Component]:
-        return {name: component for component in self._components for name in component.group.inputs}
+    def components(self) -> tuple[Component, ...]:
+        """The connected parts of the graph, one for each group, in the same order."""
+        return components(self.nodes, self.input_wires, self.output_wires, self.num_wires)
 
-    def _component_of(self, tensors: Mapping[str, Tensor]) -> _Component:
-        for name in tensors:
+    @cached_property
+    def _component_by_input(self) -> dict[str, Component]:
+        return {name: component for component in self.components for name in component.group.inputs}
+
+    @cached_property
+    def _component_by_output(self) -> dict[str, Component]:
+        return {name: component for component in self.components for name in component.group.outputs}
+
+    def _component_of_inputs(self, names: Collection[str]) -> Component:
+        for name in names:
             component = self._component_by_input.get(name)
             if component is None:
                 raise ValueError(f"{name} is not an input of this mapper; expected one of its groups' inputs.")
-            if tensors.keys() != set(component.group.inputs):
+            if len(names) != len(component.group.inputs) or any(each not in names for each in component.group.inputs):
                 raise ValueError(
-                    f"got {', '.join(tensors)}; expected all inputs of one group: {', '.join(component.group.inputs)}."
+                    f"got {', '.join(names)}; expected all inputs of one group: {', '.join(component.group.inputs)}."
                 )
             return component
         raise ValueError("got no tensors; a group without inputs keeps its values and is not applied.")
@@ -298,21 +349,3 @@ def checked(mapper: StateMapper) -> StateMapper:
             "keep or drop all the inputs of an operation, or none."
         )
     return mapper
-
-
-def _connected(num_wires: int, nodes: Iterable[Node]) -> list[int]:
-    """For each wire a representative of all wires that nodes connect with it."""
-    parent = list(range(num_wires))
-
-    def root(wire: int) -> int:
-        above = parent[wire]
-        while above != wire:
-            parent[wire] = parent[above]
-            wire, above = above, parent[above]
-        return wire
-
-    for node in nodes:
-        first = root(node.inputs[0])
-        for wire in (*node.inputs[1:], *node.outputs):
-            parent[root(wire)] = first
-    return [root(wire) for wire in range(num_wires)]

@@ -1,13 +1,17 @@
 """Several tensors as one, and back: along a new dim (stack) or along one they have (concat)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
+from d9d_state.mapper._dims import common_dtype, infos_of, normalized_dim, resized, same_shapes
 from d9d_state.mapper.graph import StateMapper, leaf
+from d9d_state.mapper.operation import Piece
+from d9d_state.mapper.region import Region
+from d9d_state.tensor_info import TensorInfo
 
 
 @final
@@ -17,7 +21,19 @@ class _Stack:
     count: int
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self.infer(*infos_of(tensors))
         return (torch.stack(tensors, dim=self.dim),)
+
+    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
+        shape = same_shapes(inputs)
+        dim = normalized_dim(self.dim, len(shape) + 1)
+        return (TensorInfo((*shape[:dim], self.count, *shape[dim:]), common_dtype(inputs)),)
+
+    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> Iterator[Piece]:
+        assert output == 0
+        dim = normalized_dim(self.dim, len(inputs[0].shape) + 1)
+        part, first = region.removed(dim), region.offsets[dim]
+        return (Piece(first + index, part, target.select(dim, index)) for index in range(region.sizes[dim]))
 
     def inverse(self) -> "_Unstack":
         return _Unstack(self.dim, self.count)
@@ -33,10 +49,20 @@ class _Unstack:
     count: int
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self.infer(*infos_of(tensors))
         (tensor,) = tensors
-        if tensor.shape[self.dim] != self.count:
-            raise ValueError(f"dim {self.dim} of shape {list(tensor.shape)} must have size {self.count}.")
         return tuple(torch.unbind(tensor, dim=self.dim))
+
+    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
+        (info,) = inputs
+        dim = normalized_dim(self.dim, len(info.shape))
+        if info.shape[dim] != self.count:
+            raise ValueError(f"dim {self.dim} of shape {list(info.shape)} must have size {self.count}.")
+        return (TensorInfo((*info.shape[:dim], *info.shape[dim + 1 :]), info.dtype),) * self.count
+
+    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
+        dim = normalized_dim(self.dim, len(inputs[0].shape))
+        return (Piece(0, region.inserted(dim, output, 1), target.unsqueeze(dim)),)
 
     def inverse(self) -> "_Stack":
         return _Stack(self.dim, self.count)
@@ -52,10 +78,33 @@ class _Concat:
     sizes: tuple[int, ...] | None
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        got = tuple(tensor.shape[self.dim] for tensor in tensors)
+        self.infer(*infos_of(tensors))
+        return (torch.cat(tensors, dim=self.dim),)
+
+    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
+        first = inputs[0].shape
+        dim = normalized_dim(self.dim, len(first))
+        if any(len(info.shape) != len(first) for info in inputs):
+            same_shapes(inputs)
+        got = tuple(info.shape[dim] for info in inputs)
         if self.sizes is not None and got != self.sizes:
             raise ValueError(f"got sizes {list(got)} in dim {self.dim}; expected {list(self.sizes)}.")
-        return (torch.cat(tensors, dim=self.dim),)
+        if any(info.shape[:dim] != first[:dim] or info.shape[dim + 1 :] != first[dim + 1 :] for info in inputs):
+            shapes = dict.fromkeys(str(list(info.shape)) for info in inputs)
+            raise ValueError(f"got shapes {' and '.join(shapes)}; expected the same but for dim {self.dim}.")
+        return (TensorInfo((*first[:dim], sum(got), *first[dim + 1 :]), common_dtype(inputs)),)
+
+    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> Iterator[Piece]:
+        assert output == 0
+        dim = normalized_dim(self.dim, len(inputs[0].shape))
+        first, end = region.offsets[dim], region.offsets[dim] + region.sizes[dim]
+        start = 0
+        for index, info in enumerate(inputs):
+            low, high = max(start, first), min(start + info.shape[dim], end)
+            if low < high:
+                part = region.replaced(dim, low - start, high - low)
+                yield Piece(index, part, target.narrow(dim, low - first, high - low))
+            start += info.shape[dim]
 
     def inverse(self) -> "_Split":
         if self.sizes is None:
@@ -73,13 +122,24 @@ class _Split:
     sizes: tuple[int, ...]
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self.infer(*infos_of(tensors))
         (tensor,) = tensors
-        if tensor.shape[self.dim] != sum(self.sizes):
+        return tuple(torch.split(tensor, list(self.sizes), dim=self.dim))
+
+    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
+        (info,) = inputs
+        dim = normalized_dim(self.dim, len(info.shape))
+        if info.shape[dim] != sum(self.sizes):
             raise ValueError(
-                f"dim {self.dim} of shape {list(tensor.shape)} must have size {sum(self.sizes)}, "
+                f"dim {self.dim} of shape {list(info.shape)} must have size {sum(self.sizes)}, "
                 f"the sum of {list(self.sizes)}."
             )
-        return tuple(torch.split(tensor, list(self.sizes), dim=self.dim))
+        return tuple(resized(info, dim, size) for size in self.sizes)
+
+    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
+        dim = normalized_dim(self.dim, len(inputs[0].shape))
+        start = sum(self.sizes[:output]) + region.offsets[dim]
+        return (Piece(0, region.replaced(dim, start, region.sizes[dim]), target),)
 
     def inverse(self) -> "_Concat":
         return _Concat(self.dim, self.sizes)
@@ -94,7 +154,7 @@ def stack(srcs: Sequence[str], dst: str, *, dim: int = 0) -> StateMapper:
     Args:
         srcs: Names of the parts, in order.
         dst: Name of the stack.
-        dim: Where the new dim of size `len(srcs)` is inserted.
+        dim: Where the new dim of size `len(srcs)` is inserted; negative ones count from the end of the stack's dims.
 
     Raises:
         ValueError: If `srcs` is empty or names one twice.
@@ -117,14 +177,14 @@ def concat(srcs: Sequence[str], dst: str, *, dim: int = 0, sizes: Sequence[int] 
     Args:
         srcs: Names of the parts, in order.
         dst: Name of the whole.
-        dim: The dim along which they are joined.
+        dim: The dim along which they are joined; negative ones count from the end.
         sizes: Sizes of the parts in `dim`. Only the inverse needs them; where they are given, they are checked.
 
     Raises:
-        ValueError: If `srcs` is empty or names one twice, or `sizes` has another length.
+        ValueError: If `srcs` is empty or names one twice, or `sizes` has another length or a negative size.
     """
-    if sizes is not None and len(sizes) != len(srcs):
-        raise ValueError(f"concat into {dst} got {len(sizes)} sizes for {len(srcs)} tensors; expected one size each.")
+    if sizes is not None:
+        _refuse_sizes(sizes, len(srcs), what=f"concat into {dst}")
     return leaf(_Concat(dim, None if sizes is None else tuple(sizes)), srcs, [dst])
 
 
@@ -132,8 +192,14 @@ def split(src: str, dsts: Sequence[str], sizes: Sequence[int], *, dim: int = 0) 
     """Cut a tensor along a dim into parts of given sizes. The inverse is `concat`.
 
     Raises:
-        ValueError: If `dsts` is empty or names one twice, or `sizes` has another length.
+        ValueError: If `dsts` is empty or names one twice, or `sizes` has another length or a negative size.
     """
-    if len(sizes) != len(dsts):
-        raise ValueError(f"split of {src} got {len(sizes)} sizes for {len(dsts)} tensors; expected one size each.")
+    _refuse_sizes(sizes, len(dsts), what=f"split of {src}")
     return leaf(_Split(dim, tuple(sizes)), [src], dsts)
+
+
+def _refuse_sizes(sizes: Sequence[int], count: int, *, what: str) -> None:
+    if len(sizes) != count:
+        raise ValueError(f"{what} got {len(sizes)} sizes for {count} tensors; expected one size each.")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"{what} got sizes {list(sizes)}; expected none below 0.")

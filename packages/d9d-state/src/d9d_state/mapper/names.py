@@ -7,7 +7,7 @@ from d9d_state.module_tensors import unique_tensors
 
 
 def identity(*names: str) -> StateMapper:
-    """Pass these tensors on under their own names.
+    """Pass these tensors on under their own names. It is its own inverse.
 
     Raises:
         ValueError: If a name occurs twice.
@@ -16,13 +16,17 @@ def identity(*names: str) -> StateMapper:
     return StateMapper((), wires, wires, len(wires))
 
 
-def identity_of(module: nn.Module) -> StateMapper:
-    """Pass on every parameter and persistent buffer of a module; a tied one under its first name only."""
-    return identity(*unique_tensors(module))
+def identity_of(origin: nn.Module | StateMapper) -> StateMapper:
+    """Pass on every parameter and persistent buffer of a module, or every output of a mapper.
+
+    Args:
+        origin: A module, of which a tied tensor is passed under its first name only; or a mapper.
+    """
+    return identity(*(origin.outputs if isinstance(origin, StateMapper) else unique_tensors(origin)))
 
 
 def rename(src: str, dst: str) -> StateMapper:
-    """Pass the tensor `src` on under the name `dst`."""
+    """Pass the tensor `src` on under the name `dst`. The inverse renames it back."""
     return StateMapper((), {src: 0}, {dst: 0}, 1)
 
 

@@ -1,0 +1,178 @@
+"""What a checkpoint costs a job: the time to write one, and the time for which a save in the background blocks.
+
+    uv run python packages/d9d-state/benchmarks/checkpoint_save.py --folder /dev/shm/checkpoints
+
+Prints JSON. Every figure is a ratio of two things that are done one after the other, again and again, so that whatever
+else the machine does meets both: a save against writing the same bytes to one file and syncing it, the blocking of a
+save in the background against copying the same bytes to host memory that is already there. The first save of a process
+is measured in fresh stores, after `prepare`. The peer is torch's `async_save`, with its defaults.
+"""
+
+import argparse
+import ctypes
+import importlib
+import json
+import os
+import random
+import shutil
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from d9d_dist import MeshConfig
+from d9d_dist.testing import run_ranks
+from d9d_state import CheckpointStore
+
+_BLOCK = 1 << 22
+
+
+def make_tensors(megabytes: int, num_tensors: int) -> dict[str, torch.Tensor]:
+    """Matrices of a transformer's kind, all of one size."""
+    elements = megabytes * (1 << 20) // 4 // num_tensors
+    return {f"model.{index}": torch.rand(elements) for index in range(num_tensors)}
+
+
+def seconds(work: Callable[[], None]) -> float:
+    """How long something takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def ratio(numerators: list[float], denominators: list[float]) -> dict[str, Any]:
+    """The median of the ratios of pairs, with a bootstrapped interval of 95 %."""
+    ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
+    draws = random.Random(0)  # noqa: S311
+    medians = sorted(statistics.median(draws.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return {
+        "median": round(statistics.median(ratios), 3),
+        "low": round(medians[50], 3),
+        "high": round(medians[-50], 3),
+        "pairs": len(ratios),
+    }
+
+
+def write_raw(path: Path, buffer: torch.Tensor) -> None:
+    """The floor: the same bytes from memory to one file on the disk."""
+    view = memoryview((ctypes.c_char * buffer.nbytes).from_address(buffer.data_ptr())).cast("B")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    for start in range(0, len(view), _BLOCK):
+        os.write(descriptor, view[start : start + _BLOCK])
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def copy(tensors: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
+    """The floor of blocking: every tensor into memory that the process has already."""
+    position = 0
+    for tensor in tensors.values():
+        buffer[position : position + tensor.numel()].copy_(tensor)
+        position += tensor.numel()
+
+
+def synchronous(folder: Path, tensors: dict[str, torch.Tensor], buffer: torch.Tensor, pairs: int) -> dict[str, Any]:
+    """A save with digests against raw writing."""
+    store = CheckpointStore(folder / "sync")
+    store.save(0, tensors)
+    raw, ours = [], []
+    for pair in range(pairs):
+        path = folder / f"raw-{pair}"
+        runs = [(raw, lambda: write_raw(path, buffer)), (ours, lambda: store.save(pair + 1, tensors))]  # noqa: B023
+        for figures, work in runs if pair % 2 else reversed(runs):
+            figures.append(seconds(work))
+        path.unlink()
+        shutil.rmtree(store.folder / f"step-{pair + 1:08d}")
+    return {"speed_against_raw": ratio(raw, ours), "raw_gb_per_s": round(buffer.nbytes / 1e9 / min(raw), 2)}
+
+
+def blocking(folder: Path, tensors: dict[str, torch.Tensor], buffer: torch.Tensor, pairs: int) -> dict[str, Any]:
+    """How long a save in the background blocks, later ones and the first of a store."""
+    found: dict[str, Any] = {}
+    store = CheckpointStore(folder / "later", keep_last=1)
+    store.save_async(0, tensors)
+    memcpy, ours = [], []
+    for pair in range(pairs):
+        store.wait()
+        memcpy.append(seconds(lambda: copy(tensors, buffer)))
+        ours.append(seconds(lambda: store.save_async(pair + 1, tensors)))  # noqa: B023
+    store.wait()
+    found["later"] = ratio(ours, memcpy)
+    for name, is_prepared in (("first", True), ("first_unprepared", False)):
+        memcpy, ours = [], []
+        for pair in range(pairs):
+            store = CheckpointStore(folder / f"{name}-{pair}")
+            if is_prepared:
+                store.prepare(tensors)
+                time.sleep(0.5)  # what a training step takes, with room to spare
+            memcpy.append(seconds(lambda: copy(tensors, buffer)))
+            ours.append(seconds(lambda: store.save_async(0, tensors)))  # noqa: B023
+            store.wait()
+            shutil.rmtree(store.folder)
+        found[name] = ratio(ours, memcpy)
+    return found
+
+
+def peer(folder: Path, tensors: dict[str, torch.Tensor], buffer: torch.Tensor, pairs: int) -> dict[str, Any]:
+    """How long torch's `async_save` blocks; it needs a process group even here."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    memcpy, theirs = [], []
+    for pair in range(pairs):
+        memcpy.append(seconds(lambda: copy(tensors, buffer)))
+        futures: list[Any] = []
+        path = folder / f"peer-{pair}"
+        theirs.append(seconds(lambda: futures.append(dcp.async_save(dict(tensors), checkpoint_id=path))))  # noqa: B023
+        futures[0].result()
+        shutil.rmtree(path)
+    dist.destroy_process_group()
+    return {"first": round(theirs[0] / memcpy[0], 2), "later": ratio(theirs[1:], memcpy[1:])}
+
+
+def written_bytes(folder: str, megabytes: int) -> list[int]:
+    """Bytes of tensors that each rank writes of replicated ones: all but those are shared out by their mesh."""
+    with MeshConfig(data_parallel_replicate=-1).build() as ctx:
+        store = CheckpointStore(folder)
+        torch.manual_seed(0)
+        store.save(1, make_tensors(megabytes, 100), ctx=ctx)
+        (info,) = store.complete()
+        return [record.size for name, record in sorted(info.manifest.files.items()) if name.endswith(".safetensors")]
+
+
+def main() -> None:
+    """Read the command line, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("checkpoint_save_benchmark"))
+    parser.add_argument("--megabytes", type=int, default=256)
+    parser.add_argument("--tensors", type=int, default=64)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--ranks", type=int, default=2)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", module="torch")
+    arguments.folder.mkdir(parents=True)
+    try:
+        tensors = make_tensors(arguments.megabytes, arguments.tensors)
+        buffer = torch.cat(list(tensors.values()))
+        figures = {
+            "folder": str(arguments.folder),
+            "megabytes": arguments.megabytes,
+            "synchronous": synchronous(arguments.folder, tensors, buffer, arguments.pairs),
+            "blocking_against_memcpy": blocking(arguments.folder, tensors, buffer, arguments.pairs),
+            "async_save_of_torch": peer(arguments.folder, tensors, buffer, max(5, arguments.pairs // 3)),
+        }
+        # Ranks find a function by the name of its module, which `__main__` is not.
+        function = importlib.import_module(Path(__file__).stem).written_bytes
+        options = (str(arguments.folder / "ranks"), arguments.megabytes)
+        figures["bytes_written_by_ranks"] = run_ranks(function, *options, world_size=arguments.ranks)[0]
+        print(json.dumps(figures, indent=2))
+    finally:
+        shutil.rmtree(arguments.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""One job for one folder: a lock that the system gives back when its holder dies, however it dies."""
+
+import fcntl
+import os
+import socket
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import final
+from weakref import ref
+
+from d9d_dist import UserError
+from d9d_state import _files
+from d9d_state.json_value import dump_json, parse_json
+
+LOCK_NAME = "job.lock"
+_MAX_BYTES = 4096
+
+
+@final
+class FolderLock:
+    """Held from `acquire` to `release`, or to the end of the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK_NAME
+        self._descriptor: int | None = None
+
+    def acquire(self, run_id: str | None) -> None:
+        """Take the lock, making the folder where it is absent.
+
+        Raises:
+            UserError: If another process has it, naming that process.
+            OSError: If the file cannot be made.
+        """
+        _files.make_folder(self._path.parent)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _describe(os.pread(descriptor, _MAX_BYTES, 0))
+            os.close(descriptor)
+            raise UserError(
+                f"{self._path.parent} is in use by another job{holder}; expected one job for one folder. "
+                "Wait for it, stop it, or use another run folder."
+            ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        # A lock lives as long as any copy of its descriptor, and workers that read data may outlive a killed job.
+        lock: ref[FolderLock] = ref(self)
+        os.register_at_fork(after_in_child=partial(_close_in_child, lock))
+        holder = dump_json({"host": socket.gethostname(), "pid": os.getpid(), "run_id": run_id})
+        with suppress(OSError):  # who holds it is for people; that it is held is not in the file
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, holder, 0)
+
+    def release(self) -> None:
+        """Give the lock back. The file stays: deleting it would let two jobs hold locks on two files of one name."""
+        if self._descriptor is not None:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        self.forget()
+
+    def forget(self) -> None:
+        """Close this process's descriptor, if it has one; a lock that its parent holds stays."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = None
+
+
+def _close_in_child(lock: "ref[FolderLock]") -> None:
+    held = lock()
+    if held is not None:
+        held.forget()
+
+
+def _describe(data: bytes) -> str:
+    """Who holds the lock, if the file says so: it may be half-written."""
+    try:
+        holder = parse_json(data)
+    except ValueError:
+        return ""
+    if not isinstance(holder, dict):
+        return ""
+    run = f" of run {holder['run_id']}" if isinstance(holder.get("run_id"), str) else ""
+    return f" (process {holder.get('pid')} on {holder.get('host')}{run})"

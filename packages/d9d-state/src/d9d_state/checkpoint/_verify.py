@@ -1,0 +1,115 @@
+"""Proof that a checkpoint is what was written, part by part, so that ranks and threads share the work."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from d9d_dist import DistributedContext, UserError
+from d9d_state._digests import PartRecord
+from d9d_state._files import member
+from d9d_state.checkpoint.manifest import Manifest
+
+_BLOCK = 1 << 22
+_MAX_THREADS = 8
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """A part of a file that has a digest of its own.
+
+    Attributes:
+        file: Name of the file.
+        size: Bytes that the whole file must have.
+        start: Position of the first byte.
+        record: What the part must be.
+        what: What it is, for messages: a tensor, a header, the content.
+    """
+
+    file: str
+    size: int
+    start: int
+    record: PartRecord
+    what: str
+
+
+def parts_of(manifest: Manifest) -> list[FilePart]:
+    """All parts of all files of a checkpoint, in the order in which they lie."""
+    parts = [
+        FilePart(name, file.size, 0, file.head, "the header" if name.endswith(".safetensors") else "the content")
+        for name, file in manifest.files.items()
+    ]
+    for name, record in manifest.tensors.items():
+        for chunk in record.chunks:
+            what = f"{name} {record.info.describe()}"
+            if chunk.box.shape != record.info.shape:
+                what += f", chunk {list(chunk.box.shape)} at {list(chunk.box.offset)},"
+            size = chunk.box.num_elements * record.info.dtype.itemsize
+            file_size = manifest.files[chunk.file].size
+            parts.append(FilePart(chunk.file, file_size, chunk.start, PartRecord(size, chunk.sha256), what))
+    return sorted(parts, key=lambda part: (part.file, part.start))
+
+
+def share_of(parts: Sequence[FilePart], *, rank: int, num_ranks: int) -> list[FilePart]:
+    """The parts that one rank verifies: an equal share of all bytes, and of neighbours, which disks read fastest."""
+    total = sum(part.record.size for part in parts) + len(parts)
+    mine: list[FilePart] = []
+    position = 0
+    for part in parts:
+        if position * num_ranks // total == rank:
+            mine.append(part)
+        position += part.record.size + 1
+    return mine
+
+
+def num_threads(ctx: DistributedContext | None) -> int:
+    """How many threads a rank reads with: its share of the processors."""
+    ranks_here = 1 if ctx is None else -(-ctx.world_size // ctx.num_nodes)
+    return max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // ranks_here))
+
+
+def damage(folder: Path, parts: Sequence[FilePart], *, threads: int) -> list[str]:
+    """What is wrong with some parts of a checkpoint's files: a text for each that is not what was written."""
+    if threads == 1 or len(parts) < 2:
+        found: Iterable[str | None] = [_problem(folder, part) for part in parts]
+    else:
+        with ThreadPoolExecutor(threads, thread_name_prefix="d9d-verify") as pool:
+            found = list(pool.map(_with_folder(folder), parts))
+    return [text for text in found if text is not None]
+
+
+def _with_folder(folder: Path) -> Callable[[FilePart], str | None]:
+    return lambda part: _problem(folder, part)
+
+
+def _problem(folder: Path, part: FilePart) -> str | None:
+    path = folder / part.file
+    try:
+        descriptor = os.open(member(folder, part.file), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            size = os.fstat(descriptor).st_size
+            is_sound = size == part.size and _digest(descriptor, part) == part.record.sha256
+        finally:
+            os.close(descriptor)
+    except (UserError, OSError) as error:
+        return str(error) if str(path) in str(error) else f"{path}: {error}"
+    if size != part.size:
+        return f"{path} has {size} bytes, but {part.size} were written"
+    return None if is_sound else f"{path}: {part.what} is not what was written"
+
+
+def _digest(descriptor: int, part: FilePart) -> str:
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(min(_BLOCK, part.record.size)))
+    position, left = part.start, part.record.size
+    while left:
+        count = os.preadv(descriptor, [block[: min(left, len(block))]], position)
+        if count == 0:
+            break
+        digest.update(block[:count])
+        position, left = position + count, left - count
+    return digest.hexdigest()

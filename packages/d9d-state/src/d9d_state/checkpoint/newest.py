@@ -1,0 +1,92 @@
+"""One decision of all ranks which checkpoint to trust: what one of them finds damaged, none of them loads."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from d9d_dist import DistributedContext
+from d9d_state._consensus import agree, broadcast_int, exchange_json, is_main
+from d9d_state.checkpoint._verify import damage, num_threads, parts_of, share_of
+from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete
+from d9d_state.errors import StateError
+
+_LOGGER = logging.getLogger("d9d.state")
+_MAX_SHOWN = 5  # problems of one rank; a lost disk has thousands
+
+
+def newest_sound(
+    folder: Path,
+    candidates: Iterator[CheckpointInfo],
+    ctx: DistributedContext | None,
+    *,
+    verify: bool,
+    damaged: set[Path],
+) -> CheckpointInfo | None:
+    """The first candidate that all ranks see, and of which none of them finds a part damaged. Collective.
+
+    Args:
+        folder: Where checkpoints are.
+        candidates: Those of the main process, newest first; the other ranks' are not looked at.
+        ctx: The ranks; `None` for this process alone.
+        verify: Whether digests are compared.
+        damaged: The folders of candidates that were refused are added.
+    """
+    while True:
+        chosen, problem = None, None
+        try:
+            chosen = next(candidates, None) if is_main(ctx) else None
+        except OSError as error:
+            problem = f"{folder} cannot be read: {error}"
+        agree(problem, ctx)
+        step = broadcast_int(-1 if chosen is None else chosen.step, ctx)
+        if step < 0:
+            return None
+        path = folder / folder_name(step)
+        info, problem = _open(path, chosen, ctx)
+        if problem is None and info is not None:
+            if not verify:
+                return info
+            problem = verify_together(info, ctx)
+            if problem is None:
+                return replace(info, is_verified=True)
+        damaged.add(path)
+        _LOGGER.warning("skipping %s: %s", path, problem)
+
+
+def verify_together(info: CheckpointInfo, ctx: DistributedContext | None) -> str | None:
+    """Compare all digests, each rank those of its share of the bytes; what is wrong, equal on all ranks. Collective.
+
+    Args:
+        info: The checkpoint.
+        ctx: The ranks; `None` for this process alone.
+    """
+    rank, ranks = (0, 1) if ctx is None else (ctx.rank, ctx.world_size)
+    share = share_of(parts_of(info.manifest), rank=rank, num_ranks=ranks)
+    found = damage(info.folder, share, threads=num_threads(ctx))
+    shown = found[:_MAX_SHOWN] + ([f"and {len(found) - _MAX_SHOWN} more"] if found[_MAX_SHOWN:] else [])
+    problems = _by_rank(exchange_json("; ".join(shown), ctx))
+    return f"{problems} at step {info.step}." if problems else None
+
+
+def _open(
+    path: Path, chosen: CheckpointInfo | None, ctx: DistributedContext | None
+) -> tuple[CheckpointInfo | None, str | None]:
+    """The checkpoint as this rank sees it, and why some rank does not see what the main process does."""
+    info, problem, digest = chosen, "", ""
+    try:
+        info = open_complete(path) if info is None else info
+        digest = info.manifest.digest
+    except StateError as error:
+        problem = f"it is not what the main process sees: {error}"
+    digests = exchange_json(digest, ctx)
+    if not problem and digest != digests[0]:
+        problem = "its manifest is not the one that the main process sees"
+    return info, _by_rank(exchange_json(problem, ctx)) or None
+
+
+def _by_rank(texts: Sequence[object]) -> str:
+    """The texts that are not empty, with the ranks that they are of, where there are several."""
+    if len(texts) == 1:
+        return str(texts[0])
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)

@@ -1,0 +1,37 @@
+"""The groups of a mapper dealt out to several workers, so that all of them have about as much to do."""
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+from d9d_state.mapper._component import Component
+
+
+def deal(
+    components: Sequence[Component], num_shards: int, index: int, num_bytes: Mapping[str, int] | None
+) -> list[Component]:
+    """What one worker gets, in the order of the graph; see `StateMapper.shard`.
+
+    The largest go first, each to the worker that has least so far: no worker gets more than 4/3 of the best possible
+    (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969).
+    """
+    if not 0 <= index < num_shards:
+        raise ValueError(f"got shard {index} of {num_shards}; expected an index from 0 to below the number of shards.")
+    weights = [_weight(component, num_bytes) for component in components]
+    loads = [(0, 0, worker) for worker in range(num_shards)]
+    mine: list[int] = []
+    for position in sorted(range(len(components)), key=lambda position: -weights[position]):
+        load, count, worker = loads[0]
+        heapq.heapreplace(loads, (load + weights[position], count + 1, worker))
+        if worker == index:
+            mine.append(position)
+    return [components[position] for position in sorted(mine)]
+
+
+def _weight(component: Component, num_bytes: Mapping[str, int] | None) -> int:
+    names = component.group.inputs
+    if num_bytes is None:
+        return len(names)
+    absent = [name for name in names if name not in num_bytes]
+    if absent:
+        raise ValueError(f"num_bytes lacks {', '.join(absent)}; expected the size of every input of the mapper.")
+    return sum(num_bytes[name] for name in names)

@@ -1,0 +1,118 @@
+"""Plain tensors into `DTensor`s and back, for tensors that do not come from files or go to them.
+
+Loading and saving need neither: they see what each rank holds of a model's `DTensor`s by themselves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, distribute_tensor
+
+from d9d_state.mapper.graph import StateMapper, leaf
+from d9d_state.mapper.operation import Piece
+from d9d_state.mapper.region import Region
+from d9d_state.tensor_info import TensorInfo
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Distribute:
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        (tensor,) = tensors
+        if isinstance(tensor, DTensor):
+            raise ValueError("got a DTensor; expected a plain tensor that every rank has whole.")
+        # Without a source rank, each rank cuts its shard out of what it has, and nothing is sent.
+        return (distribute_tensor(tensor, self.mesh, self.placements, src_data_rank=None),)
+
+    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
+        return inputs
+
+    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
+        assert output < len(inputs)
+        return (Piece(output, region, target),)
+
+    def inverse(self) -> "_Gather":
+        return _Gather(self.mesh, self.placements)
+
+    def describe(self) -> str:
+        return f"distribute({_described(self.placements)})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        (tensor,) = tensors
+        if not isinstance(tensor, DTensor):  # whole already, as what is saved is when it arrives here
+            return tensors
+        if tensor.device_mesh != self.mesh or tuple(tensor.placements) != self.placements:
+            raise ValueError(
+                f"got a DTensor with {_described(tensor.placements)} on {tensor.device_mesh}; "
+                f"expected {_described(self.placements)} on {self.mesh}."
+            )
+        return (tensor.full_tensor(),)
+
+    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
+        return inputs
+
+    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
+        assert output < len(inputs)
+        return (Piece(output, region, target),)
+
+    def inverse(self) -> _Distribute:
+        return _Distribute(self.mesh, self.placements)
+
+    def describe(self) -> str:
+        return f"gather({_described(self.placements)})"
+
+
+def distribute(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> StateMapper:
+    """Make a `DTensor` of a plain tensor that every rank has whole. The inverse is `gather`. No collective.
+
+    Args:
+        name: Name of the tensor, which stays.
+        mesh: Over which ranks.
+        placements: How it lies there, one per axis of the mesh.
+
+    Raises:
+        ValueError: If there is another number of placements, or one is `Partial`.
+    """
+    return leaf(_Distribute(mesh, _checked(name, mesh, placements)), [name], [name])
+
+
+def gather(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> StateMapper:
+    """Make a plain tensor, whole on every rank, of a `DTensor`. The inverse is `distribute`. Collective over the mesh.
+
+    A plain tensor is whole already and passes through.
+
+    Args:
+        name: Name of the tensor, which stays.
+        mesh: Over which ranks it lies; one of the same ranks, axes and names.
+        placements: How it lies there, one per axis of the mesh.
+
+    Raises:
+        ValueError: If there is another number of placements, or one is `Partial`.
+    """
+    return leaf(_Gather(mesh, _checked(name, mesh, placements)), [name], [name])
+
+
+def _checked(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    if len(placements) != mesh.ndim or any(isinstance(placement, Partial) for placement in placements):
+        raise ValueError(
+            f"{name}: got the placements {_described(placements)} for a mesh of {mesh.ndim} axes; "
+            "expected a Shard or Replicate for each."
+        )
+    return tuple(placements)
+
+
+def _described(placements: Sequence[Placement]) -> str:
+    return ", ".join(map(str, placements))

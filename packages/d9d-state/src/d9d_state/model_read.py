@@ -1,0 +1,115 @@
+"""Stored tensors through a mapper, one group after the other: for whatever is not a module that is loaded."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from d9d_state._progress import byte_bar
+from d9d_state.mapper._check import refuse_mismatches
+from d9d_state.mapper.fill import Destination
+from d9d_state.mapper.graph import StateGroup, StateMapper
+from d9d_state.mapper.names import identity
+from d9d_state.mapper.region import Region
+from d9d_state.model_folder import ModelFolder
+from d9d_state.region_reader import RegionReader
+from d9d_state.tensor_info import TensorInfo
+
+_UNKNOWN = TensorInfo((), torch.float32)  # of what is not read: nothing is compared with it
+
+
+def read_model_state(
+    folder: str | Path,
+    mapper: StateMapper | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    unused: Literal["error", "ignore"] = "error",
+    num_readers: int = 4,
+    progress: bool = True,
+) -> Iterator[tuple[str, Tensor]]:
+    """Give what a mapper makes of the tensors in a folder, whole, one group after the other. Issues no collective.
+
+    Everything is checked before the first tensor is read. Beside what the caller keeps, one group is in memory.
+
+    Args:
+        folder: Where `model.safetensors` is, or `model.safetensors.index.json` and the files that it names.
+        mapper: From the names and shapes on disk to those that are given; `None` means that they are the same.
+        device: Where the tensors are put.
+        unused: Whether tensors in the files that the mapper does not consume are refused.
+        num_readers: How many threads read a large tensor.
+        progress: Whether each rank shows a bar, where the standard error is a terminal.
+
+    Yields:
+        Name and tensor of every output that has a value, in the order of the mapper's groups.
+
+    Raises:
+        UserError: Listing every mismatch between files and mapper; or if the folder is not sound.
+        StateError: If a file cannot be read.
+    """
+    source = ModelFolder.open(folder)
+    mapper = identity(*source.tensors) if mapper is None else mapper
+    infos = produced_tensors(mapper, source, unused=unused)
+    return _read(source, mapper, infos, device=device, num_readers=num_readers, progress=progress)
+
+
+def produced_tensors(
+    mapper: StateMapper, source: ModelFolder, *, unused: Literal["error", "ignore"]
+) -> dict[str, TensorInfo]:
+    """What a mapper makes of a folder, in the order of its groups, without reading it.
+
+    Raises:
+        UserError: Listing every mismatch.
+    """
+    infos: dict[str, TensorInfo] = {}
+    for group in groups_with_values(mapper):
+        if all(name in source.tensors for name in group.inputs):
+            # What the mapper cannot do with these tensors is found again, and reported with all the rest.
+            with suppress(ValueError):
+                infos.update(mapper.infer({name: source.tensors[name] for name in group.inputs}))
+    refuse_mismatches(
+        mapper,
+        held=source.tensors,
+        wanted={name: infos.get(name, _UNKNOWN) for name in mapper.outputs},
+        first_names={name: name for name in mapper.outputs},
+        consumed=mapper.inputs if unused == "error" else source.tensors.keys(),
+    )
+    return infos
+
+
+def groups_with_values(mapper: StateMapper) -> Iterable[StateGroup]:
+    """The groups that read something."""
+    return (group for group in mapper.groups if group.inputs)
+
+
+def _read(
+    source: ModelFolder,
+    mapper: StateMapper,
+    infos: Mapping[str, TensorInfo],
+    *,
+    device: torch.device | str,
+    num_readers: int,
+    progress: bool,
+) -> Iterator[tuple[str, Tensor]]:
+    total = sum(info.num_bytes for info in infos.values())
+    with (
+        ThreadPoolExecutor(num_readers, thread_name_prefix="d9d-reader") as pool,
+        RegionReader(source, pool=pool) as reader,
+        byte_bar("reading", total, visible=progress) as bar,
+    ):
+        for group in groups_with_values(mapper):
+            if not group.outputs:
+                continue
+            outputs = {
+                name: torch.empty(infos[name].shape, dtype=infos[name].dtype, device=device) for name in group.outputs
+            }
+            mapper.fill(
+                {name: Destination(Region.whole(infos[name].shape), tensor) for name, tensor in outputs.items()}, reader
+            )
+            bar.update(sum(tensor.nbytes for tensor in outputs.values()))
+            while outputs:
+                name = next(iter(outputs))
+                yield name, outputs.pop(name)

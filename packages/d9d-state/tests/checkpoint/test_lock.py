@@ -1,0 +1,83 @@
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from d9d_dist import MeshConfig, UserError
+from d9d_dist.testing import run_ranks
+from d9d_state import CheckpointStore, StateError
+
+
+def test_the_second_job_is_told_who_has_the_folder(tmp_path: Path) -> None:
+    first, second = CheckpointStore(tmp_path / "a", run_id="mine"), CheckpointStore(tmp_path / "a")
+    with first.locked():
+        message = rf"a is in use by another job \(process {os.getpid()} on .* of run mine\); expected one job"
+        with pytest.raises(UserError, match=message), second.locked():
+            pass
+        with CheckpointStore(tmp_path / "b").locked():
+            pass
+    with second.locked(), pytest.raises(UserError, match="in use"), first.locked():
+        pass
+
+
+def test_a_lock_is_given_back_when_the_body_fails(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(KeyError), store.locked():
+        raise KeyError
+    with store.locked():
+        assert store.complete() == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b'{"pid":'])
+def test_what_the_file_says_may_be_broken(tmp_path: Path, content: bytes) -> None:
+    store = CheckpointStore(tmp_path)
+    with store.locked():
+        (tmp_path / "job.lock").write_bytes(content)
+        with pytest.raises(UserError, match="is in use by another job; expected"), CheckpointStore(tmp_path).locked():
+            pass
+
+
+def test_a_killed_job_holds_no_lock_although_its_worker_lives(tmp_path: Path) -> None:
+    ready, go_on = os.pipe(), os.pipe()
+    job = os.fork()
+    if job == 0:
+        with CheckpointStore(tmp_path).locked():
+            if os.fork() == 0:  # a worker, which outlives the job
+                os.write(ready[1], b"x")
+                os.read(go_on[0], 1)
+                os._exit(0)
+            signal.pause()
+    assert os.read(ready[0], 1) == b"x"
+    with pytest.raises(UserError, match=rf"process {job} on"), CheckpointStore(tmp_path).locked():
+        pass
+    os.kill(job, signal.SIGKILL)
+    os.waitpid(job, 0)
+    with CheckpointStore(tmp_path).locked():
+        pass
+    os.write(go_on[1], b"x")
+    for descriptor in (*ready, *go_on):
+        os.close(descriptor)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StateError, match="file could not be locked: "), CheckpointStore(tmp_path / "file").locked():
+        pass
+
+
+def _lock(folder: str) -> list[str]:
+    found = []
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        for _ in range(2):
+            store = CheckpointStore(folder)
+            with store.locked(ctx), pytest.raises(UserError) as caught, CheckpointStore(folder).locked(ctx):
+                pass
+            found.append(str(caught.value))
+    return found
+
+
+def test_all_ranks_are_told(tmp_path: Path) -> None:
+    found = run_ranks(_lock, str(tmp_path))
+    assert found[0] == found[1]
+    assert all("is in use by another job" in message for message in found[0])

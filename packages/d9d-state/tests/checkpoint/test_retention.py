@@ -1,0 +1,74 @@
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from d9d_dist import UserError
+from d9d_state.checkpoint.retention import Retention
+
+
+@dataclass(frozen=True)
+class _Saved:
+    step: int
+    metric: float | None = None
+
+
+def _kept(retention: Retention, *saved: _Saved) -> list[int]:
+    return sorted(retention.kept(sorted(saved, key=lambda each: -each.step)))
+
+
+_STEPS = [_Saved(step, metric) for step, metric in ((10, 3.0), (20, 1.0), (30, None), (40, 2.0), (50, 5.0))]
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(), [10, 20, 30, 40, 50]),
+        (Retention(last=2), [40, 50]),
+        (Retention(last=9), [10, 20, 30, 40, 50]),
+        (Retention(last=1, every=20), [20, 40, 50]),
+        (Retention(last=1, best=2), [20, 40, 50]),
+        (Retention(last=1, best=9), [10, 20, 40, 50]),
+        (Retention(last=1, best=1, higher_is_better=True), [50]),
+        (Retention(last=1, best=2, higher_is_better=True), [10, 50]),
+        (Retention(last=2, every=30, best=1), [20, 30, 40, 50]),
+    ],
+)
+def test_each_reason_is_enough(retention: Retention, kept: list[int]) -> None:
+    assert _kept(retention, *_STEPS) == kept
+
+
+def test_of_equal_ones_the_newer_is_better() -> None:
+    equal = [_Saved(step, 1.0) for step in (1, 2, 3)]
+    for higher in (False, True):
+        assert _kept(Retention(last=1, best=2, higher_is_better=higher), *equal) == [2, 3]
+
+
+def test_the_newest_and_the_best_survive_any_history() -> None:
+    draws = random.Random(0)  # noqa: S311
+    for _ in range(200):
+        retention = Retention(last=draws.randrange(1, 3), every=draws.choice([None, 3]), best=draws.randrange(3))
+        left: list[_Saved] = []
+        best = float("inf")
+        for step in range(1, 12):
+            metric = draws.choice([None, float(draws.randrange(9))])
+            best = min(best, best if metric is None else metric)
+            left.append(_Saved(step, metric))
+            kept = _kept(retention, *left)
+            left = [each for each in left if each.step in kept]
+            assert left[-1].step == step
+            if retention.best and best < float("inf"):
+                assert min(each.metric for each in left if each.metric is not None) == best
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"last": 0}, "got last = 0; expected at least 1, or None"),
+        ({"every": 0}, "got every = 0; expected at least 1, or None"),
+        ({"best": -1}, "got best = -1; expected 0 or more"),
+    ],
+)
+def test_numbers_that_are_too_small(numbers: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Retention(**numbers)  # ty: ignore[invalid-argument-type]

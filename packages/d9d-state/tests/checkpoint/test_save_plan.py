@@ -1,0 +1,128 @@
+"""All ranks come to the same plan, and each part is written by one that holds it, in equal shares."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import empty as empty_dtensor
+
+from d9d_dist import DistributedContext, MeshConfig
+from d9d_dist.testing import run_ranks
+from d9d_state import StateError, TensorInfo
+from d9d_state.checkpoint.boxes import Box
+from d9d_state.checkpoint.save_plan import SavePlan, SavePlanner, part_key
+
+
+def test_one_process_writes_everything() -> None:
+    planner = SavePlanner()
+    tensors = {"a": torch.ones(2, 3), "scalar": torch.ones(()), "empty": torch.ones(0, 3)}
+    plan = planner.plan(tensors, None)
+    assert plan.parts == ((("a", Box((0, 0), (2, 3))), ("scalar", Box((), ()))),)
+    assert plan.tensors == {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}
+    assert plan.num_bytes(0) == 28
+    parts = planner.local_parts(tensors, plan, 0)
+    assert {key: part.data_ptr() for key, part in parts.items()} == {
+        "a@0,0": tensors["a"].data_ptr(),
+        "scalar@": tensors["scalar"].data_ptr(),
+    }
+
+
+def test_a_plan_is_made_again_when_anything_changes() -> None:
+    planner = SavePlanner()
+    first = planner.plan({"a": torch.ones(2, 3)}, None)
+    assert planner.plan({"a": torch.zeros(2, 3)}, None) is first
+    for tensors in ({"a": torch.ones(3, 2)}, {"a": torch.ones(3, 2, dtype=torch.int32)}, {"b": torch.ones(3, 2)}, {}):
+        made = planner.num_plans
+        plan = planner.plan(tensors, None)
+        assert planner.num_plans == made + 1
+        assert plan.tensors == {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}
+
+
+def _tensors(ctx: DistributedContext) -> dict[str, Tensor]:
+    dense = ctx.mesh_for("dense")
+    both = dense["dp_replicate", "dp_cp_shard"]
+    shard = dense["dp_cp_shard"]
+    tensors: dict[str, Tensor] = {
+        "uneven": distribute_tensor(torch.arange(21.0).view(7, 3), both, [Replicate(), Shard(0)]),
+        "less than ranks": distribute_tensor(torch.arange(3.0).view(1, 3), both, [Replicate(), Shard(0)]),
+        "both dims": distribute_tensor(torch.arange(24.0).view(4, 6), both, [Shard(0), Shard(1)]),
+        "empty": empty_dtensor(0, 4, device_mesh=both, placements=[Replicate(), Shard(0)]),
+        "of one group": distribute_tensor(torch.arange(8.0), shard, [Shard(0)]),
+        "plain": torch.arange(5.0),
+        "scalar": torch.tensor(3.0),
+        f"stage {ctx.rank // 2}": torch.full((2,), float(ctx.rank // 2)),
+    }
+    return {**tensors, **{f"replicated {index}": torch.full((64,), float(index)) for index in range(8)}}
+
+
+def _plan() -> dict[str, Any]:
+    with MeshConfig(data_parallel_shard=2, data_parallel_replicate=2).build() as ctx:
+        planner = SavePlanner()
+        tensors = _tensors(ctx)
+        plan = planner.plan(tensors, ctx)
+        own = {key: part.clone() for key, part in planner.local_parts(tensors, plan, ctx.rank).items()}
+        again = planner.plan(_tensors(ctx), ctx) is plan
+        # One rank with something new is enough for all to plan anew.
+        other = planner.plan({**tensors, **({"new": torch.ones(1)} if ctx.rank == 2 else {})}, ctx)
+        messages = []
+        mesh = ctx.mesh_for("dense")["dp_cp_shard"]
+        for wrong in (
+            {"a": torch.ones(2 + ctx.rank // 3)},
+            {"a": DTensor.from_local(torch.ones(2), mesh, [Shard(0)])} if ctx.rank % 2 else {},
+            {"a": DTensor.from_local(torch.ones(4), mesh, [Partial()])},
+            {"a": torch.ones(1, dtype=torch.complex128)} if ctx.rank == 1 else {},
+            {"a": 3} if ctx.rank == 2 else {},
+        ):
+            bad: Any = wrong
+            with pytest.raises(StateError) as caught:
+                planner.plan(bad, ctx)
+            messages.append(str(caught.value))
+        return {
+            "plan": plan,
+            "own": own,
+            "again": again,
+            "plans": planner.num_plans,
+            "other": other.digest,
+            "messages": messages,
+        }
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_ranks(_plan, world_size=4, timeout=60.0)
+
+
+def test_ranks_come_to_one_plan(found: list[dict[str, Any]]) -> None:
+    plan: SavePlan = found[0]["plan"]
+    assert all(each["plan"] == plan and each["again"] and each["plans"] == 2 for each in found)
+    assert len({each["other"] for each in found} - {plan.digest}) == 1
+    sizes = [plan.num_bytes(rank) for rank in range(4)]
+    assert max(sizes) - min(sizes) <= 64 * 4
+    written = [part for parts in plan.parts for part in parts]
+    assert len(written) == len(set(written))
+    wholes = {name: torch.full(info.shape, torch.nan) for name, info in plan.tensors.items()}
+    for rank, parts in enumerate(plan.parts):
+        assert found[rank]["own"].keys() == {part_key(name, box) for name, box in parts}
+        for name, box in parts:
+            place = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
+            wholes[name][place] = found[rank]["own"][part_key(name, box)]
+    assert torch.equal(wholes["uneven"], torch.arange(21.0).view(7, 3))
+    assert torch.equal(wholes["less than ranks"], torch.arange(3.0).view(1, 3))
+    assert torch.equal(wholes["both dims"], torch.arange(24.0).view(4, 6))
+    assert torch.equal(wholes["of one group"], torch.arange(8.0))
+    assert torch.equal(wholes["plain"], torch.arange(5.0))
+    assert (wholes["scalar"].item(), wholes["empty"].shape) == (3.0, (0, 4))
+    assert [wholes[f"stage {stage}"].tolist() for stage in (0, 1)] == [[0.0, 0.0], [1.0, 1.0]]
+    assert all(wholes[f"replicated {index}"].tolist() == [float(index)] * 64 for index in range(8))
+
+
+def test_what_does_not_fit_together_is_said_on_every_rank(found: list[dict[str, Any]]) -> None:
+    shape, hole, partial, dtype, kind = found[0]["messages"]
+    assert all(each["messages"] == found[0]["messages"] for each in found)
+    assert shape.startswith("a is [3] float32 on rank 3, [2] float32 on rank 0; expected the same on all ranks")
+    assert "a [4] float32 cannot be put together from what the ranks hold: its chunks hold 2 elements of 4" in hole
+    assert "rank 0: " in partial
+    assert dtype.startswith("rank 1: safetensors files cannot hold torch.complex128")
+    assert kind == "rank 2: a is of type int; expected a tensor. Put it into state."

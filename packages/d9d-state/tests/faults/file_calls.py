@@ -1,0 +1,218 @@
+"""Stands between our code and the file system: sees each call that opens or changes a file, and can end or fail it.
+
+A fault is chosen by the number of the call, so that a test can try every one. Only what happens below one folder
+counts, so that a test runner's own files are left alone.
+"""
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, final
+from unittest import mock
+
+from d9d_state import _files
+
+_ON_PATHS = ("open", "mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink")
+_ON_DESCRIPTORS = ("write", "pwrite", "writev", "pwritev", "fsync", "fdatasync", "ftruncate", "close")
+_ALLOCATING = ("mkdir", "write", "pwrite", "writev", "pwritev", "ftruncate", "link", "symlink")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FileCall:
+    """One call, about to be made.
+
+    Attributes:
+        name: Of the function in `os`, or `exchange`.
+        path: Of the file or folder, also where the call has a descriptor.
+        other: The second path of a rename or an exchange.
+        descriptor: Where the call has one; for `open` none yet.
+        arguments: As the caller gave them.
+        make: Makes the call.
+    """
+
+    name: str
+    path: Path
+    other: Path | None
+    descriptor: int | None
+    arguments: tuple[Any, ...]
+    make: Callable[..., Any]
+
+    @property
+    def allocates(self) -> bool:
+        """Whether a full disk would refuse it."""
+        creates = self.name == "open" and bool(self.arguments[1] & os.O_CREAT)
+        return creates or self.name in _ALLOCATING
+
+
+class Fault(Protocol):
+    """What happens to each call."""
+
+    def __call__(self, call: FileCall) -> Any:
+        """Make the call, or something else; the result is what the caller gets."""
+        ...
+
+
+@final
+class Counting:
+    """No fault: how many calls there are."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, call: FileCall) -> Any:
+        self.names.append(call.name)
+        return call.make(*call.arguments)
+
+
+@final
+@dataclass(slots=True)
+class Kill:
+    """SIGKILL before the `at`-th call, in a write after half of it. To be used in a child process."""
+
+    at: int
+    seen: int = 0
+
+    def __call__(self, call: FileCall) -> Any:
+        self.seen += 1
+        if self.seen == self.at:
+            _make_half(call)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call.make(*call.arguments)
+
+
+@final
+@dataclass(slots=True)
+class Fail:
+    """An error at the `at`-th call, once.
+
+    A file whose closing fails is closed, as Linux does it.
+    """
+
+    at: int
+    code: int = errno.EIO
+    seen: int = 0
+    hit: FileCall | None = None
+
+    def __call__(self, call: FileCall) -> Any:
+        self.seen += 1
+        if self.seen != self.at:
+            return call.make(*call.arguments)
+        self.hit = call
+        if call.name == "close":
+            call.make(*call.arguments)
+        raise _error(self.code, call)
+
+
+@final
+@dataclass(slots=True)
+class FullDisk:
+    """From the `at`-th call on there is no room: the first write is short, all that need room after it fail."""
+
+    at: int
+    seen: int = 0
+    hit: FileCall | None = None
+
+    def __call__(self, call: FileCall) -> Any:
+        self.seen += 1
+        if self.seen < self.at or not call.allocates:
+            return call.make(*call.arguments)
+        first, self.hit = self.hit is None, self.hit or call
+        if first and call.name == "write" and len(call.arguments[1]) > 1:
+            return _make_half(call)
+        raise _error(errno.ENOSPC, call)
+
+
+@contextmanager
+def file_calls(root: Path, fault: Fault) -> Generator[None]:
+    """Let each call below `root` of any thread go through `fault`, as long as the context lasts."""
+    watch = _Watch(root.absolute(), fault)
+    originals = {name: getattr(os, name) for name in (*_ON_PATHS, *_ON_DESCRIPTORS)}
+    with ExitStack() as patches:
+        for name, original in originals.items():
+            patches.enter_context(mock.patch.object(os, name, watch.wrap(name, original)))
+        patches.enter_context(mock.patch.object(_files, "exchange", watch.wrap_exchange(_files.exchange)))
+        yield
+
+
+def count_calls(root: Path, work: Callable[[], None]) -> int:
+    """How many calls some work makes below `root`."""
+    counting = Counting()
+    with file_calls(root, counting):
+        work()
+    return len(counting.names)
+
+
+@dataclass(slots=True)
+class _Watch:
+    root: Path
+    fault: Fault
+    descriptors: dict[int, Path] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.RLock)
+    inside: threading.local = field(default_factory=threading.local)
+
+    def wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            described = self._describe(name, args, kwargs)
+            if described is None or "exchange" in vars(self.inside):
+                return original(*args, **kwargs)
+            path, other, descriptor = described
+            with self.lock:
+                result = self.fault(
+                    FileCall(name, path, other, descriptor, args, lambda *again: original(*again, **kwargs))
+                )
+                if name == "open":
+                    self.descriptors[result] = path
+                return result
+
+        return wrapper
+
+    def wrap_exchange(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(one: Path, other: Path) -> None:
+            vars(self.inside)["exchange"] = True  # what it is made of does not count again
+            try:
+                original(one, other)
+            finally:
+                del vars(self.inside)["exchange"]
+
+        def wrapper(one: Path, other: Path) -> None:
+            with self.lock:
+                self.fault(FileCall("exchange", one.absolute(), other.absolute(), None, (one, other), make))
+
+        return wrapper
+
+    def _describe(self, name: str, args: Any, kwargs: Any) -> tuple[Path, Path | None, int | None] | None:
+        """Paths and descriptor of a call; `None` if it is none of ours."""
+        if name in _ON_DESCRIPTORS:
+            path = self.descriptors.pop(args[0], None) if name == "close" else self.descriptors.get(args[0])
+            return None if path is None else (path, None, args[0])
+        path = self._absolute(args[0], kwargs.get("dir_fd", kwargs.get("src_dir_fd")))
+        other = None
+        if name in ("rename", "replace", "link"):
+            other = self._absolute(args[1], kwargs.get("dst_dir_fd"))
+        ours = any(each == self.root or self.root in each.parents for each in (path, other) if each is not None)
+        return (path, other, None) if ours else None
+
+    def _absolute(self, path: Any, folder: int | None) -> Path:
+        if isinstance(path, int):
+            return self.descriptors.get(path, Path("/"))
+        base = Path() if folder is None else self.descriptors.get(folder, Path("/proc"))
+        return Path(os.path.abspath(base / os.fsdecode(path)))  # noqa: PTH100 - symlinks stay what they are
+
+
+def _make_half(call: FileCall) -> Any:
+    """Make a write with the first half of its bytes; nothing for other calls."""
+    if call.name in ("write", "pwrite"):
+        descriptor, data, *rest = call.arguments
+        view = memoryview(data).cast("B")
+        return call.make(descriptor, view[: len(view) // 2], *rest)
+    return None
+
+
+def _error(code: int, call: FileCall) -> OSError:
+    return OSError(code, os.strerror(code), str(call.path))

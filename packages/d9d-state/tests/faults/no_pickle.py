@@ -1,0 +1,38 @@
+"""Makes a process unable to unpickle anything, to prove that nothing does."""
+
+import _pickle
+import marshal
+import pickle
+import sys
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed import distributed_c10d
+
+_READERS = ("load", "loads", "Unpickler", "_load", "_loads", "_Unpickler")
+
+
+def forbid_unpickling() -> None:
+    """Fail whatever unpickles, for the rest of this process's life: an audit hook cannot be taken away again."""
+    sys.addaudithook(_refuse_classes)
+    places: list[tuple[Any, tuple[str, ...]]] = [
+        (pickle, _READERS),
+        (_pickle, _READERS[:3]),
+        (marshal, ("load",)),
+        (torch, ("load",)),
+        (torch.serialization, ("load",)),
+        (distributed_c10d, ("_unpickler",)),  # by it ranks read what other ranks send
+    ]
+    for module, names in places:
+        for name in names:
+            assert hasattr(module, name), f"{module.__name__} has no {name} any more: look for what does its work"
+            setattr(module, name, _refuse)
+
+
+def _refuse_classes(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "pickle.find_class":
+        raise AssertionError(f"a pickle asks for {arguments}")
+
+
+def _refuse(*_arguments: Any, **_options: Any) -> NoReturn:
+    raise AssertionError("something is unpickled")

@@ -1,0 +1,69 @@
+"""A checkpoint as small as one can be that has several tensors and files; and the proof that one is whole."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from d9d_dist import DistributedContext
+from d9d_state import CheckpointStore
+
+
+def tensors(step: int) -> dict[str, Tensor]:
+    """What is saved at a step: every value tells the step."""
+    return {"model.a": torch.full((3, 4), float(step)), "optimizer.a.step": torch.tensor(float(step))}
+
+
+def save(store: CheckpointStore, step: int, *, background: bool = False) -> None:
+    """Save a step; in a thread, whose end is waited for, if it is to be in the background."""
+    begin_to_save = store.save_async if background else store.save
+    begin_to_save(step, tensors(step), state={"step": step}, rank_state=[step])
+    store.wait()
+
+
+def save_on_ranks(store: CheckpointStore, step: int, ctx: DistributedContext, *, background: bool = False) -> None:
+    """Save a step whose tensors are sharded over the ranks, and hold something of every rank's own."""
+    mesh = ctx.mesh_for("dense")["dp_cp_shard"]
+    whole = {name: tensor for name, tensor in tensors(step).items() if tensor.ndim}
+    sharded = {
+        name: DTensor.from_local(
+            tensor.tensor_split(ctx.world_size)[ctx.rank], mesh, [Shard(0)], shape=tensor.shape, stride=tensor.stride()
+        )
+        for name, tensor in whole.items()
+    }
+    own = {f"model.of_rank_{ctx.rank}": torch.full((2,), float(step))}
+    shared = {name: tensor for name, tensor in tensors(step).items() if not tensor.ndim}
+    begin_to_save = store.save_async if background else store.save
+    begin_to_save(step, {**sharded, **own, **shared}, state={"step": step}, rank_state=[step], ctx=ctx)
+    store.wait()
+
+
+def begin(folder: Path, *steps: int) -> None:
+    """Save some steps."""
+    for step in steps:
+        save(CheckpointStore(folder), step)
+
+
+def step_of_newest(store: CheckpointStore) -> int | None:
+    """Load the newest checkpoint, see that all of it is of one step, and give that step; `None` if there is none."""
+    info = store.newest()
+    if info is None:
+        return None
+    loaded = {name: torch.full(each.shape, -1, dtype=each.dtype) for name, each in info.tensors.items()}
+    assert loaded.keys() >= tensors(0).keys()
+    store.load(info, loaded)
+    assert info.state == {"step": info.step}
+    assert {str(state) for state in info.rank_states} == {str([info.step])}
+    for name, tensor in loaded.items():
+        assert torch.all(tensor == info.step), name
+    return info.step
+
+
+def assert_goes_on(store: CheckpointStore) -> None:
+    """A job that resumes can save, and nothing that was left is in its way or stays."""
+    store.discard_partials()
+    left = sorted(path.name for path in store.folder.iterdir()) if store.folder.exists() else []
+    assert not [name for name in left if name.endswith(".partial")], left
+    save(store, 9)
+    assert step_of_newest(store) == 9

@@ -1,0 +1,57 @@
+import pytest
+import torch
+
+from d9d_dist import MeshConfig, UserError
+from d9d_dist.testing import run_ranks
+from d9d_state import TensorInfo
+from d9d_state._export_plan import Offer, Part, exchange_offers, plan_files
+
+
+def _infos(**sizes: int) -> dict[str, TensorInfo]:
+    return {name: TensorInfo((size,), torch.uint8) for name, size in sizes.items()}
+
+
+def test_files_are_cut_by_size_and_dealt_out_to_the_ranks_of_a_part() -> None:
+    parts = [Part([0, 1], [], _infos(a=6, b=4, c=1, d=30, e=1)), Part([2], [], {}), Part([3], [], _infos(f=1))]
+    files = plan_files(parts, max_bytes=10)
+    assert [(file.rank, list(file.tensors)) for file in files] == [
+        (0, ["a", "b"]),
+        (1, ["c"]),
+        (0, ["d"]),
+        (1, ["e"]),
+        (3, ["f"]),
+    ]
+    assert files[4].name == "model-00005-of-00005.safetensors"
+
+
+@pytest.mark.parametrize("parts", [[], [Part([0], [], {})], [Part([0], [], _infos(a=1))]])
+def test_one_file_needs_no_number(parts: list[Part]) -> None:
+    (file,) = plan_files(parts, max_bytes=10)
+    assert (file.name, file.rank) == ("model.safetensors", 0)
+
+
+def _exchange() -> list[object]:
+    with MeshConfig(data_parallel_shard=4).build() as ctx:
+        part = ctx.rank // 2
+        produced = {"shared": TensorInfo((2,), torch.float32), f"own.{part}": TensorInfo((1, part), torch.bfloat16)}
+        parts = exchange_offers(Offer(part, [f"in.{part}"], produced, unconsumed=["x"] * part), ctx)
+        messages = []
+        for problems in ({1: "a", 3: "b"}, dict.fromkeys(range(4), "same")):
+            with pytest.raises(UserError) as caught:
+                exchange_offers(Offer(0, problem=problems.get(ctx.rank)), ctx)
+            messages.append(str(caught.value))
+        return [parts, messages]
+
+
+def test_what_two_parts_offer_is_the_first_ones() -> None:
+    for parts, messages in run_ranks(_exchange, world_size=4):
+        assert parts == (
+            Part(
+                [0, 1],
+                ["in.0"],
+                {"shared": TensorInfo((2,), torch.float32), "own.0": TensorInfo((1, 0), torch.bfloat16)},
+                [],
+            ),
+            Part([2, 3], ["in.1"], {"own.1": TensorInfo((1, 1), torch.bfloat16)}, ["x"]),
+        )
+        assert messages == ["rank 1: a; rank 3: b", "same"]
