@@ -2,12 +2,8 @@
 
 import importlib
 import json
-import os
-import random
 import shutil
-import signal
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -15,7 +11,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from d9d_dist.testing import RankError, run_ranks
+from d9d_dist.testing import run_ranks
 from d9d_loop import command_line
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -77,38 +73,6 @@ def options(*parts: Mapping[str, Any], **more: Any) -> list[str]:
 def on_ranks(name: str, arguments: Sequence[str], *, world_size: int = 1, timeout: float = 300) -> list[Ended]:
     """Run an example on every rank of a job."""
     return run_ranks(script, name, list(arguments), world_size=world_size, timeout=timeout)
-
-
-def script_until_killed(name: str, arguments: Sequence[str], seconds: float) -> Ended:
-    """Run an example, and kill its process with SIGKILL after so many seconds, unless it has ended by then."""
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
-    timer.start()
-    try:
-        return script(name, arguments)
-    finally:
-        timer.cancel()
-
-
-def run_with_kills(name: str, arguments: Sequence[str], *, longest: float, seed: int, world_size: int) -> int:
-    """Run an example again and again, killed at random moments, until it ends by itself; how often it was killed.
-
-    Lives get longer, so that a job which makes no progress between two kills ends too.
-    """
-    moments, kills = random.Random(seed), 0  # noqa: S311
-    while _is_killed(name, arguments, moments.uniform(0, longest * 1.5**kills), world_size):
-        kills += 1
-    return kills
-
-
-def _is_killed(name: str, arguments: Sequence[str], seconds: float, world_size: int) -> bool:
-    try:
-        ended, *_ = run_ranks(script_until_killed, name, list(arguments), seconds, world_size=world_size, timeout=300)
-    except RankError as error:
-        if "exit code -9" in str(error):
-            return True
-        raise
-    assert ended.code == 0, ended.errors
-    return False
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:

@@ -2,14 +2,13 @@
 
 import importlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from jobs import EXAMPLES, TINY_MODEL, Ended, copy_run, curve, on_ranks, options, records, run_with_kills
+from jobs import EXAMPLES, TINY_MODEL, Ended, copy_run, curve, on_ranks, options, records
 from safetensors.torch import load_file
 
 HYBRID = {"mesh.data_parallel_replicate": 2, "mesh.data_parallel_shard": 2}
@@ -62,22 +61,6 @@ def test_the_run_folder_and_the_last_line(tmp_path: Path) -> None:
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
     assert "def " in ended.output
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_killed(tmp_path: Path, world_size: int) -> None:
-    arguments = {"steps": 12, "checkpoint__every": 2, "evaluation__every": 5}
-    mesh = options(HYBRID if world_size == 4 else {})
-    _run(_tiny(tmp_path, "warm", **arguments) + mesh, world_size)
-    start = time.monotonic()
-    _run(_tiny(tmp_path, "calm", **arguments) + mesh, world_size)
-    life, seed = time.monotonic() - start, time.time_ns()
-    killed = _tiny(tmp_path, "killed", **arguments) + mesh
-    kills = run_with_kills("pretrain", killed, longest=0.7 * life, seed=seed, world_size=world_size)
-    assert kills > 0, f"seed {seed} killed nothing"
-    assert records(tmp_path / "killed") == records(tmp_path / "calm"), f"seed {seed}"
-    for file in ("export/model.safetensors", "export/config.json"):
-        assert (tmp_path / "killed" / file).read_bytes() == (tmp_path / "calm" / file).read_bytes(), file
 
 
 def test_more_steps_continue_a_run(tmp_path: Path) -> None:

@@ -314,21 +314,22 @@ def test_a_save_that_fails_in_the_background_ends_the_job_soon(tmp_path: Path, m
         patch.setattr(os, "write", refuse)
         with pytest.raises(StateError, match=r"step-00000010 could not be written: .*No space left on device"):
             full.train()
-    assert done == [10, 11]
+    assert done in ([10], [10, 11])  # the thread may fail before the next step is done, or while it is waited for
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     assert [info.step for info in store.complete()] == [9, 8]
     assert sorted(path.name for path in store.folder.iterdir()) == ["job.lock", "step-00000008", "step-00000009"]
 
 
+@pytest.mark.parametrize("file", ["tensors-00000.safetensors", "state.json", "rank-00000.json"])
 def test_a_damaged_checkpoint_is_passed_over(
-    tmp_path: Path, uninterrupted: _Outcome, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, uninterrupted: _Outcome, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
     _train_until(_trainer(tmp_path), StepDone, 5)
-    _damage(tmp_path / "run" / "checkpoints" / "step-00000004")
+    _damage(tmp_path / "run" / "checkpoints" / "step-00000004", file)
     resumed = _finish(_trainer(tmp_path), tmp_path)
     assert list(resumed.losses) == [3, 4, 5, 6, 7]
     _assert_same(resumed, uninterrupted)
-    assert "step-00000004/tensors-00000.safetensors: " in caplog.text
+    assert f"step-00000004/{file}: " in caplog.text
     assert (tmp_path / "run" / "checkpoints" / "step-00000004.damaged-1").exists()
 
 
@@ -339,8 +340,8 @@ def test_a_job_does_not_start_anew_because_all_is_damaged(tmp_path: Path) -> Non
         _trainer(tmp_path).train()
 
 
-def _damage(folder: Path) -> None:
-    path = folder / "tensors-00000.safetensors"
+def _damage(folder: Path, file: str = "tensors-00000.safetensors") -> None:
+    path = folder / file
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
 
 

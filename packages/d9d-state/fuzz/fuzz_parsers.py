@@ -98,7 +98,7 @@ def _with_digest(data: bytes) -> bytes:
         assert isinstance(body, dict)
         body.pop("sha256", None)
         digest = hashlib.sha256(dump_json(body)).hexdigest()
-        return dump_json({**body, "sha256": digest}, indent=1) + b"\n"
+        return dump_json({**body, "sha256": digest}) + b"\n"
     except (ValueError, AssertionError, RecursionError):
         return data
 

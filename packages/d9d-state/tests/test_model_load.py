@@ -15,6 +15,7 @@ from d9d_dist import MeshConfig, UserError, parallelize_hsdp
 from d9d_dist.testing import run_ranks
 from d9d_state import (
     StateError,
+    check_model_state,
     concat,
     drop,
     identity,
@@ -273,3 +274,24 @@ def test_groups_may_be_computed_by_several_threads(tmp_path: Path, num_readers: 
     load_model_state(model, tmp_path, mapper, num_readers=num_readers)
     assert all(torch.equal(model[name], value * 2) for name, value in values.items())
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.values())
+
+
+def test_of_a_tied_tensor_under_two_names_the_first_counts(tmp_path: Path) -> None:
+    for index, mapper in enumerate([None, identity(*module_tensors(_Model()))]):
+        values = _values(_Model())
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        _save(folder, values)  # embedding and head have different values
+        model = _Model(tied=True)
+        load_model_state(model, folder, mapper)
+        _assert_holds(model, {**values, "head.weight": values["embedding.weight"]})
+
+
+def test_a_model_on_meta_can_be_checked(tmp_path: Path) -> None:
+    values = _values(nn.Linear(2, 3))
+    _save(tmp_path, values)
+    check_model_state(nn.Linear(2, 3, device="meta"), tmp_path)
+    with pytest.raises(UserError, match=r"weight: got \[3, 2\] float32 from weight; expected \[3, 4\] float32"):
+        check_model_state(nn.Linear(4, 3, device="meta"), tmp_path)
+    _save(tmp_path, _values(_Model()))
+    check_model_state(_Model(tied=True), tmp_path)

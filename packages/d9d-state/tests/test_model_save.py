@@ -24,8 +24,10 @@ from d9d_state import (
     save_model_state,
     sequential,
     stack,
+    transform,
     unstack,
 )
+from d9d_state._streamed_file import StreamedFile
 from d9d_state.module_tensors import module_tensors
 
 
@@ -318,3 +320,63 @@ def test_each_writer_may_fail(tmp_path: Path) -> None:
     assert messages[0].startswith("rank 1: ")
     assert "No space left on device" in messages[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export"]
+
+
+def test_what_lies_where_it_is_written_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "export.partial").mkdir()
+    (tmp_path / "export.partial" / "thesis.tex").touch()
+    with pytest.raises(UserError, match=r"export\.partial holds thesis\.tex, which this export would delete"):
+        save_model_state(nn.Linear(2, 3), tmp_path / "export")
+    assert (tmp_path / "export.partial" / "thesis.tex").exists()
+
+
+def test_one_file_is_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 0
+    original = os.pwrite
+
+    def counted(descriptor: int, data: memoryview, position: int) -> int:
+        nonlocal most
+        opened = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        most = max(most, sum(path.suffix == ".safetensors" for path in opened))
+        return original(descriptor, data, position)
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(10))
+    save_model_state(model, tmp_path / "export", max_shard_bytes=1)
+    assert len(list((tmp_path / "export").glob("*.safetensors"))) == 20
+    assert most == 1
+
+
+def _fail_in_any_way(folder: str) -> list[str]:
+    messages = []
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        model = nn.Linear(4, 4)
+        parallelize_hsdp(model, ctx.mesh_for("dense")["dp_cp_shard"], shard_axis="dp_cp_shard")
+        failing = parallel(transform(["weight"], ["weight"], _key_error), identity("bias"))
+        with pytest.raises(StateError) as caught:
+            save_model_state(model, folder, failing, ctx, max_shard_bytes=1)
+        messages.append(str(caught.value))
+        with pytest.MonkeyPatch.context() as patch:
+            if ctx.rank == 1:
+                patch.setattr(StreamedFile, "write", _out_of_memory)
+            with pytest.raises(StateError) as caught:
+                save_model_state(model, folder, None, ctx, max_shard_bytes=1)
+        messages.append(str(caught.value))
+    return messages
+
+
+def _key_error(tensor: Tensor) -> list[Tensor]:
+    if tensor.is_meta:
+        return [tensor]
+    raise KeyError("scale")
+
+
+def _out_of_memory(*_args: object) -> None:
+    raise MemoryError("no room")
+
+
+def test_whatever_fails_on_a_rank_reaches_every_rank(tmp_path: Path) -> None:
+    results = run_ranks(_fail_in_any_way, str(tmp_path / "export"))
+    assert results[0] == results[1]
+    assert "scale" in results[0][0]
+    assert results[0][1] == f"rank 1: {tmp_path / 'export'} could not be written: no room"

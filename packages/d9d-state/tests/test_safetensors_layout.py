@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from d9d_state import TensorInfo
+from d9d_state import TensorInfo, safetensors_layout
 from d9d_state.safetensors_header import read_header
 from d9d_state.safetensors_layout import FileLayout
 
@@ -28,3 +28,11 @@ def test_the_header_says_where_everything_is(tmp_path: Path) -> None:
 def test_dtypes_without_a_place_are_refused() -> None:
     with pytest.raises(ValueError, match=r"safetensors files cannot hold torch\.complex128; cast the tensor"):
         FileLayout.of({"a": TensorInfo((1,), torch.complex128)})
+
+
+def test_a_header_that_nobody_would_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_layout, "MAX_HEADER_BYTES", 100)
+    with pytest.raises(
+        ValueError, match=r"got 9 tensors for one file, .* more than the 100 that are read; write several"
+    ):
+        FileLayout.of({str(index): TensorInfo((1,), torch.uint8) for index in range(9)})

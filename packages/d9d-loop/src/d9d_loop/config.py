@@ -20,7 +20,7 @@ from d9d_state import Retention
 class Section(BaseModel):
     """A part of a configuration: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RunConfig(Section):

@@ -15,7 +15,15 @@ from d9d_loop.batches import Samples
 from d9d_loop.config import TrainerConfig
 from d9d_loop.model_provider import ModelProvider
 from d9d_loop.task import Task
-from d9d_state import CheckpointInfo, CheckpointStore, JsonValue, StateMapper, check_same_model, identity_of
+from d9d_state import (
+    CheckpointInfo,
+    CheckpointStore,
+    JsonValue,
+    StateError,
+    StateMapper,
+    check_model_state,
+    check_same_model,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +165,7 @@ def _check_writable(folder: Path) -> None:
 
 def _check_checkpoint(config: TrainerConfig, model: nn.Module, *, num_samples: int) -> bool:
     """Whether there is a checkpoint to continue from, which then has to fit."""
-    info = CheckpointStore(checkpoint_folder(config)).newest(verify=False)
+    info = next(filter(_is_readable, CheckpointStore(checkpoint_folder(config)).complete()), None)
     if info is None:
         return False
     check_same_model(info, model)
@@ -168,6 +176,14 @@ def _check_checkpoint(config: TrainerConfig, model: nn.Module, *, num_samples: i
         )
     _check_same_samples(config, info, num_samples)
     return True
+
+
+def _is_readable(info: CheckpointInfo) -> bool:
+    """Whether what is looked at here is sound; if not, an older checkpoint will be loaded."""
+    try:
+        return info.state is not None
+    except StateError:
+        return False
 
 
 def _check_same_samples(config: TrainerConfig, info: CheckpointInfo, num_samples: int) -> None:
@@ -198,7 +214,7 @@ def _what_orders_samples(config: Any) -> dict[str, JsonValue]:
 
 def _check_initial_weights(folder: Path, mapper: StateMapper | None, model: nn.Module) -> None:
     try:
-        (mapper or identity_of(model)).check(source=folder, target=model)
+        check_model_state(model, folder, mapper)
     except UserError as error:
         raise UserError(f"initial_weights = {folder}: {error}") from None
 

@@ -119,7 +119,8 @@ class Trainer:
         )
         record = state.restore()
         if record.step == 0 and config.initial_weights is not None:
-            load_model_state(model, config.initial_weights, self._provider.state_mapper(model))
+            mapper = self._provider.state_mapper(model)
+            load_model_state(model, config.initial_weights, mapper, progress=config.logging.progress)
         take_step = TrainStep(
             model,
             optimizer,
@@ -222,7 +223,14 @@ class Trainer:
     def _export(self, model: nn.Module, ctx: DistributedContext) -> Path:
         folder = self._config.run.dir / "export"
         mapper = self._provider.state_mapper(model)
-        save_model_state(model, folder, mapper and mapper.inverse(), ctx, extra_files=self._provider.export_files())
+        save_model_state(
+            model,
+            folder,
+            mapper and mapper.inverse(),
+            ctx,
+            extra_files=self._provider.export_files(),
+            progress=self._config.logging.progress,
+        )
         self.events.emit(ModelExported(folder))
         return folder
 

@@ -25,7 +25,7 @@ from d9d_state.mapper.region import Region
 from d9d_state.mapper.reshape import reshape
 from d9d_state.model_convert import convert_model_state
 from d9d_state.model_folder import ModelFolder
-from d9d_state.model_load import load_model_state
+from d9d_state.model_load import check_model_state, load_model_state
 from d9d_state.model_read import read_model_state
 from d9d_state.model_save import save_model_state
 from d9d_state.rng import rng_state, set_rng_state
@@ -50,6 +50,7 @@ __all__ = [
     "TensorInfo",
     "TensorSource",
     "cast",
+    "check_model_state",
     "check_same_model",
     "concat",
     "convert_model_state",

@@ -43,21 +43,20 @@ class Export:
             StateError: On every rank, if the folder cannot be made.
         """
         self._target = target
-        self._partial = target.with_name(f"{target.name}.partial")
+        self._partial = partial_of(target)
         self._plan = files
         self._ctx = ctx
         rank = 0 if ctx is None else ctx.rank
-        self._mine = [file for file in files if file.rank == rank]
-        self._file_of: dict[str, StreamedFile] = {}
-        self._files: list[StreamedFile] = []
+        self._plan_of = {name: file for file in files if file.rank == rank for name in file.tensors}
+        self._is_first = rank == 0
+        self._open: dict[str, StreamedFile] = {}
         self._problem: str | None = None
         agree(self._attempt(self._make_folder) if is_main(ctx) else None, ctx)
-        self.attempt(self._make_files)
 
     @property
     def names(self) -> frozenset[str]:
         """The tensors that this rank writes; none after a failure."""
-        return frozenset(self._file_of)
+        return frozenset(self._plan_of)
 
     def attempt(self, work: Callable[[], None]) -> None:
         """Do a part of the work; after a failure, nothing is done."""
@@ -67,8 +66,12 @@ class Export:
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write those of some tensors that are this rank's."""
         for name, tensor in tensors.items():
-            if name in self._file_of:
-                self._file_of[name].write(name, tensor)
+            if name in self._plan_of:
+                plan = self._plan_of[name]
+                file = self._open[plan.name] if plan.name in self._open else self._begin(plan)
+                file.write(name, tensor)
+                if file.is_complete:
+                    self._open.pop(plan.name).close()
 
     def commit(self, texts: Mapping[str, bytes]) -> None:
         """Bring everything to the disk, write what is no tensor, the index last, and name the folder. Collective.
@@ -93,20 +96,21 @@ class Export:
             _files.remove_folder(self._partial)
         _files.make_folder(self._partial)
 
-    def _make_files(self) -> None:
-        for planned in self._mine:
-            file = StreamedFile(self._partial / planned.name, planned.tensors, metadata={"format": "pt"})
-            self._files.append(file)
-            self._file_of.update(dict.fromkeys(planned.tensors, file))
+    def _begin(self, plan: PlannedFile) -> StreamedFile:
+        self._open[plan.name] = StreamedFile(self._partial / plan.name, plan.tensors, metadata={"format": "pt"})
+        return self._open[plan.name]
 
     def _close(self) -> None:
-        while self._files:
-            self._files.pop().close()
+        assert not self._open, f"not all was written: {', '.join(self._open)}"
+        for plan in self._plan:
+            if not plan.tensors and self._is_first:  # a model without tensors has a file all the same
+                self._begin(plan)
+                self._open.pop(plan.name).close()
 
     def _abandon(self) -> None:
         """Give back what a failure left open."""
-        while self._files:
-            self._files.pop().abandon()
+        while self._open:
+            self._open.popitem()[1].abandon()
 
     def _clear(self) -> None:
         """Take away what a failure left on the disk, which may be what is full; if that fails too, it is no news."""
@@ -137,8 +141,8 @@ class Export:
         """Do something that may fail; what went wrong."""
         try:
             work()
-        except (OSError, ValueError, StateError) as error:
-            self._file_of.clear()
+        except Exception as error:  # whatever it is, the others wait for the agreement
+            self._plan_of.clear()
             return f"{self._target} could not be written: {error}"
         return None
 
@@ -163,16 +167,23 @@ def refuse_foreign(target: Path, own: Iterable[str]) -> None:
     Raises:
         UserError: Naming what is in the way.
     """
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise UserError(f"{target} is a file; expected a folder to write the model to.")
     known = set(own)
-    foreign = sorted(path.name for path in target.iterdir() if not _is_own(path, known))
-    if foreign:
-        raise UserError(
-            f"{target} holds {', '.join(foreign)}, which this export would delete; choose another folder or move them."
-        )
+    for folder in (target, partial_of(target)):
+        if not folder.exists():
+            continue
+        if not folder.is_dir():
+            raise UserError(f"{folder} is a file; expected a folder to write the model to.")
+        foreign = sorted(path.name for path in folder.iterdir() if not _is_own(path, known))
+        if foreign:
+            raise UserError(
+                f"{folder} holds {', '.join(foreign)}, which this export would delete; choose another folder or move "
+                "them."
+            )
+
+
+def partial_of(target: Path) -> Path:
+    """The folder beside the final one that is written to."""
+    return target.with_name(f"{target.name}.partial")
 
 
 def _is_own(path: Path, known: set[str]) -> bool:

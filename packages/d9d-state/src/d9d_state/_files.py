@@ -6,12 +6,10 @@ that what a test puts in their place sees each of them.
 
 import ctypes
 import os
-import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from d9d_dist import UserError
 from d9d_state._digests import Digests, PartRecord
 
 _AT_FDCWD = -100
@@ -89,35 +87,16 @@ def remove_file(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder and what is in it. A symlink in it is deleted, not followed."""
+    """Delete a folder and what is in it. A symlink, in it or in its place, is deleted, not followed."""
+    if path.is_symlink():
+        remove_file(path)
+        return
     for entry in sorted(path.iterdir()):
         if entry.is_dir() and not entry.is_symlink():
             remove_folder(entry)
         else:
             remove_file(entry)
     os.rmdir(path)  # noqa: PTH106
-
-
-def member(folder: Path, name: str) -> Path:
-    """The path of a regular file in a folder, from a name that somebody else wrote.
-
-    Symlinks are refused, save those of the Hugging Face cache: from `snapshots/<revision>/` into `blobs/` beside it.
-
-    Raises:
-        UserError: If the name is not that of a file directly in the folder, or there is no regular file.
-    """
-    if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
-        raise UserError(f"{folder} names the file {name!r}; expected the plain name of a file in that folder.")
-    path = folder / name
-    try:
-        mode = path.lstat().st_mode
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}. The folder is incomplete; get it anew.") from error
-    if stat.S_ISLNK(mode) and _is_cache_link(path):
-        mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):
-        raise UserError(f"{path} is {_kind(mode)}; expected a regular file.")
-    return path
 
 
 def _renameat2(*arguments: int | bytes) -> int:
@@ -131,13 +110,3 @@ def _renameat2(*arguments: int | bytes) -> int:
 def _write_all(descriptor: int, block: memoryview) -> None:
     while block:
         block = block[os.write(descriptor, block) :]
-
-
-def _is_cache_link(path: Path) -> bool:
-    snapshots = path.parent.resolve().parent
-    return snapshots.name == "snapshots" and path.resolve().parent == snapshots.parent / "blobs" and path.exists()
-
-
-def _kind(mode: int) -> str:
-    kinds = {stat.S_IFLNK: "a symlink", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO"}
-    return kinds.get(stat.S_IFMT(mode), "a special file")

@@ -36,6 +36,11 @@ class StreamedFile:
         self._left.remove(name)
         self._write_at(self._starts[name], bytes_of(on_cpu))
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all tensors were written."""
+        return not self._left
+
     def close(self) -> None:
         """Bring the file to the disk."""
         assert not self._left, f"not written: {', '.join(sorted(self._left))}"

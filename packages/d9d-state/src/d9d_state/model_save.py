@@ -1,9 +1,10 @@
 """A module's weights as a folder of safetensors files in the Hugging Face layout, complete or not there at all."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, UserError
 from d9d_state._consensus import is_main, num_ranks
@@ -72,9 +73,14 @@ def save_model_state(
             # A rank that failed must go on gathering, or the others would wait for it for ever.
             whole = {name: gather_whole(tensors[name]) for name in group.inputs}
             if not export.names.isdisjoint(group.outputs):
-                export.attempt(lambda whole=whole: export.write(mapper.apply(whole)))
+                export.attempt(partial(_write, export, mapper, whole))
+            del whole  # or it would stand beside the next
             bar.update(sum(mine.tensors[name].num_bytes for name in group.outputs if name in mine.tensors))
     export.commit(texts)
+
+
+def _write(export: Export, mapper: StateMapper, tensors: Mapping[str, Tensor]) -> None:
+    export.write(mapper.apply(tensors))
 
 
 def _foreign(target: Path, own: Iterable[str]) -> str | None:

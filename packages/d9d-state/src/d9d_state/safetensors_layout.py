@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self, final
 
 from d9d_state.json_value import JsonValue, dump_json
-from d9d_state.safetensors_header import dtype_name
+from d9d_state.safetensors_header import MAX_HEADER_BYTES, dtype_name
 from d9d_state.tensor_info import TensorInfo
 
 
@@ -50,6 +50,11 @@ class FileLayout:
             }
         text = dump_json(header)
         text += b" " * (-len(text) % 8)
+        if len(text) > MAX_HEADER_BYTES:
+            raise ValueError(
+                f"got {len(tensors)} tensors for one file, whose header would have {len(text)} bytes, more than the "
+                f"{MAX_HEADER_BYTES} that are read; write several files."
+            )
         start = 8 + len(text)
         return cls(
             struct.pack("<Q", len(text)) + text,

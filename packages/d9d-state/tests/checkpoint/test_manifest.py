@@ -132,8 +132,8 @@ def test_a_manifest_of_another_version_says_so(tmp_path: Path) -> None:
 
 def test_a_manifest_that_is_too_large(tmp_path: Path) -> None:
     with (tmp_path / "manifest.json").open("wb") as file:
-        file.truncate((1 << 28) + 1)
-    with pytest.raises(StateError, match=r"manifest\.json is larger than 268435456 bytes"):
+        file.truncate((1 << 29) + 1)
+    with pytest.raises(StateError, match=r"manifest\.json is larger than 536870912 bytes"):
         Manifest.read(tmp_path)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from d9d_dist import DistributedContext, MeshConfig, UserError
 from d9d_dist.testing import run_ranks
 from d9d_state import CheckpointStore, StateError
+from d9d_state.checkpoint._background import Background
 
 
 class _Gate:
@@ -265,3 +266,29 @@ def test_a_rank_that_dies_is_noticed_by_the_others(tmp_path: Path) -> None:
         run_ranks(_dies, str(tmp_path / "a"), str(tmp_path / "message"))
     assert "step-00000001 failed: " in (tmp_path / "message").read_text()
     assert CheckpointStore(tmp_path / "a").newest() is None
+
+
+def test_a_lock_is_given_back_when_the_save_is_complete(tmp_path: Path, gate: _Gate) -> None:
+    with CheckpointStore(tmp_path) as store:
+        timer = threading.Timer(0.3, gate.open)
+        with store.locked():
+            _save_async(store, 1, _tensors(1.0))
+            timer.start()
+        assert [info.step for info in store.complete()] == [1]
+
+
+def test_whoever_interrupts_the_waiting_leaves_the_folder_locked(
+    tmp_path: Path, gate: _Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+
+    def interrupted(_self: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), store.locked():
+        _save_async(store, 1, _tensors(1.0))
+        patch.setattr(Background, "join", interrupted)
+    with pytest.raises(UserError, match="in use by another job"), CheckpointStore(tmp_path).locked():
+        pass
+    gate.open()
+    store.wait()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from d9d_dist import UserError
 from d9d_state import CheckpointStore, StateError, TensorInfo
+from d9d_state.checkpoint import _commit
 from d9d_state.checkpoint import newest as newest_module
 
 
@@ -407,3 +408,36 @@ def test_nothing_is_pickled_or_unpickled(tmp_path: Path) -> None:
     assert {path.suffix for path in info.folder.iterdir()} == {".json", ".safetensors"}
     with pytest.raises(AssertionError, match="something was pickled"):
         pickle.dumps(1)
+
+
+def test_a_manifest_that_nobody_would_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path)
+    monkeypatch.setattr(_commit, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(StateError, match=r"its manifest would have \d+ bytes, more than the 100 that are read"):
+        _save(store, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_listed_does_not_fail_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    _save(store, 1)
+    original = Path.iterdir
+
+    def refuse(path: Path) -> Iterator[Path]:
+        if path == store.folder:
+            raise PermissionError(13, "Permission denied")
+        return original(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", refuse)
+        _save(store, 2)
+    assert _steps(store) == [2, 1]
+    assert "could not be read, so nothing is deleted" in caplog.text
+
+
+def test_what_is_printed_of_a_checkpoint_is_short(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    _save(store, 1)
+    assert len(repr(store.newest())) < 300

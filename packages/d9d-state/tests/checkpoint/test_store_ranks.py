@@ -1,5 +1,6 @@
 """Checkpoints of several ranks: each shard is written once, and any mesh can read what any other wrote."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from d9d_state import (
     rng_state,
 )
 from d9d_state._sharding import gather_whole
+from d9d_state.checkpoint import newest
 
 
 def _model(seed: int) -> nn.Sequential:
@@ -194,3 +196,46 @@ def _save_without_ctx(folder: str) -> None:
 def test_several_ranks_need_a_context(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="got no ctx on 2 ranks"):
         run_ranks(_save_without_ctx, str(tmp_path))
+
+
+def _go_on_beside_what_one_rank_found_damaged(folder: str) -> list[object]:
+    with MeshConfig(data_parallel_shard=2).build() as ctx, pytest.MonkeyPatch.context() as patch:
+        store = CheckpointStore(folder)
+        for step in (1, 2):
+            store.save(step, {"a": torch.full((3,), float(step))}, ctx=ctx)
+        if ctx.rank == 1:
+            original = newest.damage
+            patch.setattr(
+                newest,
+                "damage",
+                lambda path, *args, **kw: ["bad"] if path.name.endswith("2") else original(path, *args, **kw),
+            )
+        info = store.newest(ctx)
+        assert info is not None
+        store.save(2, {"a": torch.full((3,), 22.0)}, ctx=ctx)
+        patch.undo()
+        again = store.newest(ctx)
+        assert again is not None
+        loaded = torch.zeros(3)
+        store.load(again, {"a": loaded}, ctx)
+        with pytest.MonkeyPatch.context() as inner:
+            if ctx.rank == 0:
+                (Path(folder) / "step-00000009.partial").mkdir()
+                inner.setattr(os, "rmdir", _refuse)
+            ctx.wait_world()
+            with pytest.raises(StateError) as caught:
+                store.discard_partials(ctx)
+        return [info.step, again.step, loaded.tolist(), str(caught.value)]
+
+
+def _refuse(*_args: object) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
+def test_a_job_goes_on_beside_what_one_rank_found_damaged(tmp_path: Path) -> None:
+    results = run_ranks(_go_on_beside_what_one_rank_found_damaged, str(tmp_path))
+    assert results[0] == results[1]
+    *values, message = results[0]
+    assert values == [1, 2, [22.0] * 3]
+    assert "rank 0: what killed saves left in" in message
+    assert (tmp_path / "step-00000002.damaged-1").is_dir()

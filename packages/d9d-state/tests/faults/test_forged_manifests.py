@@ -69,7 +69,7 @@ def _forged(body: dict[str, Any], choice: random.Random) -> tuple[dict[str, Any]
 
 def _text(body: dict[str, Any]) -> bytes:
     digest = hashlib.sha256(dump_json(body)).hexdigest()
-    return dump_json({**body, "sha256": digest}, indent=1) + b"\n"
+    return dump_json({**body, "sha256": digest}) + b"\n"
 
 
 @pytest.fixture(autouse=True)

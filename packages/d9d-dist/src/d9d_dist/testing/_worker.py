@@ -1,6 +1,7 @@
 """The life of one warm rank: wait for a call, run it in a fresh process group, send back what came of it."""
 
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -11,7 +12,8 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import _lru_cache_wrapper
+from itertools import accumulate, count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
+
+# Process groups that models hold in reference cycles keep their threads, each of which wakes a hundred times a second:
+# after some dozens of models a machine does little else. A collection takes a tenth of a second.
+_CALLS_BETWEEN_COLLECTIONS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +62,15 @@ def serve(connection: Connection, log: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the parent, which ends its ranks
     torch.set_num_threads(1)
-    while True:
+    gc.freeze()
+    for number in count(1):
         try:
             call = pickle.loads(connection.recv_bytes())  # noqa: S301  (bytes of our own parent)
         except (EOFError, OSError):
             return
         connection.send_bytes(pickle.dumps(_run(call)))
+        if number % _CALLS_BETWEEN_COLLECTIONS == 0:
+            gc.collect()
 
 
 def _run(call: Call) -> Outcome:
@@ -91,12 +100,22 @@ def _forget_process_groups() -> None:
     # torch.distributed.tensor.debug has a function for this, but importing it needs NumPy.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
+    # Which of these there are differs between versions of torch.
+    for owner in (_redistribute, _collective_utils, _collective_utils.MeshTopoInfo):
+        for name, member in list(vars(owner).items()):
+            if name.endswith("planner_cache") and isinstance(member, dict):
+                member.clear()
+            elif isinstance(getattr(owner, name), _lru_cache_wrapper):
+                getattr(owner, name).cache_clear()
 
 
 def _load_function(call: Call) -> Callable[..., Any]:
-    for name, file in call.files.items():
+    absent = {name: file for name, file in call.files.items() if name not in sys.modules}
+    for name, file in absent.items():
         if name not in sys.modules:
             _load_module(name, file)
+    if absent:
+        gc.freeze()  # what modules hold is not looked through after every call
     target: Any = sys.modules[call.module]
     for part in call.function.split("."):
         target = getattr(target, part)

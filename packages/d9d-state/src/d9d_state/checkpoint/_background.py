@@ -64,10 +64,19 @@ class Background:
         Raises:
             StateError: If it failed, and nobody was told yet.
         """
+        self.join()
+        self.raise_if_failed()
+
+    def join(self) -> None:
+        """Wait until the work is done, whatever came of it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self.raise_if_failed()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the work is still being done."""
+        return self._thread is not None and self._thread.is_alive()
 
     def _run(self, what: str, work: Callable[[], None]) -> None:
         try:

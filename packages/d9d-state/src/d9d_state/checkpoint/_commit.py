@@ -17,6 +17,7 @@ from d9d_state._consensus import agree, exchange_json, is_main
 from d9d_state._digests import PartRecord
 from d9d_state.checkpoint.manifest import (
     MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
     STATE_NAME,
     Chunk,
     FileRecord,
@@ -96,14 +97,14 @@ def write_checkpoint(job: SaveJob, parts: Mapping[str, Tensor], *, group: dist.P
     records: JsonValue = None
     try:
         records = _write_own(job, parts)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever it is, the others wait for the agreement
         problem = f"{failed}: {error}"
     _agree_or_discard(problem, job, group)
     written = exchange_json(records, job.ctx, group=group)
     try:
         if is_main(job.ctx):
             _commit(job, written)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         problem = f"{failed}: {error}"
     _agree_or_discard(problem, job, group)
 
@@ -159,7 +160,13 @@ def _commit(job: SaveJob, written: list[Any]) -> None:
         files[rank_state_name(rank)] = FileRecord(rank_state.size, rank_state)
     tensors = {name: TensorRecord(info, tuple(chunks[name])) for name, info in job.plan.tensors.items()}
     manifest = Manifest(job.run_id, job.step, job.metric, job.mesh, len(written), tensors, files)
-    _files.write_file(job.partial / MANIFEST_NAME, [manifest.dump()])
+    text = manifest.dump()
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise ValueError(
+            f"its manifest would have {len(text)} bytes, more than the {MAX_MANIFEST_BYTES} that are read; "
+            "save fewer, larger tensors, or shard them over fewer ranks."
+        )
+    _files.write_file(job.partial / MANIFEST_NAME, [text])
     _files.fsync_folder(job.partial)
     _files.rename(job.partial, job.folder)
     _files.fsync_folder(job.folder.parent)

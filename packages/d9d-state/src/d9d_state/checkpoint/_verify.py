@@ -10,7 +10,7 @@ from typing import final
 
 from d9d_dist import DistributedContext, UserError
 from d9d_state._digests import PartRecord
-from d9d_state._files import member
+from d9d_state._member import open_member
 from d9d_state.checkpoint.manifest import Manifest
 
 _BLOCK = 1 << 22
@@ -89,7 +89,7 @@ def _with_folder(folder: Path) -> Callable[[FilePart], str | None]:
 def _problem(folder: Path, part: FilePart) -> str | None:
     path = folder / part.file
     try:
-        descriptor = os.open(member(folder, part.file), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = open_member(folder, part.file)
         try:
             size = os.fstat(descriptor).st_size
             is_sound = size == part.size and _digest(descriptor, part) == part.record.sha256

@@ -1,15 +1,16 @@
 """One complete checkpoint, as it lies on disk: what can be known and proven of it before a tensor is read."""
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
 from d9d_dist import UserError
-from d9d_state import _files
 from d9d_state._digests import PartRecord
+from d9d_state._member import open_member_file
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of
 from d9d_state.checkpoint.manifest import STATE_NAME, Manifest, rank_state_name
 from d9d_state.errors import StateError
@@ -31,7 +32,7 @@ class CheckpointInfo:
     """
 
     folder: Path
-    manifest: Manifest
+    manifest: Manifest = field(repr=False)
     is_verified: bool = False
 
     @property
@@ -95,7 +96,8 @@ class CheckpointInfo:
     def _read_json(self, name: str) -> JsonValue:
         """Read once, so that what is proven is what is parsed."""
         try:
-            data = _files.member(self.folder, name).read_bytes()
+            with open_member_file(self.folder, name) as file:
+                data = file.read()
         except (UserError, OSError) as error:
             raise StateError(self._describe([str(error)])) from error
         if PartRecord(len(data), hashlib.sha256(data).hexdigest()) != self.manifest.files[name].head:
@@ -135,7 +137,8 @@ def open_complete(path: Path) -> CheckpointInfo:
         raise StateError(f"its manifest is of step {manifest.step}.")
     for name, record in manifest.files.items():
         try:
-            size = _files.member(path, name).stat().st_size
+            with open_member_file(path, name) as file:
+                size = os.fstat(file.fileno()).st_size
         except (UserError, OSError) as error:
             raise StateError(str(error)) from error
         if size != record.size:

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Self, final
 
 from d9d_dist import UserError
 from d9d_state._digests import PartRecord
-from d9d_state._files import member
+from d9d_state._member import open_member_file
 from d9d_state.checkpoint.boxes import Box, cover_problem
 from d9d_state.errors import StateError
 from d9d_state.json_value import JsonValue, dump_json, parse_json
@@ -21,7 +22,7 @@ MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"
 _FORMAT = "d9d-checkpoint"
 _VERSION = 2
-_MAX_BYTES = 1 << 28
+MAX_MANIFEST_BYTES = 1 << 29  # room for about three million chunks
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -122,9 +123,10 @@ class Manifest:
         """
         path = folder / MANIFEST_NAME
         try:
-            if member(folder, MANIFEST_NAME).stat().st_size > _MAX_BYTES:
-                raise StateError(f"{path} is larger than {_MAX_BYTES} bytes; it is no manifest.")
-            return cls._parse(path.read_bytes())
+            with open_member_file(folder, MANIFEST_NAME) as file:
+                if os.fstat(file.fileno()).st_size > MAX_MANIFEST_BYTES:
+                    raise StateError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes; it is no manifest.")
+                return cls._parse(file.read())
         except (UserError, OSError) as error:
             raise StateError(str(error)) from error
         except (ValueError, KeyError, TypeError) as error:
@@ -189,7 +191,7 @@ def tensors_name(rank: int) -> str:
 
 def _with_digest(body: Mapping[str, JsonValue]) -> bytes:
     digest = hashlib.sha256(dump_json(body)).hexdigest()
-    return dump_json({**body, "sha256": digest}, indent=1) + b"\n"
+    return dump_json({**body, "sha256": digest}) + b"\n"
 
 
 def _check_version(version: JsonValue) -> None:

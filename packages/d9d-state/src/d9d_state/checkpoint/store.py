@@ -110,14 +110,17 @@ class CheckpointStore:
         Raises:
             StateError: On every rank, if the main process sees a folder with the name of a checkpoint.
         """
-        problem = None
-        if is_main(ctx) and self.folder.is_dir():
-            names = sorted(path.name for path in self.folder.iterdir() if step_of(path.name) >= 0)
-            if names:
-                problem = (
-                    f"{self.folder} holds {', '.join(names)}, but none of them can be loaded; the log says why. "
-                    "Repair what is wrong, or move them away to start anew."
-                )
+        problem, names = None, []
+        try:
+            if is_main(ctx) and self.folder.is_dir():
+                names = sorted(path.name for path in self.folder.iterdir() if step_of(path.name) >= 0)
+        except OSError as error:
+            problem = f"{self.folder} cannot be read: {error}"
+        if names:
+            problem = (
+                f"{self.folder} holds {', '.join(names)}, but none of them can be loaded; the log says why. "
+                "Repair what is wrong, or move them away to start anew."
+            )
         agree(problem, ctx)
 
     def prepare(self, tensors: Mapping[str, Tensor], ctx: DistributedContext | None = None) -> None:
@@ -205,7 +208,7 @@ class CheckpointStore:
         try:
             parts = self._planner.local_parts(tensors, job.plan, job.rank)
             copies = self._staging.copy(parts, job.plan, job.rank)
-        except (MemoryError, RuntimeError) as error:
+        except Exception as error:  # whatever it is, the others wait for the agreement
             problem = f"{job.folder} could not be copied to host memory: {error}"
         agree(problem, ctx)
 
@@ -272,7 +275,8 @@ class CheckpointStore:
     def locked(self, ctx: DistributedContext | None = None) -> Generator[None]:
         """Keep other jobs out of the folder for as long as the body runs. Collective.
 
-        The main process holds the lock, which the system gives back if that dies. The folder is made if it is absent.
+        The main process holds the lock, which the system gives back if that dies. The folder is made if it is absent. A
+        save in the background is waited for before the lock is given back.
 
         Args:
             ctx: The ranks; `None` for a process on its own.
@@ -297,16 +301,30 @@ class CheckpointStore:
                 raise UserError(str(refusals[0]))
             yield
         finally:
-            lock.release()
+            try:
+                self._background.join()
+            finally:
+                # Whoever interrupts the waiting leaves the lock to the end of the process, which the thread delays.
+                if not self._background.is_busy:
+                    lock.release()
 
     def discard_partials(self, ctx: DistributedContext | None = None) -> None:
-        """Delete what killed saves and killed deletions left. The main process does it; call it when a job starts."""
+        """Delete what killed saves and killed deletions left; call it when a job starts. Collective.
+
+        Raises:
+            StateError: On every rank, if the main process cannot delete it.
+        """
         self.wait()
-        if is_main(ctx) and self.folder.is_dir():
-            for path in sorted(self.folder.glob("step-*.partial")):
-                if step_of(path.stem) >= 0 and path.is_dir() and not path.is_symlink():
-                    _LOGGER.info("deleting %s, which was never completed", path)
-                    _files.remove_folder(path)
+        problem = None
+        try:
+            if is_main(ctx) and self.folder.is_dir():
+                for path in sorted(self.folder.glob("step-*.partial")):
+                    if step_of(path.stem) >= 0 and path.is_dir() and not path.is_symlink():
+                        _LOGGER.info("deleting %s, which was never completed", path)
+                        _files.remove_folder(path)
+        except OSError as error:
+            problem = f"what killed saves left in {self.folder} could not be deleted: {error}"
+        agree(problem, ctx)
 
     def _begin(
         self,
@@ -319,13 +337,14 @@ class CheckpointStore:
         ctx: DistributedContext | None,
     ) -> SaveJob:
         """All that a save does before it touches the disk, but for a damaged checkpoint that is in its way."""
-        texts, folder, problem = (b"", b""), self.folder, None
+        texts, folder, run_id, problem = (b"", b""), self.folder, "", None
         is_alone = num_ranks(ctx) == 1
         try:
             self._background.wait()
             texts = dump_json(state), dump_json(rank_state)
             folder = self.folder / folder_name(step)
-        except (StateError, ValueError) as error:
+            run_id = self._current_run_id() if is_main(ctx) else ""
+        except (StateError, ValueError, OSError) as error:
             if is_alone:
                 raise
             problem = str(error)
@@ -335,7 +354,6 @@ class CheckpointStore:
         if metric is not None and not math.isfinite(metric):
             _LOGGER.warning("the metric of step %d is %s, which counts as none", step, metric)
             metric = None
-        run_id = self._current_run_id() if is_main(ctx) else ""
         metric = None if metric is None else float(metric)
         return SaveJob(folder, run_id, step, metric, _mesh_shape(ctx), plan, *texts, ctx)
 
@@ -344,6 +362,8 @@ class CheckpointStore:
         problem, exists = None, False
         if is_main(ctx) and folder.exists():
             try:
+                if folder in self._damaged:
+                    raise StateError("a rank found it damaged.")
                 open_complete(folder).verify()
                 exists = True
             except StateError as reason:
@@ -357,7 +377,11 @@ class CheckpointStore:
         """Delete what is not to be kept; never what was just saved. A failure to delete stops nobody."""
         if not is_main(job.ctx) or self._retention.last is None:
             return
-        found = [info for info in self._newest_first() if info.folder not in self._damaged]
+        try:
+            found = [info for info in self._newest_first() if info.folder not in self._damaged]
+        except OSError as error:
+            _LOGGER.warning("%s could not be read, so nothing is deleted: %s", self.folder, error)
+            return
         own = [info for info in found if info.run_id == job.run_id]
         own.sort(key=lambda info: info.step == job.step, reverse=True)
         kept = self._retention.kept(own)
@@ -391,7 +415,15 @@ class CheckpointStore:
                     raise StateError(f"it is of the run {info.run_id}, not of {self._only_run}.")
                 yield info
             except StateError as reason:
-                _LOGGER.log(log_level, "skipping %s: %s", path, reason)
+                level = logging.WARNING if _is_disk_error(reason) else log_level
+                _LOGGER.log(level, "skipping %s: %s", path, reason)
+
+
+def _is_disk_error(error: BaseException | None) -> bool:
+    """Whether a disk failed to give what is there; that is news, unlike a folder that is no checkpoint."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error is not None and not isinstance(error, FileNotFoundError)
 
 
 def _move_aside(folder: Path, reason: StateError) -> str | None:

@@ -209,8 +209,8 @@ def transform(
     Args:
         srcs: Names of the tensors it takes, in order.
         dsts: Names of the tensors it gives, in order.
-        function: Takes one tensor per name of `srcs` and gives a sequence with one per name of `dsts`. It has to work
-            on meta tensors too, for the check of shapes.
+        function: Takes one tensor per name of `srcs`, which it must not change, and gives a sequence with one per name
+            of `dsts`. It has to work on meta tensors too, for the check of shapes.
         inverse: The way back, bit for bit; without it, the mapper has no inverse.
         elementwise: Whether all tensors have one shape, and each element is computed from those at its place only. A
             rank that holds a shard then reads and computes no more than that.
