@@ -1,5 +1,6 @@
 """Jobs whose ranks are forked from a warm process, so that killing them costs the job's own time and no imports."""
 
+import atexit
 import ctypes
 import importlib
 import json
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -22,7 +24,7 @@ import torch
 import torch.distributed as dist
 from jobs import Ended, script
 
-from d9d_dist.testing import run_ranks
+from d9d_dist.testing import RankPool
 
 When: TypeAlias = float | Literal["in a save"]
 """After how many seconds a rank is killed; or as soon as a checkpoint that is not the first is being written."""
@@ -49,7 +51,7 @@ def forked_job(
         folder: The run's folder, whose checkpoints are watched.
     """
     job = _Job(name, list(arguments), world_size, killed, seed, str(folder))
-    (ended,) = run_ranks(_in_warm_process, job, world_size=1, timeout=_SECONDS + _ALONE)
+    (ended,) = _warm_process().run(_in_warm_process, job, world_size=1, timeout=_SECONDS + _ALONE)
     return None if ended is None else [Ended(**each) for each in ended]
 
 
@@ -61,6 +63,14 @@ class _Job:
     killed: When
     seed: int
     folder: str
+
+
+@cache
+def _warm_process() -> RankPool:
+    """A process of its own: one that has gone backward once cannot be forked for it any more."""
+    pool = RankPool()
+    atexit.register(pool.close)
+    return pool
 
 
 def _in_warm_process(job: _Job) -> list[dict[str, Any]] | None:

@@ -59,7 +59,8 @@ def test_the_run_folder_and_the_last_line(tmp_path: Path) -> None:
     assert summary["tokens_per_second"] > 0
     assert json.loads((run_dir / "config.json").read_text())["model"]["hidden_size"] == 32
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+    names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert names == ["job.lock", "step-00000003", "step-00000006"]
     assert "def " in ended.output
 
 

@@ -285,9 +285,15 @@ def test_whoever_interrupts_the_waiting_leaves_the_folder_locked(
     def interrupted(_self: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), store.locked():
-        _save_async(store, 1, _tensors(1.0))
-        patch.setattr(Background, "join", interrupted)
+    def save_locked() -> None:
+        with store.locked():
+            _save_async(store, 1, _tensors(1.0))
+            monkeypatch.setattr(Background, "join", interrupted)
+
+    join = Background.join
+    with pytest.raises(KeyboardInterrupt):
+        save_locked()
+    monkeypatch.setattr(Background, "join", join)
     with pytest.raises(UserError, match="in use by another job"), CheckpointStore(tmp_path).locked():
         pass
     gate.open()
