@@ -389,6 +389,22 @@ def test_a_model_must_use_the_tensor_parallel_axis(tmp_path: Path) -> None:
         assert 'made on the whole model by parallelize_tensor(model, dense["tp"], plan), then parallelize_h' in message
 
 
+class _InHalf(_Whole):
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        model.to(torch.bfloat16)
+
+
+def test_parallelize_must_leave_shapes_and_dtypes(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        Trainer(_config(tmp_path), model=_InHalf(), data=_data(), task=_Regression()).train()
+    for line in (
+        "the model provider's parallelize changed the model, so that its checkpoints could not be resumed from:\n",
+        "  down.bias: built as [1] float64, now [1] bfloat16\n",
+        "pass a Precision to parallelize_hsdp",
+    ):
+        assert line in str(caught.value)
+
+
 class _OnlyTensorParallel(_Whole):
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         parallelize_tensor(model, ctx.mesh_for("dense")["tp"], {"up": ColumnParallel(), "down": RowParallel()})

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from d9d_state import (
     JsonValue,
     StateError,
     StateMapper,
+    TensorInfo,
     check_model_state,
     check_same_model,
+    model_tensors,
 )
 
 
@@ -229,6 +232,36 @@ def check_metric_names(task: Task) -> None:
     if taken := sorted(own & task.metrics().keys()):
         raise UserError(
             f"the task's metrics include {', '.join(taken)}, which the Trainer reports itself; rename them."
+        )
+
+
+def describe_tensors(model: nn.Module) -> dict[str, TensorInfo]:
+    """Global shape and dtype of every parameter and persistent buffer."""
+    return {name.removeprefix("model."): TensorInfo.of(tensor) for name, tensor in model_tensors(model).items()}
+
+
+def check_unchanged(model: nn.Module, built: Mapping[str, TensorInfo]) -> None:
+    """Refuse a model that is not what was built any more: a checkpoint of it would not fit the model of the next start.
+
+    Args:
+        model: After `parallelize`.
+        built: What `describe_tensors` said before.
+
+    Raises:
+        UserError: Listing the differences.
+    """
+    now = describe_tensors(model)
+    lines = [
+        f"  {name}: built as {built[name].describe() if name in built else 'nothing'}, now "
+        f"{now[name].describe() if name in now else 'nothing'}"
+        for name in dict.fromkeys([*built, *now])
+        if built.get(name) != now.get(name)
+    ]
+    if lines:
+        raise UserError(
+            "the model provider's parallelize changed the model, so that its checkpoints could not be resumed from:\n"
+            + "\n".join(lines)
+            + "\nDo that in build, or, to compute in another dtype, pass a Precision to parallelize_hsdp."
         )
 
 

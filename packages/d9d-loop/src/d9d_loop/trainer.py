@@ -21,7 +21,15 @@ from d9d_loop.job_state import JobState
 from d9d_loop.lr_schedule import LrSchedule
 from d9d_loop.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizer import OptimizerProvider
-from d9d_loop.preflight import JobPlan, check_job, check_metric_names, check_parallelized, checkpoint_folder
+from d9d_loop.preflight import (
+    JobPlan,
+    check_job,
+    check_metric_names,
+    check_parallelized,
+    check_unchanged,
+    checkpoint_folder,
+    describe_tensors,
+)
 from d9d_loop.reports import Reports
 from d9d_loop.sample_order import SampleOrder
 from d9d_loop.task import Task
@@ -179,7 +187,9 @@ class Trainer:
         """Build on meta, parallelise, materialise."""
         with torch.device("meta"):
             model = self._provider.build(StageInfo())
+        built = describe_tensors(model)
         self._provider.parallelize(model, ctx)
+        check_unchanged(model, built)
         check_parallelized(model, ctx)
         materialize(model, device=ctx.device, seed=self._config.seed)
         return model.train()
