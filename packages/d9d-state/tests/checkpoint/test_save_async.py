@@ -167,13 +167,15 @@ def test_another_error_is_not_hidden_by_a_failure(tmp_path: Path, monkeypatch: p
 
 
 def _forget(folder: Path) -> None:
+    torch.set_num_threads(1)  # the threads that OpenMP has in the parent are not there, and would be waited for
     CheckpointStore(folder).save_async(1, {"a": torch.ones(3_000_000)})
 
 
 def test_a_process_that_ends_finishes_what_it_began(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=_forget, args=(tmp_path,))
     process.start()
-    process.join()
+    process.join(60)
+    assert process.exitcode == 0
     info = CheckpointStore(tmp_path).newest()
     assert info is not None
     assert info.step == 1
