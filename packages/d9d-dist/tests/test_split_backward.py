@@ -1,193 +1,243 @@
-from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from d9d_dist.split_backward import SplitBackward, gradients_wanted
-
-NUM_LAYERS = 3
+from d9d_dist.split_backward import GradientSlot, SplitBackward, take_weight
 
 
-class _Linear(torch.autograd.Function):
+class _ScaleFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, matmuls: Counter[str]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, slot: GradientSlot) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.wanted, ctx.matmuls = gradients_wanted(), matmuls
-        return x @ weight.T
+        ctx.slot = slot
+        return x * weight
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        grad_x = grad_weight = None
-        if ctx.wanted.inputs:
-            grad_x = gradients[0] @ weight
-            ctx.matmuls["inputs"] += 1
-        if ctx.wanted.weights:
-            grad_weight = gradients[0].T @ x
-            ctx.matmuls["weights"] += 1
-        return grad_x, grad_weight, None
+        return gradients[0] * weight, ctx.slot.give(lambda: (gradients[0] * x).sum((0, 1))), None
 
 
-class _Stage:
-    """Layers of `_Linear`, whose outputs are kept: there the second pass starts."""
-
-    def __init__(self, seed: int) -> None:
-        draws = torch.Generator().manual_seed(seed)
-        x, *weights = (torch.randn(4, 4, dtype=torch.float64, generator=draws) for _ in range(1 + NUM_LAYERS))
-        self.x, self.weights = x.requires_grad_(), [weight.requires_grad_() for weight in weights]
-        self.matmuls: Counter[str] = Counter()
-        self.split = SplitBackward()
-        self.between: list[Tensor] = []
-        self.loss = x.new_zeros(())
-
-    def forward(self) -> None:
-        with self.split.forward():
-            h = self.x
-            for weight in self.weights:
-                h = _Linear.apply(h.tanh(), weight, self.matmuls)
-                self.between.append(h)
-            self.loss = h.square().sum()
-
-    def joint(self) -> list[Tensor]:
-        return list(torch.autograd.grad(self.loss, [self.x, *self.weights], retain_graph=True))
-
-    def inputs(self) -> tuple[Tensor, list[Tensor]]:
-        with self.split.only_inputs():
-            grad_x, *grads = torch.autograd.grad(self.loss, [self.x, *self.between], retain_graph=True)
-        return grad_x, grads
-
-    def weight_gradients(self, grads: list[Tensor]) -> list[Tensor]:
-        with self.split.only_weights():
-            return [
-                torch.autograd.grad(h, weight, grad)[0]
-                for h, weight, grad in zip(self.between, self.weights, grads, strict=True)
-            ]
+def _scale(x: Tensor, weight: Tensor) -> Tensor:
+    """A custom function whose weight's gradient can wait."""
+    weight, slot = take_weight(weight, x)
+    return _ScaleFunction.apply(x, weight, slot)
 
 
-def _expected(seed: int) -> list[Tensor]:
-    stage = _Stage(seed)
-    h = stage.x
-    for weight in stage.weights:
-        h = torch.nn.functional.linear(h.tanh(), weight)
-    return list(torch.autograd.grad(h.square().sum(), [stage.x, *stage.weights]))
+class _Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
 
 
-def _are_equal(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+class _Stage(nn.Module):
+    """All that a stage may hold: biases or none, a weight used twice, a custom function, a weight that is computed."""
+
+    def __init__(self, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.third = parametrize.register_parametrization(nn.Linear(4, 4), "weight", _Doubled())
+        self.scale, self.shift = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4))
+        self.double()
+
+    def block(self, x: Tensor) -> Tensor:
+        x = x + self.first(x).tanh()
+        x = _scale(self.second(x), self.scale)
+        return self.first(x) + self.shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.block, x, use_reentrant=False) if self.recompute else self.block(x)
+        return F.linear(self.third(x).relu(), self.second.weight)
 
 
-def test_two_passes_give_the_gradients_of_one_with_each_matmul_once() -> None:
-    stage = _Stage(0)
-    stage.forward()
-    grad_x, grads = stage.inputs()
-    assert stage.matmuls == {"inputs": NUM_LAYERS}
-    found = [grad_x, *stage.weight_gradients(grads)]
-    assert stage.matmuls == {"inputs": NUM_LAYERS, "weights": NUM_LAYERS}
-    joint = _Stage(0)
-    joint.forward()
-    assert _are_equal(found, joint.joint())
-    torch.testing.assert_close(found, _expected(0), rtol=1e-12, atol=1e-12)
+DEFERRED = ("first.weight", "second.weight", "third.parametrizations.weight.original", "scale")
 
 
-def test_a_pass_outside_the_contexts_wants_everything() -> None:
-    stage = _Stage(0)
-    stage.forward()
-    stage.inputs()
-    stage.matmuls.clear()
-    stage.joint()
-    assert stage.matmuls == {"inputs": NUM_LAYERS, "weights": NUM_LAYERS}
+def _stage(**options: bool) -> tuple[_Stage, Tensor, Tensor]:
+    torch.manual_seed(0)
+    stage = _Stage(**options)
+    x, grad_y = (torch.randn(2, 3, 4, dtype=torch.float64) for _ in range(2))
+    return stage, x.requires_grad_(), grad_y
 
 
-def test_functions_outside_any_split_want_everything() -> None:
-    stage = _Stage(0)
-    h = _Linear.apply(stage.x, stage.weights[0], stage.matmuls)
-    with stage.split.only_inputs():
-        grads = torch.autograd.grad(h.sum(), [stage.x, stage.weights[0]])
-    assert stage.matmuls == {"inputs": 1, "weights": 1}
-    assert len(grads) == 2
+def _gradients(stage: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in stage.named_parameters()}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_wait_and_everything_equals_one_backward(recompute: bool) -> None:
+    stage, x, grad_y = _stage(recompute=recompute)
+    stage(x).backward(grad_y)
+    expected, expected_x = _gradients(stage), x.grad
+    stage.zero_grad()
+    x.grad = None
+
+    split = SplitBackward()
+    with split.forward():
+        y = stage(x)
+    later = split.backward([y], [grad_y])
+    torch.testing.assert_close(x.grad, expected_x, rtol=1e-12, atol=1e-12)
+    early = _gradients(stage)
+    # first and third have a bias, whose gradient cannot wait; computed weights are hidden until theirs is there.
+    assert {name for name, gradient in early.items() if gradient is None} == set(DEFERRED)
+    later.compute()
+    assert len(later) == 0
+    torch.testing.assert_close(_gradients(stage), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_microbatches_in_flight_at_a_time_add_up() -> None:
+    stage, x, grad_y = _stage()
+    for factor in (1.0, 2.0, 3.0):
+        stage(factor * x).backward(grad_y)
+    expected = _gradients(stage)
+    stage.zero_grad()
+
+    split = SplitBackward()
+    with split.forward():
+        outputs = [stage(factor * x) for factor in (1.0, 2.0, 3.0)]
+    waiting = [split.backward([output], [grad_y]) for output in outputs]
+    for later in reversed(waiting):
+        later.compute()
+    torch.testing.assert_close(_gradients(stage), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_each_weight_is_added_to_once() -> None:
+    stage, x, grad_y = _stage()
+    added: list[str] = []
+    for name, parameter in stage.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: added.append(name))
+    split = SplitBackward()
+    with split.forward():
+        y = stage(x)
+    later = split.backward([y], [grad_y])
+    later.compute()
+    assert sorted(added) == sorted(dict(stage.named_parameters()))
+
+
+def test_a_backward_that_is_not_split_computes_everything() -> None:
+    stage, x, grad_y = _stage()
+    stage(x).backward(grad_y)
+    expected = _gradients(stage)
+    stage.zero_grad()
+    with SplitBackward().forward():
+        y = stage(x)
+    y.backward(grad_y)
+    torch.testing.assert_close(_gradients(stage), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_waits_is_not_added_to_by_others() -> None:
+    """The gradient of `shift` is the one that the linear layer before it received; the next must not go into both."""
+    torch.manual_seed(0)
+    linear, shift = nn.Linear(3, 3, bias=False).double(), nn.Parameter(torch.zeros(2, 5, 3, dtype=torch.float64))
+    x, grad_y = (torch.randn(2, 5, 3, dtype=torch.float64) for _ in range(2))
+    split, waiting = SplitBackward(), []
+    for _ in range(2):
+        with split.forward():
+            y = (linear(x.clone().requires_grad_()) + shift).view(-1)
+        waiting.append(split.backward([y], [grad_y.view(-1).clone()]))
+    for later in waiting:
+        later.compute()
+    torch.testing.assert_close(linear.weight.grad, 2 * grad_y.flatten(0, 1).T @ x.flatten(0, 1))
+
+
+@pytest.mark.parametrize("change", [nn.Linear.requires_grad_, torch.no_grad], ids=["frozen", "no_grad"])
+def test_nothing_waits_where_nothing_is_trained(change: Callable[..., Any]) -> None:
+    linear = nn.Linear(3, 3)
+    x = torch.randn(2, 3, requires_grad=True)
+    split = SplitBackward()
+    if change is torch.no_grad:
+        with torch.no_grad(), split.forward():
+            assert not linear(x).requires_grad
+        return
+    linear.requires_grad_(False)
+    with split.forward():
+        y = linear(x)
+    later = split.backward([y.sum()], [None])
+    assert len(later) == 0
+    torch.testing.assert_close(x.grad, linear.weight.sum(0).expand(2, 3))
+
+
+def test_autocast_is_left_to_torch() -> None:
+    linear = nn.Linear(4, 4)
+    x = torch.randn(2, 4, requires_grad=True)
+    split = SplitBackward()
+    with split.forward(), torch.autocast("cpu", dtype=torch.bfloat16):
+        y = linear(x)
+    assert y.dtype == torch.bfloat16
+    later = split.backward([y.sum()], [None])
+    assert len(later) == 0
+    assert linear.weight.grad is not None
 
 
 def test_backward_may_run_in_another_thread() -> None:
-    stage = _Stage(0)
-    stage.forward()
-    with ThreadPoolExecutor(1) as other, stage.split.only_inputs():
-        other.submit(torch.autograd.grad, stage.loss, stage.x).result()
-    assert stage.matmuls == {"inputs": NUM_LAYERS}
-
-
-def test_the_innermost_split_counts() -> None:
-    outer, inner = SplitBackward(), SplitBackward()
-    with outer.forward():
-        before = gradients_wanted()
-        with inner.forward():
-            inside = gradients_wanted()
-        after = gradients_wanted()
-    outside = gradients_wanted()
-    assert before is after
-    with outer.only_weights(), inner.only_inputs():
-        assert (before.inputs, before.weights) == (False, True)
-        assert (inside.inputs, inside.weights) == (True, False)
-        assert outside.inputs
-        assert outside.weights
-
-
-def test_stages_in_turn_and_in_threads_do_not_disturb_each_other() -> None:
-    first, second = _Stage(1), _Stage(2)
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(_Stage.forward, (first, second)))
-        with first.split.only_weights():  # a pass of one stage within a pass of another
-            grad_x, grads = second.inputs()
-        assert second.matmuls == {"inputs": NUM_LAYERS}
-        first_grad_x, first_grads = first.inputs()
-        weights = threads.submit(second.weight_gradients, grads), threads.submit(first.weight_gradients, first_grads)
-        second_weights, first_weights = (future.result() for future in weights)
-    assert first.matmuls == second.matmuls == {"inputs": NUM_LAYERS, "weights": NUM_LAYERS}
-    torch.testing.assert_close([first_grad_x, *first_weights], _expected(1), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close([grad_x, *second_weights], _expected(2), rtol=1e-12, atol=1e-12)
+    stage, x, grad_y = _stage()
+    split = SplitBackward()
+    with split.forward():
+        y = stage(x)
+    with ThreadPoolExecutor(1) as other:
+        later = other.submit(split.backward, [y], [grad_y]).result()
+    assert len(later) == len(DEFERRED)
 
 
 def _fail() -> None:
     raise RuntimeError("failed")
 
 
-def test_an_exception_restores_what_was_wanted() -> None:
-    split = SplitBackward()
+def test_the_innermost_split_counts() -> None:
+    outer, inner = SplitBackward(), SplitBackward()
+    linear = nn.Linear(3, 3, bias=False)
+    x = torch.randn(2, 3, requires_grad=True)
+    with outer.forward():
+        with inner.forward():
+            y = linear(x)
+        z = linear(y)
+    assert len(outer.backward([z.sum()], [None])) == 1  # inner's is computed at once
+    assert linear.weight.grad is not None
+
+
+def test_a_function_outside_any_split_is_autograds() -> None:
+    x, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    (found,) = torch.autograd.grad(_scale(x, weight).sum(), weight)
+    torch.testing.assert_close(found, x.detach().sum((0, 1)))
+    assert _scale(x, weight.detach()).grad_fn is not None  # frozen weights give nothing, and are not asked
+    assert torch.autograd.grad(_scale(x, weight.detach()).sum(), x)[0].shape == x.shape
+
+
+def test_without_inputs_that_need_gradients_nothing_waits() -> None:
+    linear, split = nn.Linear(3, 3), SplitBackward()
     with split.forward():
-        wanted = gradients_wanted()
-    for context in (split.forward, split.only_inputs, split.only_weights):
-        with pytest.raises(RuntimeError, match="failed"), context():
-            _fail()
-        assert gradients_wanted() is not wanted
-        assert wanted.inputs
-        assert wanted.weights
+        y = linear(torch.randn(2, 3))
+    later = split.backward([y.sum()], [None])
+    assert len(later) == 0
+    assert linear.weight.grad is not None
 
 
-def test_one_split_serves_all_microbatches_of_a_stage() -> None:
-    stage = _Stage(0)
-    stage.forward()
-    earlier = stage.between, stage.loss
-    stage.between = []
-    stage.forward()
-    stage.inputs()
-    stage.between, stage.loss = earlier
-    stage.inputs()
-    assert stage.matmuls == {"inputs": 2 * NUM_LAYERS}
+def test_an_exception_ends_the_context() -> None:
+    split = SplitBackward()
+    with pytest.raises(RuntimeError, match="failed"), split.forward():
+        _fail()
+    weight, x = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    assert take_weight(weight, x)[0] is weight
+    x.register_hook(lambda _: _fail())
+    for _ in range(2):  # the second is not refused as a second pass at a time
+        with pytest.raises(RuntimeError, match="failed"):
+            split.backward([x.sum()], [None])
 
 
-def test_recomputed_activations_keep_the_split() -> None:
-    stage = _Stage(0)
-
-    def block(x: Tensor) -> Tensor:
-        return _Linear.apply(x, stage.weights[0], stage.matmuls).tanh()
-
-    with stage.split.forward():
-        h = checkpoint(block, stage.x, use_reentrant=False)
-    with ThreadPoolExecutor(1) as other, stage.split.only_inputs():
-        (grad_x,) = other.submit(lambda: torch.autograd.grad(h.sum(), stage.x)).result()
-    assert stage.matmuls == {"inputs": 1}
-    (expected,) = torch.autograd.grad((stage.x @ stage.weights[0].T).tanh().sum(), stage.x)
-    assert _are_equal([grad_x], [expected])
+def test_stages_do_not_disturb_each_other() -> None:
+    (first, x, grad_y), (second, z, grad_w) = _stage(), _stage()
+    one, other = SplitBackward(), SplitBackward()
+    with one.forward():
+        y = first(x)
+    with other.forward():
+        w = second(z)
+    assert len(one.backward([w], [grad_w])) == 0  # of the other stage: nothing of it waits
+    one.backward([y], [grad_y]).compute()
+    torch.testing.assert_close(_gradients(first), _gradients(second), rtol=1e-12, atol=1e-12)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d9d_dist import MeshConfig, parallelize_fsdp
+from d9d_dist import MeshConfig, UserError, parallelize_fsdp
 from d9d_dist.testing import run_ranks
 from d9d_pipeline import (
     Action,
@@ -130,17 +130,17 @@ def test_gradients_are_reduced_once_a_step() -> None:
         assert torch.equal(gradient, torch.full((4, 4), 4 * (1.0 + 2.0)))
 
 
-def test_refuses_a_program_of_several_ranks() -> None:
-    with pytest.raises(ValueError, match=r"got a program for 2 ranks; this executor runs programs of one rank"):
+def test_refuses_a_program_of_another_number_of_ranks() -> None:
+    with pytest.raises(UserError, match=r"got a program for 2 ranks and a group of 1; expected equally many. Build"):
         Executor(build(GPipe(), num_ranks=2, num_microbatches=2), {0: nn.Identity()})
 
 
 def test_refuses_other_stages() -> None:
-    with pytest.raises(ValueError, match=r"got the stages \[1\]; the program has the stages 0 to 0"):
+    with pytest.raises(UserError, match=r"got the stages \[1\] on pipeline rank 0; expected \[0\], which the program"):
         Executor(build(GPipe(), num_ranks=1, num_microbatches=2), {1: nn.Identity()})
 
 
 def test_refuses_a_wrong_number_of_microbatches() -> None:
     executor = Executor(build(GPipe(), num_ranks=1, num_microbatches=2), {0: nn.Identity()})
-    with pytest.raises(ValueError, match=r"got inputs for 1 microbatches; the program has 2"):
+    with pytest.raises(ValueError, match=r"got inputs for 1 microbatches; expected 2"):
         executor.step([Inputs(torch.ones(1))], lambda outputs, _: outputs.sum())

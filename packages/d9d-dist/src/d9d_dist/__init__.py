@@ -37,13 +37,19 @@ from d9d_dist.differentiable import (
 from d9d_dist.errors import UserError
 from d9d_dist.gradient_norm import global_grad_norm, grad_norm_parts
 from d9d_dist.gradient_sync import GradientSync, sync_gradients
-from d9d_dist.gradients import clip_grad_norm_, scale_gradients_, set_gradient_sync
+from d9d_dist.gradients import (
+    clip_grad_norm_,
+    defer_gradient_sync,
+    finish_gradient_sync,
+    scale_gradients_,
+    set_gradient_sync,
+)
 from d9d_dist.late_init import ModuleLateInit, canonical_name, materialize
 from d9d_dist.launch import Launch, read_launch
 from d9d_dist.mesh import MeshConfig
 from d9d_dist.offload import ModuleOffloader, Offloadable, Offloaded, offload_tensor, onload_tensor
 from d9d_dist.seeds import seed_everything, stream_key
-from d9d_dist.split_backward import GradientsWanted, SplitBackward, gradients_wanted
+from d9d_dist.split_backward import GradientSlot, LaterGradients, SplitBackward, take_weight
 from d9d_dist.stage import StageInfo
 from d9d_dist.tensor_parallel import parallelize_tensor
 from d9d_dist.tensor_styles import (
@@ -77,10 +83,11 @@ __all__ = [
     "ContextMethod",
     "ContextSplit",
     "DistributedContext",
+    "GradientSlot",
     "GradientSync",
-    "GradientsWanted",
     "HasAttention",
     "HasTokenLoss",
+    "LaterGradients",
     "Launch",
     "MeshConfig",
     "ModuleLateInit",
@@ -118,15 +125,16 @@ __all__ = [
     "canonical_name",
     "clip_grad_norm_",
     "context_parallel_attention",
+    "defer_gradient_sync",
     "enter_partial",
     "exchange",
+    "finish_gradient_sync",
     "gather",
     "gather_objects",
     "gather_shards",
     "gather_variadic",
     "global_grad_norm",
     "grad_norm_parts",
-    "gradients_wanted",
     "join_trees",
     "materialize",
     "offload_tensor",
@@ -150,6 +158,7 @@ __all__ = [
     "sum_partial",
     "sync_gradients",
     "take_shard",
+    "take_weight",
     "token_cross_entropy",
     "unshard_tree",
 ]

@@ -1,6 +1,6 @@
 """What happens to gradients between backward and the optimizer: summed over ranks, divided once, measured, clipped."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -24,6 +24,61 @@ def set_gradient_sync(module: nn.Module, enabled: bool) -> None:
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.set_requires_gradient_sync(enabled, recurse=False)
+
+
+def defer_gradient_sync(module: nn.Module) -> None:
+    """From the next forward on, backward passes of FSDP only add gradients up; `finish_gradient_sync` reduces them.
+
+    For weight gradients that are computed outside of backward, as `SplitBackward` leaves them. Parameters stay
+    gathered from the first backward of a step to the end of it.
+
+    Args:
+        module: A model or one stage of it; a module without FSDP is left alone.
+    """
+    for root in _fsdp_roots(module):
+        root.set_requires_gradient_sync(False)
+        root.set_reshard_after_backward(False)
+        # Newer torch has a way that is meant for this.
+        if hasattr(root, "set_manual_backward_finalization"):
+            root.set_manual_backward_finalization(True)
+
+
+def finish_gradient_sync(module: nn.Module) -> None:
+    """Reduce over ranks what backward passes have added up since `defer_gradient_sync`, which stays in force.
+
+    Collectives: those of FSDP, a reduce-scatter, and for replicas an all-reduce, of each group of parameters.
+
+    Args:
+        module: The same as before.
+    """
+    for root in _fsdp_roots(module):
+        root.set_requires_gradient_sync(True)
+        root.set_reshard_after_backward(True)
+        if hasattr(root, "finalize_backward"):
+            root.finalize_backward()
+        else:
+            _finalize_backward(root)
+        root.set_requires_gradient_sync(False)
+        root.set_reshard_after_backward(False)
+
+
+def _fsdp_roots(module: nn.Module) -> Iterator[FSDPModule]:
+    """The outermost modules that FSDP manages."""
+    if isinstance(module, FSDPModule):
+        yield module
+        return
+    for child in module.children():
+        yield from _fsdp_roots(child)
+
+
+def _finalize_backward(root: FSDPModule) -> None:
+    """What `FSDPModule.finalize_backward` does, for versions of torch that do not have it."""
+    assert isinstance(root, nn.Module)
+    states = [child._get_fsdp_state() for child in root.modules() if isinstance(child, FSDPModule)]
+    for state in reversed(states):
+        if state._fsdp_param_group is not None:
+            state._fsdp_param_group.post_backward()
+    states[0]._root_post_backward_final_callback()
 
 
 @torch.no_grad()

@@ -1,22 +1,62 @@
-"""Pipeline schedules as programs that run."""
+"""Pipeline schedules as programs that are verified, simulated, drawn and run."""
 
-from d9d_pipeline.actions import Action, Backward, Forward
+from d9d_pipeline.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+    Loss,
+    Overlap,
+    ReceiveInput,
+    ReceiveOutputGradient,
+    SendInputGradient,
+    SendOutput,
+)
 from d9d_pipeline.executor import Executor, Inputs, OutputHandler, Outputs
 from d9d_pipeline.program import Program, build
-from d9d_pipeline.schedule import ForwardOnly, GPipe, OneForwardOneBackward, Schedule
+from d9d_pipeline.schedule import Placement, Schedule, ranks_of_stages
+from d9d_pipeline.schedules.fill_drain import ForwardOnly, GPipe, LoopedBreadthFirst
+from d9d_pipeline.schedules.one_forward_one_backward import Interleaved, OneForwardOneBackward
+from d9d_pipeline.schedules.v_shaped import DualPipeV, ZeroBubbleV
+from d9d_pipeline.schedules.zero_bubble import ZeroBubble1P
+from d9d_pipeline.simulate import Costs, simulate
+from d9d_pipeline.verify import ProgramError, Verified, verify
 
 __all__ = [
     "Action",
     "Backward",
+    "BackwardInput",
+    "BackwardWeight",
+    "Compute",
+    "Costs",
+    "DualPipeV",
     "Executor",
     "Forward",
     "ForwardOnly",
     "GPipe",
     "Inputs",
+    "Interleaved",
+    "LoopedBreadthFirst",
+    "Loss",
     "OneForwardOneBackward",
     "OutputHandler",
     "Outputs",
+    "Overlap",
+    "Placement",
     "Program",
+    "ProgramError",
+    "ReceiveInput",
+    "ReceiveOutputGradient",
     "Schedule",
+    "SendInputGradient",
+    "SendOutput",
+    "Verified",
+    "ZeroBubble1P",
+    "ZeroBubbleV",
     "build",
+    "ranks_of_stages",
+    "simulate",
+    "verify",
 ]

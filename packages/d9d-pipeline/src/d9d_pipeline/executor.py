@@ -1,27 +1,42 @@
-"""Runs a rank's part of a program: one small interpreter, whatever the schedule.
-
-Today's interpreter runs all stages of a program on one rank, which is what a job without pipeline parallelism needs; a
-stage hands its output to the next one in the same process, without copies.
-"""
+"""Runs a rank's part of a program: one small interpreter, whatever the schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias, final
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from d9d_dist import set_gradient_sync
-from d9d_pipeline.actions import Backward, Forward
+from d9d_dist import LaterGradients, UserError
+from d9d_pipeline._channel import Arriving, Channel, Kind
+from d9d_pipeline._message import Description
+from d9d_pipeline._stage import Flight, Stage
+from d9d_pipeline.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Loss,
+    Overlap,
+    ReceiveInput,
+    ReceiveOutputGradient,
+    SendInputGradient,
+    SendOutput,
+    parts,
+)
 from d9d_pipeline.program import Program
 
-Outputs = Any
-"""What a stage's forward returns: any pytree of tensors."""
+Outputs: TypeAlias = Any
+"""What a stage's forward returns: any tree of tensors."""
 
 
+@final
 class Inputs:
-    """What a step feeds into a pipeline for one microbatch.
+    """What a step feeds into a pipeline for one microbatch; the same on all ranks of the pipeline.
 
     Attributes:
         first: Positional arguments of the first stage; later stages get what the stage before them returned instead.
@@ -35,140 +50,217 @@ class Inputs:
         self.shared = shared
 
 
-OutputHandler = Callable[[Outputs, int], torch.Tensor | None]
+OutputHandler: TypeAlias = Callable[[Outputs, int], Tensor | None]
 """Called with the last stage's output of a microbatch, which is not kept, and the microbatch's index.
 
 Returns the scalar to differentiate, a *sum* over the microbatch. In a program without backwards the answer is not used.
 """
 
-
-@dataclass(slots=True)
-class _Flight:
-    """What is remembered of a stage's forward until its backward.
-
-    Attributes:
-        sources: Tensors that the backward starts from.
-        received: For each tensor of the stage's input that needs a gradient, the leaf that gathers it.
-    """
-
-    sources: list[torch.Tensor]
-    received: list[torch.Tensor]
+_Place: TypeAlias = tuple[int, int]
+"""A stage and a microbatch."""
 
 
+@final
 @dataclass(slots=True)
 class _Step:
-    """What is under way within one step, by (stage, microbatch)."""
+    """What is under way within one step; everything is dropped as soon as it is used."""
 
     inputs: Sequence[Inputs]
+    kinds: Sequence[Kind]
     on_output: OutputHandler
-    outputs: dict[tuple[int, int], Outputs] = field(default_factory=dict)
-    flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
-    gradients: dict[tuple[int, int], list[torch.Tensor | None]] = field(default_factory=dict)
+    arriving: dict[_Place, Arriving] = field(default_factory=dict)
+    outputs: dict[_Place, Outputs] = field(default_factory=dict)
+    flights: dict[_Place, Flight] = field(default_factory=dict)
+    arriving_gradients: dict[_Place, Arriving] = field(default_factory=dict)
+    gradients: dict[_Place, list[Tensor | None]] = field(default_factory=dict)
+    later: dict[_Place, LaterGradients] = field(default_factory=dict)
 
 
+@final
 class Executor:
-    """Runs a program of one rank over the stages that this rank holds.
+    """Runs one rank of a program over the stages that this rank holds.
 
     Gradients are summed over microbatches and reduced over ranks once, in each stage's last backward.
 
     Args:
-        program: The program; of one rank.
-        stages: The modules by global stage index.
+        program: The program.
+        stages: This rank's modules by global stage index.
+        group: The ranks of the pipeline, as many as the program has; None for a program of one rank.
+        device: Where stages compute; by default where the first parameter of one is.
 
     Raises:
-        ValueError: If the program is for several ranks, or its stages are not those that were given.
+        UserError: If the group has not as many ranks as the program, or the program gives this rank other stages.
     """
 
-    def __init__(self, program: Program, stages: Mapping[int, nn.Module]) -> None:
-        if len(program.ranks) != 1:
-            raise ValueError(f"got a program for {len(program.ranks)} ranks; this executor runs programs of one rank.")
-        if sorted(stages) != list(range(program.num_stages)):
-            raise ValueError(
-                f"got the stages {sorted(stages)}; the program has the stages 0 to {program.num_stages - 1}."
+    def __init__(
+        self,
+        program: Program,
+        stages: Mapping[int, nn.Module],
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        num_ranks = 1 if group is None else group.size()
+        if len(program.ranks) != num_ranks:
+            raise UserError(
+                f"got a program for {len(program.ranks)} ranks and a group of {num_ranks}; expected equally many. "
+                "Build the program for the group's size, and pass the group of the pipeline's ranks."
             )
-        self._actions = program.ranks[0]
+        self._rank = 0 if group is None else group.rank()
+        expected = program.stages_of(self._rank)
+        if tuple(sorted(stages)) != expected:
+            raise UserError(
+                f"got the stages {sorted(stages)} on pipeline rank {self._rank}; expected {list(expected)}, which the "
+                "program gives it."
+            )
+        self._actions = program.ranks[self._rank]
         self._num_microbatches = program.num_microbatches
-        self._last_stage = program.num_stages - 1
-        self._stages = dict(stages)
-        self._last_backward = {
-            action.stage: action.microbatch for action in self._actions if isinstance(action, Backward)
-        }
+        self._stages = {index: _stage(program, self._rank, index, module) for index, module in stages.items()}
+        devices = (parameter.device for module in stages.values() for parameter in module.parameters())
+        self._channel = None if group is None else Channel(group, device or next(devices, torch.device("cpu")))
 
     def step(self, inputs: Sequence[Inputs], on_output: OutputHandler) -> None:
-        """Run the program once.
+        """Run the program once. Collective over the ranks of the pipeline: sends and receives of the program.
+
+        An exception, whether of this rank or because another one is gone, ends the step; its notes say where it was.
 
         Args:
             inputs: What goes in, for each microbatch.
-            on_output: What to do with what comes out of the last stage: usually, compute the loss.
+            on_output: What to do with what comes out of the last stage, on the rank that holds it: usually, compute the
+                loss.
 
         Raises:
-            ValueError: If there are not as many inputs as the program has microbatches, or a loss has no gradient.
+            UserError: If there are not as many inputs as the program has microbatches, a loss has no gradient, or a
+                stage returns what cannot be sent.
         """
         if len(inputs) != self._num_microbatches:
-            raise ValueError(f"got inputs for {len(inputs)} microbatches; the program has {self._num_microbatches}.")
-        step = _Step(inputs, on_output)
-        for action in self._actions:
-            match action:
-                case Forward(stage, microbatch):
-                    self._forward(stage, microbatch, step)
-                case Backward(stage, microbatch):
-                    self._backward(stage, microbatch, step)
+            raise UserError(f"got inputs for {len(inputs)} microbatches; expected {self._num_microbatches}.")
+        step = _Step(inputs, self._kinds(inputs), on_output)
+        action: Action | None = None
+        try:
+            for action in self._actions:
+                self._run(action, step)
+            action = None
+            if self._channel is not None:
+                self._channel.finish()
+        except Exception as error:
+            error.add_note(f"{_where(action)}, on pipeline rank {self._rank}")
+            raise
+
+    def _kinds(self, inputs: Sequence[Inputs]) -> list[Kind]:
+        """For each microbatch what the shapes within the pipeline follow from."""
+        if self._channel is None:
+            return [()] * len(inputs)
+        return [
+            tuple(
+                (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None
+                for leaf in pytree.tree_leaves((each.first, each.shared))
+            )
+            for each in inputs
+        ]
+
+    def _run(self, action: Action, step: _Step) -> None:
+        match action:
+            case Forward(stage, microbatch):
+                self._forward(stage, microbatch, step)
+            case Loss(stage, microbatch):
+                self._loss(stage, microbatch, step)
+            case Backward(stage, microbatch):
+                place = stage, microbatch
+                gradients = self._gradients_of(place, step)
+                step.gradients[place] = self._stages[stage].backward(step.flights.pop(place), gradients, microbatch)
+            case BackwardInput(stage, microbatch):
+                place = stage, microbatch
+                gradients = self._gradients_of(place, step)
+                backward = self._stages[stage].backward_input
+                step.gradients[place], step.later[place] = backward(step.flights.pop(place), gradients)
+            case BackwardWeight(stage, microbatch):
+                self._stages[stage].backward_weight(step.later.pop((stage, microbatch)), microbatch)
+            case Overlap():
+                for part in parts(action):
+                    self._run(part, step)
+            case _:
+                self._transfer(action, step)
+
+    def _transfer(
+        self, action: SendOutput | ReceiveInput | SendInputGradient | ReceiveOutputGradient, step: _Step
+    ) -> None:
+        channel = self._channel
+        assert channel is not None, "a program of several ranks has a group"
+        place, peer = (action.stage, action.microbatch), action.peer
+        shapes = step.kinds[action.microbatch]
+        match action:
+            case ReceiveInput(stage):
+                step.arriving[place] = channel.receive(kind=("output", stage - 1, shapes), peer=peer)
+            case SendOutput(stage):
+                leaves, tree = pytree.tree_flatten(step.outputs.pop(place))
+                description = Description.of(leaves, tree)
+                channel.send(leaves, description, kind=("output", stage, shapes), peer=peer)
+            case ReceiveOutputGradient(stage):
+                kind = "gradient", stage + 1, shapes
+                step.arriving_gradients[place] = channel.receive(kind=kind, peer=peer)
+            case SendInputGradient(stage):
+                channel.send_gradients(step.gradients.pop(place), kind=("gradient", stage, shapes), peer=peer)
 
     def _forward(self, stage: int, microbatch: int, step: _Step) -> None:
-        received: list[torch.Tensor] = []
-        inputs = step.inputs[microbatch]
-        payload = inputs.first
-        if stage > 0:
-            payload = (pytree.tree_map(_receive_into(received), step.outputs.pop((stage - 1, microbatch))),)
-        result = self._stages[stage](*payload, **inputs.shared)
-        if stage < self._last_stage:
-            step.outputs[stage, microbatch] = result
-            sources = [leaf for leaf in pytree.tree_leaves(result) if _needs_gradient(leaf)]
-        else:
-            loss = step.on_output(result, microbatch)
-            sources = [] if loss is None else [loss]
-            if stage in self._last_backward and not (sources and sources[0].requires_grad):
-                # To skip the backward would leave other ranks waiting in its collectives.
-                raise ValueError(
-                    f"the loss of microbatch {microbatch} has no gradient; expected one that is computed from the "
-                    "model's output. Multiply that by a mask instead of returning a constant; leave something to train."
-                )
-        if stage in self._last_backward:
-            step.flights[stage, microbatch] = _Flight(sources, received)
+        inputs, place = step.inputs[microbatch], (stage, microbatch)
+        args = inputs.first if stage == 0 else (self._input_of(place, step),)
+        step.outputs[place], flight = self._stages[stage].forward(args, inputs.shared)
+        if flight is not None:
+            step.flights[place] = flight
 
-    def _backward(self, stage: int, microbatch: int, step: _Step) -> None:
-        if self._num_microbatches > 1:
-            set_gradient_sync(self._stages[stage], microbatch == self._last_backward[stage])
-        flight = step.flights.pop((stage, microbatch))
-        sources, gradients = flight.sources, None
-        if stage < self._last_stage:
-            sources, gradients = _only_used(sources, step.gradients.pop((stage, microbatch)))
-        if sources:
-            torch.autograd.backward(sources, gradients)
-        if stage > 0:
-            step.gradients[stage - 1, microbatch] = [leaf.grad for leaf in flight.received]
+    def _input_of(self, place: _Place, step: _Step) -> Outputs:
+        arriving = step.arriving.pop(place, None)
+        if arriving is None:  # the stage before is on this rank
+            stage, microbatch = place
+            return step.outputs.pop((stage - 1, microbatch))
+        leaves = arriving.wait()
+        for leaf, expected in zip(leaves, arriving.description.leaves, strict=True):
+            if leaf is not None and expected is not None and expected.needs_gradient:
+                leaf.requires_grad_()
+        assert arriving.description.tree is not None, "outputs are trees"
+        return pytree.tree_unflatten(leaves, arriving.description.tree)
 
+    def _loss(self, stage: int, microbatch: int, step: _Step) -> None:
+        loss = step.on_output(step.outputs.pop((stage, microbatch)), microbatch)
+        if not self._stages[stage].trains:
+            return
+        if loss is None or not loss.requires_grad:
+            # To skip the backward would leave other ranks waiting in its collectives.
+            raise UserError(
+                f"the loss of microbatch {microbatch} has no gradient; expected one that is computed from the "
+                "model's output. Multiply that by a mask instead of returning a constant; leave something to train."
+            )
+        step.flights[stage, microbatch].sources = [get_gradient_edge(loss)]
+        step.gradients[stage + 1, microbatch] = [torch.ones_like(loss)]
 
-def _needs_gradient(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
-
-
-def _receive_into(received: list[torch.Tensor]) -> Callable[[Any], Any]:
-    """Cut the graph at a stage boundary: each tensor that needs a gradient becomes a leaf that gathers it."""
-
-    def receive(leaf: Any) -> Any:
-        if not _needs_gradient(leaf):
-            return leaf
-        leaf = leaf.detach().requires_grad_()
-        received.append(leaf)
-        return leaf
-
-    return receive
+    def _gradients_of(self, place: _Place, step: _Step) -> list[Tensor | None]:
+        """Those of what a stage returned."""
+        stage, microbatch = place
+        arriving = step.arriving_gradients.pop(place, None)
+        if arriving is None:  # the stage after is on this rank, or the loss
+            return step.gradients.pop((stage + 1, microbatch))
+        return arriving.wait()
 
 
-def _only_used(
-    sources: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Drop the outputs that the next stage did not use."""
-    pairs = [(source, grad) for source, grad in zip(sources, gradients, strict=True) if grad is not None]
-    return [source for source, _ in pairs], [grad for _, grad in pairs]
+def _stage(program: Program, rank: int, index: int, module: nn.Module) -> Stage:
+    last_backward, splits = None, False
+    for action in program.computed(rank):
+        for part in parts(action):
+            if part.stage == index and isinstance(part, Backward | BackwardInput | BackwardWeight):
+                last_backward = part.microbatch
+                splits = splits or not isinstance(part, Backward)
+    is_first = index == 0
+    return Stage(
+        module, is_first=is_first, last_backward=last_backward, splits=splits, accumulates=program.num_microbatches > 1
+    )
+
+
+def _where(action: Action | None) -> str:
+    match action:
+        case None:
+            return "at the end of the step"
+        case Overlap(forward, backward):
+            return f"in the overlap of {forward!r} and {backward!r}"
+        case _:
+            return f"in {type(action).__name__} of stage {action.stage}, microbatch {action.microbatch}"

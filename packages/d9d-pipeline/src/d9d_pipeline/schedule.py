@@ -1,61 +1,58 @@
-"""A schedule says in which order a rank computes; everything else is derived from what it says."""
+"""The contract of a schedule: it says in which order a rank computes, and everything else is derived from that."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import final
+from collections.abc import Iterable
+from typing import Literal, TypeAlias, get_args
 
-from d9d_pipeline.actions import Action, Backward, Forward
+from d9d_dist import UserError
+from d9d_pipeline.actions import Compute
+
+Placement: TypeAlias = Literal["loop", "v"]
+"""Which rank holds which stage.
+
+`"loop"`: rank r of p holds r, r + p, r + 2p, ...; `"v"`: every other turn runs backwards, so that rank r of p holds r
+and 2p - 1 - r, and the first and the last stage are on rank 0.
+"""
 
 
 class Schedule(ABC):
     """Emits the actions of each rank in order. A schedule of one's own is a subclass, passed as an object.
 
     Attributes:
-        stages_per_rank: How many stages each rank holds; rank r holds the stages r, r + num_ranks, ...
+        stages_per_rank: How many stages each rank holds.
+        placement: Which ones.
     """
 
     stages_per_rank: int = 1
+    placement: Placement = "loop"
 
     @abstractmethod
-    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Action]:
-        """The actions of one rank for one step, in the order in which it performs them."""
+    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Compute]:
+        """What one rank computes in one step, in the order in which it does.
+
+        Loss and transfers are not emitted: `build` adds them.
+
+        Args:
+            rank: The pipeline rank.
+            num_ranks: Number of pipeline ranks.
+            num_microbatches: Number of microbatches of a step.
+
+        Raises:
+            UserError: If the schedule does not exist for these numbers.
+        """
 
 
-@final
-class ForwardOnly(Schedule):
-    """Inference and evaluation: each microbatch goes forward once."""
+def ranks_of_stages(placement: Placement, *, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """The rank of every stage.
 
-    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-        """One forward for each microbatch."""
-        for microbatch in range(num_microbatches):
-            yield Forward(rank, microbatch)
-
-
-@final
-class GPipe(Schedule):
-    """All forwards, then all backwards (Huang et al., "GPipe", arXiv:1811.06965); holds every microbatch at once."""
-
-    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-        """All forwards, then all backwards, first in first out."""
-        for microbatch in range(num_microbatches):
-            yield Forward(rank, microbatch)
-        for microbatch in range(num_microbatches):
-            yield Backward(rank, microbatch)
-
-
-@final
-class OneForwardOneBackward(Schedule):
-    """1F1B (Narayanan et al., arXiv:2104.04473): rank r of p holds at most p - r microbatches.
-
-    On a single rank it is gradient accumulation: forward and backward of one microbatch after the other.
+    Raises:
+        UserError: If a rank holds no stage, or the placement is unknown.
     """
-
-    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-        """Forwards until the pipeline is full, then one backward and one forward in turn, then the last backwards."""
-        warmup = min(num_ranks - rank, num_microbatches)
-        for microbatch in range(warmup):
-            yield Forward(rank, microbatch)
-        for microbatch in range(num_microbatches):
-            yield Backward(rank, microbatch)
-            if warmup + microbatch < num_microbatches:
-                yield Forward(rank, warmup + microbatch)
+    if stages_per_rank < 1:
+        raise UserError(f"got stages_per_rank = {stages_per_rank}; expected at least 1.")
+    if placement not in get_args(Placement):
+        raise UserError(f"got the placement {placement!r}; expected one of {list(get_args(Placement))}.")
+    turns = [range(num_ranks)] * stages_per_rank
+    if placement == "v":
+        turns = [turn if index % 2 == 0 else turn[::-1] for index, turn in enumerate(turns)]
+    return tuple(rank for turn in turns for rank in turn)

@@ -1,0 +1,1 @@
+"""The schedules of the literature, each from its paper."""

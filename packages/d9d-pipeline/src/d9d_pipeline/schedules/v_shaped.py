@@ -1,0 +1,178 @@
+"""Two stages on each rank, the second on the way back: microbatches start and end on rank 0, which evens out memory."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import final
+
+from d9d_dist import UserError
+from d9d_pipeline.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Overlap
+from d9d_pipeline.schedule import Schedule
+
+
+@final
+@dataclass(frozen=True)
+class ZeroBubbleV(Schedule):
+    """ZB-V (Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362), with the memory of 1F1B.
+
+    The paper searches for its schedule; here it is what all ranks do when each takes, at every tick of its clock, the
+    first thing that it can do: a forward of the later stage, one of the earlier stage, a backward for inputs of the
+    older microbatch, a backward for weights; holding at most 2p half-sized stages. If all three take the same time,
+    ranks wait only before their first and after their last action, p - 1 ticks together, for every m >= p.
+    """
+
+    stages_per_rank = 2  # ty: ignore[incompatible-attribute-override] - read-only on purpose
+    placement = "v"  # ty: ignore[incompatible-attribute-override] - read-only on purpose
+
+    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Sequence[Compute]:
+        """What the rank did when all ranks were played through."""
+        return _play(num_ranks, num_microbatches)[rank]
+
+
+@lru_cache(maxsize=4)  # the ranks of one program ask for the same game
+def _play(num_ranks: int, num_microbatches: int) -> tuple[tuple[Compute, ...], ...]:
+    """Let the clock tick until everything is done."""
+    players = [_Player(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+    forwards, gradients = [0] * (2 * num_ranks), [0] * (2 * num_ranks)  # done, as all know at the start of a tick
+    while any(player.weights_left for player in players):
+        for action in [player.tick(forwards, gradients) for player in players]:
+            match action:
+                case Forward(stage, microbatch):
+                    forwards[stage] = microbatch + 1
+                case BackwardInput(stage, microbatch):
+                    gradients[stage] = microbatch + 1
+    return tuple(tuple(player.done) for player in players)
+
+
+class _Player:
+    """One rank in the game; stages pass microbatches on in order, so that a count says which are there."""
+
+    def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
+        self.done: list[Compute] = []
+        self.weights_left = 2 * num_microbatches
+        self._early, self._late = rank, 2 * num_ranks - 1 - rank
+        self._num_stages, self._num_microbatches = 2 * num_ranks, num_microbatches
+        self._held = 0
+        self._waiting: deque[tuple[int, int]] = deque()
+
+    def tick(self, forwards: Sequence[int], gradients: Sequence[int]) -> Compute | None:
+        """Do the first thing that can be done, if any."""
+        action = self._choose(forwards, gradients)
+        match action:
+            case Forward():
+                self._held += 1
+            case BackwardInput(stage, microbatch):
+                self._waiting.append((stage, microbatch))
+            case BackwardWeight():
+                self._held -= 1
+                self.weights_left -= 1
+        if action is not None:
+            self.done.append(action)
+        return action
+
+    def _choose(self, forwards: Sequence[int], gradients: Sequence[int]) -> Compute | None:
+        if self._held < self._num_stages:
+            for stage in (self._late, self._early):
+                there = self._num_microbatches if stage == 0 else forwards[stage - 1]
+                if forwards[stage] < there:
+                    return Forward(stage, forwards[stage])
+        ready = [
+            (gradients[stage], -stage)
+            for stage in (self._late, self._early)
+            if gradients[stage] < (forwards[stage] if stage == self._num_stages - 1 else gradients[stage + 1])
+        ]
+        if ready:
+            microbatch, stage = min(ready)
+            return BackwardInput(-stage, microbatch)
+        return BackwardWeight(*self._waiting.popleft()) if self._waiting else None
+
+
+@final
+@dataclass(frozen=True)
+class DualPipeV(Schedule):
+    """DualPipe cut in half (https://github.com/deepseek-ai/DualPipe): forwards and backwards overlap in pairs.
+
+    What one of a pair waits for, transfers between experts above all, the other computes through. Holds 2p + 1
+    half-sized stages, and needs at least 2p microbatches.
+    """
+
+    stages_per_rank = 2  # ty: ignore[incompatible-attribute-override] - read-only on purpose
+    placement = "v"  # ty: ignore[incompatible-attribute-override] - read-only on purpose
+
+    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Compute]:
+        """The eight phases of the original, for one direction.
+
+        Raises:
+            UserError: If there are fewer than two microbatches for each rank.
+        """
+        if num_microbatches < 2 * num_ranks:
+            raise UserError(
+                f"DualPipeV got {num_microbatches} microbatches on {num_ranks} ranks; expected at least "
+                f"{2 * num_ranks}. Use more microbatches, or another schedule."
+            )
+        early, late = _Turn(rank), _Turn(2 * num_ranks - 1 - rank)
+        behind = num_ranks - rank - 1  # ranks between this one and the turn
+        waiting: deque[BackwardWeight] = deque()
+        yield from _filling(early, late, rank, behind, waiting)
+        for _ in range(num_microbatches - 2 * num_ranks + rank + 1):
+            yield Overlap(early.forward(), late.backward())
+            yield Overlap(late.forward(), early.backward())
+        for _ in range(behind):
+            yield late.backward()
+            yield Overlap(late.forward(), early.backward())
+        yield from _draining(early, late, rank, behind, waiting)
+
+
+def _filling(
+    early: "_Turn", late: "_Turn", rank: int, behind: int, waiting: deque[BackwardWeight]
+) -> Iterator[Compute]:
+    """The first three phases: forwards of the earlier stage, of both, and the first backwards of the later one."""
+    for _ in range(2 * behind):
+        yield early.forward()
+    for _ in range(rank + 1):
+        yield early.forward()
+        yield late.forward()
+    for _ in range(behind):
+        yield late.backward_input(waiting)
+        yield waiting.popleft()
+        yield late.forward()
+
+
+def _draining(
+    early: "_Turn", late: "_Turn", rank: int, behind: int, waiting: deque[BackwardWeight]
+) -> Iterator[Compute]:
+    """The last three phases: backwards of both stages, of the earlier one, and the gradients of weights that are left.
+
+    Half of the first of them are whole; later, weights fill the time in which gradients come back.
+    """
+    for index in range(rank + 1):
+        for turn in (late, early):
+            yield turn.backward() if index < (rank + 1) // 2 else turn.backward_input(waiting)
+    for _ in range(behind):
+        if waiting:
+            yield waiting.popleft()
+        yield early.backward_input(waiting)
+    yield from waiting
+
+
+class _Turn:
+    """Counts the microbatches of one stage."""
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self._forwards = self._backwards = 0
+
+    def forward(self) -> Forward:
+        self._forwards += 1
+        return Forward(self._stage, self._forwards - 1)
+
+    def backward(self) -> Backward:
+        self._backwards += 1
+        return Backward(self._stage, self._backwards - 1)
+
+    def backward_input(self, waiting: deque[BackwardWeight]) -> BackwardInput:
+        """The first half of a backward; the second joins those that wait."""
+        whole = self.backward()
+        waiting.append(BackwardWeight(whole.stage, whole.microbatch))
+        return BackwardInput(whole.stage, whole.microbatch)
