@@ -63,7 +63,7 @@ class PackedNextToken(Task):
     """The task of the plain model: several documents in a row, which do not see each other."""
 
     def inputs(self, batch: Batch) -> Inputs:
-        return Inputs(batch["input_ids"], batch.get("position_ids"), batch["documents"])
+        return Inputs(batch["input_ids"], position_ids=batch.get("position_ids"), documents=batch["documents"])
 
     def loss(self, outputs: Tensor, batch: Batch) -> Loss:
         losses = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")

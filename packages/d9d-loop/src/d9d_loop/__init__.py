@@ -9,6 +9,7 @@ from d9d_loop.config import (
     EvaluationConfig,
     GradientConfig,
     LoggingConfig,
+    PipelineConfig,
     RunConfig,
     Section,
     TrainerConfig,
@@ -19,6 +20,8 @@ from d9d_loop.events import CheckpointSaved, EvaluationDone, Events, Finished, G
 from d9d_loop.lr_schedule import LrSchedule, LrScheduleConfig, WarmupCosineConfig
 from d9d_loop.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizer import AdamWConfig, OptimizerConfig, OptimizerProvider
+from d9d_loop.pipeline import Pipeline
+from d9d_loop.pipeline_schedule import ScheduleConfig
 from d9d_loop.sample_order import SampleOrder
 from d9d_loop.task import Loss, Task
 from d9d_loop.train_result import TrainResult
@@ -50,9 +53,12 @@ __all__ = [
     "ModelProvider",
     "OptimizerConfig",
     "OptimizerProvider",
+    "Pipeline",
+    "PipelineConfig",
     "RunConfig",
     "SampleOrder",
     "Samples",
+    "ScheduleConfig",
     "Section",
     "StepDone",
     "StepOutcome",

@@ -13,6 +13,7 @@ from d9d_dist import MeshConfig
 from d9d_loop.config_source import parse_command_line
 from d9d_loop.lr_schedule import LrScheduleConfig, WarmupCosineConfig
 from d9d_loop.optimizer import AdamWConfig, OptimizerConfig
+from d9d_loop.pipeline_schedule import PipelineScheduleConfig, ScheduleConfig
 from d9d_metrics import JsonlTrackerConfig, TrackerConfig
 from d9d_state import Retention
 
@@ -94,6 +95,14 @@ class EvaluationConfig(Section):
     num_samples: PositiveInt | None = Field(None, description="How many samples, evenly spaced; all of them if null.")
 
 
+class PipelineConfig(Section):
+    """How ranks work together where the mesh has several pipeline ranks."""
+
+    schedule: PipelineScheduleConfig = Field(
+        ScheduleConfig.model_validate({}), description="In which order ranks compute; see the gallery of schedules."
+    )
+
+
 class LoggingConfig(Section):
     """What is shown and tracked."""
 
@@ -109,6 +118,7 @@ class TrainerConfig(Section):
     seed: int = Field(0, ge=0, description="Seed of initial weights, sample order and dropout.")
     run: RunConfig = RunConfig()
     mesh: MeshConfig = MeshConfig.model_validate({})
+    pipeline: PipelineConfig = PipelineConfig.model_validate({})
     data: DataConfig = DataConfig()
     optimizer: Annotated[OptimizerConfig, Field(description="The optimizer and its hyper-parameters.")] = AdamWConfig()
     lr_schedule: Annotated[LrScheduleConfig, Field(description="The learning rate over steps.")] = WarmupCosineConfig()

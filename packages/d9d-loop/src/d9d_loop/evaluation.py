@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from torch import nn
 from d9d_dist import DistributedContext
 from d9d_loop.batch_placement import BatchPlacement
 from d9d_loop.batches import Collate, EvaluationBatches, Samples, batch_loader
+from d9d_loop.pipeline import Pipeline
 from d9d_loop.task import Task, to_inputs
 from d9d_metrics import WeightedMean, compute_metrics
-from d9d_pipeline import Executor, ForwardOnly, build
+from d9d_pipeline import Executor
 from d9d_state import rng_state, set_rng_state
 
 
@@ -20,7 +22,7 @@ class Evaluator:
     """Evaluates a model on samples of its data, evenly spaced; the result does not depend on the number of ranks.
 
     Args:
-        model: The model under training.
+        model: The model under training, or the pipeline of its stages.
         samples: The evaluation data.
         task: Makes inputs, losses and metrics.
         collate: Makes a batch of samples.
@@ -31,7 +33,7 @@ class Evaluator:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Pipeline,
         samples: Samples,
         *,
         task: Task,
@@ -40,7 +42,8 @@ class Evaluator:
         batch_size: int,
         ctx: DistributedContext,
     ) -> None:
-        self._model, self._samples, self._task, self._collate = model, samples, task, collate
+        self._pipeline = model if isinstance(model, Pipeline) else Pipeline({0: model}, ctx=ctx)
+        self._samples, self._task, self._collate = samples, task, collate
         self._batches = EvaluationBatches(
             data_size=len(samples),
             num_samples=len(samples) if num_samples is None else min(num_samples, len(samples)),
@@ -48,7 +51,9 @@ class Evaluator:
             dp_rank=ctx.coordinate("batch", "dp"),
             dp_size=ctx.size("batch", "dp"),
         )
-        self._executor = Executor(build(ForwardOnly(), num_ranks=1, num_microbatches=1), {0: model})
+        # As many batches at a time as keep all ranks of a pipeline at work.
+        self._batches_at_a_time = 2 * ctx.size("batch", "pp") if ctx.size("batch", "pp") > 1 else 1
+        self._executors: dict[int, Executor] = {}
         self._place = BatchPlacement(task, ctx)
         self._ctx = ctx
 
@@ -61,19 +66,26 @@ class Evaluator:
         metrics = {name: metric.to(self._ctx.device) for name, metric in self._task.metrics().items()}
         mean_loss = WeightedMean().to(self._ctx.device)
 
-        def take_loss(outputs: Any, batch: Any) -> None:
+        def take_loss(outputs: Any, number: int, batch: Any) -> None:
+            if number >= self._batches.num_real:
+                return
             loss = self._task.loss(outputs, batch)
             mean_loss.update(loss.total, loss.weight)
             self._task.update_metrics(metrics, outputs=outputs, batch=batch, loss=loss)
 
-        with _without_trace(self._model):
-            for number, batch in enumerate(self._loader()):
-                is_real = number < self._batches.num_real
-                inputs = to_inputs(self._task.inputs(batch))
-                self._executor.step(
-                    [inputs], lambda outputs, _, batch=batch, real=is_real: take_loss(outputs, batch) if real else None
+        with _without_trace(self._pipeline.model):
+            numbered = enumerate(self._loader())
+            while batches := list(islice(numbered, self._batches_at_a_time)):
+                inputs = [to_inputs(self._task.inputs(batch)) for _, batch in batches]
+                self._executor(len(batches)).step(
+                    inputs, lambda outputs, index, batches=batches: take_loss(outputs, *batches[index])
                 )
-        return compute_metrics({"loss": mean_loss, **metrics}, self._ctx.group_for("batch", "dp", "cp"))
+        return compute_metrics({"loss": mean_loss, **metrics}, self._ctx.group_for("batch", "pp", "dp", "cp"))
+
+    def _executor(self, num_microbatches: int) -> Executor:
+        if num_microbatches not in self._executors:
+            self._executors[num_microbatches] = self._pipeline.evaluation(num_microbatches)
+        return self._executors[num_microbatches]
 
     def _loader(self) -> Iterator[Any]:
         pin_memory = self._ctx.device.type != "cpu"

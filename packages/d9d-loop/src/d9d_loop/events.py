@@ -87,12 +87,15 @@ class Finished:
 
     Attributes:
         result: What came of it.
-        model: The trained model.
+        model: The trained model; of a pipeline, this rank's stages.
+        forward: Runs the model as a call of it would, over all stages of a pipeline, without gradients; collective over
+            the pipeline, and the result is on every rank.
         ctx: The job's context.
     """
 
     result: TrainResult
     model: nn.Module
+    forward: Callable[..., Any]
     ctx: DistributedContext
 
 

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import default_collate
 
 from d9d_dist import DistributedContext, Launch, MeshConfig, StageInfo, UserError, canonical_name, read_launch
-from d9d_loop.batches import Samples
+from d9d_loop.batches import Collate, Samples
 from d9d_loop.config import TrainerConfig
 from d9d_loop.model_provider import ModelProvider
-from d9d_loop.task import Task
+from d9d_loop.stage_check import check_stages
+from d9d_loop.task import Task, to_inputs
+from d9d_pipeline import Schedule, build
 from d9d_state import (
     CheckpointInfo,
     CheckpointStore,
@@ -39,6 +42,8 @@ class JobPlan:
         dp_size: Number of data-parallel ranks.
         microbatch_size: Samples of a microbatch on one rank.
         num_microbatches: Microbatches of a step on one rank.
+        schedule: In which order pipeline ranks compute.
+        shared_names: Parameters that several stages have, with those stages, the owner first.
     """
 
     launch: Launch
@@ -46,10 +51,19 @@ class JobPlan:
     dp_size: int
     microbatch_size: int
     num_microbatches: int
+    schedule: Schedule
+    shared_names: Mapping[str, tuple[int, ...]]
 
 
 def check_job(
-    config: TrainerConfig, *, provider: ModelProvider, task: Task, data: Samples, evaluation_data: Samples | None
+    config: TrainerConfig,
+    *,
+    provider: ModelProvider,
+    task: Task,
+    data: Samples,
+    evaluation_data: Samples | None,
+    collate: Collate = default_collate,
+    schedule: Schedule | None = None,
 ) -> JobPlan:
     """Check a job, without collectives and without writing anything.
 
@@ -59,6 +73,8 @@ def check_job(
         task: Makes inputs and losses.
         data: The training data.
         evaluation_data: The evaluation data, if there are any.
+        collate: Makes a batch of a list of samples.
+        schedule: In which order pipeline ranks compute; by default, what the configuration says.
 
     Returns:
         What follows from the configuration on this process.
@@ -71,6 +87,9 @@ def check_job(
     _check_degrees(mesh, task)
     dp_size = mesh.data_parallel_replicate * mesh.data_parallel_shard
     microbatch_size = _check_batch(config, dp_size)
+    num_microbatches = config.batch.global_size // (dp_size * microbatch_size)
+    schedule = schedule or config.pipeline.schedule.build()
+    num_stages = _check_schedule(schedule, num_ranks=mesh.pipeline_parallel, num_microbatches=num_microbatches)
     _check_data(data, "training data")
     if evaluation_data is not None:
         _check_data(evaluation_data, "evaluation data")
@@ -81,18 +100,20 @@ def check_job(
     has_checkpoint = _check_checkpoint(config, model, num_samples=len(data))
     if config.initial_weights is not None and not has_checkpoint:
         _check_initial_weights(config.initial_weights, provider.state_mapper(model), model)
-    return JobPlan(
-        launch, mesh, dp_size, microbatch_size, num_microbatches=config.batch.global_size // (dp_size * microbatch_size)
-    )
+    shared_names: Mapping[str, tuple[int, ...]] = {}
+    if num_stages > 1:
+        batch = collate([data[index % len(data)] for index in range(microbatch_size)])
+        inputs = to_inputs(task.inputs(batch))
+        shared_names = check_stages(provider, model, num_stages=num_stages, inputs=inputs)
+    return JobPlan(launch, mesh, dp_size, microbatch_size, num_microbatches, schedule, shared_names)
 
 
 def _check_degrees(mesh: MeshConfig, task: Task) -> None:
-    for name in ("pipeline_parallel", "expert_parallel"):
-        degree: int = getattr(mesh, name)
-        if degree != 1:
-            raise UserError(
-                f"mesh.{name} = {degree}; expected 1: the Trainer has data, context and tensor parallelism so far."
-            )
+    if mesh.expert_parallel != 1:
+        raise UserError(
+            f"mesh.expert_parallel = {mesh.expert_parallel}; expected 1: the Trainer has data, context, tensor and "
+            "pipeline parallelism so far."
+        )
     cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1
     if cuts and not _says_how_to_split(task):
         task_name = type(task).__name__
@@ -100,6 +121,18 @@ def _check_degrees(mesh: MeshConfig, task: Task) -> None:
             f"the mesh has context-parallel ranks, but {task_name} does not say how they share out a batch; expected a "
             f"method {task_name}.split_sequence(batch, split). Write one, or set the context-parallel degrees to 1."
         )
+
+
+def _check_schedule(schedule: Schedule, *, num_ranks: int, num_microbatches: int) -> int:
+    """The number of stages, if the schedule exists for so many ranks and microbatches."""
+    try:
+        return build(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches).num_stages
+    except UserError as error:
+        raise UserError(
+            f"pipeline.schedule: {error} The step has {num_microbatches} microbatches for each data-parallel rank "
+            "(batch.global_size / data-parallel ranks / batch.microbatch_size) and mesh.pipeline_parallel = "
+            f"{num_ranks}."
+        ) from None
 
 
 def _says_how_to_split(task: Task) -> bool:

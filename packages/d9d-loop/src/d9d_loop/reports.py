@@ -69,7 +69,7 @@ class Reports:
             "learning_rate": outcome.learning_rate,
             "grad_norm": outcome.grad_norm.item(),
             self._throughput_name: self._clock.lap(),
-            **compute_metrics(metrics, self._ctx.group_for("batch", "dp", "cp")),
+            **compute_metrics(metrics, self._ctx.group_for("batch", "pp", "dp", "cp")),
         }
         for metric in metrics.values():
             metric.reset()

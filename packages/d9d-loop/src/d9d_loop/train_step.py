@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from d9d_dist import DistributedContext, GradientSync, clip_grad_norm_, scale_gradients_
 from d9d_loop.events import Events, GradientsReady
 from d9d_loop.lr_schedule import LrSchedule
+from d9d_loop.pipeline import Pipeline
 from d9d_loop.task import Task, to_inputs
 from d9d_metrics import Metric
-from d9d_pipeline import Executor, OneForwardOneBackward, build
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class TrainStep:
     """Takes optimizer steps.
 
     Args:
-        model: Materialised and parallelised.
+        model: Materialised and parallelised, or the pipeline of its stages.
         optimizer: Over the model's trainable parameters, at their peak learning rates.
         task: Makes inputs and losses.
         metrics: Updated with each microbatch.
@@ -51,7 +51,7 @@ class TrainStep:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Pipeline,
         optimizer: Optimizer,
         *,
         task: Task,
@@ -62,24 +62,24 @@ class TrainStep:
         ctx: DistributedContext,
         events: Events,
     ) -> None:
-        self._model = model
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        pipeline = model if isinstance(model, Pipeline) else Pipeline({0: model}, ctx=ctx)
+        self._model, self._shared = pipeline.model, pipeline.shared
+        self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._optimizer = optimizer
         self._peaks = [group["lr"] for group in optimizer.param_groups]
         self._task, self._metrics = task, metrics
         self._lr_schedule = lr_schedule
         self._max_norm = float("inf") if max_norm is None else max_norm
-        self._executor = Executor(
-            build(OneForwardOneBackward(), num_ranks=1, num_microbatches=num_microbatches), {0: model}
-        )
-        self._gradient_sync = GradientSync(model, num_microbatches=num_microbatches)
+        self._executor = pipeline.training(num_microbatches)
+        self._gradient_sync = GradientSync(self._model, num_microbatches=num_microbatches)
         self._ctx, self._events = ctx, events
-        self._tokens_group = ctx.group_for("batch", "dp", "cp")
+        self._losses_group = ctx.group_for("batch", "pp", "dp", "cp")
 
     def __call__(self, step: int, batches: Sequence[Any]) -> StepOutcome:
         """Take one step: forward, backward, reduce, divide by the global weight, clip, update.
 
-        Collectives: those of the model, of its gradients and of their norm; one all-reduce of loss and weight.
+        Collectives: those of the model, of its gradients and of their norm, sends and receives between its stages; one
+        all-reduce of loss and weight.
 
         Args:
             step: Number of steps done before this one.
@@ -96,8 +96,9 @@ class TrainStep:
 
         self._executor.step([to_inputs(self._task.inputs(batch)) for batch in batches], take_loss)
         self._gradient_sync.finish()
-        if self._tokens_group.size() > 1:
-            dist.all_reduce(totals, group=self._tokens_group)
+        self._shared.add_gradients()
+        if self._losses_group.size() > 1:
+            dist.all_reduce(totals, group=self._losses_group)
         total, weight = totals.unbind()
         # A batch without weight has no gradients either: they stay zero instead of becoming 0 / 0.
         per_weight = torch.where(weight > 0, 1.0 / weight, 0.0)
@@ -108,5 +109,6 @@ class TrainStep:
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
         self._optimizer.step()
+        self._shared.copy_values()
         self._model.zero_grad()  # also what the optimizer does not have, which would add up forever
         return StepOutcome(total * per_weight, weight, grad_norm, self._peaks[0] * factor)

@@ -21,6 +21,7 @@ from d9d_loop.job_state import JobState
 from d9d_loop.lr_schedule import LrSchedule
 from d9d_loop.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizer import OptimizerProvider
+from d9d_loop.pipeline import Pipeline
 from d9d_loop.preflight import (
     JobPlan,
     check_job,
@@ -35,6 +36,7 @@ from d9d_loop.sample_order import SampleOrder
 from d9d_loop.task import Task
 from d9d_loop.train_result import TrainResult
 from d9d_loop.train_step import TrainStep
+from d9d_pipeline import Schedule, build
 from d9d_state import CheckpointStore, load_model_state, save_model_state
 
 
@@ -53,6 +55,7 @@ class Trainer:
         collate: Makes a batch of a list of samples.
         optimizer: Builds the optimizer; by default, what the configuration says.
         lr_schedule: Factor of the peak learning rate by step; by default, what the configuration says.
+        schedule: In which order pipeline ranks compute; by default, what the configuration says.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Trainer:
         collate: Collate = default_collate,
         optimizer: OptimizerProvider | None = None,
         lr_schedule: LrSchedule | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         self.events = Events()
         self._config = config
@@ -74,6 +78,7 @@ class Trainer:
         self._task = task
         self._optimizer = optimizer or config.optimizer.build
         self._lr_schedule = lr_schedule or config.lr_schedule.build(config.steps)
+        self._schedule = schedule
 
     def train(self) -> TrainResult:
         """Run the job to its end, from its newest checkpoint if it has one.
@@ -91,6 +96,8 @@ class Trainer:
             task=self._task,
             data=self._data,
             evaluation_data=self._evaluation_data,
+            collate=self._collate,
+            schedule=self._schedule,
         )
         with plan.mesh.build(launch=plan.launch) as ctx:
             try:
@@ -110,7 +117,8 @@ class Trainer:
 
     def _train_in(self, store: CheckpointStore, plan: JobPlan, ctx: DistributedContext) -> TrainResult:
         config, task = self._config, self._task
-        model = self._build_model(ctx)
+        pipeline = self._build_pipeline(plan, ctx)
+        model = pipeline.model
         seed_everything(config.seed, ctx)
         optimizer = self._optimizer(model)
         metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
@@ -129,8 +137,9 @@ class Trainer:
         if record.step == 0 and config.initial_weights is not None:
             mapper = self._provider.state_mapper(model)
             load_model_state(model, config.initial_weights, mapper, progress=config.logging.progress)
+        pipeline.shared.copy_values()
         take_step = TrainStep(
-            model,
+            pipeline,
             optimizer,
             task=task,
             metrics=metrics,
@@ -140,7 +149,7 @@ class Trainer:
             ctx=ctx,
             events=self.events,
         )
-        evaluate = self._evaluator(model, plan, ctx)
+        evaluate = self._evaluator(pipeline, plan, ctx)
         with Reports(config, _resolved(config), record=record, weight_unit=task.weight_unit, ctx=ctx) as reports:
             first_step = record.step
             for batches in self._steps(first_step, plan, ctx):
@@ -180,19 +189,23 @@ class Trainer:
             run_dir=config.run.dir,
             export_dir=export_dir,
         )
-        self.events.emit(Finished(result, model, ctx))
+        self.events.emit(Finished(result, model, pipeline.callable(), ctx))
         return result
 
-    def _build_model(self, ctx: DistributedContext) -> nn.Module:
-        """Build on meta, parallelise, materialise."""
-        with torch.device("meta"):
-            model = self._provider.build(StageInfo())
-        built = describe_tensors(model)
-        self._provider.parallelize(model, ctx)
-        check_unchanged(model, built)
-        check_parallelized(model, ctx)
-        materialize(model, device=ctx.device, seed=self._config.seed)
-        return model.train()
+    def _build_pipeline(self, plan: JobPlan, ctx: DistributedContext) -> Pipeline:
+        """Build this rank's stages on meta, parallelise, materialise."""
+        program = build(plan.schedule, num_ranks=plan.mesh.pipeline_parallel, num_microbatches=plan.num_microbatches)
+        stages: dict[int, nn.Module] = {}
+        for index in program.stages_of(ctx.coordinate("regular", "pp")):
+            with torch.device("meta"):
+                stage = self._provider.build(StageInfo(index, program.num_stages))
+            built = describe_tensors(stage)
+            self._provider.parallelize(stage, ctx)
+            check_unchanged(stage, built)
+            check_parallelized(stage, ctx)
+            materialize(stage, device=ctx.device, seed=self._config.seed)
+            stages[index] = stage.train()
+        return Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)
 
     def _steps(self, first_step: int, plan: JobPlan, ctx: DistributedContext) -> Iterator[list[Any]]:
         """The microbatches of this rank, for one step after the other."""
@@ -217,11 +230,11 @@ class Trainer:
         while microbatches := list(islice(placed, plan.num_microbatches)):
             yield microbatches
 
-    def _evaluator(self, model: nn.Module, plan: JobPlan, ctx: DistributedContext) -> Evaluator | None:
+    def _evaluator(self, pipeline: Pipeline, plan: JobPlan, ctx: DistributedContext) -> Evaluator | None:
         if self._evaluation_data is None:
             return None
         return Evaluator(
-            model,
+            pipeline,
             self._evaluation_data,
             task=self._task,
             collate=self._collate,

@@ -165,9 +165,17 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
         replace(PARAMS, **changes)
 
 
-def test_a_tied_model_in_several_stages_is_refused() -> None:
-    with pytest.raises(UserError, match=r"tie_word_embeddings = True with 2 pipeline stages; .* use one stage, or"):
-        Qwen3ForCausalLM(replace(PARAMS, tie_word_embeddings=True), StageInfo(0, 2))
+def test_the_first_and_the_last_stage_of_a_tied_model_have_one_parameter_under_one_name() -> None:
+    tied = replace(PARAMS, tie_word_embeddings=True)
+    first, middle, last = (Qwen3ForCausalLM(tied, StageInfo(index, 3)) for index in range(3))
+    name = "backbone.embedding.weight"
+    assert [name in dict(stage.named_parameters()) for stage in (first, middle, last)] == [True, False, True]
+    assert "lm_head.weight" not in dict(last.named_parameters())
+    last.load_state_dict({name: first.state_dict()[name]}, strict=False)
+    hidden = torch.randn(2, 3, PARAMS.hidden_size)
+    assert last.backbone.norm is not None
+    expected = torch.nn.functional.linear(last.backbone(hidden), first.get_parameter(name))
+    torch.testing.assert_close(last(hidden), expected)
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:

@@ -15,12 +15,15 @@ from d9d_pipeline.actions import (
     SendOutput,
 )
 from d9d_pipeline.executor import Executor, Inputs, OutputHandler, Outputs
+from d9d_pipeline.pipelined_model import PipelinedModel
 from d9d_pipeline.program import Program, build
+from d9d_pipeline.rank_stages import RankStages
 from d9d_pipeline.schedule import Placement, Schedule, ranks_of_stages
 from d9d_pipeline.schedules.fill_drain import ForwardOnly, GPipe, LoopedBreadthFirst
 from d9d_pipeline.schedules.one_forward_one_backward import Interleaved, OneForwardOneBackward
 from d9d_pipeline.schedules.v_shaped import DualPipeV, ZeroBubbleV
 from d9d_pipeline.schedules.zero_bubble import ZeroBubble1P
+from d9d_pipeline.shared_parameters import SharedParameters, shared_names
 from d9d_pipeline.simulate import Costs, simulate
 from d9d_pipeline.verify import ProgramError, Verified, verify
 
@@ -44,19 +47,23 @@ __all__ = [
     "OutputHandler",
     "Outputs",
     "Overlap",
+    "PipelinedModel",
     "Placement",
     "Program",
     "ProgramError",
+    "RankStages",
     "ReceiveInput",
     "ReceiveOutputGradient",
     "Schedule",
     "SendInputGradient",
     "SendOutput",
+    "SharedParameters",
     "Verified",
     "ZeroBubble1P",
     "ZeroBubbleV",
     "build",
     "ranks_of_stages",
+    "shared_names",
     "simulate",
     "verify",
 ]

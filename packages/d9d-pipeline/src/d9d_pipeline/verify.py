@@ -292,9 +292,9 @@ class _Play:
         facts = [0] * len(self._facts)
         for rank, actions in enumerate(self._ranks):
             for part in (part for action in actions for part in parts(action)):
-                if self._places.get((type(part), part.stage)) == (rank, None):
-                    if 0 <= part.microbatch < self._num_microbatches:
-                        facts[part.stage * self._num_microbatches + part.microbatch] |= _RULES[type(part)].makes
+                is_placed = self._places.get((type(part), part.stage)) == (rank, None)
+                if is_placed and 0 <= part.microbatch < self._num_microbatches:
+                    facts[part.stage * self._num_microbatches + part.microbatch] |= _RULES[type(part)].makes
         return facts
 
     def _unsent(self) -> Iterator[str]:

@@ -111,14 +111,16 @@ def trace_layout(
             _train, experiment, layout, folder, around, world_size=layout.world_size, device=device
         )
     for rank, other in enumerate(others, start=1):
+        first["parameters"].update(other.pop("parameters", {}))
         for step, values in other.items():
+            first[step]["gradients"].update(values.pop("gradients", {}))
             expected = {name: first[step][name] for name in values}
             assert values == expected, f"{step}: rank {rank} has {values}, rank 0 has {expected}"
     return first
 
 
 def _train(experiment: Experiment, layout: Layout, folder: str, around: Around) -> dict[str, Any]:
-    """The trace of this rank; of all but the first without tensors."""
+    """The trace of this rank; tensors only on the first rank of each stage of a pipeline."""
     trace: dict[str, Any] = {}
     gradients: dict[int, Mapping[str, torch.Tensor]] = {}
 
@@ -131,7 +133,7 @@ def _train(experiment: Experiment, layout: Layout, folder: str, around: Around) 
 
     def take_parameters(done: Finished) -> None:
         parameters = full_parameters(done.model)  # collective
-        if done.ctx.is_main_process:
+        if done.ctx.rank % (done.ctx.world_size // done.ctx.size("regular", "pp")) == 0:
             trace["parameters"] = parameters
             return
         for values in trace.values():
@@ -159,6 +161,7 @@ def _config(experiment: Experiment, layout: Layout, folder: Path) -> TrainerConf
             "batch": {"global_size": len(experiment.batch), "microbatch_size": layout.microbatch_size},
             "run": {"folder": folder},
             "mesh": layout.mesh,
+            "pipeline": {"schedule": layout.schedule},
             "optimizer": {"learning_rate": 1e-2},
             "gradients": {"max_norm": 1.0},
             "trackers": (),

@@ -99,7 +99,8 @@ class Qwen3Model(nn.Module):
 
     Args:
         params: Sizes of the whole model.
-        stage: Which part to build; the embedding belongs to the first stage, the final norm to the last.
+        stage: Which part to build; the embedding belongs to the first stage, the final norm to the last. A last stage
+            whose head is tied has the embedding too, for the head to use: one parameter, on two stages.
         feed_forward: Builds each layer's feed-forward block; None for the family's SwiGLU.
     """
 
@@ -111,7 +112,7 @@ class Qwen3Model(nn.Module):
         self.stage = stage
         self.embedding = (
             TokenEmbedding(params.vocab_size, params.hidden_size, init_std=params.initializer_range)
-            if stage.is_first
+            if stage.is_first or (stage.is_last and params.tie_word_embeddings)
             else None
         )
         self.layers = nn.ModuleDict(
@@ -124,7 +125,8 @@ class Qwen3Model(nn.Module):
 
         Args:
             hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
-            position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
+            position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row. Where stages pass on a part
+                of the sequence to each tensor-parallel rank, later ones cannot count: pass the positions.
 
         Returns:
             Hidden states [B, L, D], normalised on the last stage.
@@ -136,7 +138,7 @@ class Qwen3Model(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
         rotary = rotary_tables(position_ids, head_dim=self.params.head_dim, theta=self.params.rope_theta)
-        x_BLD = hidden if self.embedding is None else self.embedding(hidden)
+        x_BLD = self.embedding(hidden) if self.stage.is_first and self.embedding is not None else hidden
         for layer in self.layers.values():
             x_BLD = layer(x_BLD, rotary)
         return x_BLD if self.norm is None else self.norm(x_BLD)
@@ -152,6 +154,8 @@ class Qwen3Model(nn.Module):
                 f"[batch, length, {self.params.hidden_size}]."
             )
         batch, length = hidden.shape[:2]
+        if not self.stage.is_first and position_ids is not None:
+            length = position_ids.shape[-1]  # hidden states may be a tensor-parallel rank's part of the sequence
         if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
             raise UserError(
                 f"position_ids have shape {tuple(position_ids.shape)}; expected {(batch, length)} or {(1, length)}, "
@@ -169,9 +173,6 @@ class Qwen3ForCausalLM(nn.Module):
         params: Sizes of the whole model.
         stage: Which part to build.
         feed_forward: Builds each layer's feed-forward block; None for the family's SwiGLU.
-
-    Raises:
-        UserError: If the embeddings are tied and the model is split into several stages.
     """
 
     def __init__(
@@ -207,22 +208,13 @@ class Qwen3ForCausalLM(nn.Module):
 
 
 def qwen3_lm_head(backbone: Qwen3Model) -> LanguageModelHead | None:
-    """The head that belongs to a stage of the backbone: None on all but the last.
-
-    Raises:
-        UserError: If the embeddings are tied and the model is split into several stages.
-    """
+    """The head that belongs to a stage of the backbone: None on all but the last."""
     params, stage = backbone.params, backbone.stage
-    if params.tie_word_embeddings and stage.count > 1:
-        raise UserError(
-            f"tie_word_embeddings = True with {stage.count} pipeline stages; the embedding and the head would live on "
-            f"different stages, which is not supported yet: use one stage, or tie_word_embeddings = False."
-        )
     if not stage.is_last:
         return None
     head = LanguageModelHead(params.hidden_size, params.vocab_size, init_std=params.initializer_range)
     if params.tie_word_embeddings:
-        assert backbone.embedding is not None  # a tied model is one stage
+        assert backbone.embedding is not None  # the last stage of a tied model has it
         head.weight = backbone.embedding.get_parameter("weight")
     return head
 

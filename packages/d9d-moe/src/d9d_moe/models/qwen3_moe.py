@@ -61,9 +61,6 @@ class Qwen3MoeForCausalLM(nn.Module):
     Args:
         params: Sizes of the whole model.
         stage: Which part to build.
-
-    Raises:
-        UserError: If the embeddings are tied and the model is split into several stages.
     """
 
     def __init__(self, params: Qwen3MoeParams, stage: StageInfo = WHOLE_MODEL) -> None:

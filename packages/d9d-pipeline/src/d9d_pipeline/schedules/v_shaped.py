@@ -16,10 +16,11 @@ from d9d_pipeline.schedule import Schedule
 class ZeroBubbleV(Schedule):
     """ZB-V (Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362), with the memory of 1F1B.
 
-    The paper searches for its schedule; here it is what all ranks do when each takes, at every tick of its clock, the
-    first thing that it can do: a forward of the later stage, one of the earlier stage, a backward for inputs of the
-    older microbatch, a backward for weights; holding at most 2p half-sized stages. If all three take the same time,
-    ranks wait only before their first and after their last action, p - 1 ticks together, for every m >= p.
+    The paper repeats a block of what one microbatch does, and closes its gaps. So do we: each rank takes forwards and
+    backwards for inputs in the order of the block, goes ahead with forwards while the pipeline fills, and computes
+    gradients of weights when nothing else can be done; holding at most 2p half-sized stages. If all three take the same
+    time, ranks wait p - 1 ticks for every m >= p, and for m >= 2p - 1 only before their first and after their last
+    action.
     """
 
     stages_per_rank = 2  # ty: ignore[incompatible-attribute-override] - read-only on purpose
@@ -32,7 +33,7 @@ class ZeroBubbleV(Schedule):
 
 @lru_cache(maxsize=4)  # the ranks of one program ask for the same game
 def _play(num_ranks: int, num_microbatches: int) -> tuple[tuple[Compute, ...], ...]:
-    """Let the clock tick until everything is done."""
+    """Let a clock tick, at which each rank does one thing, until everything is done."""
     players = [_Player(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
     forwards, gradients = [0] * (2 * num_ranks), [0] * (2 * num_ranks)  # done, as all know at the start of a tick
     while any(player.weights_left for player in players):
@@ -51,19 +52,27 @@ class _Player:
     def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
         self.done: list[Compute] = []
         self.weights_left = 2 * num_microbatches
-        self._early, self._late = rank, 2 * num_ranks - 1 - rank
+        self._late = 2 * num_ranks - 1 - rank
         self._num_stages, self._num_microbatches = 2 * num_ranks, num_microbatches
         self._held = 0
-        self._waiting: deque[tuple[int, int]] = deque()
+        self._waiting: deque[BackwardWeight] = deque()
+        behind = num_ranks - rank - 1  # ranks between this one and the turn
+        # The block: how many microbatches later than the first of them the rank meets each of its actions.
+        self._block = [
+            (0, Forward, rank),
+            (behind, Forward, self._late),
+            (num_ranks - 1, BackwardInput, self._late),
+            (num_ranks - 1 + behind, BackwardInput, rank),
+        ]
 
     def tick(self, forwards: Sequence[int], gradients: Sequence[int]) -> Compute | None:
-        """Do the first thing that can be done, if any."""
+        """Do what can be done, if anything."""
         action = self._choose(forwards, gradients)
         match action:
             case Forward():
                 self._held += 1
             case BackwardInput(stage, microbatch):
-                self._waiting.append((stage, microbatch))
+                self._waiting.append(BackwardWeight(stage, microbatch))
             case BackwardWeight():
                 self._held -= 1
                 self.weights_left -= 1
@@ -72,20 +81,23 @@ class _Player:
         return action
 
     def _choose(self, forwards: Sequence[int], gradients: Sequence[int]) -> Compute | None:
-        if self._held < self._num_stages:
-            for stage in (self._late, self._early):
-                there = self._num_microbatches if stage == 0 else forwards[stage - 1]
-                if forwards[stage] < there:
-                    return Forward(stage, forwards[stage])
-        ready = [
-            (gradients[stage], -stage)
-            for stage in (self._late, self._early)
-            if gradients[stage] < (forwards[stage] if stage == self._num_stages - 1 else gradients[stage + 1])
-        ]
-        if ready:
-            microbatch, stage = min(ready)
-            return BackwardInput(-stage, microbatch)
-        return BackwardWeight(*self._waiting.popleft()) if self._waiting else None
+        upcoming = []
+        for place, (delay, kind, stage) in enumerate(self._block):
+            microbatch = forwards[stage] if kind is Forward else gradients[stage]
+            if microbatch < self._num_microbatches:
+                upcoming.append((delay + microbatch, place, kind(stage, microbatch)))
+        is_filling = gradients[self._late] == 0
+        for index, (_, _, action) in enumerate(sorted(upcoming)):
+            in_turn = index == 0 or (is_filling and isinstance(action, Forward))
+            if in_turn and self._is_ready(action, forwards, gradients):
+                return action
+        return self._waiting.popleft() if self._waiting else None
+
+    def _is_ready(self, action: Forward | BackwardInput, forwards: Sequence[int], gradients: Sequence[int]) -> bool:
+        stage, microbatch = action.stage, action.microbatch
+        if isinstance(action, Forward):
+            return self._held < self._num_stages and (stage == 0 or forwards[stage - 1] > microbatch)
+        return forwards[stage] > microbatch and (stage == self._num_stages - 1 or gradients[stage + 1] > microbatch)
 
 
 @final
@@ -115,8 +127,14 @@ class DualPipeV(Schedule):
         behind = num_ranks - rank - 1  # ranks between this one and the turn
         waiting: deque[BackwardWeight] = deque()
         yield from _filling(early, late, rank, behind, waiting)
-        for _ in range(num_microbatches - 2 * num_ranks + rank + 1):
-            yield Overlap(early.forward(), late.backward())
+        for index in range(num_microbatches - 2 * num_ranks + rank + 1):
+            if (
+                index == 0 and behind == 0
+            ):  # at the turn, the first backward need not wait for a forward to overlap with
+                yield early.forward()
+                yield late.backward()
+            else:
+                yield Overlap(early.forward(), late.backward())
             yield Overlap(late.forward(), early.backward())
         for _ in range(behind):
             yield late.backward()
@@ -144,14 +162,13 @@ def _draining(
 ) -> Iterator[Compute]:
     """The last three phases: backwards of both stages, of the earlier one, and the gradients of weights that are left.
 
-    Half of the first of them are whole; later, weights fill the time in which gradients come back.
+    Half of the first are whole; later, gradients of weights fill the time in which others come back.
     """
-    for index in range(rank + 1):
-        for turn in (late, early):
-            yield turn.backward() if index < (rank + 1) // 2 else turn.backward_input(waiting)
+    for index in range(2 * (rank + 1)):
+        turn = late if index % 2 == 0 else early
+        yield turn.backward() if index <= rank else turn.backward_input(waiting)
     for _ in range(behind):
-        if waiting:
-            yield waiting.popleft()
+        yield waiting.popleft()
         yield early.backward_input(waiting)
     yield from waiting
 

@@ -1,0 +1,87 @@
+"""The stages of a model on this rank, and how they are run together with those of the other ranks of the pipeline."""
+
+from collections.abc import Collection, Mapping
+from typing import final
+
+from torch import nn
+
+from d9d_dist import DistributedContext
+from d9d_pipeline import (
+    Executor,
+    ForwardOnly,
+    OneForwardOneBackward,
+    PipelinedModel,
+    Program,
+    RankStages,
+    Schedule,
+    SharedParameters,
+    build,
+)
+
+
+@final
+class Pipeline:
+    """A model that is cut into stages; a whole model is a pipeline of one stage.
+
+    Attributes:
+        model: What optimizers, checkpoints and exports take for the model: this rank's part of it.
+        stages: The modules of this rank by global stage index.
+        shared: Keeps parameters that several stages use in step.
+
+    Args:
+        stages: See the attribute; parallelised and materialised.
+        ctx: The job's context.
+        schedule: In which order ranks compute.
+        shared_names: Names of parameters that several stages use, with those stages, the owner first.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        *,
+        ctx: DistributedContext,
+        schedule: Schedule | None = None,
+        shared_names: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        self.stages = dict(stages)
+        self._schedule = schedule or OneForwardOneBackward()
+        self._device, self._num_ranks = ctx.device, ctx.size("regular", "pp")
+        self._group = ctx.group_for("regular", "pp") if self._num_ranks > 1 else None
+        shared = shared_names or {}
+        is_whole = self._num_ranks == self._schedule.stages_per_rank == 1
+        copies = {index: _copies_of(index, shared) for index in self.stages}
+        self.model = self.stages[0] if is_whole else RankStages(self.stages, copies=copies)
+        layout = self._program(_forward_only(self._schedule), 1)
+        self.shared = SharedParameters(shared, self.stages, stage_ranks=layout.stage_ranks, group=self._group)
+
+    def training(self, num_microbatches: int) -> Executor:
+        """What runs a training step of so many microbatches."""
+        return self._executor(self._program(self._schedule, num_microbatches))
+
+    def evaluation(self, num_microbatches: int) -> Executor:
+        """What runs so many microbatches forward."""
+        return self._executor(self._program(_forward_only(self._schedule), num_microbatches))
+
+    def callable(self) -> PipelinedModel:
+        """What can be called as the whole model, on all ranks of the pipeline together."""
+        return PipelinedModel(
+            self.stages,
+            group=self._group,
+            device=self._device,
+            stages_per_rank=self._schedule.stages_per_rank,
+            placement=self._schedule.placement,
+        )
+
+    def _program(self, schedule: Schedule, num_microbatches: int) -> Program:
+        return build(schedule, num_ranks=self._num_ranks, num_microbatches=num_microbatches)
+
+    def _executor(self, program: Program) -> Executor:
+        return Executor(program, self.stages, group=self._group, device=self._device)
+
+
+def _forward_only(schedule: Schedule) -> ForwardOnly:
+    return ForwardOnly(schedule.stages_per_rank, schedule.placement)
+
+
+def _copies_of(index: int, shared: Mapping[str, tuple[int, ...]]) -> Collection[str]:
+    return [name for name, stages in shared.items() if index in stages[1:]]

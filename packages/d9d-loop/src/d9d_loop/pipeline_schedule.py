@@ -1,0 +1,68 @@
+"""The pipeline schedules that a configuration can name; any other is passed to the Trainer as an object."""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
+
+from d9d_dist import UserError
+from d9d_pipeline import (
+    DualPipeV,
+    GPipe,
+    Interleaved,
+    LoopedBreadthFirst,
+    OneForwardOneBackward,
+    Schedule,
+    ZeroBubble1P,
+    ZeroBubbleV,
+)
+
+Kind = Literal["gpipe", "looped_bfs", "1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipev"]
+
+KINDS: tuple[str, ...] = get_args(Kind)
+
+_FIXED: Mapping[Kind, Callable[[], Schedule]] = {
+    "gpipe": GPipe,
+    "1f1b": OneForwardOneBackward,
+    "zbv": ZeroBubbleV,
+    "dualpipev": DualPipeV,
+}
+_LOOPED: Mapping[Kind, Callable[[int], Schedule]] = {
+    "looped_bfs": LoopedBreadthFirst,
+    "interleaved_1f1b": Interleaved,
+    "zb1p": ZeroBubble1P,
+}
+
+
+class ScheduleConfig(BaseModel):
+    """A schedule by its name; in a configuration the name alone will do: `--pipeline.schedule zbv`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Kind = Field("1f1b", description="Which schedule.")
+    stages_per_rank: PositiveInt | None = Field(
+        None, description="Stages on each rank, where the schedule leaves it open; by default 2, and 1 for zb1p."
+    )
+
+    def build(self) -> Schedule:
+        """The schedule.
+
+        Raises:
+            UserError: If the number of stages is not one's to choose.
+        """
+        if self.kind in _FIXED:
+            schedule = _FIXED[self.kind]()
+            if self.stages_per_rank not in (None, schedule.stages_per_rank):
+                raise UserError(
+                    f"pipeline.schedule.stages_per_rank = {self.stages_per_rank}; {self.kind} has always "
+                    f"{schedule.stages_per_rank}. Leave it out, or use one of {', '.join(_LOOPED)}."
+                )
+            return schedule
+        return _LOOPED[self.kind](self.stages_per_rank or (1 if self.kind == "zb1p" else 2))
+
+
+def _from_name(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+PipelineScheduleConfig = Annotated[ScheduleConfig, BeforeValidator(_from_name)]
