@@ -147,7 +147,9 @@ class NextByte(Task):
     weight_unit = "tokens"
 
     def inputs(self, batch: Batch) -> Inputs:
-        return Inputs(batch["input_ids"], labels=batch["labels"], position_ids=batch.get("position_ids"))
+        labels = batch["labels"]
+        positions = batch.get("position_ids", torch.arange(labels.shape[1], device=labels.device)[None])
+        return Inputs(batch["input_ids"], labels=labels, position_ids=positions)
 
     def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         return Loss(outputs.sum(), weight=outputs.numel())
@@ -162,12 +164,14 @@ class NextByte(Task):
         metrics["bits_per_byte"].update(loss.total.detach(), loss.weight)
 
 
-def write(model: nn.Module, ctx: DistributedContext, length: int) -> str:
+def write(done: Finished, length: int) -> str:
     """Let the model continue a prompt, in whatever layout it is; collective."""
+    ctx = done.ctx
     split = ContextSplit(ctx.mesh_for("batch")["cp"])
+    done.model.eval()
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
-        return split.join(model(split.split(ids), position_ids=split.positions(ids.shape[1])))
+        return split.join(done.forward(split.split(ids), position_ids=split.positions(ids.shape[1])))
 
     prompt = torch.frombuffer(bytearray(b"def "), dtype=torch.uint8).long()[None].to(ctx.device)
     written = generate(
@@ -184,7 +188,7 @@ def write(model: nn.Module, ctx: DistributedContext, length: int) -> str:
 
 def report(done: Finished, length: int) -> None:
     """Draw the curves, let the model write, and say in one line of JSON what came of the job."""
-    written = write(done.model.eval(), done.ctx, length)
+    written = write(done, length)
     if not done.ctx.is_main_process:
         return
     result = done.result

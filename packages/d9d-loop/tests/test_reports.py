@@ -10,6 +10,7 @@ from d9d_loop import StepOutcome, TrainerConfig, validate_config
 from d9d_loop.job_state import Record
 from d9d_loop.reports import Reports
 from d9d_metrics import Metric, Sum, read_metrics
+from d9d_pipeline import OneForwardOneBackward, build
 
 
 class _Time:
@@ -49,7 +50,10 @@ class _Run:
         self.config, self.time = config, time
         self.record = Record(step)
         self.total = Sum()
-        self.reports = Reports(config, {"steps": 10}, record=self.record, weight_unit="tokens", ctx=ctx)
+        program = build(OneForwardOneBackward(), num_ranks=1, num_microbatches=1)
+        self.reports = Reports(
+            config, {"steps": 10}, record=self.record, weight_unit="tokens", program=program, ctx=ctx
+        )
 
     def steps(self, count: int) -> StepOutcome:
         metrics: dict[str, Metric] = {"total": self.total}

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from d9d_dist import MeshConfig, UserError, parallelize_fsdp
 from d9d_dist.testing import run_ranks
 from d9d_pipeline import (
-    Action,
     Backward,
+    Compute,
     Executor,
     Forward,
     ForwardOnly,
@@ -42,7 +42,7 @@ class _AllStagesHere(Schedule):
     def __init__(self, stages_per_rank: int) -> None:
         self.stages_per_rank = stages_per_rank
 
-    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Compute]:
         for microbatch in range(num_microbatches):
             yield from (Forward(stage, microbatch) for stage in range(self.stages_per_rank))
         for microbatch in range(num_microbatches):

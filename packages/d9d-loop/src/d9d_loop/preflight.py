@@ -18,7 +18,7 @@ from d9d_loop.config import TrainerConfig
 from d9d_loop.model_provider import ModelProvider
 from d9d_loop.stage_check import check_stages
 from d9d_loop.task import Task, to_inputs
-from d9d_pipeline import Schedule, build
+from d9d_pipeline import Program, Schedule, build
 from d9d_state import (
     CheckpointInfo,
     CheckpointStore,
@@ -43,6 +43,7 @@ class JobPlan:
         microbatch_size: Samples of a microbatch on one rank.
         num_microbatches: Microbatches of a step on one rank.
         schedule: In which order pipeline ranks compute.
+        program: What that is for this job.
         shared_names: Parameters that several stages have, with those stages, the owner first.
     """
 
@@ -52,6 +53,7 @@ class JobPlan:
     microbatch_size: int
     num_microbatches: int
     schedule: Schedule
+    program: Program
     shared_names: Mapping[str, tuple[int, ...]]
 
 
@@ -89,7 +91,7 @@ def check_job(
     microbatch_size = _check_batch(config, dp_size)
     num_microbatches = config.batch.global_size // (dp_size * microbatch_size)
     schedule = schedule or config.pipeline.schedule.build()
-    num_stages = _check_schedule(schedule, num_ranks=mesh.pipeline_parallel, num_microbatches=num_microbatches)
+    program = _build_program(schedule, num_ranks=mesh.pipeline_parallel, num_microbatches=num_microbatches)
     _check_data(data, "training data")
     if evaluation_data is not None:
         _check_data(evaluation_data, "evaluation data")
@@ -101,11 +103,11 @@ def check_job(
     if config.initial_weights is not None and not has_checkpoint:
         _check_initial_weights(config.initial_weights, provider.state_mapper(model), model)
     shared_names: Mapping[str, tuple[int, ...]] = {}
-    if num_stages > 1:
+    if program.num_stages > 1:
         batch = collate([data[index % len(data)] for index in range(microbatch_size)])
         inputs = to_inputs(task.inputs(batch))
-        shared_names = check_stages(provider, model, num_stages=num_stages, inputs=inputs)
-    return JobPlan(launch, mesh, dp_size, microbatch_size, num_microbatches, schedule, shared_names)
+        shared_names = check_stages(provider, model, num_stages=program.num_stages, inputs=inputs)
+    return JobPlan(launch, mesh, dp_size, microbatch_size, num_microbatches, schedule, program, shared_names)
 
 
 def _check_degrees(mesh: MeshConfig, task: Task) -> None:
@@ -123,10 +125,9 @@ def _check_degrees(mesh: MeshConfig, task: Task) -> None:
         )
 
 
-def _check_schedule(schedule: Schedule, *, num_ranks: int, num_microbatches: int) -> int:
-    """The number of stages, if the schedule exists for so many ranks and microbatches."""
+def _build_program(schedule: Schedule, *, num_ranks: int, num_microbatches: int) -> Program:
     try:
-        return build(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches).num_stages
+        return build(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches)
     except UserError as error:
         raise UserError(
             f"pipeline.schedule: {error} The step has {num_microbatches} microbatches for each data-parallel rank "

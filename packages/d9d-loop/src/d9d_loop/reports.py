@@ -14,20 +14,24 @@ from d9d_dist import DistributedContext
 from d9d_loop.config import TrainerConfig
 from d9d_loop.job_state import Record
 from d9d_loop.progress import Progress
+from d9d_loop.schedule_pictures import draw_measured, draw_program
 from d9d_loop.train_step import StepOutcome
 from d9d_metrics import Metric, MultiTracker, build_trackers, compute_metrics
+from d9d_pipeline import Program
 
 
 class Reports:
     """Shows and tracks the values of a job. Values are brought to the host only on the steps that are reported.
 
-    Opening it creates the run's folder, writes `config.json` and opens the trackers, on the main process.
+    Opening it creates the run's folder, writes `config.json` and the picture of the pipeline's schedule, if there are
+    several ranks in it, and opens the trackers, on the main process.
 
     Args:
         config: The job's configuration.
         resolved: The same, as JSON.
         record: The job's record, which reports keep up to date.
         weight_unit: What the loss's weight counts, e.g. tokens.
+        program: What the ranks of the pipeline do in a step.
         ctx: The job's context.
     """
 
@@ -38,11 +42,14 @@ class Reports:
         *,
         record: Record,
         weight_unit: str,
+        program: Program,
         ctx: DistributedContext,
     ) -> None:
         self._config, self._record, self._ctx = config, record, ctx
         self._throughput_name = f"{weight_unit}_per_second"
         self._tracker = _open_trackers(config, resolved, record.step) if ctx.is_main_process else MultiTracker([])
+        if ctx.is_main_process and len(program.ranks) > 1:
+            draw_program(program, config.run.dir, title=config.pipeline.schedule.kind)
         self._progress = Progress(
             num_steps=config.steps, done=record.step, visible=ctx.is_main_process, bar=config.logging.progress
         )
@@ -61,6 +68,9 @@ class Reports:
         """Count a step, and report it if its turn has come. Collective on those steps."""
         self._progress.step()
         self._clock.add(outcome.weight)
+        if outcome.timeline is not None and self._ctx.is_main_process:
+            title = f"{self._config.pipeline.schedule.kind}, step {self._record.step} as measured"
+            draw_measured(outcome.timeline, self._config.run.dir, title=title)
         step, every = self._record.step, self._config.logging.every
         if step % every and step not in (1, self._config.steps):
             return

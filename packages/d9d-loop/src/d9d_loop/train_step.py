@@ -15,6 +15,7 @@ from d9d_loop.lr_schedule import LrSchedule
 from d9d_loop.pipeline import Pipeline
 from d9d_loop.task import Task, to_inputs
 from d9d_metrics import Metric
+from d9d_pipeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +27,14 @@ class StepOutcome:
         weight: Weight of the global batch, 0-dim float64.
         grad_norm: Global norm of the gradients before clipping, 0-dim.
         learning_rate: Learning rate of the first parameter group.
+        timeline: When each rank of the pipeline computed what, if it was measured.
     """
 
     loss: torch.Tensor
     weight: torch.Tensor
     grad_norm: torch.Tensor
     learning_rate: float
+    timeline: Timeline | None = None
 
 
 class TrainStep:
@@ -75,7 +78,7 @@ class TrainStep:
         self._ctx, self._events = ctx, events
         self._losses_group = ctx.group_for("batch", "pp", "dp", "cp")
 
-    def __call__(self, step: int, batches: Sequence[Any]) -> StepOutcome:
+    def __call__(self, step: int, batches: Sequence[Any], *, measured: bool = False) -> StepOutcome:
         """Take one step: forward, backward, reduce, divide by the global weight, clip, update.
 
         Collectives: those of the model, of its gradients and of their norm, sends and receives between its stages; one
@@ -84,6 +87,7 @@ class TrainStep:
         Args:
             step: Number of steps done before this one.
             batches: This rank's microbatches, on its device.
+            measured: Whether to measure when each rank of the pipeline computes what; some more collectives.
         """
         totals = torch.zeros(2, dtype=torch.float64, device=self._ctx.device)
 
@@ -94,7 +98,10 @@ class TrainStep:
             self._task.update_metrics(self._metrics, outputs=outputs, batch=batches[microbatch], loss=loss)
             return loss.total
 
-        self._executor.step([to_inputs(self._task.inputs(batch)) for batch in batches], take_loss)
+        inputs = [to_inputs(self._task.inputs(batch)) for batch in batches]
+        timeline = self._executor.measured_step(inputs, take_loss) if measured else None
+        if not measured:
+            self._executor.step(inputs, take_loss)
         self._gradient_sync.finish()
         self._shared.add_gradients()
         if self._losses_group.size() > 1:
@@ -111,4 +118,4 @@ class TrainStep:
         self._optimizer.step()
         self._shared.copy_values()
         self._model.zero_grad()  # also what the optimizer does not have, which would add up forever
-        return StepOutcome(total * per_weight, weight, grad_norm, self._peaks[0] * factor)
+        return StepOutcome(total * per_weight, weight, grad_norm, self._peaks[0] * factor, timeline)

@@ -36,7 +36,7 @@ from d9d_loop.sample_order import SampleOrder
 from d9d_loop.task import Task
 from d9d_loop.train_result import TrainResult
 from d9d_loop.train_step import TrainStep
-from d9d_pipeline import Schedule, build
+from d9d_pipeline import Schedule
 from d9d_state import CheckpointStore, load_model_state, save_model_state
 
 
@@ -150,10 +150,15 @@ class Trainer:
             events=self.events,
         )
         evaluate = self._evaluator(pipeline, plan, ctx)
-        with Reports(config, _resolved(config), record=record, weight_unit=task.weight_unit, ctx=ctx) as reports:
+        reports = Reports(
+            config, _resolved(config), record=record, weight_unit=task.weight_unit, program=plan.program, ctx=ctx
+        )
+        with reports:
             first_step = record.step
             for batches in self._steps(first_step, plan, ctx):
-                outcome = take_step(record.step, batches)
+                # The second step: the first one makes kernels, process groups and shapes known.
+                is_measured = len(plan.program.ranks) > 1 and record.step == first_step + 1
+                outcome = take_step(record.step, batches, measured=is_measured)
                 record.step += 1
                 if record.step == first_step + 1:
                     # The first step makes kernels and process groups; from then on a rank that is late is lost.
@@ -194,11 +199,10 @@ class Trainer:
 
     def _build_pipeline(self, plan: JobPlan, ctx: DistributedContext) -> Pipeline:
         """Build this rank's stages on meta, parallelise, materialise."""
-        program = build(plan.schedule, num_ranks=plan.mesh.pipeline_parallel, num_microbatches=plan.num_microbatches)
         stages: dict[int, nn.Module] = {}
-        for index in program.stages_of(ctx.coordinate("regular", "pp")):
+        for index in plan.program.stages_of(ctx.coordinate("regular", "pp")):
             with torch.device("meta"):
-                stage = self._provider.build(StageInfo(index, program.num_stages))
+                stage = self._provider.build(StageInfo(index, plan.program.num_stages))
             built = describe_tensors(stage)
             self._provider.parallelize(stage, ctx)
             check_unchanged(stage, built)

@@ -16,6 +16,7 @@ from d9d_pipeline.actions import (
 )
 from d9d_pipeline.executor import Executor, Inputs, OutputHandler, Outputs
 from d9d_pipeline.pipelined_model import PipelinedModel
+from d9d_pipeline.plot import plot_program, plot_simulation
 from d9d_pipeline.program import Program, build
 from d9d_pipeline.rank_stages import RankStages
 from d9d_pipeline.schedule import Placement, Schedule, ranks_of_stages
@@ -25,6 +26,7 @@ from d9d_pipeline.schedules.v_shaped import DualPipeV, ZeroBubbleV
 from d9d_pipeline.schedules.zero_bubble import ZeroBubble1P
 from d9d_pipeline.shared_parameters import SharedParameters, shared_names
 from d9d_pipeline.simulate import Costs, simulate
+from d9d_pipeline.timeline import TimedAction, Timeline
 from d9d_pipeline.verify import ProgramError, Verified, verify
 
 __all__ = [
@@ -58,10 +60,14 @@ __all__ = [
     "SendInputGradient",
     "SendOutput",
     "SharedParameters",
+    "TimedAction",
+    "Timeline",
     "Verified",
     "ZeroBubble1P",
     "ZeroBubbleV",
     "build",
+    "plot_program",
+    "plot_simulation",
     "ranks_of_stages",
     "shared_names",
     "simulate",

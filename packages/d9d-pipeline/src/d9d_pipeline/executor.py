@@ -1,6 +1,7 @@
 """Runs a rank's part of a program: one small interpreter, whatever the schedule."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
@@ -14,6 +15,7 @@ from d9d_dist import LaterGradients, UserError
 from d9d_pipeline._channel import Arriving, Channel, Kind
 from d9d_pipeline._message import Description
 from d9d_pipeline._stage import Flight, Stage
+from d9d_pipeline._stopwatch import Mark, Stopwatch
 from d9d_pipeline.actions import (
     Action,
     Backward,
@@ -29,6 +31,7 @@ from d9d_pipeline.actions import (
     parts,
 )
 from d9d_pipeline.program import Program
+from d9d_pipeline.timeline import TimedAction, Timeline
 
 Outputs: TypeAlias = Any
 """What a stage's forward returns: any tree of tensors."""
@@ -68,12 +71,24 @@ class _Step:
     inputs: Sequence[Inputs]
     kinds: Sequence[Kind]
     on_output: OutputHandler
+    action: Action | None = None
     arriving: dict[_Place, Arriving] = field(default_factory=dict)
     outputs: dict[_Place, Outputs] = field(default_factory=dict)
     flights: dict[_Place, Flight] = field(default_factory=dict)
     arriving_gradients: dict[_Place, Arriving] = field(default_factory=dict)
     gradients: dict[_Place, list[Tensor | None]] = field(default_factory=dict)
     later: dict[_Place, LaterGradients] = field(default_factory=dict)
+    stopwatch: Stopwatch | None = None
+    ready: Mark | None = None
+
+    def begin(self, action: Action) -> None:
+        """An action is next."""
+        self.action, self.ready = action, None
+
+    def arrived(self) -> None:
+        """What the action needs is there: what comes now is computed, not waited for."""
+        if self.stopwatch is not None:
+            self.ready = self.stopwatch.mark()
 
 
 @final
@@ -113,11 +128,13 @@ class Executor:
                 f"got the stages {sorted(stages)} on pipeline rank {self._rank}; expected {list(expected)}, which the "
                 "program gives it."
             )
+        self._program, self._group = program, group
         self._actions = program.ranks[self._rank]
         self._num_microbatches = program.num_microbatches
         self._stages = {index: _stage(program, self._rank, index, module) for index, module in stages.items()}
         devices = (parameter.device for module in stages.values() for parameter in module.parameters())
-        self._channel = None if group is None else Channel(group, device or next(devices, torch.device("cpu")))
+        self._device = device or next(devices, torch.device("cpu"))
+        self._channel = None if group is None else Channel(group, self._device)
 
     def step(self, inputs: Sequence[Inputs], on_output: OutputHandler) -> None:
         """Run the program once. Collective over the ranks of the pipeline: sends and receives of the program.
@@ -133,18 +150,50 @@ class Executor:
             UserError: If there are not as many inputs as the program has microbatches, a loss has no gradient, or a
                 stage returns what cannot be sent.
         """
+        with self._under_way(inputs, on_output) as step:
+            for action in self._actions:
+                step.begin(action)
+                self._run(action, step)
+
+    def measured_step(self, inputs: Sequence[Inputs], on_output: OutputHandler) -> Timeline:
+        """Run the program once, as `step` does, and measure it.
+
+        Collective as `step` is; besides, ranks wait for each other before it, and exchange their times after it.
+
+        Args:
+            inputs: What goes in, for each microbatch.
+            on_output: What to do with what comes out of the last stage.
+
+        Returns:
+            What was computed when, in seconds, on all ranks of the pipeline. Their clocks are set alike by the waiting.
+        """
+        if self._group is not None:
+            dist.barrier(self._group)
+        stopwatch = Stopwatch(self._device)
+        marks: list[tuple[Mark, Mark]] = []
+        with self._under_way(inputs, on_output) as step:
+            step.stopwatch = stopwatch
+            for action in self._actions:
+                step.begin(action)
+                start = stopwatch.mark()
+                self._run(action, step)
+                marks.append((start if step.ready is None else step.ready, stopwatch.mark()))
+        times = [(stopwatch.seconds(start), stopwatch.seconds(end)) for start, end in marks]
+        return self._timeline(times)
+
+    @contextmanager
+    def _under_way(self, inputs: Sequence[Inputs], on_output: OutputHandler) -> Generator[_Step]:
+        """What both kinds of step have in common: checks before, and what is said of a failure."""
         if len(inputs) != self._num_microbatches:
             raise UserError(f"got inputs for {len(inputs)} microbatches; expected {self._num_microbatches}.")
         step = _Step(inputs, self._kinds(inputs), on_output)
-        action: Action | None = None
         try:
-            for action in self._actions:
-                self._run(action, step)
-            action = None
+            yield step
+            step.action = None
             if self._channel is not None:
                 self._channel.finish()
         except Exception as error:
-            error.add_note(f"{_where(action)}, on pipeline rank {self._rank}")
+            error.add_note(f"{_where(step.action)}, on pipeline rank {self._rank}")
             raise
 
     def _kinds(self, inputs: Sequence[Inputs]) -> list[Kind]:
@@ -215,6 +264,7 @@ class Executor:
             stage, microbatch = place
             return step.outputs.pop((stage - 1, microbatch))
         leaves = arriving.wait()
+        step.arrived()
         for leaf, expected in zip(leaves, arriving.description.leaves, strict=True):
             if leaf is not None and expected is not None and expected.needs_gradient:
                 leaf.requires_grad_()
@@ -240,7 +290,25 @@ class Executor:
         arriving = step.arriving_gradients.pop(place, None)
         if arriving is None:  # the stage after is on this rank, or the loss
             return step.gradients.pop((stage + 1, microbatch))
-        return arriving.wait()
+        gradients = arriving.wait()
+        step.arrived()
+        return gradients
+
+    def _timeline(self, times: list[tuple[float, float]]) -> Timeline:
+        """The times of all ranks, of this rank's own."""
+        most = max(map(len, self._program.ranks))
+        own = torch.tensor([*times, *[(0.0, 0.0)] * (most - len(times))], dtype=torch.float64, device=self._device)
+        everyones = [own]
+        if self._group is not None:
+            everyones = [torch.empty_like(own) for _ in self._program.ranks]
+            dist.all_gather(everyones, own, group=self._group)
+        return Timeline(
+            tuple(
+                tuple(TimedAction(action, *span) for action, span in zip(actions, each.tolist(), strict=False))
+                for actions, each in zip(self._program.ranks, everyones, strict=True)
+            ),
+            unit="s",
+        )
 
 
 def _stage(program: Program, rank: int, index: int, module: nn.Module) -> Stage:

@@ -97,7 +97,15 @@ def _shape_problems(program: "Program") -> list[str]:
             f"it has {program.num_stages} stages and {program.num_microbatches} microbatches; expected at least one of "
             "each"
         )
+    for rank, actions in enumerate(program.ranks):
+        problems += [f"rank {rank} has {action!r}, which is no action" for action in actions if not _is_action(action)]
     return problems
+
+
+def _is_action(action: Any) -> bool:
+    if isinstance(action, Overlap):
+        return isinstance(action.forward, Forward) and isinstance(action.backward, Backward | BackwardInput)
+    return type(action) in _RULES
 
 
 _Single: TypeAlias = Part | Loss | Transfer
@@ -223,9 +231,7 @@ class _Play:
 
     def _problem(self, rank: int, action: _Single) -> str | None:
         """Why an action is impossible now, whatever other ranks do."""
-        rule = _RULES.get(type(action))
-        if rule is None:
-            return f", expected one of {', '.join(kind.__name__ for kind in _RULES)}"
+        rule = _RULES[type(action)]
         peer = action.peer if isinstance(action, _TRANSFERS) else None
         stage, microbatch = action.stage, action.microbatch
         if self._places.get((type(action), stage)) != (rank, peer) or not 0 <= microbatch < self._num_microbatches:
