@@ -9,21 +9,23 @@ grid. The grid covers every pair of values of its factors that can stand togethe
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, product
+from itertools import combinations
 from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from d9d_dist import UserError
 from d9d_dist.testing import Device, Difference, differences
+from d9d_loop import ScheduleConfig
 from d9d_loop.testing import Around, Experiment, parse_layout, trace_layout
+from d9d_pipeline import build
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))  # the main job is one of the models
-from oracle_models import MaskedNextToken, PackedNextToken, PlainProvider, decoder, samples
+from oracle_models import BATCH_SIZE, MaskedNextToken, PackedNextToken, PlainProvider, decoder, samples
 
 RTOL = 1e-9
 
@@ -32,6 +34,8 @@ Values: TypeAlias = Mapping[str, str]
 
 FACTORS: Mapping[str, Sequence[str]] = {
     "model": ("dense", "tied", "moe", "plain"),
+    "pp": ("1", "2", "4"),
+    "schedule": ("1f1b", "gpipe", "looped_bfs", "interleaved_1f1b", "zb1p", "zbv", "dualpipev"),
     "dp_replicate": ("1", "2", "4"),
     "dp_shard": ("1", "2", "4"),
     "cp_shard": ("1", "2", "4"),
@@ -42,7 +46,7 @@ FACTORS: Mapping[str, Sequence[str]] = {
     "checkpointing": ("none", "full"),
     "mask": ("full", "ragged"),
 }
-DEGREES = ("dp_replicate", "dp_shard", "cp_shard", "cp_replicate", "tp")
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp_shard", "cp_replicate", "tp")
 NUM_HEADS = {"dense": 8, "tied": 8, "moe": 8, "plain": 4}
 
 
@@ -64,13 +68,24 @@ class Cell:
         """The part that the Trainer's mesh and batch follow from."""
         chosen = dict(self.values)
         parts = [f"{axis}={chosen[axis]}" for axis in DEGREES if chosen[axis] != "1"]
-        return ",".join(parts + ([] if chosen["microbatch"] == "all" else [f"microbatch={chosen['microbatch']}"]))
+        for name, default in (("schedule", "1f1b"), ("microbatch", "all")):
+            parts += [] if chosen[name] == default else [f"{name}={chosen[name]}"]
+        return ",".join(parts)
 
     @property
-    def experiment(self) -> Experiment:
+    def num_layers(self) -> int:
+        """Layers of the model: at least one for each stage."""
+        layout = parse_layout(self.layout)
+        return max(2, layout.mesh.pipeline_parallel * layout.schedule.build().stages_per_rank)
+
+    def experiment(self, *, num_layers: int | None = None) -> Experiment:
         """What is trained."""
         chosen: Any = dict(self.values)
-        options = {"method": chosen["method"], "checkpointing": chosen["checkpointing"]}
+        options = {
+            "method": chosen["method"],
+            "checkpointing": chosen["checkpointing"],
+            "num_layers": self.num_layers if num_layers is None else num_layers,
+        }
         if chosen["model"] == "plain":
             model, task = PlainProvider(**options), PackedNextToken()
         else:
@@ -79,16 +94,16 @@ class Cell:
 
     def differences(self, *, around: Around = nullcontext, device: Device = "cpu") -> Iterator[Difference]:
         """Run the cell, and give every place where it differs from one process on the CPU."""
-        trace = trace_layout(self.experiment, parse_layout(self.layout), around=around, device=device)
+        trace = trace_layout(self.experiment(), parse_layout(self.layout), around=around, device=device)
         chosen = dict(self.values)
-        yield from differences(trace, _one_process(chosen["model"], chosen["mask"]), rtol=RTOL)
+        yield from differences(trace, _one_process(chosen["model"], chosen["mask"], self.num_layers), rtol=RTOL)
 
 
 @cache
-def _one_process(model: str, mask: str) -> dict[str, Any]:
+def _one_process(model: str, mask: str, num_layers: int) -> dict[str, Any]:
     """The reference; neither a layout, nor how activations are kept, nor the form of attention may matter to it."""
     cell = parse_cell(f"{model},mask={mask}")
-    return trace_layout(cell.experiment, parse_layout(""))
+    return trace_layout(cell.experiment(num_layers=num_layers), parse_layout(""))
 
 
 def parse_cell(name: str) -> Cell:
@@ -116,10 +131,33 @@ def is_possible(values: Values) -> bool:
     degree = {axis: int(values.get(axis, "1")) for axis in DEGREES}
     if prod(degree.values()) > 8:
         return False
+    if not _has_program(values):
+        return False
     cp = degree["cp_shard"] * degree["cp_replicate"]
     if values.get("method") == "all_to_all":
         # Heads are what is exchanged; there must be some for each rank.
         return NUM_HEADS.get(values.get("model", "dense"), 8) % (degree["tp"] * cp) == 0
+    return True
+
+
+def _has_program(values: Values) -> bool:
+    """Whether the schedule exists for so many ranks and microbatches."""
+    if values.get("pp") == "1":
+        return values.get("schedule", "1f1b") == "1f1b"
+    if not {"schedule", "pp", "microbatch"} <= values.keys():
+        return True
+    dp_size = int(values.get("dp_replicate", "1")) * int(values.get("dp_shard", "1"))
+    num_microbatches = 1 if values["microbatch"] == "all" else BATCH_SIZE // dp_size
+    return _exists(values["schedule"], int(values["pp"]), num_microbatches)
+
+
+@cache
+def _exists(schedule: str, num_ranks: int, num_microbatches: int) -> bool:
+    kind = ScheduleConfig.model_validate({"kind": schedule})
+    try:
+        build(kind.build(), num_ranks=num_ranks, num_microbatches=num_microbatches)
+    except UserError:
+        return False
     return True
 
 
@@ -132,20 +170,47 @@ def is_complete(values: Values) -> bool:
 
 @cache
 def grid() -> tuple[Cell, ...]:
-    """Each axis alone, then cells that cover every possible pair of values: greedily, the one with most new pairs."""
-    candidates = [
-        dict(zip(FACTORS, values, strict=True))
-        for values in product(*FACTORS.values())
-        if is_complete(dict(zip(FACTORS, values, strict=True)))
-    ]
-    pairs_of = [frozenset(combinations(candidate.items(), 2)) for candidate in candidates]
+    """Each axis alone, then cells that cover every possible pair of values; each takes a missing one and adds others.
+
+    A schedule is paired with the number of its ranks; `test_pipeline_rows.py` puts each beside everything else.
+    """
     cells = [parse_cell(f"dense,{axis}={degree}") for axis in DEGREES for degree in FACTORS[axis][1:]]
-    missing = set().union(*pairs_of).difference(*(combinations(cell.values, 2) for cell in cells))
-    while missing:
-        best = max(range(len(candidates)), key=lambda index: len(pairs_of[index] & missing))
-        missing -= pairs_of[best]
-        cells.append(Cell(tuple(candidates[best].items())))
+    covered = {pair for cell in cells for pair in combinations(cell.values, 2)}
+    every_value = [(key, value) for key, values in FACTORS.items() for value in values]
+    for pair in combinations(every_value, 2):
+        if is_paired(pair) and pair not in covered and (values := _complete(dict(pair), covered)) is not None:
+            cells.append(Cell(tuple(values.items())))
+            covered.update(combinations(cells[-1].values, 2))
     return tuple(cells)
+
+
+def is_paired(pair: tuple[tuple[str, str], tuple[str, str]]) -> bool:
+    """Whether the grid has to have two values together, if they can stand together."""
+    keys = {key for key, _ in pair}
+    if "schedule" in keys:
+        return "pp" in keys
+    if ("pp", "4") in pair:
+        return not keys & {"dp_replicate", "dp_shard", "cp_shard", "cp_replicate", "tp", "method"}
+    return len(keys) == 2
+
+
+def _complete(values: dict[str, str], covered: Set[tuple[tuple[str, str], tuple[str, str]]]) -> dict[str, str] | None:
+    """All values of a cell in order, those first that bring most new pairs; None if no cell has the given ones."""
+    if not is_possible(values):
+        return None
+    key = next((key for key in FACTORS if key not in values), None)
+    if key is None:
+        return {key: values[key] for key in FACTORS} if is_complete(values) else None
+    order = list(FACTORS)
+
+    def num_new(chosen: tuple[str, str]) -> int:
+        ordered = [sorted((each, chosen), key=lambda each: order.index(each[0])) for each in values.items()]
+        return sum((first, second) not in covered and is_paired((first, second)) for first, second in ordered)
+
+    for value in sorted(FACTORS[key], key=lambda value: num_new((key, value)), reverse=True):
+        if (completed := _complete({**values, key: value}, covered)) is not None:
+            return completed
+    return None
 
 
 def main(arguments: Sequence[str]) -> int:

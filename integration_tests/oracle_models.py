@@ -1,7 +1,7 @@
 """What the oracle's grid trains: the main job's decoder, dense and sparse, and a model as a user might write it."""
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from pretrain import Batch, Decoder, NextByte, Parallelism
@@ -34,12 +34,12 @@ BATCH_SIZE = 8
 VOCAB = 32
 
 
-def decoder(kind: str, *, method: ContextMethod, checkpointing: CheckpointPolicy) -> Decoder:
+def decoder(kind: str, *, method: ContextMethod, checkpointing: CheckpointPolicy, num_layers: int = 2) -> Decoder:
     """The main job's provider, for a small model: dense, tied or moe."""
     dense = Qwen3Params(
         vocab_size=VOCAB,
         hidden_size=24,
-        num_layers=2,
+        num_layers=num_layers,
         num_heads=8,
         num_kv_heads=4,
         head_dim=4,
@@ -119,25 +119,37 @@ class PlainBlock(nn.Module):
 
 
 class PlainModel(nn.Module):
-    """Biases, layer norms, learned positions, and a parameter of its own that the root uses itself."""
+    """Biases, layer norms, learned positions, and a parameter of its own that the root uses itself.
 
-    def __init__(self) -> None:
+    What passes from stage to stage is a dict, with an entry that needs no gradient.
+    """
+
+    def __init__(self, stage: StageInfo, num_layers: int) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCAB, 16), nn.Embedding(LENGTH, 16)
-        self.blocks = nn.ModuleList(PlainBlock(16, 4) for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, VOCAB)
-        self.temperature = nn.Parameter(torch.empty(1))
+        self.stage = stage
+        if stage.is_first:
+            self.tokens, self.positions = nn.Embedding(VOCAB, 16), nn.Embedding(LENGTH, 16)
+        self.blocks = nn.ModuleDict({str(index): PlainBlock(16, 4) for index in stage.layers(num_layers)})
+        if stage.is_last:
+            self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, VOCAB)
+            self.temperature = nn.Parameter(torch.empty(1))
 
     def reset_parameters(self) -> None:
-        nn.init.constant_(self.temperature, 0.7)
+        if self.stage.is_last:
+            nn.init.constant_(self.temperature, 0.7)
 
-    def forward(self, ids: Tensor, position_ids: Tensor | None, documents: Tensor) -> Tensor:
+    def forward(self, received: Any, *, position_ids: Tensor | None, documents: Tensor) -> Any:
+        x = self._embed(received, position_ids) if self.stage.is_first else received["x"] * received["ones"]
+        for block in self.blocks.values():
+            x = block(x, documents)
+        if not self.stage.is_last:
+            return {"ones": torch.ones_like(x[:, :, :1]), "x": x}
+        return self.head(self.norm(x)) * self.temperature
+
+    def _embed(self, ids: Tensor, position_ids: Tensor | None) -> Tensor:
         if position_ids is None:
             position_ids = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
-        x = self.tokens(ids) + self.positions(position_ids)
-        for block in self.blocks:
-            x = block(x, documents)
-        return self.head(self.norm(x)) * self.temperature
+        return self.tokens(ids) + self.positions(position_ids)
 
 
 @final
@@ -147,16 +159,18 @@ class PlainProvider(ModelProvider):
 
     method: ContextMethod
     checkpointing: CheckpointPolicy
+    num_layers: int = 2
 
     def build(self, stage: StageInfo) -> nn.Module:
-        return PlainModel()
+        return PlainModel(stage, self.num_layers)
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         dense = ctx.mesh_for("dense")
         attention = "blocks.*.attention"
         heads = ColumnParallel(input=None, head_dim=4)
+        ends = {"tokens": VocabParallelEmbedding(), "head": ColumnParallel(output=Replicate())}
         plan = {
-            "tokens": VocabParallelEmbedding(),
+            **{name: style for name, style in ends.items() if hasattr(model, name)},
             attention: TensorRegion(),
             f"{attention}.query": heads,
             f"{attention}.key": heads,
@@ -164,7 +178,6 @@ class PlainProvider(ModelProvider):
             f"{attention}.out": RowParallel(),
             "blocks.*.up": ColumnParallel(),
             "blocks.*.down": RowParallel(),
-            "head": ColumnParallel(output=Replicate()),
         }
         parallelize_tensor(model, dense["tp"], plan)
         parallelize_context(model, ctx.mesh_for("batch")["cp"], method=self.method)

@@ -4,8 +4,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from d9d_dist._owned_gradient import own_gradient
+from d9d_dist._owned_gradient import _references_of_unshared, own_gradient
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -109,3 +110,10 @@ def test_compiled_code_copies_too() -> None:
     compiled(*leaves).sum().backward()
     assert torch.equal(seen[0][0], FACTORS)
     assert seen[0][0].data_ptr() != seen[1][0].data_ptr()
+
+
+def test_the_first_one_may_be_under_an_activation_checkpoint() -> None:
+    _references_of_unshared.cache_clear()
+    leaf = torch.ones(4, 4, requires_grad=True)
+    checkpoint(lambda x: own_gradient(x).exp(), leaf, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(leaf.grad, torch.ones(4, 4).exp())

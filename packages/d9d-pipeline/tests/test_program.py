@@ -1,44 +1,93 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d9d_pipeline import Action, Backward, Forward, ForwardOnly, GPipe, OneForwardOneBackward, Schedule, build
+from d9d_dist import UserError
+from d9d_pipeline import (
+    Action,
+    Backward,
+    BackwardWeight,
+    Compute,
+    DualPipeV,
+    Forward,
+    ForwardOnly,
+    GPipe,
+    Interleaved,
+    Loss,
+    OneForwardOneBackward,
+    Program,
+    ReceiveInput,
+    Schedule,
+    SendOutput,
+    ZeroBubble1P,
+    ZeroBubbleV,
+    build,
+)
+from d9d_pipeline.actions import parts
 
 
-@given(schedule=st.sampled_from([GPipe(), OneForwardOneBackward()]), p=st.integers(1, 8), m=st.integers(1, 20))
+def computed(program: Program) -> list[list[tuple[str, int, int]]]:
+    """Each rank's computations by kind, stage and microbatch, sorted."""
+    every = [[part for action in actions for part in parts(action)] for actions in program.ranks]
+    return [sorted((str(part)[0], part.stage, part.microbatch) for part in each) for each in every]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    schedule=st.sampled_from(
+        [GPipe(), OneForwardOneBackward(), Interleaved(2), ZeroBubble1P(), ZeroBubbleV(), DualPipeV()]
+    ),
+    p=st.integers(1, 6),
+    m=st.integers(12, 20),
+)
 def test_each_microbatch_goes_forward_and_backward_once_on_each_stage(schedule: Schedule, p: int, m: int) -> None:
     program = build(schedule, num_ranks=p, num_microbatches=m)
-    assert program.num_stages == p
-    for rank, actions in enumerate(program.ranks):
-        assert sorted(a.microbatch for a in actions if isinstance(a, Forward)) == list(range(m))
-        assert sorted(a.microbatch for a in actions if isinstance(a, Backward)) == list(range(m))
-        assert {a.stage for a in actions} == {rank}
+    assert program.num_stages == p * schedule.stages_per_rank
+    for rank, mine in enumerate(computed(program)):
+        pairs = [(stage, microbatch) for stage in program.stages_of(rank) for microbatch in range(m)]
+        assert [each[1:] for each in mine if each[0] == "F"] == pairs
+        assert sorted(each[1:] for each in mine if each[0] in "BI") == pairs
+        assert sorted(each[1:] for each in mine if each[0] in "BW") == pairs
 
 
-@given(p=st.integers(1, 8), m=st.integers(1, 20))
-def test_1f1b_holds_at_most_p_minus_r_microbatches(p: int, m: int) -> None:
-    for rank, actions in enumerate(build(OneForwardOneBackward(), num_ranks=p, num_microbatches=m).ranks):
-        held = peak = 0
-        for action in actions:
-            held += 1 if isinstance(action, Forward) else -1
-            peak = max(peak, held)
-        assert peak == min(p - rank, m)
+def test_loss_and_transfers_are_put_where_they_belong() -> None:
+    program = build(OneForwardOneBackward(), num_ranks=2, num_microbatches=2)
+    as_text = [" ".join(map(str, actions)) for actions in program.ranks]
+    assert as_text == ["F0 f0>1 F1 f1>1 b0<1 B0 b1<1 B1", "f0<0 F0 L0 f1<0 B0 b0>0 F1 L1 B1 b1>0"]
+    local = build(ForwardOnly(2), num_ranks=1, num_microbatches=1)
+    assert local.ranks == ((Forward(0, 0), Forward(1, 0), Loss(1, 0)),)
 
 
 def test_reads_as_a_line_for_each_rank() -> None:
     program = build(OneForwardOneBackward(), num_ranks=2, num_microbatches=3)
     assert str(program) == "rank 0: F0 F1 B0 F2 B1 B2\nrank 1: F0 B0 F1 B1 F2 B2"
-    assert str(build(ForwardOnly(), num_ranks=1, num_microbatches=2)) == "rank 0: F0 F1"
+    assert str(build(ForwardOnly(2), num_ranks=1, num_microbatches=2)) == "rank 0: 0.F0 0.F1 1.F0 1.F1"
+    assert " 2.F2+1.B0 " in str(build(DualPipeV(), num_ranks=2, num_microbatches=4))
 
 
-class _Broken(Schedule):
-    def __init__(self, actions: list[Action]) -> None:
-        self._emitted = actions
+def test_knows_its_stages() -> None:
+    loop = build(Interleaved(2), num_ranks=3, num_microbatches=3)
+    v = build(ZeroBubbleV(), num_ranks=3, num_microbatches=3)
+    assert [loop.stages_of(rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
+    assert [v.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert loop.trains
+    assert not build(ForwardOnly(), num_ranks=3, num_microbatches=3).trains
 
-    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-        yield from self._emitted
+
+class Emitting(Schedule):
+    """Any actions on a single rank; counts how often it is asked."""
+
+    def __init__(self, actions: Iterable[Any]) -> None:
+        self.emitted = list(actions)
+        self.asked = 0
+
+    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Compute]:
+        self.asked += 1
+        return self.emitted
 
 
 @pytest.mark.parametrize(
@@ -46,19 +95,80 @@ class _Broken(Schedule):
     [
         ([Forward(0, 0)], r"lacks Forward\(stage=0, microbatch=1\)"),
         ([Forward(0, 0), Forward(0, 1), Backward(0, 0)], r"lacks Backward\(stage=0, microbatch=1\)"),
-        ([Forward(0, 0), Forward(0, 0), Forward(0, 1)], r"repeats Forward\(stage=0, microbatch=0\)"),
-        ([Forward(0, 0), Forward(0, 1), Forward(1, 0)], r"has Forward\(stage=1, microbatch=0\), not its own"),
+        (
+            [Forward(0, 0), Forward(0, 0), Forward(0, 1)],
+            r"has Forward\(stage=0, microbatch=0\), which was done before",
+        ),
+        (
+            [Forward(0, 0), Forward(0, 1), Forward(1, 0)],
+            r"has Forward\(stage=1, microbatch=0\), not its own: it holds the stages .0.",
+        ),
+        ([Forward(0, 0), Forward(0, 1), Forward(0, 2)], r"expected stages up to 0 and microbatches up to 1"),
         (
             [Forward(0, 0), Backward(0, 1), Forward(0, 1), Backward(0, 0)],
-            r"Backward\(stage=0, microbatch=1\) before its forward",
+            r"has Backward\(stage=0, microbatch=1\) before its forward",
+        ),
+        (
+            [Forward(0, 0), Loss(0, 0)],
+            r"has Loss\(stage=0, microbatch=0\), expected what is computed: build adds loss and",
+        ),
+        (["F0"], r"rank 0 has 'F0', expected what is computed"),
+        (
+            [Forward(0, 0), Forward(0, 1), Backward(0, 0), Backward(0, 1), BackwardWeight(0, 1)],
+            r"has BackwardWeight\(stage=0, microbatch=1\), which was done before",
         ),
     ],
 )
 def test_refuses_a_program_that_computes_something_else(actions: list[Action], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(_Broken(actions), num_ranks=1, num_microbatches=2)
+    with pytest.raises(UserError, match=message):
+        build(Emitting(actions), num_ranks=1, num_microbatches=2)
 
 
 def test_refuses_no_microbatches() -> None:
-    with pytest.raises(ValueError, match=r"got 1 ranks and 0 microbatches; expected at least one of each"):
+    with pytest.raises(UserError, match=r"got 1 ranks and 0 microbatches; expected at least one of each"):
         build(GPipe(), num_ranks=1, num_microbatches=0)
+
+
+def test_programs_of_equal_schedules_are_built_once() -> None:
+    assert build(GPipe(), num_ranks=2, num_microbatches=3) is build(GPipe(), num_ranks=2, num_microbatches=3)
+    assert build(Interleaved(2), num_ranks=2, num_microbatches=3) is not build(
+        Interleaved(3), num_ranks=2, num_microbatches=3
+    )
+
+
+@dataclass
+class Mutable(Schedule):
+    """Compares by value, but that may change."""
+
+    backwards: bool = True
+
+    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Compute]:
+        kinds: list[Callable[[int, int], Compute]] = [Forward, Backward] if self.backwards else [Forward]
+        return [kind(rank, microbatch) for microbatch in range(num_microbatches) for kind in kinds]
+
+
+def test_schedules_that_can_change_are_asked_again() -> None:
+    emitting = Emitting([Forward(0, 0)])
+    for _ in range(2):
+        build(emitting, num_ranks=1, num_microbatches=1)
+    assert emitting.asked == 2
+    mutable = Mutable()
+    assert build(mutable, num_ranks=1, num_microbatches=1).trains
+    mutable.backwards = False
+    assert not build(mutable, num_ranks=1, num_microbatches=1).trains
+
+
+@dataclass(frozen=True)
+class WithList(Schedule):
+    """Frozen, but cannot be hashed for what is in it."""
+
+    microbatches: list[int]
+
+    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Compute]:
+        return [Forward(rank, microbatch) for microbatch in self.microbatches]
+
+
+def test_schedules_that_hold_a_list_are_built_too() -> None:
+    program = build(WithList([1, 0]), num_ranks=2, num_microbatches=2)
+    assert program.ranks[0] == (Forward(0, 1), SendOutput(0, 1, 1), Forward(0, 0), SendOutput(0, 0, 1))
+    assert program.ranks[1][0] == ReceiveInput(1, 1, 0)

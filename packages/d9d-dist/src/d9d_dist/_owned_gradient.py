@@ -6,6 +6,7 @@ gradient looks unshared, so the question has to be asked before it is wrapped.
 """
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -85,6 +86,12 @@ def _references_of_unshared() -> frozenset[_References]:
 
     Autograd's own calls hold some references too; versions of torch and of Python differ in how many.
     """
+    # In a thread of its own: the first forward may be under an activation checkpoint, which counts what is saved.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_count_references_of_unshared).result()
+
+
+def _count_references_of_unshared() -> frozenset[_References]:
     found: list[_References] = []
     with torch.inference_mode(False), torch.enable_grad():  # the first forward may be one of inference
         x = torch.ones(1, device="cpu", requires_grad=True)

@@ -26,7 +26,7 @@ from d9d_pipeline.schedules.v_shaped import DualPipeV, ZeroBubbleV
 from d9d_pipeline.schedules.zero_bubble import ZeroBubble1P
 from d9d_pipeline.shared_parameters import SharedParameters, shared_names
 from d9d_pipeline.simulate import Costs, simulate
-from d9d_pipeline.timeline import TimedAction, Timeline
+from d9d_pipeline.timeline import TimedAction, Timeline, format_simulation
 from d9d_pipeline.verify import ProgramError, Verified, verify
 
 __all__ = [
@@ -66,6 +66,7 @@ __all__ = [
     "ZeroBubble1P",
     "ZeroBubbleV",
     "build",
+    "format_simulation",
     "plot_program",
     "plot_simulation",
     "ranks_of_stages",

@@ -35,8 +35,9 @@ def earliest_times(
     last_stage = len(stage_ranks) - 1
     while awake:
         rank = awake.pop()
-        for action in ranks[rank][len(times[rank]) :]:
-            start, missing = clocks[rank], None
+        clock, mine = clocks[rank], times[rank]
+        for action in ranks[rank][len(mine) :]:
+            start, missing = clock, None
             for product in needs(action, last_stage):
                 there = made.get(product)
                 if there is None:
@@ -47,12 +48,13 @@ def earliest_times(
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            end = clocks[rank] = start + duration(action)
-            times[rank].append((start, end))
+            clock = start + duration(action)
+            mine.append((start, clock))
             for product in makes(action):
-                made[product] = (end, rank)
+                made[product] = (clock, rank)
                 if product in waiting:
                     awake += waiting.pop(product)
+        clocks[rank] = clock
     return times
 
 

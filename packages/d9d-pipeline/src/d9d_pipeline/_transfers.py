@@ -36,10 +36,12 @@ def with_transfers(ranks: Sequence[Sequence[Compute]], stage_ranks: Sequence[int
         stage_ranks: For each stage the rank that holds it.
     """
     times = earliest_times(ranks, stage_ranks, duration=_units)
+    # The rank of the loss goes first: no transfer of the same time shall come between a forward and its loss.
+    order = sorted(range(len(ranks)), key=lambda rank: rank != stage_ranks[-1])
     ended = [
         (end, rank, part)
-        for rank, (actions, spans) in enumerate(zip(ranks, times, strict=True))
-        for action, (_, end) in zip(actions, spans, strict=False)
+        for rank in order
+        for action, (_, end) in zip(ranks[rank], times[rank], strict=False)
         for part in parts(action)
     ]
     ended.sort(key=itemgetter(0))  # the clock that all ranks share; at the same time, any order that all share

@@ -126,7 +126,8 @@ def _draw_on(axes: "Axes", timeline: Timeline, *, title: str, links: list[_Link]
     _write_numbers(axes, boxes, timeline)
     for rank, timed in enumerate(timeline.ranks):
         wires = [(each.start, each.end - each.start) for each in timed if isinstance(each.action, Transfer)]
-        axes.broken_barh(wires, (rank + _ROW / 2 - _WIRE, _WIRE), facecolor=_TRANSFER, alpha=0.6, zorder=2)
+        if wires:
+            axes.broken_barh(wires, (rank + _ROW / 2 - _WIRE, _WIRE), facecolor=_TRANSFER, alpha=0.6, zorder=2)
     _style(axes, timeline, title)
     _explain(axes, timeline, has_transfers=has_transfers, has_links=bool(links))
 

@@ -70,9 +70,8 @@ def build(schedule: Schedule, *, num_ranks: int, num_microbatches: int) -> Progr
         UserError: If the schedule does not exist for these numbers.
         ProgramError: Listing what is missing, repeated, on the wrong rank or never possible.
     """
-    if type(schedule).__hash__ in (None, object.__hash__):
-        return _build(schedule, num_ranks, num_microbatches)
-    return _build_once(schedule, num_ranks, num_microbatches)
+    built = _build_once if _compares_by_value(schedule) else _build
+    return built(schedule, num_ranks, num_microbatches)
 
 
 def _build(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Program:
@@ -87,6 +86,14 @@ def _build(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Program
 
 
 _build_once = lru_cache(maxsize=32)(_build)
+
+
+def _compares_by_value(schedule: Schedule) -> bool:
+    """Whether an equal schedule is the same schedule, now and later."""
+    try:
+        return hash(schedule) != object.__hash__(schedule)
+    except TypeError:  # it is not frozen, or something in it is not
+        return False
 
 
 def _emitted_wrongly(actions: Sequence[Compute], rank: int, stage_ranks: Sequence[int]) -> Iterator[str]:

@@ -98,14 +98,17 @@ def _shape_problems(program: "Program") -> list[str]:
             "each"
         )
     for rank, actions in enumerate(program.ranks):
-        problems += [f"rank {rank} has {action!r}, which is no action" for action in actions if not _is_action(action)]
+        strange = [action for action in actions if type(action) not in _RULES and not _is_overlap(action)]
+        problems += [f"rank {rank} has {action!r}, which is no action" for action in strange]
     return problems
 
 
-def _is_action(action: Any) -> bool:
-    if isinstance(action, Overlap):
-        return isinstance(action.forward, Forward) and isinstance(action.backward, Backward | BackwardInput)
-    return type(action) in _RULES
+def _is_overlap(action: Any) -> bool:
+    return (
+        isinstance(action, Overlap)
+        and isinstance(action.forward, Forward)
+        and isinstance(action.backward, Backward | BackwardInput)
+    )
 
 
 _Single: TypeAlias = Part | Loss | Transfer
@@ -208,24 +211,28 @@ class _Play:
             actions = self._ranks[rank]
             while self._positions[rank] < len(actions):
                 action = actions[self._positions[rank]]
-                together = (action.forward, action.backward) if isinstance(action, Overlap) else (action,)
-                problem = None
-                for part in together:
-                    problem = self._problem(rank, part)
-                    if problem is not None:
-                        break
+                if isinstance(action, Overlap):
+                    problem = self._problem(rank, action.forward) or self._problem(rank, action.backward)
+                else:
+                    problem = self._problem(rank, action)
                 if problem is not None:
                     impossible.append(f"rank {rank} has {action!r}{problem}")
                     break
-                if isinstance(action, _TRANSFERS):
-                    other = self._waits[action.peer]
-                    if other is None or not _match(action, other, rank):
-                        self._waits[rank] = action
-                        break
-                    self._waits[action.peer] = None
-                    self._advance(action.peer, (other,))
-                    awake.append(action.peer)
-                self._advance(rank, together)
+                if isinstance(action, Overlap):
+                    self._note(rank, action.forward)
+                    self._note(rank, action.backward)
+                else:
+                    if isinstance(action, _TRANSFERS):
+                        other = self._waits[action.peer]
+                        if other is None or not _match(action, other):
+                            self._waits[rank] = action
+                            break
+                        self._waits[action.peer] = None
+                        self._note(action.peer, other)
+                        self._positions[action.peer] += 1
+                        awake.append(action.peer)
+                    self._note(rank, action)
+                self._positions[rank] += 1
         # What is nowhere in the program comes first: the rest may follow from it.
         return list(self._forgotten()) or impossible or [*self._stuck(), *self._unsent()]
 
@@ -254,20 +261,18 @@ class _Play:
         holder = self._stage_ranks[neighbour]
         return f", but stage {neighbour} is on " + ("the same rank" if holder == rank else f"rank {holder}")
 
-    def _advance(self, rank: int, done: tuple[_Single, ...]) -> None:
-        """Note what is true after actions that a rank did together, and go on to its next one."""
-        for action in done:
-            rule = _RULES[type(action)]
-            cell = action.stage * self._num_microbatches + action.microbatch
-            self._facts[cell] |= rule.makes
-            if rule.hands:
-                neighbour = action.stage + rule.towards
-                if 0 <= neighbour <= self._last and self._stage_ranks[neighbour] == rank:
-                    self._facts[cell + rule.towards * self._num_microbatches] |= rule.hands
-            if rule.holds:
-                self._held[rank] += rule.holds
-                self.peaks[rank] = max(self.peaks[rank], self._held[rank])
-        self._positions[rank] += 1
+    def _note(self, rank: int, action: _Single) -> None:
+        """Remember what is true after an action."""
+        rule = _RULES[type(action)]
+        cell = action.stage * self._num_microbatches + action.microbatch
+        self._facts[cell] |= rule.makes
+        if rule.hands:
+            neighbour = action.stage + rule.towards
+            if 0 <= neighbour <= self._last and self._stage_ranks[neighbour] == rank:
+                self._facts[cell + rule.towards * self._num_microbatches] |= rule.hands
+        if rule.holds:
+            self._held[rank] += rule.holds
+            self.peaks[rank] = max(self.peaks[rank], self._held[rank])
 
     def _stuck(self) -> Iterator[str]:
         for rank, action in enumerate(self._waits):
@@ -281,16 +286,13 @@ class _Play:
         emitted = self._facts
         if any(position < len(actions) for position, actions in zip(self._positions, self._ranks, strict=True)):
             emitted = self._emitted()
+        wanted = _RAN | _RAN_BACK | _HAS_WEIGHTS if self._trains else _RAN
         for index, facts in enumerate(emitted):
-            stage, microbatch = divmod(index, self._num_microbatches)
-            if not facts & _RAN:
-                name = "Forward"
-            elif self._trains and not facts & _RAN_BACK:
-                name = "Backward"
-            elif self._trains and not facts & _HAS_WEIGHTS:
-                name = "BackwardWeight"
-            else:
+            missing = wanted & ~facts
+            if not missing:
                 continue
+            name = "Forward" if missing & _RAN else "Backward" if missing & _RAN_BACK else "BackwardWeight"
+            stage, microbatch = divmod(index, self._num_microbatches)
             yield f"rank {self._stage_ranks[stage]} lacks {name}(stage={stage}, microbatch={microbatch})"
 
     def _emitted(self) -> list[int]:
@@ -315,12 +317,11 @@ class _Play:
                         yield f"rank {rank} lacks {kind.__name__}(stage={stage}, microbatch={microbatch})"
 
 
-def _match(action: Transfer, other: Transfer, rank: int) -> bool:
-    """Whether a transfer of `rank` and one of its peer are the two sides of one."""
+def _match(action: Transfer, other: Transfer) -> bool:
+    """Whether two transfers, each in its place, are the two sides of one."""
     rule = _RULES[type(action)]
     return (
         type(other) is rule.counterpart
         and other.stage == action.stage + rule.towards
         and other.microbatch == action.microbatch
-        and other.peer == rank
     )

@@ -28,11 +28,11 @@ class ZeroBubbleV(Schedule):
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Sequence[Compute]:
         """What the rank did when all ranks were played through."""
-        return _play(num_ranks, num_microbatches)[rank]
+        return play(num_ranks, num_microbatches)[rank]
 
 
 @lru_cache(maxsize=4)  # the ranks of one program ask for the same game
-def _play(num_ranks: int, num_microbatches: int) -> tuple[tuple[Compute, ...], ...]:
+def play(num_ranks: int, num_microbatches: int) -> tuple[tuple[Compute, ...], ...]:
     """Let a clock tick, at which each rank does one thing, until everything is done."""
     players = [_Player(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
     forwards, gradients = [0] * (2 * num_ranks), [0] * (2 * num_ranks)  # done, as all know at the start of a tick
@@ -46,24 +46,35 @@ def _play(num_ranks: int, num_microbatches: int) -> tuple[tuple[Compute, ...], .
     return tuple(tuple(player.done) for player in players)
 
 
+def _in_turn(rank: int, num_ranks: int, num_microbatches: int) -> deque[Forward | BackwardInput]:
+    """What a rank does but for gradients of weights, in the order of the block that is repeated for each microbatch."""
+    late = 2 * num_ranks - 1 - rank
+    behind = num_ranks - rank - 1  # ranks between this one and the turn
+    block = [  # and how many microbatches later than the first of them the rank does each
+        (0, Forward, rank),
+        (behind, Forward, late),
+        (num_ranks - 1, BackwardInput, late),
+        (num_ranks - 1 + behind, BackwardInput, rank),
+    ]
+    timed = [
+        (delay + microbatch, place, kind(stage, microbatch))
+        for place, (delay, kind, stage) in enumerate(block)
+        for microbatch in range(num_microbatches)
+    ]
+    return deque(action for _, _, action in sorted(timed, key=lambda each: each[:2]))
+
+
 class _Player:
     """One rank in the game; stages pass microbatches on in order, so that a count says which are there."""
 
     def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
         self.done: list[Compute] = []
         self.weights_left = 2 * num_microbatches
-        self._late = 2 * num_ranks - 1 - rank
+        self._early, self._late = rank, 2 * num_ranks - 1 - rank
         self._num_stages, self._num_microbatches = 2 * num_ranks, num_microbatches
         self._held = 0
         self._waiting: deque[BackwardWeight] = deque()
-        behind = num_ranks - rank - 1  # ranks between this one and the turn
-        # The block: how many microbatches later than the first of them the rank meets each of its actions.
-        self._block = [
-            (0, Forward, rank),
-            (behind, Forward, self._late),
-            (num_ranks - 1, BackwardInput, self._late),
-            (num_ranks - 1 + behind, BackwardInput, rank),
-        ]
+        self._in_turn = _in_turn(rank, num_ranks, num_microbatches)
 
     def tick(self, forwards: Sequence[int], gradients: Sequence[int]) -> Compute | None:
         """Do what can be done, if anything."""
@@ -81,17 +92,20 @@ class _Player:
         return action
 
     def _choose(self, forwards: Sequence[int], gradients: Sequence[int]) -> Compute | None:
-        upcoming = []
-        for place, (delay, kind, stage) in enumerate(self._block):
-            microbatch = forwards[stage] if kind is Forward else gradients[stage]
-            if microbatch < self._num_microbatches:
-                upcoming.append((delay + microbatch, place, kind(stage, microbatch)))
-        is_filling = gradients[self._late] == 0
-        for index, (_, _, action) in enumerate(sorted(upcoming)):
-            in_turn = index == 0 or (is_filling and isinstance(action, Forward))
-            if in_turn and self._is_ready(action, forwards, gradients):
-                return action
+        while self._in_turn and self._is_done(self._in_turn[0], forwards):
+            self._in_turn.popleft()
+        if self._in_turn and self._is_ready(self._in_turn[0], forwards, gradients):
+            return self._in_turn.popleft()
+        if gradients[self._late] == 0:  # the pipeline still fills
+            for stage in (self._late, self._early):
+                ahead = Forward(stage, forwards[stage])
+                if ahead.microbatch < self._num_microbatches and self._is_ready(ahead, forwards, gradients):
+                    return ahead
         return self._waiting.popleft() if self._waiting else None
+
+    def _is_done(self, action: Forward | BackwardInput, forwards: Sequence[int]) -> bool:
+        """Whether it was done ahead of its turn."""
+        return isinstance(action, Forward) and action.microbatch < forwards[action.stage]
 
     def _is_ready(self, action: Forward | BackwardInput, forwards: Sequence[int], gradients: Sequence[int]) -> bool:
         stage, microbatch = action.stage, action.microbatch

@@ -1,0 +1,42 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from d9d_dist import UserError
+from d9d_pipeline import Costs, Interleaved, OneForwardOneBackward, build, simulate, verify
+
+costs = st.builds(Costs, *[st.integers(1, 9)] * 3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(p=st.integers(1, 16), m=st.integers(1, 64), costs=costs)
+def test_takes_as_long_as_gpipe_and_holds_p_minus_r_microbatches(p: int, m: int, costs: Costs) -> None:
+    each = costs.forward + costs.backward_input + costs.backward_weight
+    program = build(OneForwardOneBackward(), num_ranks=p, num_microbatches=m)
+    assert simulate(program, costs).makespan == (m + p - 1) * each
+    assert verify(program).peak_activations == tuple(min(p - rank, m) for rank in range(p))
+
+
+@settings(max_examples=25, deadline=None)
+@given(p=st.integers(1, 16), m=st.integers(1, 64), v=st.integers(2, 4), costs=costs)
+def test_the_bubble_of_interleaved_is_that_of_one_stage(p: int, m: int, v: int, costs: Costs) -> None:
+    each = costs.forward + costs.backward_input + costs.backward_weight
+    program = build(Interleaved(v), num_ranks=p, num_microbatches=m)
+    makespan = simulate(program, costs).makespan
+    if m >= p:  # a multiple of p or not
+        assert makespan == (m * v + p - 1) * each
+    else:
+        assert makespan <= (p * v + p - 1) * each
+    if m % p == 0:
+        expected = tuple(min((v - 1) * p + 2 * (p - rank - 1) + 1, m * v) for rank in range(p))
+        assert verify(program).peak_activations == expected
+
+
+def test_one_stage_is_not_interleaved() -> None:
+    one = build(Interleaved(1), num_ranks=4, num_microbatches=8)
+    assert one.ranks == build(OneForwardOneBackward(), num_ranks=4, num_microbatches=8).ranks
+
+
+def test_refuses_no_stage() -> None:
+    with pytest.raises(UserError, match=r"got stages_per_rank = 0; expected at least 1"):
+        build(Interleaved(0), num_ranks=2, num_microbatches=2)

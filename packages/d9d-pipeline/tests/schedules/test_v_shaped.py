@@ -1,0 +1,52 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from d9d_dist import UserError
+from d9d_pipeline import Costs, DualPipeV, Overlap, ZeroBubbleV, build, simulate, verify
+
+
+@settings(max_examples=25, deadline=None)
+@given(p=st.integers(1, 16), extra=st.integers(0, 48))
+def test_zb_v_has_no_bubble_where_all_takes_the_same_time(p: int, extra: int) -> None:
+    m = p + extra
+    program = build(ZeroBubbleV(), num_ranks=p, num_microbatches=m)
+    timeline = simulate(program)
+    assert timeline.makespan == 6 * m + p - 1
+    if m >= 2 * p - 1:
+        assert timeline.waiting_between == (0,) * p
+    assert max(verify(program).peak_activations) == min(2 * p, 2 * m)
+
+
+@settings(max_examples=30, deadline=None)
+@given(p=st.integers(1, 16), m=st.integers(1, 16))
+def test_zb_v_with_few_microbatches_holds_no_more(p: int, m: int) -> None:
+    program = build(ZeroBubbleV(), num_ranks=p, num_microbatches=m)
+    assert max(verify(program).peak_activations) <= 2 * min(p, m)
+    assert simulate(program).makespan >= 6 * m + p - 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(p=st.integers(1, 16), extra=st.integers(0, 32), overlap=st.sampled_from([1.0, 0.875, 0.75]))
+def test_dualpipev_waits_as_its_authors_count(p: int, extra: int, overlap: float) -> None:
+    program = build(DualPipeV(), num_ranks=p, num_microbatches=2 * p + extra)
+    timeline = simulate(program, Costs(overlap=overlap))
+    forward, backward, weight = 1, 2, 1
+    # Theirs is the bubble of the rank that waits longest: those far from the turn overlap less and compute longer.
+    expected = (p - 1) * (overlap * (forward + backward) + backward - 3 * weight)
+    assert max(timeline.waiting) == pytest.approx(expected)
+    if overlap == 1.0:
+        assert timeline.waiting == (expected,) * p
+    assert verify(program).peak_activations == (2 * p + 1,) * p if p > 1 else True
+
+
+def test_dualpipev_overlaps_forwards_and_backwards() -> None:
+    program = build(DualPipeV(), num_ranks=2, num_microbatches=6)
+    assert str(program).splitlines()[1].startswith("rank 1: 1.F0 2.F0 1.F1 2.F1 1.F2 2.B0 2.F2+1.B0 1.F3+2.B1")
+    assert sum(isinstance(action, Overlap) for action in program.computed(0)) == 7
+
+
+def test_dualpipev_needs_two_microbatches_for_each_rank() -> None:
+    message = r"DualPipeV got 7 microbatches on 4 ranks; expected at least 8\. Use more microbatches, or another"
+    with pytest.raises(UserError, match=message):
+        build(DualPipeV(), num_ranks=4, num_microbatches=7)

@@ -1,0 +1,79 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from d9d_pipeline import (
+    Action,
+    Backward,
+    DualPipeV,
+    Forward,
+    ForwardOnly,
+    GPipe,
+    Interleaved,
+    Loss,
+    OneForwardOneBackward,
+    ReceiveInput,
+    Schedule,
+    TimedAction,
+    Timeline,
+    ZeroBubble1P,
+    build,
+    format_simulation,
+    simulate,
+    verify,
+)
+
+
+def timed(*actions: tuple[Action, float, float]) -> tuple[TimedAction, ...]:
+    return tuple(TimedAction(*each) for each in actions)
+
+
+MEASURED = Timeline(
+    (
+        timed((Forward(0, 0), 10.0, 12.0), (Backward(0, 0), 17.0, 20.0)),
+        timed((ReceiveInput(1, 0, 0), 10.0, 12.5), (Forward(1, 0), 12.5, 14.0), (Loss(1, 0), 14.0, 14.5))
+        + timed((Backward(1, 0), 14.5, 17.0)),
+    ),
+    unit="s",
+)
+
+
+def test_counts_what_is_computed_and_nothing_else() -> None:
+    assert MEASURED.makespan == 10.0
+    assert MEASURED.waiting == (5.0, 6.0)
+    assert MEASURED.waiting_between == (5.0, 0.5)
+    assert MEASURED.bubble == pytest.approx(0.55)
+    assert MEASURED.peak_activations == (1, 1)
+
+
+def test_nothing_takes_no_time() -> None:
+    nothing = Timeline(((), ()))
+    assert (nothing.makespan, nothing.bubble, nothing.waiting_between) == (0.0, 0.0, (0.0, 0.0))
+    assert str(nothing).splitlines()[1] == f"rank 1: {'.' * 100} 0 %"
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    schedule=st.sampled_from([GPipe(), Interleaved(2), ZeroBubble1P(), DualPipeV(), ForwardOnly()]),
+    p=st.integers(1, 8),
+    m=st.integers(16, 24),
+)
+def test_holds_what_the_verifier_says(schedule: Schedule, p: int, m: int) -> None:
+    program = build(schedule, num_ranks=p, num_microbatches=m)
+    assert simulate(program).peak_activations == verify(program).peak_activations
+
+
+def test_reads_as_a_line_for_each_rank() -> None:
+    timeline = simulate(build(OneForwardOneBackward(), num_ranks=2, num_microbatches=2))
+    assert format_simulation(timeline, width=36).splitlines() == [
+        "rank 0: F0--F1--........B0------....B1------ 33 %",
+        "rank 1: ....F0--B0------F1--B1------........ 33 %",
+    ]
+    assert format_simulation(timeline, width=9).splitlines()[0] == "rank 0: FF..B-.B- 33 %"
+
+
+def test_reads_ranks_of_two_digits_below_each_other() -> None:
+    lines = str(simulate(build(GPipe(), num_ranks=11, num_microbatches=1))).splitlines()
+    assert lines[0].startswith("rank  0: F")
+    assert lines[10].startswith("rank 10: ..")
+    assert len({len(line) for line in lines}) == 1
