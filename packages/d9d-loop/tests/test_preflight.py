@@ -106,9 +106,22 @@ def test_the_mesh_must_make_up_the_world(tmp_path: Path, world: Callable[[int], 
     _refused(tmp_path, message, mesh={"data_parallel_shard": 2})
 
 
-def test_pipeline_parallelism_is_refused(tmp_path: Path, world: Callable[[int], None]) -> None:
+def test_a_schedule_has_to_exist_for_the_microbatches(tmp_path: Path, world: Callable[[int], None]) -> None:
     world(2)
-    message = r"mesh\.pipeline_parallel = 2; expected 1: the Trainer has data, context and tensor parallelism so far\."
+    message = (
+        r"pipeline\.schedule: (.|\n)*microbatches(.|\n)* The step has 1 microbatches for each data-parallel rank "
+        r"\(batch\.global_size / data-parallel ranks / batch\.microbatch_size\) and mesh\.pipeline_parallel = 2\."
+    )
+    _refused(tmp_path, message, mesh={"pipeline_parallel": 2}, pipeline={"schedule": "dualpipev"})
+
+
+def test_a_model_that_is_not_cut_into_stages_is_refused(tmp_path: Path, world: Callable[[int], None]) -> None:
+    world(2)
+    message = (
+        r"the 2 stages that the model provider builds do not make up its model:\n"
+        r"  weight is on the stages 0, 1, though the model does not tie it to anything\n(.|\n)*"
+        r"Let build\(stage\) make only the layers of its stage (.|\n)*"
+    )
     _refused(tmp_path, message, mesh={"pipeline_parallel": 2})
 
 
@@ -126,7 +139,7 @@ def test_context_parallelism_needs_a_task_that_cuts_batches(
 
 def test_expert_parallelism_is_refused(tmp_path: Path, world: Callable[[int], None]) -> None:
     world(2)
-    message = r"mesh\.expert_parallel = 2; expected 1: the Trainer has data, context and tensor parallelism so far\."
+    message = r"mesh\.expert_parallel = 2; expected 1: the Trainer has data, context, tensor and pipeline paralleli.*"
     _refused(tmp_path, message, mesh={"data_parallel_shard": 2, "expert_parallel": 2})
 
 

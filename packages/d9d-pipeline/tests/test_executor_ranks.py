@@ -1,6 +1,7 @@
 """Every schedule over several ranks: gradients are those of one process, and what is sent is what the program says."""
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from d9d_dist.testing import RankError, run_ranks
 from d9d_pipeline import (
     DualPipeV,
     Executor,
+    Forward,
     ForwardOnly,
     GPipe,
     Inputs,
@@ -28,6 +30,7 @@ from d9d_pipeline import (
     Schedule,
     SendInputGradient,
     SendOutput,
+    Timeline,
     ZeroBubble1P,
     ZeroBubbleV,
     build,
@@ -231,9 +234,9 @@ class _Noticed(torch.autograd.Function):
 
 
 class _NoticedStage(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's own name)
         """What the layer saves, its input, is a view of what is noticed."""
-        return super().forward(_Noticed.apply(x.requires_grad_()))
+        return super().forward(_Noticed.apply(input.requires_grad_()))
 
 
 def _peaks(cases: list[tuple[Schedule, int]]) -> list[int]:
@@ -346,3 +349,30 @@ def test_a_failure_ends_every_rank_and_says_where(faulty_rank: int, fault: str, 
 
 def test_a_gradient_that_is_missing_for_once_counts_as_zero() -> None:
     run_ranks(_fail, 1, "leaves a gradient out", world_size=3)
+
+
+def _measure() -> tuple[Timeline, dict[str, Tensor | None], Program]:
+    with MeshConfig(pipeline_parallel=-1).build() as ctx:
+        program = build(ZeroBubbleV(), num_ranks=ctx.world_size, num_microbatches=4)
+        executor, stages = _executor(program, ctx.group_for("regular", "pp"))
+        timeline = executor.measured_step(_batch(4), _loss)
+        return timeline, _gradients(stages), program
+
+
+def test_a_measured_step_computes_the_same_and_says_when_on_all_ranks() -> None:
+    found = run_ranks(_measure)
+    expected = _expected(4, 4)
+    gradients = {name: gradient for _, each, _ in found for name, gradient in each.items()}
+    torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-12)
+    (timeline, _, program), (other, _, _) = found
+    assert timeline == other
+    assert timeline.unit == "s"
+    for rank, timed in enumerate(timeline.ranks):
+        assert tuple(each.action for each in timed) == program.ranks[rank]
+        assert all(each.start <= each.end for each in timed)
+        computed = timeline.computed(rank)
+        assert all(first.end <= second.start for first, second in pairwise(computed))
+    # What a rank waits for before a forward is no part of it: it starts after the one that it depends on has ended.
+    ends = {each.action: each.end for timed in timeline.ranks for each in timed}
+    starts = {each.action: each.start for timed in timeline.ranks for each in timed}
+    assert all(starts[Forward(1, microbatch)] >= ends[Forward(0, microbatch)] - 1e-2 for microbatch in range(4))

@@ -46,7 +46,8 @@ class GradientSync:
     and filled by `materialize`.
 
     Attributes:
-        num_microbatches: Number of backward passes of a step. May be set anew between steps.
+        num_microbatches: Number of backward passes of a step. May be set anew between steps. None if it is not known
+            how often a gradient is added to, as where backward is split: then nothing is reduced before `finish`.
 
     Args:
         model: A model, or one stage of it.
@@ -62,11 +63,11 @@ class GradientSync:
         self,
         model: nn.Module,
         *,
-        num_microbatches: int = 1,
+        num_microbatches: int | None = 1,
         bucket_bytes: int = BUCKET_BYTES,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if num_microbatches < 1 or bucket_bytes < 1:
+        if bucket_bytes < 1 or (num_microbatches is not None and num_microbatches < 1):
             raise UserError(
                 f"got num_microbatches = {num_microbatches} and bucket_bytes = {bucket_bytes}; expected both to be at "
                 "least 1."
@@ -111,6 +112,8 @@ class GradientSync:
     def _receive(self, bucket: Bucket, slot: Slot, parameter: torch.Tensor) -> None:
         """A gradient has been added to `.grad`."""
         slot.num_received += 1
+        if self.num_microbatches is None:
+            return
         if slot.num_received > self.num_microbatches:
             raise UserError(
                 f"a parameter of shape {tuple(parameter.shape)} received gradient number {slot.num_received} of a step "

@@ -5,7 +5,7 @@ from typing import final
 
 from torch import nn
 
-from d9d_dist import DistributedContext
+from d9d_dist import DistributedContext, GradientSync
 from d9d_pipeline import (
     Executor,
     ForwardOnly,
@@ -57,6 +57,12 @@ class Pipeline:
     def training(self, num_microbatches: int) -> Executor:
         """What runs a training step of so many microbatches."""
         return self._executor(self._program(self._schedule, num_microbatches))
+
+    def gradient_sync(self, num_microbatches: int) -> GradientSync:
+        """What reduces the gradients of such steps over ranks, as far as FSDP does not."""
+        # Where backward is split, a weight that is used in two ways gets its gradient in two parts.
+        splits = self._program(self._schedule, num_microbatches).splits
+        return GradientSync(self.model, num_microbatches=None if splits else num_microbatches)
 
     def evaluation(self, num_microbatches: int) -> Executor:
         """What runs so many microbatches forward."""

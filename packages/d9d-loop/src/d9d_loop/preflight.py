@@ -16,7 +16,7 @@ from d9d_dist import DistributedContext, Launch, MeshConfig, StageInfo, UserErro
 from d9d_loop.batches import Collate, Samples
 from d9d_loop.config import TrainerConfig
 from d9d_loop.model_provider import ModelProvider
-from d9d_loop.stage_check import check_stages
+from d9d_loop.stage_check import build_stages, check_chain, check_parts
 from d9d_loop.task import Task, to_inputs
 from d9d_pipeline import Program, Schedule, build
 from d9d_state import (
@@ -104,9 +104,10 @@ def check_job(
         _check_initial_weights(config.initial_weights, provider.state_mapper(model), model)
     shared_names: Mapping[str, tuple[int, ...]] = {}
     if program.num_stages > 1:
+        stages = build_stages(provider, program.num_stages)
+        shared_names = check_parts(model, stages)
         batch = collate([data[index % len(data)] for index in range(microbatch_size)])
-        inputs = to_inputs(task.inputs(batch))
-        shared_names = check_stages(provider, model, num_stages=program.num_stages, inputs=inputs)
+        check_chain(model, stages, to_inputs(task.inputs(batch)))
     return JobPlan(launch, mesh, dp_size, microbatch_size, num_microbatches, schedule, program, shared_names)
 
 

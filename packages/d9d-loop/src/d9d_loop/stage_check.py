@@ -1,6 +1,6 @@
 """Whether the stages that a provider builds make up its model, found on `meta` before anything starts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,33 +12,27 @@ from d9d_loop.model_provider import ModelProvider
 from d9d_pipeline import Inputs, shared_names
 
 
-def check_stages(
-    provider: ModelProvider, model: nn.Module, *, num_stages: int, inputs: Inputs
-) -> dict[str, tuple[int, ...]]:
-    """Build every stage on `meta`, and check that they make up the model and take what the stage before them returns.
+def build_stages(provider: ModelProvider, num_stages: int) -> list[nn.Module]:
+    """Build every stage of a model on `meta`."""
+    with torch.device("meta"):
+        return [provider.build(StageInfo(index, num_stages)) for index in range(num_stages)]
+
+
+def check_parts(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
+    """Check that the parameters of stages make up the model.
 
     Args:
-        provider: Builds stages.
         model: The whole model, on `meta`.
-        num_stages: Number of stages.
-        inputs: What one microbatch feeds in.
+        stages: All of its stages, on `meta`.
 
     Returns:
         The names of parameters that several stages have, with those stages.
 
     Raises:
-        UserError: If tensors are missing, are on several stages though the model does not tie them, or have other
-            shapes than in the model; or if a stage does not take what the one before it returns.
+        UserError: Listing tensors that are missing, are on several stages though the model does not tie them, or have
+            other shapes than in the model.
     """
-    with torch.device("meta"):
-        stages = [provider.build(StageInfo(index, num_stages)) for index in range(num_stages)]
     shared = shared_names([dict(stage.named_parameters()) for stage in stages])
-    _check_tensors(model, stages, shared)
-    _check_chain(model, stages, inputs)
-    return shared
-
-
-def _check_tensors(model: nn.Module, stages: Sequence[nn.Module], shared: Mapping[str, tuple[int, ...]]) -> None:
     whole, tied = _shapes(model), _tied_names(model)
     parts = [_shapes(stage) for stage in stages]
     found = {name: shape for part in parts for name, shape in part.items()}
@@ -62,6 +56,7 @@ def _check_tensors(model: nn.Module, stages: Sequence[nn.Module], shared: Mappin
             + "\nLet build(stage) make only the layers of its stage (stage.layers(n)), under their names in the whole "
             "model; what it ties has the name of the first of its places, wherever it is used."
         )
+    return shared
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -76,8 +71,17 @@ def _tied_names(model: nn.Module) -> set[str]:
     return {places[0] for places in names.values() if len(places) > 1}
 
 
-def _check_chain(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs) -> None:
-    """Run all stages on `meta`, unless the whole model itself cannot be run there."""
+def check_chain(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs) -> None:
+    """Check that each stage takes what the one before it returns, if the model can be run on `meta` at all.
+
+    Args:
+        model: The whole model, on `meta`.
+        stages: All of its stages, on `meta`.
+        inputs: What one microbatch feeds in.
+
+    Raises:
+        UserError: Naming the stage, and what it was given.
+    """
     first, shared = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (inputs.first, inputs.shared))
     with torch.no_grad(), torch.device("meta"):
         try:
@@ -86,18 +90,14 @@ def _check_chain(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs) 
             return
         payload: tuple[Any, ...] = first
         for index, stage in enumerate(stages):
+            given = "the microbatch's inputs" if index == 0 else f"what stage {index - 1} returns"
             try:
                 payload = (stage(*payload, **shared),)
             except Exception as error:
-                got = (
-                    f"the microbatch's inputs, {_show(payload)}"
-                    if index == 0
-                    else f"what stage {index - 1} returns, {_show(payload)}"
-                )
                 raise UserError(
-                    f"stage {index} of {len(stages)} does not take {got}: {type(error).__name__}: {error}\nThe whole "
-                    "model takes the same inputs. Let each stage return what the next one's forward takes as its only "
-                    "positional argument; keyword arguments go to every stage."
+                    f"stage {index} of {len(stages)} does not take {given}, {_show(payload)}: {type(error).__name__}: "
+                    f"{error}\nThe whole model takes the same inputs. Let each stage return what the next one's "
+                    "forward takes as its only positional argument; keyword arguments go to every stage."
                 ) from error
 
 

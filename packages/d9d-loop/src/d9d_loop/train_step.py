@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, GradientSync, clip_grad_norm_, scale_gradients_
+from d9d_dist import DistributedContext, clip_grad_norm_, scale_gradients_
 from d9d_loop.events import Events, GradientsReady
 from d9d_loop.lr_schedule import LrSchedule
 from d9d_loop.pipeline import Pipeline
@@ -74,7 +74,7 @@ class TrainStep:
         self._lr_schedule = lr_schedule
         self._max_norm = float("inf") if max_norm is None else max_norm
         self._executor = pipeline.training(num_microbatches)
-        self._gradient_sync = GradientSync(self._model, num_microbatches=num_microbatches)
+        self._gradient_sync = pipeline.gradient_sync(num_microbatches)
         self._ctx, self._events = ctx, events
         self._losses_group = ctx.group_for("batch", "pp", "dp", "cp")
 

@@ -39,6 +39,13 @@ class Program:
             isinstance(action, Backward | BackwardInput | Overlap) for actions in self.ranks for action in actions
         )
 
+    @property
+    def splits(self) -> bool:
+        """Whether some backward is split into its halves."""
+        return any(
+            isinstance(part, BackwardInput) for actions in self.ranks for action in actions for part in parts(action)
+        )
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, in order."""
         return tuple(stage for stage, holder in enumerate(self.stage_ranks) if holder == rank)

@@ -76,6 +76,6 @@ class RankStages(nn.Module):
         return {
             id(parameter)
             for index, names in self._copies.items()
-            for name, parameter in self.stages[index].named_parameters()
+            for name, parameter in self.stages[index].named_parameters(remove_duplicate=False)
             if canonical_name(name) in names
         }

@@ -46,6 +46,12 @@ def test_dualpipev_overlaps_forwards_and_backwards() -> None:
     assert sum(isinstance(action, Overlap) for action in program.computed(0)) == 7
 
 
+def test_dualpipev_follows_the_eight_phases_of_the_original() -> None:
+    first = str(build(DualPipeV(), num_ranks=2, num_microbatches=4)).splitlines()[0]
+    filling, pairs = "0.F0 0.F1 0.F2 3.F0 3.I0 3.W0 3.F1", "0.F3+3.B1 3.F2+0.B0 3.B2 3.F3+0.B1"
+    assert first == f"rank 0: {filling} {pairs} 3.B3 0.I2 0.W2 0.I3 0.W3"
+
+
 def test_dualpipev_needs_two_microbatches_for_each_rank() -> None:
     message = r"DualPipeV got 7 microbatches on 4 ranks; expected at least 8\. Use more microbatches, or another"
     with pytest.raises(UserError, match=message):

@@ -125,8 +125,8 @@ class Qwen3Model(nn.Module):
 
         Args:
             hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
-            position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row. Where stages pass on a part
-                of the sequence to each tensor-parallel rank, later ones cannot count: pass the positions.
+            position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row. Where tensor-parallel
+                ranks pass on their parts of the sequence, later stages cannot count: pass the positions.
 
         Returns:
             Hidden states [B, L, D], normalised on the last stage.

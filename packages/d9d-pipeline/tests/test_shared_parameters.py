@@ -1,0 +1,77 @@
+"""A weight on the first and the last stage, and one on every second: one tensor, whoever holds it."""
+
+import torch
+from torch import Tensor, nn
+
+from d9d_dist import MeshConfig
+from d9d_dist.testing import run_ranks
+from d9d_pipeline import SharedParameters, ranks_of_stages, shared_names
+
+HOLDERS = {"ends": (0, 3), "often": (0, 1, 3), "frozen": (1, 2)}
+
+
+def _stage(index: int) -> nn.Module:
+    stage = nn.Module()
+    stage.own = nn.Parameter(torch.full((2,), float(index)))
+    for name, holders in HOLDERS.items():
+        if index in holders:
+            parameter = nn.Parameter(torch.full((2, 3), 10.0 * index), requires_grad=name != "frozen")
+            setattr(stage, name, parameter)
+    return stage
+
+
+def test_names_of_several_stages_are_found() -> None:
+    stages = [dict(_stage(index).named_parameters()) for index in range(4)]
+    for stage in stages:
+        stage.pop("own")
+    assert shared_names(stages) == HOLDERS
+
+
+def _share(placement: str) -> dict[int, dict[str, tuple[float, float | None]]]:
+    """For each stage of this rank the value of each parameter, and of its gradient."""
+    with MeshConfig(pipeline_parallel=-1).build() as ctx:
+        stage_ranks = ranks_of_stages("v" if placement == "v" else "loop", num_ranks=2, stages_per_rank=2)
+        stages = {index: _stage(index) for index, rank in enumerate(stage_ranks) if rank == ctx.rank}
+        group = ctx.group_for("regular", "pp")
+        shared = SharedParameters(HOLDERS, stages, stage_ranks=stage_ranks, group=group)
+        for index, stage in stages.items():
+            for name, parameter in stage.named_parameters():
+                if parameter.requires_grad and (name, index) != ("often", 1):  # one that was not used
+                    parameter.grad = torch.full_like(parameter, 1.0 + index)
+        shared.add_gradients()
+        shared.copy_values()
+        return {
+            index: {name: (_only(p), None if p.grad is None else _only(p.grad)) for name, p in stage.named_parameters()}
+            for index, stage in stages.items()
+        }
+
+
+def _only(tensor: Tensor) -> float:
+    (value,) = set(tensor.flatten().tolist())
+    return value
+
+
+def test_gradients_are_summed_at_the_owner_and_values_copied_from_it() -> None:
+    expected = {
+        0: {"own": (0.0, 1.0), "ends": (0.0, 5.0), "often": (0.0, 5.0)},
+        1: {"own": (1.0, 2.0), "often": (0.0, None), "frozen": (10.0, None)},
+        2: {"own": (2.0, 3.0), "frozen": (10.0, None)},
+        3: {"own": (3.0, 4.0), "ends": (0.0, None), "often": (0.0, None)},
+    }
+    for placement in ("loop", "v"):  # in a V the first and the last stage are on one rank
+        first, second = run_ranks(_share, placement)
+        assert first.keys() == ({0, 2} if placement == "loop" else {0, 3})
+        assert {**first, **second} == expected
+
+
+def test_without_a_group_all_stages_are_here() -> None:
+    stages = {index: _stage(index) for index in range(4)}
+    shared = SharedParameters({"ends": (0, 3)}, stages, stage_ranks=(0, 0, 0, 0), group=None)
+    stages[3].get_parameter("ends").grad = torch.ones(2, 3)
+    shared.add_gradients()
+    shared.copy_values()
+    gradient = stages[0].get_parameter("ends").grad
+    assert gradient is not None
+    assert torch.equal(gradient, torch.ones(2, 3))
+    assert stages[3].get_parameter("ends").grad is None
+    assert torch.equal(stages[3].get_parameter("ends"), stages[0].get_parameter("ends"))
