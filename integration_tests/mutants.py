@@ -31,10 +31,13 @@ import d9d_dist.tensor_styles
 import d9d_dist.vocab_parallel
 import d9d_loop.train_step
 import d9d_loop.trainer
+import d9d_pipeline._message
+import d9d_pipeline._stage
 import d9d_pipeline.executor
 from d9d_dist import (
     ContextSplit,
     DistributedContext,
+    LaterGradients,
     RowParallel,
     SequenceParallel,
     TensorRegion,
@@ -43,6 +46,7 @@ from d9d_dist import (
     sum_partial,
 )
 from d9d_dist.context_parallel.blocks import MergedBlocks
+from d9d_pipeline import SharedParameters
 
 Bug: TypeAlias = Callable[[], AbstractContextManager[object]]
 """Makes the context in which a rank has the bug."""
@@ -161,18 +165,18 @@ def replicas_that_share_out_a_sequence_are_not_reduced() -> AbstractContextManag
 @caught_by("dense,dp_shard=2,microbatch=1")
 @contextmanager
 def only_the_last_microbatch_counts() -> Generator[None]:
-    real = d9d_pipeline.executor.Executor._forward
+    real = d9d_pipeline._stage.Stage.forward
 
-    def forget(self: Any, stage: int, *args: Any) -> None:
-        self._stages[stage].zero_grad()
-        real(self, stage, *args)
+    def forget(self: Any, *args: Any) -> Any:
+        self._module.zero_grad()
+        return real(self, *args)
 
     def always(module: nn.Module, enabled: bool) -> None:
         set_gradient_sync(module, True)
 
     with (
-        mock.patch.object(d9d_pipeline.executor.Executor, "_forward", forget),
-        mock.patch.object(d9d_pipeline.executor, "set_gradient_sync", always),
+        mock.patch.object(d9d_pipeline._stage.Stage, "forward", forget),
+        mock.patch.object(d9d_pipeline._stage, "set_gradient_sync", always),
     ):
         yield
 
@@ -323,6 +327,88 @@ def splitting_unties_the_head() -> Generator[None]:
         mock.patch("d9d_dist.tensor_parallel.distribute_parameters", untie),
         mock.patch.object(d9d_loop.trainer, "check_unchanged"),
     ):
+        yield
+
+
+# --- pipeline parallelism
+
+
+@caught_by("tied,pp=2")
+def the_head_keeps_its_share_of_a_tied_gradient() -> AbstractContextManager[object]:
+    return mock.patch.object(SharedParameters, "add_gradients")
+
+
+@caught_by("tied,pp=2,schedule=zbv")
+def the_head_keeps_its_value_of_a_tied_weight() -> AbstractContextManager[object]:
+    return mock.patch.object(SharedParameters, "copy_values")
+
+
+@caught_by("dense,pp=2,schedule=zb1p,microbatch=1")
+def weight_gradients_wait_for_ever() -> AbstractContextManager[object]:
+    return mock.patch.object(LaterGradients, "compute")
+
+
+@caught_by("dense,pp=2,dp_shard=2,schedule=zbv,microbatch=1")
+@contextmanager
+def split_gradients_are_reduced_after_the_first_microbatch() -> Generator[None]:
+    real = d9d_pipeline._stage.Stage.__init__
+
+    def first(self: Any, module: nn.Module, **options: Any) -> None:
+        options["last_backward"] = None if options["last_backward"] is None else 0
+        real(self, module, **options)
+
+    with mock.patch.object(d9d_pipeline._stage.Stage, "__init__", first):
+        yield
+
+
+@caught_by("dense,pp=2")
+def the_norm_is_that_of_the_own_stages() -> AbstractContextManager[object]:
+    return _collective(d9d_dist.gradient_norm, all_reduce=lambda *args, **kwargs: None)
+
+
+@caught_by("dense,pp=2")
+def only_the_last_stage_knows_the_weight() -> AbstractContextManager[object]:
+    real = DistributedContext.group_for
+
+    def without_pipeline(self: Any, domain: Any, *axes: str) -> Any:
+        return real(self, domain, *(set(axes) - {"pp"} or axes))
+
+    return mock.patch.object(DistributedContext, "group_for", without_pipeline)
+
+
+@caught_by("dense,pp=2,microbatch=1,mask=ragged")
+@contextmanager
+def every_output_meets_the_first_batch() -> Generator[None]:
+    real = d9d_pipeline.executor.Executor._loss
+
+    def first(self: Any, stage: int, microbatch: int, step: Any) -> None:
+        handler = step.on_output
+        step.on_output = lambda output, _: handler(output, 0)
+        real(self, stage, microbatch, step)
+        step.on_output = handler
+
+    with mock.patch.object(d9d_pipeline.executor.Executor, "_loss", first):
+        yield
+
+
+@caught_by("plain,pp=2")
+@contextmanager
+def what_crosses_a_boundary_needs_no_gradient() -> Generator[None]:
+    real = d9d_pipeline._message._describe
+    with mock.patch.object(d9d_pipeline._message, "_describe", lambda leaf: real(leaf)._replace(needs_gradient=False)):
+        yield
+
+
+@caught_by("dense,pp=2,microbatch=1,schedule=zbv")
+@contextmanager
+def gradients_of_the_own_next_stage_are_halved() -> Generator[None]:
+    real = d9d_pipeline._stage.Stage.backward_input
+
+    def halved(self: Any, *args: Any) -> Any:
+        received, later = real(self, *args)
+        return [gradient if gradient is None else gradient / 2 for gradient in received], later
+
+    with mock.patch.object(d9d_pipeline._stage.Stage, "backward_input", halved):
         yield
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from d9d_dist.errors import UserError
+
 
 @dataclass(frozen=True, slots=True)
 class StageInfo:
@@ -46,11 +48,11 @@ class StageInfo:
             A range within `range(num_layers)`; the ranges of all stages join to exactly that.
 
         Raises:
-            ValueError: If there are fewer layers, virtual ones included, than stages.
+            UserError: If there are fewer layers, virtual ones included, than stages.
         """
         total = num_layers + virtual_before + virtual_after
         if total < self.count:
-            raise ValueError(
+            raise UserError(
                 f"{num_layers} layers (+ {virtual_before + virtual_after} virtual) cannot fill {self.count} pipeline "
                 f"stages; use at most {total} stages."
             )

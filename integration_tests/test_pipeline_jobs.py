@@ -1,0 +1,107 @@
+"""The main job as a pipeline: every schedule on 2 and 4 ranks, checkpoints that change the stages, and mistakes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import TINY_MODEL, Ended, copy_run, curve, on_ranks, options
+from safetensors.torch import load_file
+
+from d9d_loop.pipeline_schedule import KINDS
+
+SIZES = {**TINY_MODEL, "model.num_layers": 8, "model.tie_word_embeddings": True, "evaluation.num_samples": 5}
+NAMES = ("loss", "grad_norm", "bits_per_byte", "evaluation_loss", "evaluation_bits_per_byte")
+
+
+def _run(folder: Path, name: str, *more: dict[str, Any], world_size: int = 1, **options_: Any) -> Ended:
+    # The learning rate follows from the number of steps, so all runs are as long.
+    given = {"run.folder": folder, "run.name": name, "logging.every": 1, "steps": 2, "checkpoint.every": 1}
+    ended = on_ranks("pretrain", options(SIZES, given, *more, **options_), world_size=world_size)
+    assert [each.code for each in ended] == [0] * world_size, ended[0].errors
+    return ended[0]
+
+
+def _pipeline(num_ranks: int, schedule: str) -> dict[str, Any]:
+    return {"mesh.pipeline_parallel": num_ranks, "pipeline.schedule": schedule, "batch.microbatch_size": 1}
+
+
+def _export(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = [load_file(path) for path in sorted((folder / "export").glob("*.safetensors"))]
+    return {name: tensor for each in tensors for name, tensor in each.items()}
+
+
+def _assert_same(folder: Path, expected: Path) -> None:
+    for name in NAMES:
+        assert curve(folder, name) == pytest.approx(curve(expected, name), rel=1e-5), name
+    ours, theirs = _export(folder), _export(expected)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("one")
+    return folder / "one", _run(folder, "one").output
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("schedule", KINDS)
+def test_every_schedule_gives_the_curve_the_export_and_the_text_of_one_process(
+    tmp_path: Path, num_ranks: int, schedule: str, one_process: tuple[Path, str]
+) -> None:
+    folder, text = one_process
+    ended = _run(tmp_path, "run", _pipeline(num_ranks, schedule), world_size=num_ranks)
+    _assert_same(tmp_path / "run", folder)
+    assert _written(ended.output) == _written(text)
+    for name in ("schedule", "schedule_measured"):
+        assert (tmp_path / "run" / f"{name}.png").stat().st_size > 10_000
+        assert (tmp_path / "run" / f"{name}.txt").read_text().count("\nrank ") == num_ranks
+
+
+def _written(output: str) -> str:
+    """What the model wrote, between the progress and the summary."""
+    return output[output.index("\ndef ") :].rpartition("\n{")[0]
+
+
+def test_a_checkpoint_goes_on_with_other_stages(tmp_path: Path, one_process: tuple[Path, str]) -> None:
+    folder, _ = one_process
+    first = {**_pipeline(2, "zbv"), "mesh.data_parallel_shard": 2}
+    _run(tmp_path, "run", first, world_size=4)
+    expected = _export(tmp_path / "run")
+    for layout, world_size in ((_pipeline(4, "1f1b"), 4), (first, 4), ({}, 1)):
+        again = copy_run(tmp_path / "run", tmp_path / "again")
+        for path in sorted((again / "checkpoints").glob("*2/*")):
+            path.unlink()
+        *_, last = sorted((again / "checkpoints").iterdir())
+        last.rmdir()
+        _run(tmp_path, "again", layout, world_size=world_size)
+        _assert_same(again, folder)
+        if layout == first:  # the same mesh: the same bits
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in _export(again).items())
+        for path in sorted(again.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        again.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"pipeline.schedule": "dualpipev", "batch.microbatch_size": 4},
+            "The step has 2 microbatches for each data-parallel rank (batch.global_size / data-parallel ranks / "
+            "batch.microbatch_size) and mesh.pipeline_parallel = 2.",
+        ),
+        ({"pipeline.schedule": "zb-v"}, "pipeline.schedule.kind = 'zb-v'; expected 'gpipe', 'looped_bfs', '1f1b',"),
+        ({"model.num_layers": 1}, "1 layers (+ 0 virtual) cannot fill 2 pipeline stages; use at most 1 stages."),
+    ],
+    ids=["microbatches", "name", "layers"],
+)
+def test_a_mistake_is_one_message_before_anything_starts(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    arguments = options(SIZES, {"run.folder": tmp_path, "mesh.pipeline_parallel": 2}, given)
+    first, second = on_ranks("pretrain", arguments, world_size=2)
+    assert (first.code, second.code) == (2, 2)
+    assert message in first.errors
+    assert "Traceback" not in first.errors
+    assert not list(tmp_path.iterdir())
