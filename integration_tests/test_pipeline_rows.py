@@ -45,15 +45,15 @@ def _provider(model: str) -> tuple[ModelProvider, Task]:
 
 
 def _rows(dp_size: int) -> Iterator[Row]:
-    """Microbatches fewer than ranks, as many, and more, where the schedule exists for them."""
+    """Two numbers of microbatches each, of fewer than ranks, as many and more, where the schedule exists for them."""
     for index, kind in enumerate(KINDS):
-        numbers = (1, 2, BATCH_SIZE // dp_size) if kind != "dualpipev" else (4, BATCH_SIZE // dp_size)
+        numbers = (1 + index % 2, BATCH_SIZE // dp_size) if kind != "dualpipev" else (4, BATCH_SIZE // dp_size)
         for number in sorted(set(numbers)):
             yield MODELS[(index + number) % len(MODELS)], kind, number
 
 
 def _train(model: str, schedule: Schedule, num_microbatches: int, ctx: DistributedContext) -> dict[str, Any]:
-    """The trace of two steps; tensors only of the stages of this rank."""
+    """The trace of a step; tensors only of the stages of this rank."""
     provider, task = _provider(model)
     num_stages = ctx.size("regular", "pp") * schedule.stages_per_rank
     with torch.device("meta"):
@@ -68,7 +68,7 @@ def _train(model: str, schedule: Schedule, num_microbatches: int, ctx: Distribut
         materialize(everywhere[index], device=ctx.device, seed=0)
     pipeline = Pipeline({index: everywhere[index] for index in own}, ctx=ctx, schedule=schedule, shared_names=shared)
     events, trace = Events(), {}
-    events.on(GradientsReady, lambda ready: trace.update({f"gradients {ready.step}": full_gradients(ready.model)}))
+    events.on(GradientsReady, lambda ready: trace.update({"gradients": full_gradients(ready.model)}))
     step = TrainStep(
         pipeline,
         AdamWConfig(learning_rate=1e-2).build(pipeline.model),
@@ -85,9 +85,8 @@ def _train(model: str, schedule: Schedule, num_microbatches: int, ctx: Distribut
     size = len(mine) // num_microbatches
     batches = [default_collate(mine[start : start + size]) for start in range(0, len(mine), size)]
     batches = [{k: v.double() if v.is_floating_point() else v for k, v in batch.items()} for batch in batches]
-    for number in range(2):
-        outcome = step(number, [place(batch) for batch in batches])
-        trace[f"step {number}"] = {"loss": outcome.loss.item(), "grad_norm": outcome.grad_norm.item()}
+    outcome = step(0, [place(batch) for batch in batches])
+    trace["step"] = {"loss": outcome.loss.item(), "grad_norm": outcome.grad_norm.item()}
     trace["parameters"] = full_parameters(pipeline.model)
     return trace
 
@@ -118,7 +117,7 @@ def test_every_schedule_equals_one_process(layout: str, one_process: dict[str, d
     for name, degree in beside.items():
         ranks_of_a_stage *= degree
         dp_size *= degree if name.startswith("data") else 1
-    rows = list(_rows(dp_size))
+    rows = list(_rows(dp_size))[:: 2 if ranks_of_a_stage > 2 else 1]  # eight ranks are slow on two cores
     by_rank = run_ranks(_train_rows, {"pipeline_parallel": 2, **beside}, rows, world_size=2 * ranks_of_a_stage)
     for index, row in enumerate(rows):
         found = list(differences(_joined([traces[index] for traces in by_rank]), one_process[row[0]], rtol=1e-9))

@@ -31,6 +31,22 @@ def _scale(x: Tensor, weight: Tensor) -> Tensor:
     return _ScaleFunction.apply(x, weight, slot)
 
 
+def _shift(x: Tensor, weight: Tensor) -> Tensor:
+    weight, slot = take_weight(weight, x)
+    return _ShiftFunction.apply(x, weight, slot)
+
+
+class _ShiftFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, slot: GradientSlot) -> Tensor:
+        ctx.slot = slot
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        return gradients[0], ctx.slot.give(lambda: gradients[0]), None
+
+
 class _Doubled(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return 2 * weight
@@ -229,6 +245,26 @@ def test_an_exception_ends_the_context() -> None:
     for _ in range(2):  # the second is not refused as a second pass at a time
         with pytest.raises(RuntimeError, match="failed"):
             split.backward([x.sum()], [None])
+
+
+def test_a_work_may_give_a_tensor_that_is_not_its_own() -> None:
+    x, weight = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    split = SplitBackward()
+    with split.forward():
+        y = _shift(_shift(_shift(x, weight), weight), weight)
+    split.backward([y], [torch.ones(3)]).compute()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3.0, 3.0, 3.0]
+
+
+def test_a_vector_is_left_to_torch() -> None:
+    linear, latent = nn.Linear(3, 2), torch.ones(3, requires_grad=True)
+    split = SplitBackward()
+    with split.forward():
+        y = linear(latent)
+    split.backward([y], [torch.ones(2)]).compute()
+    assert linear.weight.grad is not None
+    torch.testing.assert_close(linear.weight.grad, torch.ones(2, 3))
 
 
 def test_stages_do_not_disturb_each_other() -> None:

@@ -3,9 +3,9 @@
     uv run python packages/d9d-pipeline/benchmarks/pipeline_step.py
 
 Prints JSON. `against_torch`: the time of a step over that of `torch.distributed.pipelining`, on the same stages, in
-pairs of steps that alternate. `against_simulation`: the time of a step over its simulated makespan, where a forward and
-each half of a backward do nothing but sleep. `microseconds_per_action`: what a step of a stage that does nothing takes
-beyond a loop that calls it, for each action.
+pairs of steps that alternate. `against_simulation`: the makespan of a step over what the simulation makes of the
+medians of its actions' times, where a forward and each half of a backward do nothing but sleep.
+`microseconds_per_action`: what a step of a stage that does nothing takes beyond a loop that calls it, for each action.
 """
 
 import argparse
@@ -24,14 +24,20 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from d9d_dist import GradientSlot, MeshConfig, take_weight
 from d9d_dist.testing import run_ranks
 from d9d_pipeline import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
     Costs,
     DualPipeV,
     Executor,
+    Forward,
     GPipe,
     Inputs,
     Interleaved,
     OneForwardOneBackward,
+    Overlap,
     Schedule,
+    Timeline,
     ZeroBubble1P,
     ZeroBubbleV,
     build,
@@ -141,7 +147,7 @@ class SleepingStage(nn.Module):
 
 
 def sleep(pairs: int, seconds: float) -> dict[str, list[float]]:
-    """Seconds of steps in which everything sleeps."""
+    """For each schedule the makespans of measured steps over what simulation makes of the medians of their actions."""
     found = {}
     with MeshConfig(pipeline_parallel=-1).build() as ctx:
         group = ctx.group_for("regular", "pp")
@@ -151,23 +157,22 @@ def sleep(pairs: int, seconds: float) -> dict[str, list[float]]:
             stages = {index: SleepingStage(seconds) for index in program.stages_of(group.rank())}
             executor = Executor(program, stages, group=group)
             inputs = [Inputs(torch.ones(4)) for _ in range(number)]
-
-            def step(executor: Executor = executor, inputs: list[Inputs] = inputs) -> None:
-                executor.step(inputs, lambda output, _: output.sum())
-
-            step()
-            (found[name],) = alternate([step], pairs)
+            executor.step(inputs, lambda output, _: output.sum())
+            timelines = [executor.measured_step(inputs, lambda output, _: output.sum()) for _ in range(pairs)]
+            found[name] = [each.makespan / simulate(program, costs_of(each)).makespan for each in timelines]
     return found
 
 
-def sleep_of(seconds: float) -> float:
-    """What a sleep of so many seconds really takes on this machine."""
-    taken = []
-    for _ in range(20):
-        start = time.perf_counter()
-        time.sleep(seconds)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+def costs_of(timeline: Timeline) -> Costs:
+    """The medians of what actions took in a step."""
+    taken: dict[type, list[float]] = {}
+    for rank in range(len(timeline.ranks)):
+        for each in timeline.computed(rank):
+            if not isinstance(each.action, Overlap):
+                taken.setdefault(type(each.action), []).append(each.end - each.start)
+    medians = {kind: statistics.median(values) for kind, values in taken.items()}
+    half = medians.get(Backward, 0.0) / 2
+    return Costs(medians[Forward], medians.get(BackwardInput, half), medians.get(BackwardWeight, half))
 
 
 def overhead(repeats: int) -> float:
@@ -219,15 +224,9 @@ def main() -> None:
     result: dict[str, Any] = {"microseconds_per_action": round(overhead(200), 1)}
     for ranks in arguments.ranks:
         slept = run_ranks(sleep, arguments.pairs, seconds, world_size=ranks)[0]
-        slept_for = sleep_of(seconds)
-        costs = Costs(slept_for, slept_for, slept_for)
-        simulated = {
-            name: simulate(build(schedule, num_ranks=ranks, num_microbatches=2 * ranks), costs).makespan
-            for name, schedule in {**OURS, "ZB1P": ZeroBubble1P()}.items()
-        }
         raced = run_ranks(race, arguments.pairs, 2, world_size=ranks)[0]
         result[f"{ranks} ranks"] = {
-            "against_simulation": {name: ratio(taken, [simulated[name]] * len(taken)) for name, taken in slept.items()},
+            "against_simulation": {name: ratio(taken, [1.0] * len(taken)) for name, taken in slept.items()},
             "against_torch": {name: ratio(*taken) for name, taken in raced.items()},
         }
     print(json.dumps(result, indent=2))

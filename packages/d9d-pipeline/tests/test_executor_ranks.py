@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from d9d_dist import MeshConfig
+from d9d_dist import MeshConfig, UserError
 from d9d_dist.testing import RankError, run_ranks
 from d9d_pipeline import (
     DualPipeV,
@@ -304,6 +304,8 @@ class _Faulty(nn.Module):
                 return y, 1.0
             case "changes":
                 return y[: self.calls]
+            case "starts to use it":
+                return y if self.calls > 2 else y.detach() + self.linear.bias
             case "leaves a gradient out" if self.calls == 2:
                 return y.detach() + 0 * self.linear.bias
         return y
@@ -335,7 +337,8 @@ def _fail(faulty_rank: int, fault: str) -> None:
         (
             0,
             "changes",
-            r"got float32\[2, 2\], where for inputs of the same shapes it was float32\[1, 2\] before; expected",
+            r"got float32\[2, 2\] that needs a gradient, where for inputs of the same shapes it was float32\[1, 2\] "
+            r"that needs a gradient before; expected",
         ),
     ],
 )
@@ -345,6 +348,18 @@ def test_a_failure_ends_every_rank_and_says_where(faulty_rank: int, fault: str, 
     assert caught.value.rank == faulty_rank
     assert "3 of 3 ranks failed" in str(caught.value)
     assert str(caught.value).count("on pipeline rank") >= 3
+
+
+def test_an_input_that_is_used_later_only_is_refused() -> None:
+    with pytest.raises(RankError, match=r"was not used in the first microbatch; expected a stage to use the same"):
+        run_ranks(_fail, 1, "starts to use it", world_size=3)
+
+
+def test_inputs_of_all_stages_need_no_gradient() -> None:
+    stages = {index: nn.Linear(2, 2) for index in range(2)}
+    executor = Executor(build(LoopedBreadthFirst(2), num_ranks=1, num_microbatches=1), stages)
+    with pytest.raises(UserError, match="got a tensor that needs a gradient among the keyword arguments of all stages"):
+        executor.step([Inputs(torch.ones(2), prompt=torch.ones(2, requires_grad=True))], lambda y, _: y.sum())
 
 
 def test_a_gradient_that_is_missing_for_once_counts_as_zero() -> None:

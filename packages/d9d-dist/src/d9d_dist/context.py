@@ -191,6 +191,17 @@ class DistributedContext:
         """
         check_agreement(name, value, device=self.device)
 
+    def align_groups(self) -> None:
+        """Let all ranks name the next process group alike, after some made groups of their own that others did not.
+
+        Collective over all ranks: one all-reduce. torch numbers groups by how many each rank has made; without this the
+        next one that all ranks make would wait for ever.
+        """
+        world = dist.distributed_c10d._world
+        count = torch.tensor(world.group_count, device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        world.group_count = int(count)
+
     def wait_world(self) -> None:
         """Wait until every rank has come here."""
         # Without being told, torch guesses the device from the global rank, which is wrong where nodes are half used.

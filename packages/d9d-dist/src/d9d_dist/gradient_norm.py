@@ -34,7 +34,8 @@ def global_grad_norm(
         norm_type: The p of the p-norm; `float("inf")` for the maximum.
 
     Returns:
-        A 0-dim tensor on the job's device, equal on every rank; float32, or float64 where a parameter is.
+        A 0-dim tensor on the job's device, equal on every rank; float32, or float64 where a parameter is or where there
+        are several stages.
 
     Raises:
         UserError: If a gradient is still a part of a sum, or placed otherwise than its parameter.
@@ -42,6 +43,7 @@ def global_grad_norm(
     powers = list(_reduced_powers(parameters, ctx, norm_type).values())
     total = _join(powers, norm_type) if powers else torch.zeros((), device=ctx.device)
     if ctx.size("regular", "pp") > 1:
+        total = total.double()  # stages may have parameters of different dtypes, or none
         dist.all_reduce(total, op=_reduction(norm_type), group=ctx.group_for("regular", "pp"))
     return _root(total, norm_type)
 

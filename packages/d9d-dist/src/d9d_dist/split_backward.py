@@ -62,8 +62,8 @@ class LaterGradients:
             weight, works = self._weights.pop(key), self._works.pop(key)
             with torch.no_grad():
                 gradient = works.pop()()
-                while works:
-                    gradient += works.pop()()
+                while works:  # not in place: what a work gives may be somebody else's tensor
+                    gradient = gradient + works.pop()()
             # Not always a leaf: of a DTensor the layer sees this rank's part.
             torch.autograd.backward(weight, gradient)
 
@@ -189,7 +189,7 @@ class _LinearMode(TorchFunctionMode):
 
 def _linear(split: SplitBackward, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002  (torch's own name)
     is_plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in (input, weight))
-    if not is_plain or torch.is_autocast_enabled(input.device.type) or torch.compiler.is_compiling():
+    if not is_plain or input.dim() < 2 or torch.is_autocast_enabled(input.device.type) or torch.compiler.is_compiling():
         return F.linear(input, weight, bias)
     taken, slot = _take_weight(split, weight, input)
     return F.linear(input, weight, bias) if taken is weight else _Linear.apply(input, taken, bias, slot)

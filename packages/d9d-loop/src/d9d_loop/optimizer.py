@@ -35,7 +35,8 @@ class AdamWConfig(BaseModel):
             {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
         ]
         return LocalAdamW(
-            [group for group in groups if group["params"]],
+            # A stage of a pipeline may have nothing to train; an optimizer wants a group.
+            [group for group in groups if group["params"]] or groups[:1],
             lr=self.learning_rate,
             betas=self.betas,
             eps=self.eps,

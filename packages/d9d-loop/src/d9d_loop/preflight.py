@@ -42,6 +42,7 @@ class JobPlan:
         dp_size: Number of data-parallel ranks.
         microbatch_size: Samples of a microbatch on one rank.
         num_microbatches: Microbatches of a step on one rank.
+        mapper: How the whole model's weights on disk become its own, if any are read or written.
         schedule: In which order pipeline ranks compute.
         program: What that is for this job.
         shared_names: Parameters that several stages have, with those stages, the owner first.
@@ -52,6 +53,7 @@ class JobPlan:
     dp_size: int
     microbatch_size: int
     num_microbatches: int
+    mapper: StateMapper | None
     schedule: Schedule
     program: Program
     shared_names: Mapping[str, tuple[int, ...]]
@@ -100,15 +102,21 @@ def check_job(
     with torch.device("meta"):
         model = provider.build(StageInfo())
     has_checkpoint = _check_checkpoint(config, model, num_samples=len(data))
+    mapper = provider.state_mapper(model) if config.export or config.initial_weights is not None else None
     if config.initial_weights is not None and not has_checkpoint:
-        _check_initial_weights(config.initial_weights, provider.state_mapper(model), model)
+        _check_initial_weights(config.initial_weights, mapper, model)
     shared_names: Mapping[str, tuple[int, ...]] = {}
     if program.num_stages > 1:
-        stages = build_stages(provider, program.num_stages)
+        try:
+            stages = build_stages(provider, program.num_stages)
+        except UserError as error:
+            ranks, each = len(program.ranks), schedule.stages_per_rank
+            raise UserError(f"mesh.pipeline_parallel = {ranks} with {each} stages on each rank: {error}") from None
         shared_names = check_parts(model, stages)
-        batch = collate([data[index % len(data)] for index in range(microbatch_size)])
-        check_chain(model, stages, to_inputs(task.inputs(batch)))
-    return JobPlan(launch, mesh, dp_size, microbatch_size, num_microbatches, schedule, program, shared_names)
+        if mesh.context_parallel_shard * mesh.context_parallel_replicate == 1:  # else the task sees cut batches only
+            batch = collate([data[index % len(data)] for index in range(microbatch_size)])
+            check_chain(model, stages, to_inputs(task.inputs(batch)), program.stage_ranks)
+    return JobPlan(launch, mesh, dp_size, microbatch_size, num_microbatches, mapper, schedule, program, shared_names)
 
 
 def _check_degrees(mesh: MeshConfig, task: Task) -> None:

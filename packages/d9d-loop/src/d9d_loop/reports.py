@@ -32,6 +32,7 @@ class Reports:
         record: The job's record, which reports keep up to date.
         weight_unit: What the loss's weight counts, e.g. tokens.
         program: What the ranks of the pipeline do in a step.
+        schedule: The name of what that follows from.
         ctx: The job's context.
     """
 
@@ -43,13 +44,14 @@ class Reports:
         record: Record,
         weight_unit: str,
         program: Program,
+        schedule: str,
         ctx: DistributedContext,
     ) -> None:
-        self._config, self._record, self._ctx = config, record, ctx
+        self._config, self._record, self._ctx, self._schedule = config, record, ctx, schedule
         self._throughput_name = f"{weight_unit}_per_second"
         self._tracker = _open_trackers(config, resolved, record.step) if ctx.is_main_process else MultiTracker([])
         if ctx.is_main_process and len(program.ranks) > 1:
-            draw_program(program, config.run.dir, title=config.pipeline.schedule.kind)
+            draw_program(program, config.run.dir, title=schedule)
         self._progress = Progress(
             num_steps=config.steps, done=record.step, visible=ctx.is_main_process, bar=config.logging.progress
         )
@@ -69,8 +71,9 @@ class Reports:
         self._progress.step()
         self._clock.add(outcome.weight)
         if outcome.timeline is not None and self._ctx.is_main_process:
-            title = f"{self._config.pipeline.schedule.kind}, step {self._record.step} as measured"
-            draw_measured(outcome.timeline, self._config.run.dir, title=title)
+            title = f"{self._schedule}, step {self._record.step} as measured"
+            with self.not_training():
+                draw_measured(outcome.timeline, self._config.run.dir, title=title)
         step, every = self._record.step, self._config.logging.every
         if step % every and step not in (1, self._config.steps):
             return

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from d9d_dist import StageInfo, UserError, canonical_name
 from d9d_loop.model_provider import ModelProvider
-from d9d_pipeline import Inputs, shared_names
+from d9d_pipeline import Inputs, check_can_be_sent, shared_names
 
 
 def build_stages(provider: ModelProvider, num_stages: int) -> list[nn.Module]:
@@ -30,7 +30,8 @@ def check_parts(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, tupl
 
     Raises:
         UserError: Listing tensors that are missing, are on several stages though the model does not tie them, or have
-            other shapes than in the model.
+            other shapes than in the model, are trained on some of their stages only, or are buffers that several stages
+            would save.
     """
     shared = shared_names([dict(stage.named_parameters()) for stage in stages])
     whole, tied = _shapes(model), _tied_names(model)
@@ -49,14 +50,30 @@ def check_parts(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, tupl
         for name, indices in shared.items()
         if name not in tied
     ]
+    lines += [
+        f"  {name} is frozen on some of the stages {', '.join(map(str, indices))} and trained on others"
+        for name, indices in shared.items()
+        if len({dict(stages[index].named_parameters())[name].requires_grad for index in indices}) > 1
+    ]
+    buffers = shared_names([_persistent_buffers(stage) for stage in stages])
+    lines += [
+        f"  the persistent buffer {name} is on the stages {', '.join(map(str, indices))}, and a checkpoint keeps one"
+        for name, indices in buffers.items()
+    ]
     if lines:
         raise UserError(
             f"the {len(stages)} stages that the model provider builds do not make up its model:\n"
             + "\n".join(lines)
             + "\nLet build(stage) make only the layers of its stage (stage.layers(n)), under their names in the whole "
-            "model; what it ties has the name of the first of its places, wherever it is used."
+            "model; what it ties has the name of the first of its places, wherever it is used. Buffers that follow "
+            "from sizes need not be persistent."
         )
     return shared
+
+
+def _persistent_buffers(stage: nn.Module) -> dict[str, Tensor]:
+    parameters = dict(stage.named_parameters(remove_duplicate=False))
+    return {name: value for name, value in stage.state_dict(keep_vars=True).items() if name not in parameters}
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -71,16 +88,17 @@ def _tied_names(model: nn.Module) -> set[str]:
     return {places[0] for places in names.values() if len(places) > 1}
 
 
-def check_chain(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs) -> None:
+def check_chain(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, stage_ranks: Sequence[int]) -> None:
     """Check that each stage takes what the one before it returns, if the model can be run on `meta` at all.
 
     Args:
         model: The whole model, on `meta`.
         stages: All of its stages, on `meta`.
         inputs: What one microbatch feeds in.
+        stage_ranks: For each stage the rank that holds it.
 
     Raises:
-        UserError: Naming the stage, and what it was given.
+        UserError: Naming the stage, and what it was given, or what cannot be sent to another rank.
     """
     first, shared = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (inputs.first, inputs.shared))
     with torch.no_grad(), torch.device("meta"):
@@ -99,6 +117,8 @@ def check_chain(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs) -
                     f"{error}\nThe whole model takes the same inputs. Let each stage return what the next one's "
                     "forward takes as its only positional argument; keyword arguments go to every stage."
                 ) from error
+            if index + 1 < len(stages) and stage_ranks[index] != stage_ranks[index + 1]:
+                check_can_be_sent(payload[0])
 
 
 def _show(payload: tuple[Any, ...]) -> str:

@@ -75,6 +75,8 @@ class TrainStep:
         self._max_norm = float("inf") if max_norm is None else max_norm
         self._executor = pipeline.training(num_microbatches)
         self._gradient_sync = pipeline.gradient_sync(num_microbatches)
+        if ctx.size("regular", "pp") > 1:  # stages may reduce over different ranks, or have nothing to reduce
+            ctx.align_groups()
         self._ctx, self._events = ctx, events
         self._losses_group = ctx.group_for("batch", "pp", "dp", "cp")
 

@@ -15,6 +15,7 @@ from d9d_dist import DistributedContext, StageInfo, UserError, materialize, seed
 from d9d_loop.batch_placement import BatchPlacement
 from d9d_loop.batches import Collate, Samples, TrainBatches, batch_loader
 from d9d_loop.config import TrainerConfig
+from d9d_loop.data_random import data_random
 from d9d_loop.evaluation import Evaluator
 from d9d_loop.events import CheckpointSaved, EvaluationDone, Events, Finished, ModelExported, StepDone
 from d9d_loop.job_state import JobState
@@ -135,8 +136,13 @@ class Trainer:
         )
         record = state.restore()
         if record.step == 0 and config.initial_weights is not None:
-            mapper = self._provider.state_mapper(model)
-            load_model_state(model, config.initial_weights, mapper, progress=config.logging.progress)
+            load_model_state(
+                model,
+                config.initial_weights,
+                plan.mapper,
+                unused="ignore" if len(plan.program.ranks) > 1 else "error",  # of a stage; the model was checked
+                progress=config.logging.progress,
+            )
         pipeline.shared.copy_values()
         take_step = TrainStep(
             pipeline,
@@ -151,7 +157,13 @@ class Trainer:
         )
         evaluate = self._evaluator(pipeline, plan, ctx)
         reports = Reports(
-            config, _resolved(config), record=record, weight_unit=task.weight_unit, program=plan.program, ctx=ctx
+            config,
+            _resolved(config),
+            record=record,
+            weight_unit=task.weight_unit,
+            program=plan.program,
+            schedule=type(plan.schedule).__name__,
+            ctx=ctx,
         )
         with reports:
             first_step = record.step
@@ -183,7 +195,7 @@ class Trainer:
                             metric=record.evaluation.get(config.checkpoint.best_by) if is_evaluated else None,
                             background=config.checkpoint.background and not is_last,
                         )
-            export_dir = self._export(model, ctx) if config.export else None
+            export_dir = self._export(model, plan, ctx) if config.export else None
         assert record.train_loss is not None
         assert record.weight_per_second is not None
         result = TrainResult(
@@ -231,7 +243,10 @@ class Trainer:
             pin_memory=ctx.device.type != "cpu",
         )
         placed = map(BatchPlacement(self._task, ctx), loader)
-        while microbatches := list(islice(placed, plan.num_microbatches)):
+        dp_rank = ctx.coordinate("batch", "dp")
+        for step in range(first_step, config.steps):
+            with data_random(config.seed, step=step, dp_rank=dp_rank):
+                microbatches = list(islice(placed, plan.num_microbatches))
             yield microbatches
 
     def _evaluator(self, pipeline: Pipeline, plan: JobPlan, ctx: DistributedContext) -> Evaluator | None:
@@ -247,13 +262,12 @@ class Trainer:
             ctx=ctx,
         )
 
-    def _export(self, model: nn.Module, ctx: DistributedContext) -> Path:
+    def _export(self, model: nn.Module, plan: JobPlan, ctx: DistributedContext) -> Path:
         folder = self._config.run.dir / "export"
-        mapper = self._provider.state_mapper(model)
         save_model_state(
             model,
             folder,
-            mapper and mapper.inverse(),
+            plan.mapper and plan.mapper.inverse(),
             ctx,
             extra_files=self._provider.export_files(),
             progress=self._config.logging.progress,

@@ -1,5 +1,6 @@
 """Pipeline schedules as programs that are verified, simulated, drawn and run."""
 
+from d9d_pipeline._message import check_can_be_sent
 from d9d_pipeline.actions import (
     Action,
     Backward,
@@ -66,6 +67,7 @@ __all__ = [
     "ZeroBubble1P",
     "ZeroBubbleV",
     "build",
+    "check_can_be_sent",
     "format_simulation",
     "plot_program",
     "plot_simulation",

@@ -92,6 +92,13 @@ class Channel:
         """Start to send gradients; see `send`. One that is missing for once is sent as zeros."""
         known = self._sent.get(kind)
         if known is not None:
+            pairs = zip(gradients, known.leaves, strict=True)
+            if any(leaf is None and gradient is not None for gradient, leaf in pairs):
+                raise UserError(
+                    "got a gradient for a tensor from the stage before that was not used in the first microbatch; "
+                    "expected a stage to use the same of its inputs each time, since what is not used is not sent "
+                    "back. Use it always, e.g. multiplied by 0."
+                )
             gradients = [
                 torch.zeros(leaf.shape, dtype=leaf.dtype, device=self._device)
                 if gradient is None and leaf

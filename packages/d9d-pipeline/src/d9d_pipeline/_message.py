@@ -45,9 +45,20 @@ class Description:
         return cls(tree, tuple(None if leaf is None else _describe(leaf) for leaf in leaves))
 
     def to_json(self) -> str:
-        """The form in which it is told."""
+        """The form in which it is told.
+
+        Raises:
+            UserError: If a container of the tree has none.
+        """
         leaves = [leaf and (leaf.shape, _name(leaf.dtype), leaf.needs_gradient) for leaf in self.leaves]
-        return json.dumps([self.tree and pytree.treespec_dumps(self.tree), leaves])
+        try:
+            tree = self.tree and pytree.treespec_dumps(self.tree)
+        except NotImplementedError as error:
+            raise UserError(
+                f"a container in what a stage returns cannot be described to a stage of another rank: {error} Return "
+                "tuples, lists and dicts, or register it with torch.utils._pytree and a serialized_type_name."
+            ) from error
+        return json.dumps([tree, leaves])
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -59,8 +70,20 @@ class Description:
         )
 
     def __str__(self) -> str:
-        leaves = [leaf and f"{_name(leaf.dtype)}{list(leaf.shape)}" for leaf in self.leaves]
+        leaves = [
+            leaf and f"{_name(leaf.dtype)}{list(leaf.shape)}{' that needs a gradient' if leaf.needs_gradient else ''}"
+            for leaf in self.leaves
+        ]
         return str(leaves[0]) if len(leaves) == 1 else f"({', '.join(map(str, leaves))})"
+
+
+def check_can_be_sent(output: Any) -> None:
+    """Refuse what a stage cannot return to a stage of another rank.
+
+    Raises:
+        UserError: Naming what is in it that has no description.
+    """
+    Description.of(*pytree.tree_flatten(output)).to_json()
 
 
 def _name(dtype: torch.dtype) -> str:

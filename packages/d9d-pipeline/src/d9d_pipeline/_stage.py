@@ -35,15 +35,24 @@ class Stage:
     Args:
         module: The stage.
         is_first: Whether there is none before it.
+        is_last: Whether there is none after it.
         last_backward: The microbatch whose gradients come last in a step; None if there are no backwards.
         splits: Whether some of its backwards are split.
         accumulates: Whether a step has several microbatches.
     """
 
     def __init__(
-        self, module: nn.Module, *, is_first: bool, last_backward: int | None, splits: bool, accumulates: bool
+        self,
+        module: nn.Module,
+        *,
+        is_first: bool,
+        is_last: bool,
+        last_backward: int | None,
+        splits: bool,
+        accumulates: bool,
     ) -> None:
-        self._module, self._is_first = module, is_first
+        self._module, self._is_first, self._is_last = module, is_first, is_last
+        self._syncs: bool | None = None
         self._last_backward, self._accumulates = last_backward, accumulates
         self._split = SplitBackward() if splits else None
         if splits:
@@ -73,7 +82,8 @@ class Stage:
             args = pytree.tree_map(_receive_into(received), args)
         with nullcontext() if self._split is None else self._split.forward():
             output = self._module(*args, **shared)
-        return output, Flight(received, edges_of(output))
+        # The last stage's backward starts from the loss, which is yet to come.
+        return output, Flight(received, [] if self._is_last else edges_of(output))
 
     def backward(self, flight: Flight, gradients: list[Tensor | None], microbatch: int) -> list[Tensor | None]:
         """Run backward, of inputs and weights.
@@ -90,8 +100,9 @@ class Stage:
             received, later = self.backward_input(flight, gradients)
             self.backward_weight(later, microbatch)
             return received
-        if self._accumulates:
-            set_gradient_sync(self._module, microbatch == self._last_backward)
+        if self._accumulates and self._syncs != (microbatch == self._last_backward):
+            self._syncs = microbatch == self._last_backward
+            set_gradient_sync(self._module, self._syncs)
         sources, gradients = _only_used(flight.sources, gradients)
         if sources:
             torch.autograd.backward(sources, gradients)
@@ -124,7 +135,8 @@ class Stage:
 
 def edges_of(tree: Any) -> list[GradientEdge]:
     """Where backward starts: an edge for each tensor of a tree that needs a gradient."""
-    return [get_gradient_edge(leaf) for leaf in pytree.tree_leaves(tree) if needs_gradient(leaf)]
+    leaves = [tree] if isinstance(tree, Tensor) else pytree.tree_leaves(tree)
+    return [get_gradient_edge(leaf) for leaf in leaves if needs_gradient(leaf)]
 
 
 def needs_gradient(leaf: object) -> bool:
@@ -149,5 +161,7 @@ def _only_used(
     sources: list[GradientEdge], gradients: list[Tensor | None]
 ) -> tuple[list[GradientEdge], list[Tensor | None]]:
     """Drop the outputs that the next stage did not use."""
+    if all(gradient is not None for gradient in gradients):
+        return sources, gradients
     used = [index for index, gradient in enumerate(gradients) if gradient is not None]
     return [sources[index] for index in used], [gradients[index] for index in used]

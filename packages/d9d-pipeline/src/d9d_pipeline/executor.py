@@ -198,6 +198,13 @@ class Executor:
 
     def _kinds(self, inputs: Sequence[Inputs]) -> list[Kind]:
         """For each microbatch what the shapes within the pipeline follow from."""
+        if self._program.num_stages > 1 and self._program.trains:
+            for each in inputs:
+                if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(each.shared)):
+                    raise UserError(
+                        "got a tensor that needs a gradient among the keyword arguments of all stages; expected none, "
+                        "since each stage would have a part of it. Let the first stage compute it, and pass it on."
+                    )
         if self._channel is None:
             return [()] * len(inputs)
         return [
@@ -318,9 +325,13 @@ def _stage(program: Program, rank: int, index: int, module: nn.Module) -> Stage:
             if part.stage == index and isinstance(part, Backward | BackwardInput | BackwardWeight):
                 last_backward = part.microbatch
                 splits = splits or not isinstance(part, Backward)
-    is_first = index == 0
     return Stage(
-        module, is_first=is_first, last_backward=last_backward, splits=splits, accumulates=program.num_microbatches > 1
+        module,
+        is_first=index == 0,
+        is_last=index == program.num_stages - 1,
+        last_backward=last_backward,
+        splits=splits,
+        accumulates=program.num_microbatches > 1,
     )
 
 
