@@ -1,5 +1,6 @@
 """Every schedule over several ranks: gradients are those of one process, and what is sent is what the program says."""
 
+import os
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -298,6 +299,8 @@ class _Faulty(nn.Module):
         match self.fault:
             case "raises" if self.calls == 3:
                 raise RuntimeError("a stage failed")
+            case "dies" if self.calls == 3:
+                os._exit(3)
             case "raises in backward":
                 y.register_hook(_raise)
             case "returns a number":
@@ -348,6 +351,14 @@ def test_a_failure_ends_every_rank_and_says_where(faulty_rank: int, fault: str, 
     assert caught.value.rank == faulty_rank
     assert "3 of 3 ranks failed" in str(caught.value)
     assert str(caught.value).count("on pipeline rank") >= 3
+
+
+def test_a_rank_that_dies_ends_the_others_where_they_wait_for_it() -> None:
+    with pytest.raises(RankError, match="The process died with exit code 3") as caught:
+        run_ranks(_fail, 1, "dies", world_size=3)
+    for rank, place in ((0, "ReceiveOutputGradient of stage 0"), (2, "Forward of stage 2, microbatch 2")):
+        assert f"in {place}" in str(caught.value), str(caught.value)
+        assert f"on pipeline rank {rank}" in str(caught.value)
 
 
 def test_an_input_that_is_used_later_only_is_refused() -> None:
