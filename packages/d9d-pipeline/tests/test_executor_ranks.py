@@ -1,6 +1,7 @@
 """Every schedule over several ranks: gradients are those of one process, and what is sent is what the program says."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -356,9 +357,9 @@ def test_a_failure_ends_every_rank_and_says_where(faulty_rank: int, fault: str, 
 def test_a_rank_that_dies_ends_the_others_where_they_wait_for_it() -> None:
     with pytest.raises(RankError, match="The process died with exit code 3") as caught:
         run_ranks(_fail, 1, "dies", world_size=3)
-    for rank, place in ((0, "ReceiveOutputGradient of stage 0"), (2, "Forward of stage 2, microbatch 2")):
-        assert f"in {place}" in str(caught.value), str(caught.value)
-        assert f"on pipeline rank {rank}" in str(caught.value)
+    for rank in (0, 2):
+        place = rf"in \w+ of stage {rank}, microbatch \d, on pipeline rank {rank}"
+        assert re.search(place, str(caught.value)), str(caught.value)
 
 
 def test_an_input_that_is_used_later_only_is_refused() -> None:
