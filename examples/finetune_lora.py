@@ -33,7 +33,9 @@ class LoraDecoder(ModelProvider):
 
     def build(self, stage: StageInfo) -> nn.Module:
         model = self.base.build(stage)
-        self.injected = inject(self.lora, model)
+        injected = inject(self.lora, model)
+        if stage.count == 1:  # files are read and written with the names of the whole model, which is built first
+            self.injected = injected
         return model
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
