@@ -31,7 +31,7 @@ import d9d_dist.tensor_styles
 import d9d_dist.vocab_parallel
 import d9d_loop.train_step
 import d9d_loop.trainer
-import d9d_pipeline._message
+import d9d_pipeline._channel
 import d9d_pipeline._stage
 import d9d_pipeline.executor
 from d9d_dist import (
@@ -392,11 +392,13 @@ def every_output_meets_the_first_batch() -> Generator[None]:
 
 
 @caught_by("plain,pp=2")
-@contextmanager
-def what_crosses_a_boundary_needs_no_gradient() -> Generator[None]:
-    real = d9d_pipeline._message._describe
-    with mock.patch.object(d9d_pipeline._message, "_describe", lambda leaf: real(leaf)._replace(needs_gradient=False)):
-        yield
+def what_crosses_a_boundary_has_no_gradient() -> AbstractContextManager[object]:
+    real = d9d_pipeline._channel.Channel.send_gradients
+
+    def zeros(self: Any, gradients: Any, **options: Any) -> None:
+        real(self, [gradient if gradient is None else torch.zeros_like(gradient) for gradient in gradients], **options)
+
+    return mock.patch.object(d9d_pipeline._channel.Channel, "send_gradients", zeros)
 
 
 @caught_by("dense,pp=2,microbatch=1,schedule=zbv")

@@ -187,11 +187,11 @@ def grid() -> tuple[Cell, ...]:
 def is_paired(pair: tuple[tuple[str, str], tuple[str, str]]) -> bool:
     """Whether the grid has to have two values together, if they can stand together."""
     keys = {key for key, _ in pair}
+    if len(keys) < 2:
+        return False
     if "schedule" in keys:
         return "pp" in keys
-    if ("pp", "4") in pair:
-        return not keys & {"dp_replicate", "dp_shard", "cp_shard", "cp_replicate", "tp", "method"}
-    return len(keys) == 2
+    return ("pp", "4") not in pair or not keys & {*DEGREES[1:], "method"}
 
 
 def _complete(values: dict[str, str], covered: Set[tuple[tuple[str, str], tuple[str, str]]]) -> dict[str, str] | None:

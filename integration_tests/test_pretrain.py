@@ -150,7 +150,7 @@ _MISTAKES = {
         ["--run.folder", "{file}"],
         "is a file, not a folder. Choose another one with --run.f",
     ),
-    "a parallelism that is not there": (["--mesh.pipeline_parallel", "-1"], ""),
+    "a parallelism that is not there": (["--mesh.data_parallel_shard", "2", "--mesh.expert_parallel", "2"], ""),
 }
 
 
@@ -161,7 +161,7 @@ def test_a_mistake_is_one_message_and_leaves_nothing(tmp_path: Path, mistake: st
     arguments = [word.format(file=tmp_path / "file" / "runs") for word in extra]
     if mistake == "a parallelism that is not there":
         ended = on_ranks("pretrain", _tiny(tmp_path, "run", steps=2) + arguments, world_size=2)[0]
-        message = "mesh.pipeline_parallel = 2; expected 1: the Trainer has data, context and tensor parallelism so far."
+        message = "mesh.expert_parallel = 2; expected 1: the Trainer has data, context, tensor and pipeline parallelism"
     else:
         ended = on_ranks("pretrain", _tiny(tmp_path, "run", steps=2) + arguments)[0]
     assert ended.code == 2
