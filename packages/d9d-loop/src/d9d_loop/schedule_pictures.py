@@ -16,23 +16,17 @@ def draw_program(program: Program, folder: Path, *, title: str) -> None:
         folder: Where to.
         title: Stands above the picture.
     """
-    (folder / f"{PROGRAM}.txt").write_text(f"{title}\n{simulate(program)}\n", encoding="utf-8")
-    if _has_matplotlib():
+    _write_text(simulate(program), folder / PROGRAM, title)
+    if find_spec("matplotlib") is not None:
         plot_program(program, folder / f"{PROGRAM}.png", title=title)
 
 
 def draw_measured(timeline: Timeline, folder: Path, *, title: str) -> None:
-    """Write `schedule_measured.txt`, and `schedule_measured.png` where matplotlib is installed.
-
-    Args:
-        timeline: What to show.
-        folder: Where to.
-        title: Stands above the picture.
-    """
-    (folder / f"{MEASURED}.txt").write_text(f"{title}\n{timeline}\n", encoding="utf-8")
-    if _has_matplotlib():
+    """Write `schedule_measured.txt`, and `schedule_measured.png` where matplotlib is installed; see `draw_program`."""
+    _write_text(timeline, folder / MEASURED, title)
+    if find_spec("matplotlib") is not None:
         plot_simulation(timeline, folder / f"{MEASURED}.png", title=title)
 
 
-def _has_matplotlib() -> bool:
-    return find_spec("matplotlib") is not None
+def _write_text(timeline: Timeline, path: Path, title: str) -> None:
+    path.with_suffix(".txt").write_text(f"{title}\n{timeline}\n", encoding="utf-8")

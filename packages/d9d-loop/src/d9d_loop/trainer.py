@@ -18,7 +18,7 @@ from d9d_loop.config import TrainerConfig
 from d9d_loop.data_random import data_random
 from d9d_loop.evaluation import Evaluator
 from d9d_loop.events import CheckpointSaved, EvaluationDone, Events, Finished, ModelExported, StepDone
-from d9d_loop.job_state import JobState
+from d9d_loop.job_state import JobState, Record
 from d9d_loop.lr_schedule import LrSchedule
 from d9d_loop.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizer import OptimizerProvider
@@ -36,7 +36,7 @@ from d9d_loop.reports import Reports
 from d9d_loop.sample_order import SampleOrder
 from d9d_loop.task import Task
 from d9d_loop.train_result import TrainResult
-from d9d_loop.train_step import TrainStep
+from d9d_loop.train_step import StepOutcome, TrainStep
 from d9d_pipeline import Schedule
 from d9d_state import CheckpointStore, load_model_state, save_model_state
 
@@ -180,21 +180,7 @@ class Trainer:
                 state.raise_if_failed()
                 self.events.emit(StepDone(record.step, outcome.loss, outcome.grad_norm, outcome.learning_rate))
                 reports.step(outcome, metrics)
-                is_last = record.step == config.steps
-                if evaluate is not None and (is_last or record.step % config.evaluation.every == 0):
-                    with reports.not_training():
-                        record.evaluation = evaluate()
-                    reports.evaluation()
-                    self.events.emit(EvaluationDone(record.step, record.evaluation))
-                if is_last or record.step % config.checkpoint.every == 0:
-                    reports.settle(outcome)
-                    with reports.not_training():
-                        is_evaluated = is_last or record.step % config.evaluation.every == 0
-                        state.save(
-                            record,
-                            metric=record.evaluation.get(config.checkpoint.best_by) if is_evaluated else None,
-                            background=config.checkpoint.background and not is_last,
-                        )
+                self._evaluate_and_save(record, outcome, evaluate=evaluate, reports=reports, state=state)
             export_dir = self._export(model, plan, ctx) if config.export else None
         assert record.train_loss is not None
         assert record.weight_per_second is not None
@@ -208,6 +194,27 @@ class Trainer:
         )
         self.events.emit(Finished(result, model, pipeline.callable(), ctx))
         return result
+
+    def _evaluate_and_save(
+        self, record: Record, outcome: StepOutcome, *, evaluate: Evaluator | None, reports: Reports, state: JobState
+    ) -> None:
+        """Do what is due after a step."""
+        config = self._config
+        is_last = record.step == config.steps
+        is_evaluated = is_last or record.step % config.evaluation.every == 0
+        if evaluate is not None and is_evaluated:
+            with reports.not_training():
+                record.evaluation = evaluate()
+            reports.evaluation()
+            self.events.emit(EvaluationDone(record.step, record.evaluation))
+        if is_last or record.step % config.checkpoint.every == 0:
+            reports.settle(outcome)
+            with reports.not_training():
+                state.save(
+                    record,
+                    metric=record.evaluation.get(config.checkpoint.best_by) if is_evaluated else None,
+                    background=config.checkpoint.background and not is_last,
+                )
 
     def _build_pipeline(self, plan: JobPlan, ctx: DistributedContext) -> Pipeline:
         """Build this rank's stages on meta, parallelise, materialise."""
