@@ -161,6 +161,7 @@ def _only_used(
     sources: list[GradientEdge], gradients: list[Tensor | None]
 ) -> tuple[list[GradientEdge], list[Tensor | None]]:
     """Drop the outputs that the next stage did not use."""
+    assert len(sources) == len(gradients), "one gradient for each output that needs one"
     if all(gradient is not None for gradient in gradients):
         return sources, gradients
     used = [index for index, gradient in enumerate(gradients) if gradient is not None]
