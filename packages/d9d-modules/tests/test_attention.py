@@ -1,11 +1,34 @@
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.func import functional_call
+from transformers import GptOssConfig, Qwen3NextConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
-from d9d_dist import UserError
-from d9d_modules import GroupedQueryAttention, RMSNorm, apply_rotary, rotary_tables
+from d9d_dist import (
+    ColumnParallel,
+    ContextSplit,
+    MeshConfig,
+    RowParallel,
+    TensorRegion,
+    UserError,
+    materialize,
+    parallelize_context,
+    parallelize_fsdp,
+    parallelize_tensor,
+    sdpa_attention,
+    sync_gradients,
+)
+from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
+from d9d_modules import GroupedQueryAttention, RMSNorm, apply_rotary, checkpoint_activations, rotary_tables
+from d9d_modules.attention_backends import AttentionOptions, ChosenAttention
+from d9d_modules.attention_sinks import HeadParallel
+from d9d_modules.rope import RotaryLayout
 
 
 def _by_hand(attention: GroupedQueryAttention, x: Tensor, position_ids: Tensor, *, theta: float) -> Tensor:
@@ -18,7 +41,7 @@ def _by_hand(attention: GroupedQueryAttention, x: Tensor, position_ids: Tensor, 
     )
     if attention.q_norm is not None and attention.k_norm is not None:
         q, k = attention.q_norm(q), attention.k_norm(k)
-    q, k = apply_rotary(q, tables), apply_rotary(k, tables)
+    q, k = (apply_rotary(x, tables, layout=attention.rotary_layout) for x in (q, k))
     group = q.shape[2] // k.shape[2]
     out = torch.zeros_like(q)
     for row in range(x.shape[0]):
@@ -31,9 +54,18 @@ def _by_hand(attention: GroupedQueryAttention, x: Tensor, position_ids: Tensor, 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("qk_norm_eps", [None, 1e-6])
-def test_matches_a_loop_over_positions(num_heads: int, num_kv_heads: int, qk_norm_eps: float | None) -> None:
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_matches_a_loop_over_positions(
+    num_heads: int, num_kv_heads: int, qk_norm_eps: float | None, layout: RotaryLayout
+) -> None:
     attention = GroupedQueryAttention(
-        12, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=8, qk_norm_eps=qk_norm_eps, init_std=0.5
+        12,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=8,
+        qk_norm_eps=qk_norm_eps,
+        rotary_layout=layout,
+        init_std=0.5,
     ).double()
     x = torch.randn(2, 5, 12, dtype=torch.float64)
     position_ids = torch.tensor([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]])
@@ -42,7 +74,7 @@ def test_matches_a_loop_over_positions(num_heads: int, num_kv_heads: int, qk_nor
 
 
 def test_qk_norm_is_over_each_head_and_optional() -> None:
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     with_norm = GroupedQueryAttention(12, **sizes, qk_norm_eps=1e-5)
     assert isinstance(with_norm.q_norm, RMSNorm)
     assert isinstance(with_norm.k_norm, RMSNorm)
@@ -55,3 +87,236 @@ def test_qk_norm_is_over_each_head_and_optional() -> None:
 def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(UserError, match=r"num_heads = 6, num_kv_heads = 4; .* use a num_kv_heads that divides"):
         GroupedQueryAttention(12, num_heads=6, num_kv_heads=4, head_dim=8)
+
+
+def _mask(length: int, window: int | None) -> Tensor:
+    """What is added to scores: 0 where a position is seen."""
+    positions = torch.arange(length)
+    distances = positions.unsqueeze(-1) - positions
+    seen = (distances >= 0) & (distances < (window or length))
+    return torch.zeros(1, 1, length, length, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+
+
+def _assert_same(
+    ours: GroupedQueryAttention,
+    theirs: Callable[..., tuple[Tensor, Any]],
+    pairs: dict[str, Tensor],
+    *,
+    window: int | None,
+    copies: int,
+) -> None:
+    """Outputs, and gradients of the input; `pairs` are the weights that both use, by their names in ours.
+
+    Theirs takes each angle so many times.
+    """
+    for name, weight in pairs.items():
+        ours.get_parameter(name).data = weight.detach().clone()
+    x = torch.randn(2, 9, 12, dtype=torch.float64, requires_grad=True)
+    tables = rotary_tables(torch.arange(9).unsqueeze(0), head_dim=8, rotary_dim=ours.rotary_dim, theta=100.0)
+    got = ours(x, tables)
+    expected, _ = theirs(
+        x, (torch.cat((tables.cos,) * copies, dim=-1), torch.cat((tables.sin,) * copies, dim=-1)), _mask(9, window)
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    weight = torch.randn_like(got)
+    gradients = [torch.autograd.grad((out * weight).sum(), x, retain_graph=True)[0] for out in (got, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+    theirs_gradients = torch.autograd.grad((expected * weight).sum(), list(pairs.values()))
+    gradients_of_ours = torch.autograd.grad((got * weight).sum(), [ours.get_parameter(name) for name in pairs])
+    torch.testing.assert_close(gradients_of_ours, theirs_gradients, rtol=1e-10, atol=1e-12)
+
+
+class _Norm(torch.nn.Module):
+    """In float64; that of transformers rounds to float32."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+def test_gate_and_partial_rotation_as_in_qwen3_next() -> None:
+    config = Qwen3NextConfig(hidden_size=12, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    config._attn_implementation = "sdpa"  # its eager form rounds to float32
+    module = Qwen3NextAttention(config, layer_idx=0)
+    for name in ("q_norm", "k_norm"):
+        setattr(module, name, _Norm(8))
+    ours = GroupedQueryAttention(
+        12, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm_eps=1e-6, output_gate=True, rotary_dim=4, init_std=0.4
+    ).double()
+    weights = {name: torch.randn_like(weight, requires_grad=True) for name, weight in ours.named_parameters()}
+
+    def theirs(*inputs: Any) -> tuple[Tensor, None]:
+        # Query and gate of a head are next to each other in one projection.
+        rest = dict(weights)
+        queries, gates = rest.pop("q_proj.weight"), rest.pop("gate_proj.weight")
+        merged = torch.stack((queries.unflatten(0, (4, 8)), gates.unflatten(0, (4, 8))), dim=1).flatten(0, 2)
+        return functional_call(module.double(), {**rest, "q_proj.weight": merged}, inputs)
+
+    _assert_same(ours, theirs, weights, window=None, copies=2)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_sinks_and_window_as_in_gpt_oss(window: int | None) -> None:
+    config = GptOssConfig(
+        hidden_size=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attention_bias=False,
+    )
+    config._attn_implementation = "eager"
+    theirs = GptOssAttention(config, layer_idx=0).double()
+    torch.nn.init.normal_(theirs.sinks)
+    ours = GroupedQueryAttention(
+        12, num_heads=4, num_kv_heads=2, head_dim=8, sinks=True, options=AttentionOptions(window=window)
+    ).double()
+    pairs = {f"{name}_proj.weight": theirs.get_parameter(f"{name}_proj.weight") for name in "qkvo"}
+    _assert_same(ours, theirs, {**pairs, "sinks.weight": theirs.sinks}, window=window, copies=1)
+
+
+def _everything(*, backends: list[Any] | None = None) -> GroupedQueryAttention:
+    return GroupedQueryAttention(
+        12,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        qk_norm_eps=1e-6,
+        output_gate=True,
+        sinks=True,
+        rotary_dim=4,
+        rotary_layout="interleaved",
+        options=AttentionOptions(window=5, scale=0.5, softcap=3.0),
+        backends=backends,
+        init_std=0.4,
+    )
+
+
+def test_no_attention_across_packed_documents() -> None:
+    for attention in (
+        _everything().double(),
+        GroupedQueryAttention(12, num_heads=4, num_kv_heads=2, head_dim=8, rotary_dim=4, init_std=0.4).double(),
+    ):
+        x = torch.randn(1, 9, 12, dtype=torch.float64)
+        positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+        tables = rotary_tables(positions, head_dim=8, rotary_dim=4, theta=100.0)
+        documents = torch.tensor([[3] * 4 + [1] * 5])
+        packed = attention(x, tables, documents_BL=documents)
+        alone = [
+            attention(x[:, part], type(tables)(tables.cos[:, part], tables.sin[:, part]))
+            for part in (slice(0, 4), slice(4, 9))
+        ]
+        torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(packed, attention(x, tables))
+
+
+def _nothing(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
+    assert documents_BS is None
+    return 0 * q_BLHK
+
+
+def test_a_plain_layer_stands_open_for_replacement() -> None:
+    plain = GroupedQueryAttention(12, num_heads=4, num_kv_heads=2, head_dim=8)
+    assert plain.attention_function is sdpa_attention
+    chosen = GroupedQueryAttention(12, num_heads=4, num_kv_heads=2, head_dim=8, backends=["eager"])
+    assert isinstance(chosen.attention_function, ChosenAttention)
+    x, tables = torch.randn(1, 3, 12), rotary_tables(torch.arange(3).unsqueeze(0), head_dim=8, theta=100.0)
+    chosen.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(chosen(x, tables), plain(x, tables))
+    plain.attention_function = _nothing
+    assert not plain(x, tables).any()
+
+
+def test_the_environment_decides_when_a_layer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("D9D_ATTENTION", "sdpa")
+    attention = _everything()
+    monkeypatch.delenv("D9D_ATTENTION")
+    tables = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=8, rotary_dim=4, theta=100.0)
+    with pytest.raises(UserError, match=r"no attention backend that may be used .*\n- sdpa has no softcap"):
+        attention(torch.randn(1, 3, 12), tables)
+
+
+def test_built_on_meta_and_materialised_it_is_complete() -> None:
+    with torch.device("meta"):
+        attention = _everything()
+        tables = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=8, rotary_dim=4, theta=100.0)
+        assert attention(torch.empty(2, 3, 12), tables).shape == (2, 3, 12)
+    materialize(attention, device=torch.device("cpu"), seed=0)
+    assert all(parameter.any() for parameter in attention.parameters())
+    tables = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=8, rotary_dim=4, theta=100.0)
+    assert attention(torch.randn(2, 3, 12), tables).isfinite().all()
+
+
+def test_checkpointed_it_gives_the_same_gradients() -> None:
+    x, tables = torch.randn(2, 6, 12), rotary_tables(torch.arange(6).unsqueeze(0), head_dim=8, rotary_dim=4, theta=9.0)
+    plain, checkpointed = _everything(), _everything()
+    checkpointed.load_state_dict(plain.state_dict())
+    checkpoint_activations(checkpointed)
+    for attention in (plain, checkpointed):
+        attention(x, tables, documents_BL=torch.tensor([[0, 0, 1, 1, 1, 2]] * 2)).sum().backward()
+    for parameter, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(other.grad, parameter.grad, rtol=0, atol=0)
+
+
+def test_compiled_without_a_break() -> None:
+    attention = GroupedQueryAttention(12, num_heads=4, num_kv_heads=2, head_dim=8, sinks=True, output_gate=True)
+    attention.attention_function = _everything(backends=["eager"]).attention_function
+    compiled = torch.compile(attention, backend="eager", fullgraph=True)
+    x, tables = torch.randn(2, 6, 12), rotary_tables(torch.arange(6).unsqueeze(0), head_dim=8, theta=9.0)
+    torch.testing.assert_close(compiled(x, tables), attention(x, tables))
+
+
+def test_tables_and_documents_that_do_not_fit_are_refused() -> None:
+    attention = _everything()
+    x = torch.randn(2, 3, 12)
+    for head_dim, length in ((8, 3), (4, 2)):
+        tables = rotary_tables(torch.arange(length).unsqueeze(0), head_dim=head_dim, theta=9.0)
+        with pytest.raises(UserError, match=r"got rotary tables of the shape .* of 2 pairs: .* rotary_dim = 4\."):
+            attention(x, tables)
+    tables = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=8, rotary_dim=4, theta=9.0)
+    for documents in (torch.zeros(1, 3, dtype=torch.int64), torch.zeros(2, 3)):
+        with pytest.raises(UserError, match=r"got documents of the shape .*; expected integers \(2, 3\)"):
+            attention(x, tables, documents_BL=documents)
+
+
+PLAN = {
+    "": TensorRegion(),
+    **{f"{name}_proj": ColumnParallel(input=None, head_dim=8) for name in ("q", "k", "v", "gate")},
+    "o_proj": RowParallel(),
+    "sinks": HeadParallel(),
+}
+
+
+def _train(parallelism: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output over whole rows, and gradients, of a layer with everything, over packed documents."""
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 8, 12, dtype=torch.float64, generator=draws)
+    documents = torch.tensor([[0] * 3 + [1] * 5, [0] * 7 + [1]])
+    config = MeshConfig(**{parallelism: -1})
+    with config.build() as ctx:
+        with torch.device("meta"):
+            model = torch.nn.ModuleDict({"attention": _everything()}).double()
+        tp, cp = ctx.mesh_for("dense")["tp"], ctx.mesh_for("batch")["cp"]
+        parallelize_tensor(model, tp, {f"attention.{name}".rstrip("."): style for name, style in PLAN.items()})
+        parallelize_context(model, cp, method="all_gather")
+        if cp.size() > 1:
+            parallelize_fsdp(model["attention"], ctx.mesh_for("dense")["dp_cp_shard"])
+        materialize(model, device=ctx.device, seed=0)
+        split = ContextSplit(cp)
+        x, documents, positions = (y.to(ctx.device) for y in split.split((x, documents, torch.arange(8).unsqueeze(0))))
+        tables = rotary_tables(positions, head_dim=8, rotary_dim=4, theta=100.0)
+        out = model["attention"](x, tables, documents_BL=documents)
+        (out * x).sum().backward()
+        sync_gradients(model)
+        return split.join(out.detach()), full_gradients(model)
+
+
+@pytest.mark.parametrize("parallelism", ["tensor_parallel", "context_parallel_shard"])
+def test_two_ranks_equal_one(parallelism: str) -> None:
+    ((expected, gradients),) = run_ranks(_train, parallelism, world_size=1)
+    for got, found in run_ranks(_train, parallelism):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+        assert_trees_close(found, gradients, rtol=1e-11)

@@ -1,12 +1,15 @@
 import copy
+from collections import Counter
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_dist import UserError
 from d9d_modules import CheckpointPolicy, SwiGLU, checkpoint_activations
+from d9d_modules.checkpointing import Operator, checkpoint_layers
 
 
 class _Counting(nn.Module):
@@ -20,7 +23,21 @@ class _Counting(nn.Module):
         return cast("Tensor", self.block(x))
 
 
-@pytest.mark.parametrize(("policy", "calls"), [("none", 1), ("full", 2)])
+class _Operators(TorchDispatchMode):
+    """Counts the calls of each operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Operator] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("policy", "calls"), [("none", 1), ("full", 2), ("selective", 2)])
 def test_forward_runs_again_in_backward_and_gradients_stay(policy: CheckpointPolicy, calls: int) -> None:
     module = _Counting()
     x = torch.randn(3, 4, requires_grad=True)
@@ -35,6 +52,38 @@ def test_forward_runs_again_in_backward_and_gradients_stay(policy: CheckpointPol
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("keep", "again"),
+    [
+        (None, {torch.ops.aten.mul.Tensor, torch.ops.aten.silu.default}),
+        ([torch.ops.aten.silu.default], {torch.ops.aten.mul.Tensor, torch.ops.aten.mm.default}),
+    ],
+)
+def test_selective_computes_all_but_some_operators_again(keep: list[Operator] | None, again: set[Operator]) -> None:
+    block = SwiGLU(4, 6)
+    checkpoint_activations(block, policy="selective", keep=keep)
+    # What forward calls, backward calls too, if only to compute forward again; but for `mm`, which backward needs.
+    x = torch.randn(3, 4)
+    with _Operators() as forward:
+        y = block(x)
+    with _Operators() as backward:
+        y.sum().backward()
+    called = {operator for operator in forward.calls if backward.calls[operator] >= forward.calls[operator]}
+    products = torch.ops.aten.mm.default
+    # Of the products, backward needs two for `down` and one each for `gate` and `up`, whose input needs no gradient.
+    assert backward.calls[products] == (4 if keep is None else 4 + 2)
+    assert {torch.ops.aten.silu.default, torch.ops.aten.mul.Tensor} & called == again - {products}
+
+
+def test_every_nth_layer_counts_in_the_whole_model() -> None:
+    layers = nn.ModuleDict({str(index): _Counting() for index in range(3, 8)})
+    checkpoint_layers(layers, every=3)
+    for layer in layers.values():
+        layer(torch.randn(2, 4)).sum().backward()
+    again = {name: cast("_Counting", layer).calls == 2 for name, layer in layers.items()}
+    assert again == {"3": True, "4": False, "5": False, "6": True, "7": False}
+
+
 def test_a_copy_runs_its_own_parameters() -> None:
     module = _Counting()
     checkpoint_activations(module)
@@ -47,5 +96,14 @@ def test_a_copy_runs_its_own_parameters() -> None:
 
 def test_an_unknown_policy_is_refused() -> None:
     policy: Any = "half"
-    with pytest.raises(UserError, match=r"checkpoint policy 'half'; expected one of none, full"):
+    with pytest.raises(UserError, match=r"checkpoint policy 'half'; expected one of none, full, selective"):
         checkpoint_activations(_Counting(), policy=policy)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(UserError, match=r"every = 0; expected 1 \(each layer\) or more"):
+        checkpoint_layers(nn.ModuleDict(), every=0)
+    with pytest.raises(
+        UserError, match=r"keep = \['aten.mm.default'\] with policy = 'full'; expected policy = 'selective'"
+    ):
+        checkpoint_activations(_Counting(), keep=[torch.ops.aten.mm.default])

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from d9d_dist import UserError
 from d9d_modules import RMSNorm
 
 
@@ -38,3 +39,46 @@ def test_reset_parameters_sets_ones() -> None:
     torch.nn.init.normal_(norm.weight)
     norm.reset_parameters()
     assert torch.equal(norm.weight, torch.ones(8))
+
+
+def test_a_zero_centered_weight_starts_from_zero_and_is_counted_from_one() -> None:
+    norm = RMSNorm(16, zero_centered=True).double()
+    assert torch.equal(norm.weight, torch.zeros(16, dtype=torch.float64))
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(5, 16, dtype=torch.float64)
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (16,), norm.weight + 1.0, 1e-6))
+    norm.reset_parameters()
+    assert norm.weight.eq(0).all()
+
+
+def test_a_small_zero_centered_weight_is_not_rounded_away() -> None:
+    norm = RMSNorm(64, zero_centered=True).bfloat16()
+    torch.nn.init.constant_(norm.weight, 2**-9)  # 1 + 2 ** -9 is 1 in bfloat16
+    x = torch.randn(8, 64).bfloat16()
+    unit = x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    assert torch.equal(norm(x), (unit * (1.0 + 2**-9)).bfloat16())
+    assert not torch.equal(norm(x), unit.bfloat16())
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_with_a_residual_it_gives_the_norm_of_the_sum_and_the_sum(zero_centered: bool) -> None:
+    norm = RMSNorm(8, zero_centered=zero_centered).bfloat16()
+    torch.nn.init.normal_(norm.weight)
+    x, residual = torch.randn(2, 3, 8).bfloat16(), torch.randn(2, 3, 8).bfloat16()
+    normed, total = norm(x, residual)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, norm(x + residual))
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    norm = RMSNorm(8)
+    with pytest.raises(
+        UserError, match=r"RMS norm of size 8 got a tensor of shape \(2, 1\); expected 8 as its last dim"
+    ):
+        norm(torch.randn(2, 1))
+    with pytest.raises(UserError, match=r"RMS norm of size 8 got a tensor of shape \(2, 4\)"):
+        norm(torch.randn(2, 4), torch.randn(2, 4))
+    with pytest.raises(
+        UserError, match=r"residual has shape \(1, 8\) and dtype torch.float32; expected .* \(2, 8\) and"
+    ):
+        norm(torch.randn(2, 8), torch.randn(1, 8))

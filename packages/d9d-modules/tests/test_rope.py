@@ -3,6 +3,8 @@ import torch
 
 from d9d_dist import UserError
 from d9d_modules import apply_rotary, rotary_tables
+from d9d_modules.rope import RotaryLayout, RotaryTables
+from d9d_modules.rope_scaling import DynamicNtkScaling, LinearScaling, YarnScaling
 
 
 def test_rotation_is_a_complex_product() -> None:
@@ -49,3 +51,87 @@ def test_tables_stay_float32_and_half_precision_is_rounded_once() -> None:
 def test_an_odd_head_dim_is_refused() -> None:
     with pytest.raises(UserError, match=r"head_dim = 5; rotary positions rotate pairs of features: use an even"):
         rotary_tables(torch.zeros(1, 1, dtype=torch.int64), head_dim=5, theta=10_000.0)
+
+
+def test_interleaved_pairs_are_neighbours() -> None:
+    tables = rotary_tables(torch.randint(0, 1000, (2, 5)), head_dim=8, theta=100.0)
+    x = torch.randn(2, 5, 3, 8, dtype=torch.float64)
+    pairs = torch.view_as_complex(x.unflatten(-1, (4, 2)).contiguous())
+    rotation = torch.complex(tables.cos.double(), tables.sin.double()).unsqueeze(-2)
+    expected = torch.view_as_real(pairs * rotation).flatten(-2)
+    torch.testing.assert_close(apply_rotary(x, tables, layout="interleaved"), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_layouts_differ_by_the_order_of_features_alone() -> None:
+    tables = rotary_tables(torch.randint(0, 1000, (2, 5)), head_dim=8, theta=100.0)
+    x = torch.randn(2, 5, 3, 8)
+    halves_to_neighbours = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+    half = apply_rotary(x, tables)
+    interleaved = apply_rotary(x[..., halves_to_neighbours], tables, layout="interleaved")
+    assert torch.equal(interleaved, half[..., halves_to_neighbours])
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_partial_rotation_keeps_the_other_features(layout: RotaryLayout) -> None:
+    position_ids = torch.randint(0, 1000, (2, 5))
+    x = torch.randn(2, 5, 3, 10, dtype=torch.bfloat16)
+    rotated = apply_rotary(x, rotary_tables(position_ids, head_dim=10, rotary_dim=4, theta=100.0), layout=layout)
+    alone = apply_rotary(x[..., :4], rotary_tables(position_ids, head_dim=4, theta=100.0), layout=layout)
+    assert rotated.dtype == torch.bfloat16
+    assert torch.equal(rotated, torch.cat((alone, x[..., 4:]), dim=-1))
+
+
+def test_scaling_changes_angles_and_their_size() -> None:
+    position_ids = torch.arange(7).unsqueeze(0)
+    scaled = rotary_tables(position_ids, head_dim=8, theta=100.0, scaling=LinearScaling(factor=2.0))
+    expected = rotary_tables(2 * position_ids, head_dim=8, theta=100.0, scaling=LinearScaling(factor=4.0))
+    torch.testing.assert_close(scaled, expected)
+    yarn = YarnScaling(factor=4.0, original_max_positions=8)
+    cos, sin = rotary_tables(position_ids, head_dim=8, theta=100.0, scaling=yarn)
+    sizes = (cos.square() + sin.square()).sqrt()
+    torch.testing.assert_close(sizes, torch.full_like(sizes, yarn.attention_factor))
+    assert yarn.attention_factor > 1.1
+
+
+def test_a_given_length_makes_a_part_of_a_batch_equal_the_whole() -> None:
+    scaling = DynamicNtkScaling(factor=4.0, original_max_positions=8)
+    whole = rotary_tables(torch.arange(20).unsqueeze(0), head_dim=8, theta=100.0, scaling=scaling)
+
+    def part(length: int | None) -> RotaryTables:
+        return rotary_tables(torch.arange(10).unsqueeze(0), head_dim=8, theta=100.0, scaling=scaling, length=length)
+
+    assert torch.equal(part(20).cos, whole.cos[:, :10])
+    assert not torch.equal(part(None).cos, whole.cos[:, :10])
+
+
+def test_empty_and_meta_positions() -> None:
+    scaling = DynamicNtkScaling(factor=4.0, original_max_positions=8)
+    empty = rotary_tables(torch.zeros(2, 0, dtype=torch.int64), head_dim=8, theta=100.0, scaling=scaling)
+    assert empty.cos.shape == (2, 0, 4)
+    positions = torch.zeros(2, 3, dtype=torch.int64, device="meta")
+    tables = rotary_tables(positions, head_dim=8, theta=100.0, scaling=scaling, max_positions=2)
+    assert tables.sin.shape == (2, 3, 4)
+    assert tables.sin.is_meta
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 3, 10])
+def test_rotated_features_that_do_not_fit_are_refused(rotary_dim: int) -> None:
+    message = rf"rotary_dim = {rotary_dim}; expected an even number of features from 2 to head_dim = 8"
+    with pytest.raises(UserError, match=message):
+        rotary_tables(torch.zeros(1, 1, dtype=torch.int64), head_dim=8, rotary_dim=rotary_dim, theta=100.0)
+
+
+@pytest.mark.parametrize("position_ids", [torch.zeros(3, dtype=torch.int64), torch.zeros(1, 3)])
+def test_what_is_not_positions_is_refused(position_ids: torch.Tensor) -> None:
+    with pytest.raises(
+        UserError, match=r"position_ids have shape .* and dtype .*; expected integers \[batch, length\]"
+    ):
+        rotary_tables(position_ids, head_dim=8, theta=100.0)
+
+
+def test_positions_out_of_range_are_refused() -> None:
+    with pytest.raises(UserError, match=r"position_ids go from -1 to 3; expected 0 or more"):
+        rotary_tables(torch.tensor([[3, -1]]), head_dim=8, theta=100.0)
+    with pytest.raises(UserError, match=r"position_ids go from 3 to 8; expected from 0 to 7\."):
+        rotary_tables(torch.tensor([[3, 8]]), head_dim=8, theta=100.0, max_positions=8)
+    rotary_tables(torch.tensor([[0, 7]]), head_dim=8, theta=100.0, max_positions=8)

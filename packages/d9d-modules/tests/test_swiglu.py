@@ -1,6 +1,9 @@
+import pytest
 import torch
 
+from d9d_dist import UserError
 from d9d_modules import SwiGLU
+from d9d_modules.swiglu import silu_mul
 
 
 def test_is_the_equation() -> None:
@@ -11,3 +14,10 @@ def test_is_the_equation() -> None:
     expected = (gate / (1 + (-gate).exp()) * up) @ block.down_proj.weight.T
     torch.testing.assert_close(block(x), expected, rtol=1e-12, atol=1e-12)
     assert expected.abs().max() > 0.1
+
+
+def test_gate_and_up_have_to_be_alike() -> None:
+    with pytest.raises(UserError, match=r"gate has shape \(2, 3\) .* up \(2, 1\) and torch.float32; expected the same"):
+        silu_mul(torch.randn(2, 3), torch.randn(2, 1))
+    with pytest.raises(UserError, match=r"up \(2, 3\) and torch.float64; expected the same of both"):
+        silu_mul(torch.randn(2, 3), torch.randn(2, 3).double())

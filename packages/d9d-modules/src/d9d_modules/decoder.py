@@ -30,5 +30,6 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_BLD: Tensor, rotary: RotaryTables) -> Tensor:
         """Map hidden states [B, L, D] to the same shape and dtype."""
-        attended_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rotary)
-        return attended_BLD + self.feed_forward(self.feed_forward_norm(attended_BLD))
+        attention_BLD = self.attention(self.attention_norm(x_BLD), rotary)
+        normed_BLD, attended_BLD = self.feed_forward_norm(attention_BLD, x_BLD)
+        return attended_BLD + self.feed_forward(normed_BLD)

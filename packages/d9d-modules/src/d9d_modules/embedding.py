@@ -1,8 +1,14 @@
 """Token embedding: where token ids become vectors."""
 
+from collections.abc import Mapping
 from typing import final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from d9d_modules._token_ids import check_token_ids
+from d9d_modules._vocabulary_splits import register_splits
 
 
 @final
@@ -22,3 +28,51 @@ class TokenEmbedding(nn.Embedding):
     def reset_parameters(self) -> None:
         """Draw the weight from `Normal(0, init_std)`."""
         nn.init.normal_(self.weight, std=self.init_std)
+
+
+@final
+class SplitTokenEmbedding(nn.Module):
+    """Token embedding of one vocabulary in named splits, a parameter each, whose ids follow one another.
+
+    To train new tokens only, freeze the others: `embedding.weight_orig.requires_grad_(False)`.
+
+    Args:
+        vocab_sizes: Number of token ids of each split, such as `{"orig": 32000, "special": 8}`: ids from 32000 on are
+            special. The parameter of the split `special` is `weight_special`; that of the only one is `weight`.
+        hidden_size: Size of each vector.
+        init_std: Standard deviation of the initial weights.
+
+    Raises:
+        UserError: If there is no split, or a name is none that a parameter can have.
+    """
+
+    def __init__(self, vocab_sizes: Mapping[str, int], hidden_size: int, *, init_std: float = 0.02) -> None:
+        super().__init__()
+        self.vocab_size = sum(vocab_sizes.values())
+        self.init_std = init_std
+        self._names = register_splits(self, vocab_sizes, hidden_size)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights from `Normal(0, init_std)`."""
+        for name in self._names:
+            nn.init.normal_(self.get_parameter(name), std=self.init_std)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The vectors [..., hidden_size] of token ids [...], int64.
+
+        Raises:
+            UserError: If an id is out of range; on an accelerator the device fails instead, later.
+        """
+        check_token_ids(ids, self.vocab_size, what="token ids")
+        first, vectors = 0, None
+        for name in self._names:
+            weight_VD = self._parameters[name]
+            assert weight_VD is not None
+            local = ids - first
+            is_here = (local >= 0) & (local < len(weight_VD))
+            found = F.embedding(local.masked_fill(~is_here, 0), weight_VD)
+            vectors = found if vectors is None else torch.where(is_here.unsqueeze(-1), found, vectors)
+            first += len(weight_VD)
+        assert vectors is not None
+        return vectors

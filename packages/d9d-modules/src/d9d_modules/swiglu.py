@@ -5,6 +5,8 @@ from typing import final
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from d9d_dist.errors import UserError
+from d9d_modules._kernel_choice import has_kernel
 from d9d_modules.linear import Linear
 
 
@@ -26,4 +28,29 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` [..., hidden_size] to the same shape."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`; on an accelerator one Triton kernel forward and one backward, rounded once.
+
+    Args:
+        gate: A tensor of any shape and floating-point dtype.
+        up: A tensor of the same shape and dtype.
+
+    Returns:
+        A tensor of that shape and dtype.
+
+    Raises:
+        UserError: If shapes or dtypes differ.
+    """
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise UserError(
+            f"gate has shape {tuple(gate.shape)} and dtype {gate.dtype}, up {tuple(up.shape)} and {up.dtype}; expected "
+            "the same of both."
+        )
+    if has_kernel(gate):
+        from d9d_modules import _triton_silu_mul  # noqa: PLC0415  (Triton is optional)
+
+        return _triton_silu_mul.silu_mul(gate, up)
+    return F.silu(gate) * up

@@ -1,0 +1,97 @@
+"""Loss of a language-model head, forward and backward, against torch's own with all logits: time and peak memory.
+
+    uv run python packages/d9d-modules/benchmarks/lm_head_loss.py --output lm_head_loss.json
+
+Both run in one process, one after the other in each repetition, so whatever else the machine does meets both; compare
+ratios, not seconds. Memory is what torch's CPU allocator gave out at most, above what was there before, without the two
+gradients that backward leaves; in units of one float32 tensor of all logits.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from d9d_modules import language_model_head
+
+
+def main() -> None:
+    """Measure, print JSON, and write it if asked to."""
+    parser = argparse.ArgumentParser(description="Time and memory of the loss of a language-model head, on the CPU.")
+    parser.add_argument("--vocab-size", type=int, default=150_000)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    hidden = torch.randn(1, args.tokens, args.hidden_size, dtype=dtype, requires_grad=True)
+    weight = (torch.randn(args.vocab_size, args.hidden_size) * 0.05).to(dtype).requires_grad_()
+    labels = torch.randint(0, args.vocab_size, (1, args.tokens))
+    losses: dict[str, Callable[[], Tensor]] = {
+        "ours": lambda: language_model_head(hidden, weight, labels=labels, backend="chunked"),
+        "torch": lambda: F.cross_entropy(
+            F.linear(hidden, weight).float().flatten(0, 1), labels.flatten(), reduction="none"
+        ),
+    }
+
+    def step(name: str) -> None:
+        hidden.grad = weight.grad = None
+        losses[name]().sum().backward()
+
+    memory = {}
+    for name in losses:
+        hidden.grad = weight.grad = None  # what a step frees must not be there before
+        memory[name] = _peak_bytes(lambda name=name: step(name))
+    gradients = (hidden.numel() + weight.numel()) * hidden.element_size()
+    logits = 4 * args.tokens * args.vocab_size
+    seconds: dict[str, list[float]] = {name: [] for name in losses}
+    for _ in range(args.repeats):
+        for name in losses:
+            gc.collect()
+            start = time.perf_counter()
+            step(name)
+            seconds[name].append(time.perf_counter() - start)
+    figures = {
+        "vocab_size": args.vocab_size,
+        "tokens": args.tokens,
+        "hidden_size": args.hidden_size,
+        "dtype": args.dtype,
+        "threads": torch.get_num_threads(),
+        "memory_of_logits": {name: round((peak - gradients) / logits, 3) for name, peak in memory.items()},
+        "seconds": {name: round(statistics.median(times), 3) for name, times in seconds.items()},
+        "time_ratio": round(
+            statistics.median(a / b for a, b in zip(seconds["ours"], seconds["torch"], strict=True)), 3
+        ),
+    }
+    print(json.dumps(figures, indent=2))
+    if args.output:
+        args.output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def _peak_bytes(function: Callable[[], None]) -> int:
+    """What the allocator had given out at most while a function ran, above what it had before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    results = profiler.profiler.kineto_results if profiler.profiler else None
+    if results is None:
+        raise RuntimeError("torch was built without its profiler.")
+    changes = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
+    now, peak = 0, 0
+    for _, change in changes:
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Losses of the logits by any function, some tokens at a time: the way for what `linear_cross_entropy` does not know.
+
+Shape legend: T tokens (t of a chunk), D hidden size, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from d9d_dist.vocab_parallel import TokenLoss
+
+_CHUNK_LOGITS = 2**24
+"""Logits alive at once, 64 MiB in float32; the loss needs a few tensors of that size."""
+
+
+def chunked_token_loss(
+    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, token_loss: TokenLoss, softcap: float | None
+) -> Tensor:
+    """Losses of each token by any `TokenLoss`, with the logits of a chunk of tokens alive at once.
+
+    Backward makes the logits again, and with them both gradients; that of the weight is summed up over chunks in at
+    least float32. A split backward pass has it early: making logits once more, later, would be collective wherever the
+    loss is.
+
+    Args:
+        hidden_TD: Hidden states [T, D].
+        weight_VD: Projection to the vocabulary [V, D].
+        labels_T: What the loss takes as labels [T].
+        token_loss: Maps logits [T, V], in at least float32, to losses [T], each of the logits of its token alone. It
+            depends on nothing else that needs a gradient.
+        softcap: Takes `softcap * tanh(x / softcap)` for each logit `x`.
+
+    Returns:
+        Losses [T].
+    """
+    losses_T: Tensor = _ChunkedTokenLoss.apply(hidden_TD, weight_VD, labels_T, _Options(token_loss, softcap))
+    return losses_T
+
+
+def wide_logits(hidden_TD: Tensor, weight_VD: Tensor, softcap: float | None) -> Tensor:
+    """Logits [T, V] after the soft-cap, in at least float32."""
+    logits_TV = F.linear(hidden_TD, weight_VD)
+    return soft_cap(logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)), softcap)
+
+
+def soft_cap(logits: Tensor, softcap: float | None) -> Tensor:
+    """`softcap * tanh(logits / softcap)` ("Gemma 2", arXiv:2408.00118, section 2); None for none."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+class _Options(NamedTuple):
+    token_loss: TokenLoss
+    softcap: float | None
+
+
+class _ChunkedTokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, options: _Options) -> Tensor:
+        ctx.save_for_backward(hidden_TD, weight_VD, labels_T)
+        ctx.options = options
+        return torch.cat(
+            [
+                options.token_loss(wide_logits(hidden_tD, weight_VD, options.softcap), labels_t)
+                for hidden_tD, labels_t in _chunks(weight_VD, hidden_TD, labels_T)
+            ]
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden_TD, weight_VD, labels_T = ctx.saved_tensors
+        token_loss, softcap = ctx.options
+        grads_hidden_tD = []
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32))
+        for hidden_tD, labels_t, grad_t in _chunks(weight_VD, hidden_TD, labels_T, gradients[0]):
+            logits_tV = F.linear(hidden_tD, weight_VD)
+            with torch.enable_grad():
+                leaf_tV = logits_tV.detach().requires_grad_()
+                wide_tV = leaf_tV.to(torch.promote_types(leaf_tV.dtype, torch.float32))
+                losses_t = token_loss(soft_cap(wide_tV, softcap), labels_t)
+            (grad_tV,) = torch.autograd.grad(losses_t, leaf_tV, grad_t)
+            if ctx.needs_input_grad[0]:
+                grads_hidden_tD.append(grad_tV @ weight_VD)
+            if ctx.needs_input_grad[1]:
+                grad_weight_VD += grad_tV.T @ hidden_tD
+        return (
+            torch.cat(grads_hidden_tD) if ctx.needs_input_grad[0] else None,
+            grad_weight_VD.to(weight_VD.dtype) if ctx.needs_input_grad[1] else None,
+            None,
+            None,
+        )
+
+
+def _chunks(weight_VD: Tensor, *per_token: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    size = max(1, _CHUNK_LOGITS // max(1, len(weight_VD)))
+    return zip(*(tensor.split(size) for tensor in per_token), strict=True)

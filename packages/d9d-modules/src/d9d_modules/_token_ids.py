@@ -1,0 +1,36 @@
+"""Token ids from outside are looked at where they enter: wrong ones would otherwise give wrong numbers silently."""
+
+import torch
+from torch import Tensor
+
+from d9d_dist.errors import UserError
+
+
+def check_token_ids(ids: Tensor, vocab_size: int, *, what: str, ignored: int | None = None) -> None:
+    """Refuse ids outside of `range(vocab_size)`.
+
+    On an accelerator it does not wait for the device: the check is queued there, and its failure is that of the next
+    operation that waits.
+
+    Args:
+        ids: Token ids of any shape, integer.
+        vocab_size: Number of token ids.
+        what: What the ids are, for the message.
+        ignored: An id that is let through, besides.
+
+    Raises:
+        UserError: On the CPU, if an id is out of range.
+    """
+    if ids.is_meta or not ids.numel():
+        return
+    is_known = (ids >= 0) & (ids < vocab_size)
+    if ignored is not None:
+        is_known |= ids == ignored
+    besides = "" if ignored is None else f" or {ignored}"
+    expected = f"expected {what} within 0 ... {vocab_size - 1}{besides}"
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and type(ids) is Tensor:
+        if not is_known.all():
+            unknown = ids[~is_known]
+            raise UserError(f"got {what} from {unknown.min().item()} to {unknown.max().item()}; {expected}.")
+    else:
+        torch._assert_async(is_known.all(), f"{expected}.")

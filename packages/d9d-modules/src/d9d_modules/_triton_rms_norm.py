@@ -1,0 +1,229 @@
+"""RMS norm as one kernel forward and one backward, with the residual add in front of it or without.
+
+Arithmetic is in float32; 16-bit numbers are only loaded and stored. Forward keeps its input and one number for each
+row. Backward reads the input and the gradient once, for the gradients of the input and of the weight both: each program
+adds up the weight's gradient over the rows that it goes through, and the programs' sums are added up in a fixed order.
+Their number is fixed too, so equal inputs give equal bits, on any device of one kind.
+
+Shape legend: N rows, D size of a row, P programs.
+"""
+
+# A kernel takes pointers and numbers, which have no type in Python, and takes them by position.
+# ruff: noqa: ANN001, ANN202, PLR0917
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from d9d_modules._triton_jit import jit
+
+_TILE = 2**12
+"""Elements of the rows that a program goes through at once, if there is room for more than one row."""
+
+_NUM_PROGRAMS = 256
+"""Programs of the backward pass, a few for each multiprocessor: as many rows of partial sums are written and read."""
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float, zero_centered: bool) -> Tensor:
+    """`x / rms(x) * weight`; see `d9d_modules.rms_norm.rms_norm`.
+
+    Args:
+        x: float32, bfloat16 or float16 [..., D] of any strides; a program holds whole rows in registers.
+        weight_D: Weight [D] of any of these dtypes.
+        eps: Added to the mean square.
+        zero_centered: Whether the factor is `1 + weight`.
+    """
+    normed: Tensor = _RMSNorm.apply(x, weight_D, eps, zero_centered)
+    return normed
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight_D: Tensor, *, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    """The norm of `x + residual`, rounded to their dtype, and that sum; all else as in `rms_norm`."""
+    normed, total = _AddRMSNorm.apply(x, residual, weight_D, eps, zero_centered)
+    return normed, total
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Its weight's gradient costs next to nothing beside that of the input, so a split backward pass has it early."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        x_ND = x.reshape(-1, x.shape[-1]).contiguous()
+        normed_ND, _, inverse_rms_N = _forward(x_ND, None, weight_D, eps, zero_centered)
+        ctx.save_for_backward(x_ND, weight_D, inverse_rms_N)
+        ctx.zero_centered = zero_centered
+        return normed_ND.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        grad_x, grad_weight_D = _backward(ctx, gradients[0], None, with_weight=ctx.needs_input_grad[1])
+        return grad_x, grad_weight_D, None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight_D: Tensor, eps: float, zero_centered: bool
+    ) -> tuple[Tensor, Tensor]:
+        x_ND, residual_ND = (t.reshape(-1, x.shape[-1]).contiguous() for t in (x, residual))
+        normed_ND, total_ND, inverse_rms_N = _forward(x_ND, residual_ND, weight_D, eps, zero_centered)
+        ctx.save_for_backward(total_ND, weight_D, inverse_rms_N)
+        ctx.zero_centered = zero_centered
+        return normed_ND.view(x.shape), total_ND.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        grad_x, grad_weight_D = _backward(ctx, gradients[0], gradients[1], with_weight=ctx.needs_input_grad[2])
+        return grad_x, grad_x, grad_weight_D, None, None
+
+
+def _forward(
+    x_ND: Tensor, residual_ND: Tensor | None, weight_D: Tensor, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The normed rows, the rows that were normed, and one over the root mean square of each."""
+    num_rows, size = x_ND.shape
+    normed_ND = torch.empty_like(x_ND)
+    total_ND = x_ND if residual_ND is None else torch.empty_like(x_ND)
+    inverse_rms_N = torch.empty(num_rows, dtype=torch.float32, device=x_ND.device)
+    block, rows, num_warps = _tile(size)
+    if x_ND.numel():
+        _forward_kernel[(-(-num_rows // rows),)](
+            x_ND,
+            residual_ND,
+            weight_D.contiguous(),
+            normed_ND,
+            total_ND,
+            inverse_rms_N,
+            num_rows,
+            size,
+            eps,
+            ZERO_CENTERED=zero_centered,
+            HAS_RESIDUAL=residual_ND is not None,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=num_warps,
+        )
+    return normed_ND, total_ND, inverse_rms_N
+
+
+def _backward(ctx: Any, grad: Tensor, grad_total: Tensor | None, *, with_weight: bool) -> tuple[Tensor, Tensor | None]:
+    """Gradients of what was normed, with what flows into it from elsewhere, and of the weight."""
+    x_ND, weight_D, inverse_rms_N = ctx.saved_tensors
+    num_rows, size = x_ND.shape
+    block, rows, num_warps = _tile(size)
+    num_programs = min(_NUM_PROGRAMS, -(-num_rows // rows))
+    grad_x_ND = torch.empty_like(x_ND)
+    parts_PD = torch.zeros(num_programs if with_weight else 0, size, dtype=torch.float32, device=x_ND.device)
+    if x_ND.numel():
+        _backward_kernel[(num_programs,)](
+            grad.reshape(x_ND.shape).contiguous(),
+            None if grad_total is None else grad_total.reshape(x_ND.shape).contiguous(),
+            x_ND,
+            weight_D.contiguous(),
+            inverse_rms_N,
+            grad_x_ND,
+            parts_PD,
+            num_rows,
+            size,
+            ZERO_CENTERED=ctx.zero_centered,
+            HAS_TOTAL=grad_total is not None,
+            WITH_WEIGHT=with_weight,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=num_warps,
+        )
+    grad_weight_D = parts_PD.sum(dim=0).to(weight_D.dtype) if with_weight else None
+    return grad_x_ND.view(grad.shape), grad_weight_D
+
+
+def _tile(size: int) -> tuple[int, int, int]:
+    """Columns and rows of a program's tile, both powers of two, and its number of warps."""
+    block = 1 << (size - 1).bit_length()
+    rows = max(1, _TILE // block)
+    return block, rows, min(16, max(4, block * rows // 512))
+
+
+@jit
+def _forward_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    normed_ptr,
+    total_ptr,
+    inverse_rms_ptr,
+    num_rows,
+    size,
+    eps,
+    ZERO_CENTERED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    mask = (row[:, None] < num_rows) & (column[None, :] < size)
+    # Past 2 ** 31 elements a 32-bit offset would wrap around.
+    offsets = row[:, None].to(tl.int64) * size + column[None, :]
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + offsets, total, mask=mask)
+        x = total.to(tl.float32)  # what is normed is what is kept
+    inverse_rms = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / size + eps)
+    tl.store(inverse_rms_ptr + row, inverse_rms, mask=row < num_rows)
+    weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
+    normed = x * inverse_rms[:, None] * weight[None, :]
+    tl.store(normed_ptr + offsets, normed.to(normed_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _backward_kernel(
+    grad_ptr,
+    grad_total_ptr,
+    x_ptr,
+    weight_ptr,
+    inverse_rms_ptr,
+    grad_x_ptr,
+    parts_ptr,
+    num_rows,
+    size,
+    ZERO_CENTERED: tl.constexpr,
+    HAS_TOTAL: tl.constexpr,
+    WITH_WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
+    part = tl.full((BLOCK,), 0.0, tl.float32)
+    for first in range(program * ROWS, num_rows, num_programs * ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row[:, None] < num_rows) & (column[None, :] < size)
+        offsets = row[:, None].to(tl.int64) * size + column[None, :]
+        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        inverse_rms = tl.load(inverse_rms_ptr + row, mask=row < num_rows, other=0.0)[:, None]
+        unit = x * inverse_rms
+        if WITH_WEIGHT:
+            part += tl.sum(grad * unit, axis=0)
+        # With y = x * r, r = (mean(x ** 2) + eps) ** -0.5: dx = r * (dy - y * mean(dy * y)).
+        grad *= weight[None, :]
+        grad_x = inverse_rms * (grad - unit * (tl.sum(grad * unit, axis=1) / size)[:, None])
+        if HAS_TOTAL:
+            grad_x += tl.load(grad_total_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(grad_x_ptr + offsets, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+    if WITH_WEIGHT:
+        tl.store(parts_ptr + program.to(tl.int64) * size + column, part, mask=column < size)

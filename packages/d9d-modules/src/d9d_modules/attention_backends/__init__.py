@@ -1,0 +1,35 @@
+"""Attention backends behind one protocol: what a layer needs is matched against what each of them can do."""
+
+from d9d_modules.attention_backends.backend import AttentionBackend
+from d9d_modules.attention_backends.choice import (
+    BACKEND_VARIABLE,
+    AttentionBackendName,
+    ChosenAttention,
+    attention_backends,
+    choose_backend,
+    chosen_attention,
+)
+from d9d_modules.attention_backends.eager import EagerBackend
+from d9d_modules.attention_backends.flash import Flash2Backend, Flash4Backend
+from d9d_modules.attention_backends.flex import FlexBackend
+from d9d_modules.attention_backends.request import AttentionOptions, AttentionRequest
+from d9d_modules.attention_backends.sdpa import SdpaBackend
+from d9d_modules.attention_backends.visibility import documents_of_lengths
+
+__all__ = [
+    "BACKEND_VARIABLE",
+    "AttentionBackend",
+    "AttentionBackendName",
+    "AttentionOptions",
+    "AttentionRequest",
+    "ChosenAttention",
+    "EagerBackend",
+    "Flash2Backend",
+    "Flash4Backend",
+    "FlexBackend",
+    "SdpaBackend",
+    "attention_backends",
+    "choose_backend",
+    "chosen_attention",
+    "documents_of_lengths",
+]

@@ -1,0 +1,66 @@
+"""Attention as the equation has it: complete, and what every other backend is compared with.
+
+Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, N = H / G, K head dim.
+"""
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from d9d_modules.attention_backends.request import AttentionOptions, AttentionRequest
+from d9d_modules.attention_backends.visibility import visible
+
+
+@final
+class EagerBackend:
+    """`softmax(q k^T * scale) v`, "Attention Is All You Need" (arXiv:1706.03762), equation 1, at least in float32.
+
+    Serves everything and holds the scores [B, H, L, S].
+    """
+
+    @property
+    def name(self) -> str:
+        """See `AttentionBackend`."""
+        return "eager"
+
+    def rejection(self, request: AttentionRequest) -> str | None:
+        """See `AttentionBackend`; never."""
+        del request
+        return None
+
+    def is_fast(self, request: AttentionRequest) -> bool:
+        """See `AttentionBackend`; never."""
+        del request
+        return False
+
+    def attend(
+        self,
+        q_BLHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        *,
+        options: AttentionOptions,
+        documents_BS: Tensor | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionBackend`."""
+        dtype, num_kv_heads = torch.promote_types(q_BLHK.dtype, torch.float32), k_BSGK.shape[2]
+        q_BGNLK = q_BLHK.to(dtype).transpose(1, 2).unflatten(1, (num_kv_heads, -1))
+        k_BG1SK = k_BSGK.to(dtype).transpose(1, 2).unsqueeze(2)
+        v_BG1SK = v_BSGK.to(dtype).transpose(1, 2).unsqueeze(2)
+        scale = q_BLHK.shape[-1] ** -0.5 if options.scale is None else options.scale
+        scores_BGNLS = q_BGNLK @ k_BG1SK.mT * scale
+        if options.softcap is not None:
+            scores_BGNLS = options.softcap * torch.tanh(scores_BGNLS / options.softcap)
+        length, key_length = scores_BGNLS.shape[-2:]
+        seen = visible(length, key_length, window=options.window, documents_BS=documents_BS, device=scores_BGNLS.device)
+        seen = seen if documents_BS is None else seen.unsqueeze(2)
+        scores_BGNLS = scores_BGNLS.masked_fill(~seen, -torch.inf)
+        if sinks_H is None:
+            weights_BGNLS = scores_BGNLS.softmax(dim=-1)
+        else:
+            sinks_GN11 = sinks_H.to(dtype).view(num_kv_heads, -1, 1, 1)
+            sinks_BGNL1 = sinks_GN11.expand(*scores_BGNLS.shape[:-1], 1)
+            weights_BGNLS = torch.cat((scores_BGNLS, sinks_BGNL1), dim=-1).softmax(dim=-1)[..., :-1]
+        return (weights_BGNLS @ v_BG1SK).flatten(1, 2).transpose(1, 2).to(q_BLHK.dtype)

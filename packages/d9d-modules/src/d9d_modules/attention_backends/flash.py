@@ -1,0 +1,191 @@
+"""Attention through the FlashAttention packages, which are installed apart.
+
+Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim, N documents.
+"""
+
+import itertools
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from d9d_dist.errors import UserError
+from d9d_modules.attention_backends.request import AttentionOptions, AttentionRequest
+from d9d_modules.attention_backends.visibility import document_runs
+
+
+@final
+class Flash2Backend:
+    """FlashAttention 2 (arXiv:2307.08691), the package `flash-attn`, from 2.6.
+
+    Packed documents go to its variable-length form, whose lengths are read from the document ids: that waits for the
+    device, so it is not the first choice for them.
+    """
+
+    def __init__(self) -> None:
+        self._is_installed = _is_installed("flash-attn")
+
+    @property
+    def name(self) -> str:
+        """See `AttentionBackend`."""
+        return "flash2"
+
+    def rejection(self, request: AttentionRequest) -> str | None:
+        """See `AttentionBackend`."""
+        if not self._is_installed:
+            return "is not installed: pip install flash-attn --no-build-isolation"
+        if request.has_sinks:
+            return "gives no gradient for its log-sum-exp, which sinks need"
+        return _rejection(request, oldest_capability=8, largest_head_dim=256)
+
+    def is_fast(self, request: AttentionRequest) -> bool:
+        """See `AttentionBackend`."""
+        return not request.has_documents
+
+    def attend(
+        self,
+        q_BLHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        *,
+        options: AttentionOptions,
+        documents_BS: Tensor | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionBackend`.
+
+        Raises:
+            UserError: If the positions of a document are not next to each other.
+        """
+        assert sinks_H is None, "a request with sinks is rejected"
+        package: Any = import_module("flash_attn")
+        settings = {
+            "softmax_scale": options.scale,
+            "causal": True,
+            "window_size": (-1, -1) if options.window is None else (options.window - 1, 0),
+            "softcap": options.softcap or 0.0,
+        }
+        if documents_BS is None:
+            return package.flash_attn_func(q_BLHK, k_BSGK, v_BSGK, **settings)
+        return _by_lengths(package.flash_attn_varlen_func, q_BLHK, k_BSGK, v_BSGK, documents_BS, **settings)
+
+
+@final
+class Flash4Backend:
+    """FlashAttention 4 for Hopper and later, the package `flash-attn-4`.
+
+    Packed documents as with `Flash2Backend`.
+    """
+
+    def __init__(self) -> None:
+        self._is_installed = _is_installed("flash-attn-4")
+
+    @property
+    def name(self) -> str:
+        """See `AttentionBackend`."""
+        return "flash4"
+
+    def rejection(self, request: AttentionRequest) -> str | None:
+        """See `AttentionBackend`."""
+        if not self._is_installed:
+            return "is not installed: pip install --pre flash-attn-4"
+        return _rejection(request, oldest_capability=9, largest_head_dim=128)
+
+    def is_fast(self, request: AttentionRequest) -> bool:
+        """See `AttentionBackend`."""
+        return not request.has_documents
+
+    def attend(
+        self,
+        q_BLHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        *,
+        options: AttentionOptions,
+        documents_BS: Tensor | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionBackend`.
+
+        Raises:
+            UserError: If the positions of a document are not next to each other.
+        """
+        package: Any = import_module("flash_attn.cute")
+        settings = {
+            "softmax_scale": options.scale,
+            "causal": True,
+            "window_size": (None, None) if options.window is None else (options.window - 1, 0),
+            "softcap": options.softcap or 0.0,
+            "learnable_sink": sinks_H,
+        }
+        if documents_BS is None:
+            return _first(package.flash_attn_func(q_BLHK, k_BSGK, v_BSGK, **settings))
+        return _by_lengths(package.flash_attn_varlen_func, q_BLHK, k_BSGK, v_BSGK, documents_BS, **settings)
+
+
+def _is_installed(distribution: str) -> bool:
+    # The two packages share a folder, and importing one of them just to see whether it is there may need its device.
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _rejection(request: AttentionRequest, *, oldest_capability: int, largest_head_dim: int) -> str | None:
+    if request.device.type != "cuda":
+        return f"does not compute on {request.device.type}"
+    if request.dtype not in {torch.bfloat16, torch.float16}:
+        return f"computes in bfloat16 and float16, not in {request.dtype}"
+    if request.head_dim % 8 or request.head_dim > largest_head_dim:
+        return f"needs a head dim of at most {largest_head_dim} and a multiple of 8, not {request.head_dim}"
+    capability, _ = torch.cuda.get_device_capability(request.device)
+    if capability < oldest_capability:
+        return f"needs a device of compute capability {oldest_capability}.0, not {capability}"
+    return None
+
+
+def _by_lengths(
+    kernel: Callable[..., Any], q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, documents_BS: Tensor, **settings: Any
+) -> Any:
+    """The result of a variable-length kernel, whose first tensor is shaped like the queries."""
+    query_ends, key_ends = _cumulative_lengths(documents_BS, q_BLHK.shape[1])
+    out = kernel(
+        q_BLHK.flatten(0, 1),
+        k_BSGK.flatten(0, 1),
+        v_BSGK.flatten(0, 1),
+        cu_seqlens_q=torch.tensor(query_ends, dtype=torch.int32, device=q_BLHK.device),
+        cu_seqlens_k=torch.tensor(key_ends, dtype=torch.int32, device=q_BLHK.device),
+        max_seqlen_q=_longest(query_ends),
+        max_seqlen_k=_longest(key_ends),
+        **settings,
+    )
+    return _first(out).view(q_BLHK.shape)
+
+
+def _cumulative_lengths(documents_BS: Tensor, length: int) -> tuple[list[int], list[int]]:
+    """Where the documents of all rows end [N + 1]: in the queries, the last ones of each row, and the keys."""
+    runs = document_runs(documents_BS)
+    if runs is None:
+        raise UserError(
+            "got document ids that occur again after those of another document in the same row; FlashAttention expects "
+            "the positions of a document next to each other. Sort them, or use the backend flex, sdpa or eager."
+        )
+    before = documents_BS.shape[1] - length
+    query_ends, key_ends = [0], [0]
+    for lengths in runs:
+        for end, size in zip(itertools.accumulate(lengths), lengths, strict=True):
+            key_ends.append(key_ends[-1] + size)
+            query_ends.append(query_ends[-1] + min(size, max(end - before, 0)))
+    return query_ends, key_ends
+
+
+def _longest(ends: list[int]) -> int:
+    return max(end - start for start, end in itertools.pairwise(ends))
+
+
+def _first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result

@@ -1,0 +1,166 @@
+"""Attention through FlexAttention: one kernel for windows, packed documents, softcap and sinks, and no masks.
+
+Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim, I query blocks, J key
+blocks.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from d9d_modules.attention_backends.request import AttentionOptions, AttentionRequest
+
+BLOCK = 128
+"""Positions in a block that the kernel computes or leaves out as a whole."""
+
+SMALLEST_HEAD_DIM = 16
+"""Below it the accelerators' matrix units, and so the kernel, have no tile."""
+
+
+@final
+class FlexBackend:
+    """`torch.nn.attention.flex_attention`, compiled on accelerators (arXiv:2412.05496).
+
+    On the CPU torch has no backward for it, and computes the forward with all scores in memory.
+    """
+
+    @property
+    def name(self) -> str:
+        """See `AttentionBackend`."""
+        return "flex"
+
+    def rejection(self, request: AttentionRequest) -> str | None:
+        """See `AttentionBackend`."""
+        if not _is_compiled_for(request.device):
+            return f"has no backward on {request.device.type}" if request.needs_gradient else None
+        if request.dtype not in {torch.float32, torch.bfloat16, torch.float16}:
+            return f"does not compute in {request.dtype} on {request.device.type}"
+        if request.head_dim < SMALLEST_HEAD_DIM:
+            return f"needs a head dim of at least {SMALLEST_HEAD_DIM}, not {request.head_dim}"
+        return None
+
+    def is_fast(self, request: AttentionRequest) -> bool:
+        """See `AttentionBackend`."""
+        return _is_compiled_for(request.device)
+
+    def attend(
+        self,
+        q_BLHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        *,
+        options: AttentionOptions,
+        documents_BS: Tensor | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionBackend`."""
+        q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
+        if not _is_compiled_for(q_BLHK.device):
+            # Where torch has no backward, it refuses tensors that require a gradient even if none is recorded.
+            q_BHLK, k_BGSK, v_BGSK = q_BHLK.detach(), k_BGSK.detach(), v_BGSK.detach()
+        out_BHLK, aux = _kernel(q_BLHK.device)(
+            q_BHLK,
+            k_BGSK,
+            v_BGSK,
+            score_mod=None if options.softcap is None else _capped(options.softcap),
+            block_mask=block_mask(
+                q_BLHK.shape[1],
+                k_BSGK.shape[1],
+                window=options.window,
+                documents_BS=documents_BS,
+                device=q_BLHK.device,
+            ),
+            scale=options.scale,
+            enable_gqa=True,
+            return_aux=AuxRequest(lse=sinks_H is not None),
+        )
+        if sinks_H is not None:
+            # Exact: a sink is one more key, without a value, so it takes a share of every output.
+            sinks_H1 = sinks_H.to(aux.lse.dtype).unsqueeze(-1)
+            out_BHLK = (out_BHLK * torch.sigmoid(aux.lse - sinks_H1).unsqueeze(-1)).to(q_BLHK.dtype)
+        return out_BHLK.transpose(1, 2)
+
+
+def block_mask(
+    length: int, key_length: int, *, window: int | None, documents_BS: Tensor | None, device: torch.device
+) -> BlockMask:
+    """Who attends to whom, by blocks, made from the blocks' borders: no tensor [L, S], no host synchronisation.
+
+    A block is left out if its positions are too late or too early for all its queries, or if the ranges of the document
+    ids of both do not meet. Inside the blocks that are left, the kernel asks for single positions.
+    """
+    before = key_length - length
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        del head
+        query = query + before
+        seen = key <= query
+        if window is not None:
+            seen = seen & (query - key < window)
+        if documents_BS is not None:
+            seen = seen & (documents_BS[batch, query] == documents_BS[batch, key])
+        return seen
+
+    # Blocks that reach beyond the end are never full; torch has it so too.
+    first_query_I1 = torch.arange(before, key_length, BLOCK, device=device).unsqueeze(-1)
+    last_query_I1 = first_query_I1 + (BLOCK - 1)
+    first_key_J = torch.arange(0, key_length, BLOCK, device=device)
+    last_key_J = first_key_J + (BLOCK - 1)
+    some_IJ = first_key_J <= last_query_I1
+    all_IJ = (last_key_J <= first_query_I1) & (last_query_I1 < key_length)
+    if window is not None:
+        some_IJ = some_IJ & (first_query_I1 - last_key_J < window)
+        all_IJ = all_IJ & (last_query_I1 - first_key_J < window)
+    some_BIJ, all_BIJ = some_IJ.unsqueeze(0), all_IJ.unsqueeze(0)
+    if documents_BS is not None:
+        query_low_BI1, query_high_BI1 = (x.unsqueeze(-1) for x in _block_ranges(documents_BS[:, before:]))
+        key_low_B1J, key_high_B1J = (x.unsqueeze(-2) for x in _block_ranges(documents_BS))
+        some_BIJ = some_BIJ & (query_low_BI1 <= key_high_B1J) & (key_low_B1J <= query_high_BI1)
+        all_BIJ = all_BIJ & (query_low_BI1 == key_high_B1J) & (key_low_B1J == query_high_BI1)
+    return BlockMask.from_kv_blocks(
+        *_listed(some_BIJ & ~all_BIJ),
+        *_listed(all_BIJ),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(length, key_length),
+    )
+
+
+def _block_ranges(documents_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest id in each block [B, I]."""
+    missing = -documents_BL.shape[1] % BLOCK
+    blocks = torch.cat((documents_BL, documents_BL[:, -1:].expand(-1, missing)), dim=1).unflatten(1, (-1, BLOCK))
+    return blocks.amin(dim=-1), blocks.amax(dim=-1)
+
+
+def _listed(blocks_BIJ: Tensor) -> tuple[Tensor, Tensor]:
+    """How many key blocks there are for each query block [B, 1, I], and their indices, first [B, 1, I, J]."""
+    indices_BIJ = blocks_BIJ.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+    return blocks_BIJ.sum(dim=-1, dtype=torch.int32).unsqueeze(1), indices_BIJ.to(torch.int32).unsqueeze(1)
+
+
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        del batch, head, query, key
+        return softcap * torch.tanh(score / softcap)
+
+    return score_mod
+
+
+def _is_compiled_for(device: torch.device) -> bool:
+    return device.type not in {"cpu", "meta"}
+
+
+def _kernel(device: torch.device) -> Callable[..., tuple[Tensor, Any]]:
+    # Inside a compiled block it is compiled with it.
+    return _compiled() if _is_compiled_for(device) and not torch.compiler.is_compiling() else flex_attention
+
+
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, Any]]:
+    compiled: Any = torch.compile(flex_attention)
+    return compiled

@@ -1,0 +1,126 @@
+"""Attention through torch's own kernels, on every device that torch runs on.
+
+Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
+"""
+
+import itertools
+import math
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from d9d_dist import sdpa_attention
+from d9d_modules.attention_backends.request import AttentionOptions, AttentionRequest
+from d9d_modules.attention_backends.sink_attention import sink_attention
+from d9d_modules.attention_backends.visibility import document_runs, visible
+
+
+@final
+class SdpaBackend:
+    """`torch.nn.functional.scaled_dot_product_attention`.
+
+    A window is served by a mask [L, S], packed documents by a mask [B, 1, L, S]; on the CPU, where looking at their ids
+    waits for no device, by one call for each document instead. Sinks are served where there is neither.
+    """
+
+    @property
+    def name(self) -> str:
+        """See `AttentionBackend`."""
+        return "sdpa"
+
+    def rejection(self, request: AttentionRequest) -> str | None:
+        """See `AttentionBackend`."""
+        if request.options.softcap is not None:
+            return "has no softcap"
+        if request.has_sinks and (request.options.window is not None or request.has_documents):
+            return "gives no log-sum-exp, which sinks need, where there is a window or packed documents"
+        return None
+
+    def is_fast(self, request: AttentionRequest) -> bool:
+        """See `AttentionBackend`."""
+        on_cpu = request.device.type == "cpu"
+        has_flash = on_cpu or (
+            request.dtype in {torch.bfloat16, torch.float16} and request.head_dim % 8 == 0 and request.head_dim <= 256
+        )
+        needs_mask = request.options.window is not None or (request.has_documents and not on_cpu)
+        return not needs_mask and (has_flash or not (request.is_prefix or request.has_sinks))
+
+    def attend(
+        self,
+        q_BLHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        *,
+        options: AttentionOptions,
+        documents_BS: Tensor | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionBackend`."""
+        if sinks_H is not None:
+            return sink_attention(_scaled(q_BLHK, options), k_BSGK, v_BSGK, sinks_H)
+        if documents_BS is None:
+            return _one_document(q_BLHK, k_BSGK, v_BSGK, options)
+        runs = document_runs(documents_BS) if _can_be_read(documents_BS) else None
+        if runs is not None:
+            return _by_document(q_BLHK, k_BSGK, v_BSGK, runs, options)
+        return _masked(q_BLHK, k_BSGK, v_BSGK, options, documents_BS)
+
+
+def _can_be_read(documents_BS: Tensor) -> bool:
+    """Whether looking at values costs nothing: they are there, on the CPU, and nothing is being traced."""
+    on_cpu = documents_BS.device.type == "cpu" and type(documents_BS) is Tensor
+    return on_cpu and documents_BS.numel() > 0 and not torch.compiler.is_compiling()
+
+
+def _masked(
+    q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, options: AttentionOptions, documents_BS: Tensor | None
+) -> Tensor:
+    mask = visible(
+        q_BLHK.shape[1], k_BSGK.shape[1], window=options.window, documents_BS=documents_BS, device=q_BLHK.device
+    )
+    q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
+    out_BHLK = F.scaled_dot_product_attention(
+        q_BHLK, k_BGSK, v_BGSK, attn_mask=mask, enable_gqa=True, scale=options.scale
+    )
+    return out_BHLK.transpose(1, 2)
+
+
+def _one_document(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, options: AttentionOptions) -> Tensor:
+    length, key_length = q_BLHK.shape[1], k_BSGK.shape[1]
+    if options.window is not None and options.window < key_length:
+        return _masked(q_BLHK, k_BSGK, v_BSGK, options, None)
+    if length != key_length:
+        return sdpa_attention(_scaled(q_BLHK, options), k_BSGK, v_BSGK)
+    q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
+    out_BHLK = F.scaled_dot_product_attention(
+        q_BHLK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=True, scale=options.scale
+    )
+    return out_BHLK.transpose(1, 2)
+
+
+def _scaled(q_BLHK: Tensor, options: AttentionOptions) -> Tensor:
+    """Queries for kernels whose scale is 1/sqrt(K)."""
+    return q_BLHK if options.scale is None else q_BLHK * (options.scale * math.sqrt(q_BLHK.shape[-1]))
+
+
+def _by_document(
+    q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, runs: list[list[int]], options: AttentionOptions
+) -> Tensor:
+    before = k_BSGK.shape[1] - q_BLHK.shape[1]
+    rows = []
+    for row, lengths in enumerate(runs):
+        ends = list(itertools.accumulate(lengths))
+        parts = [
+            _one_document(
+                q_BLHK[row : row + 1, max(end - size - before, 0) : end - before],
+                k_BSGK[row : row + 1, end - size : end],
+                v_BSGK[row : row + 1, end - size : end],
+                options,
+            )
+            for end, size in zip(ends, lengths, strict=True)
+            if end > before
+        ]
+        rows.append(torch.cat(parts, dim=1))
+    return torch.cat(rows)

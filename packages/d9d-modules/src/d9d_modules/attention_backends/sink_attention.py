@@ -1,0 +1,74 @@
+"""Attention with sinks through flash kernels that know none: a sink is one more key whose value is zero.
+
+With `lse`, the softmax's log-sum-exp over the keys, the sink leaves the share `sigmoid(lse - sink)` to the keys. A
+flash kernel's backward takes the output and the log-sum-exp of the whole softmax, of which it computes its keys' part;
+given those with the sink in them, it is right as it is.
+
+Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from d9d_dist import gradients_wanted
+from d9d_dist.context_parallel.blocks import AttentionBlock, MergedBlocks, default_kernel
+
+
+def sink_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sinks_H: Tensor) -> Tensor:
+    """Causal attention [B, L, H, K] of the last L of S positions, scale 1/sqrt(K), with a sink for each head.
+
+    Saves the inputs, the output and the log-sum-exp. The sinks' gradient counts as one of weights in a split backward.
+    """
+    q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
+    return _SinkAttention.apply(q_BHLK, k_BGSK, v_BGSK, sinks_H).transpose(1, 2)
+
+
+class _SinkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, sinks_H: Tensor) -> Tensor:
+        kernel = default_kernel(q_BHLK, has_documents=False)
+        own, *before = _blocks(q_BHLK, k_BGSK, v_BGSK)
+        merged = MergedBlocks(*kernel.forward(own))
+        for block in before:
+            merged.add(*kernel.forward(block), queries=slice(None))
+        sinks_H1 = sinks_H.to(merged.lse_BHL.dtype).unsqueeze(-1)
+        share_BHL1 = torch.sigmoid(merged.lse_BHL - sinks_H1).unsqueeze(-1)
+        out_BHLK = (merged.out_BHLK * share_BHL1).to(q_BHLK.dtype)
+        lse_BHL = torch.logaddexp(merged.lse_BHL, sinks_H1)
+        ctx.save_for_backward(q_BHLK, k_BGSK, v_BGSK, sinks_H, out_BHLK, lse_BHL)
+        ctx.wanted = gradients_wanted()
+        return out_BHLK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        q_BHLK, k_BGSK, v_BGSK, sinks_H, out_BHLK, lse_BHL = ctx.saved_tensors
+        grad_q = grad_k = grad_v = grad_sinks = None
+        if ctx.wanted.inputs:
+            kernel = default_kernel(q_BHLK, has_documents=False)
+            grads_q, grads_k, grads_v = zip(
+                *(
+                    kernel.backward(block, grad_BHLK=gradients[0], out_BHLK=out_BHLK, lse_BHL=lse_BHL)
+                    for block in _blocks(q_BHLK, k_BGSK, v_BGSK)
+                ),
+                strict=True,
+            )
+            grad_q = sum(grads_q[1:], start=grads_q[0])
+            grad_k, grad_v = torch.cat(grads_k[::-1], dim=2), torch.cat(grads_v[::-1], dim=2)
+        if ctx.wanted.weights:
+            row_BHL = (gradients[0] * out_BHLK).sum(dim=-1, dtype=lse_BHL.dtype)
+            weights_BHL = (sinks_H.to(lse_BHL.dtype).unsqueeze(-1) - lse_BHL).exp()
+            grad_sinks = -(weights_BHL * row_BHL).sum(dim=(0, 2)).to(sinks_H.dtype)
+        return grad_q, grad_k, grad_v, grad_sinks
+
+
+def _blocks(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> list[AttentionBlock]:
+    """What lies at the queries' positions, and what lies before them if there is anything."""
+    before = k_BGSK.shape[2] - q_BHLK.shape[2]
+    own = AttentionBlock(q_BHLK, k_BGSK[:, :, before:], v_BGSK[:, :, before:], causal=True)
+    if not before:
+        return [own]
+    return [own, AttentionBlock(q_BHLK, k_BGSK[:, :, :before], v_BGSK[:, :, :before], causal=False)]

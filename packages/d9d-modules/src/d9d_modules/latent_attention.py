@@ -1,0 +1,141 @@
+"""Multi-head latent attention: keys and values of all heads are made from one small vector for each position.
+
+Shape legend: B batch, L length, D hidden size, H heads, C latent size, N features of a head without position, R
+features that are rotated, V value features of a head, K = max(N + R, V).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from d9d_dist import Attention, sdpa_attention
+from d9d_modules.attention_backends import AttentionBackend, AttentionBackendName, AttentionOptions, chosen_attention
+from d9d_modules.attention_backends.visibility import check_documents
+from d9d_modules.linear import Linear
+from d9d_modules.rms_norm import RMSNorm
+from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, check_tables
+
+
+@final
+class MultiHeadLatentAttention(nn.Module):
+    """The MLA of DeepSeek-V2 (arXiv:2405.04434), equations 37 to 47, and DeepSeek-V3 (arXiv:2412.19437), 1 to 11.
+
+    Keys and values are expanded for every head, as in training; nothing is absorbed into the queries. Queries and keys
+    have N features of their own and R that are rotated; the rotated part of the key is one for all heads.
+
+    For tensor parallelism the `up` projections (and `q_proj`) are column parallel with the head dim that their
+    `out_features` are made of, `o_proj` is row parallel, and everything else is whole, in one `TensorRegion`.
+
+    Args:
+        hidden_size: Size of the last dim of input and output.
+        num_heads: Number of heads.
+        kv_rank: Size of the latent vector that keys and values are made from.
+        q_rank: Size of the one that queries are made from; None makes them from the input.
+        head_dim: N, features of a query or key without position.
+        rotary_dim: R, those that are rotated; even.
+        value_dim: V, features of a value.
+        norm_eps: Epsilon of the RMS norms of the latent vectors.
+        rotary_layout: Which features are rotated together.
+        options: Sliding window, softmax scale and softcap; None for none of them. A scale of None is 1/sqrt(N + R);
+            with YaRN, DeepSeek multiplies that by `YarnScaling.temperature(mscale_all_dim) ** 2`.
+        backends: See `GroupedQueryAttention`.
+        init_std: Standard deviation of the initial projection weights.
+
+    Attributes:
+        attention_function: See `GroupedQueryAttention`. Queries, keys and values come to it with the same number of
+            features, the fewer filled up with zeros.
+
+    Raises:
+        UserError: If a name in `backends` is unknown.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        kv_rank: int,
+        q_rank: int | None = None,
+        head_dim: int,
+        rotary_dim: int,
+        value_dim: int,
+        norm_eps: float = 1e-6,
+        rotary_layout: RotaryLayout = "interleaved",
+        options: AttentionOptions | None = None,
+        backends: Sequence[AttentionBackendName | AttentionBackend] | None = None,
+        init_std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.rotary_dim, self.value_dim, self.kv_rank = head_dim, rotary_dim, value_dim, kv_rank
+        self.rotary_layout: RotaryLayout = rotary_layout
+        query_size = num_heads * (head_dim + rotary_dim)
+        if q_rank is None:
+            self.q_proj = Linear(hidden_size, query_size, init_std=init_std)
+            self.q_down_proj = self.q_norm = self.q_up_proj = None
+        else:
+            self.q_proj = None
+            self.q_down_proj = Linear(hidden_size, q_rank, init_std=init_std)
+            self.q_norm = RMSNorm(q_rank, eps=norm_eps)
+            self.q_up_proj = Linear(q_rank, query_size, init_std=init_std)
+        self.kv_down_proj = Linear(hidden_size, kv_rank + rotary_dim, init_std=init_std)
+        self.kv_norm = RMSNorm(kv_rank, eps=norm_eps)
+        self.kv_up_proj = Linear(kv_rank, num_heads * (head_dim + value_dim), init_std=init_std)
+        self.o_proj = Linear(num_heads * value_dim, hidden_size, init_std=init_std)
+        options = AttentionOptions() if options is None else options
+        if options.scale is None and value_dim > head_dim + rotary_dim:
+            options = replace(options, scale=(head_dim + rotary_dim) ** -0.5)  # not that of the filled-up queries
+        self._chosen_attention = chosen_attention(options, backends=backends)
+        self.attention_function: Attention = (
+            sdpa_attention if self._chosen_attention.is_plain else self._chosen_attention
+        )
+
+    def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, documents_BL: Tensor | None = None) -> Tensor:
+        """Let each position attend to itself and to those before it in its row.
+
+        Args:
+            x_BLD: Hidden states [B, L, D].
+            rotary: Tables of the positions, of R / 2 pairs.
+            documents_BL: Which document each position belongs to [B, L], integers; None: each row is one.
+
+        Returns:
+            The attended values [B, L, D], in the dtype of `x_BLD`.
+
+        Raises:
+            UserError: If tables or documents do not fit, or no backend serves what the layer needs.
+        """
+        check_tables(rotary, x_BLD.shape[:2], rotary_dim=self.rotary_dim)
+        check_documents(documents_BL, x_BLD.shape[:2])
+        q_BLHK, (k_BLHK, v_BLHV) = self._queries(x_BLD, rotary), self._keys_and_values(x_BLD, rotary)
+        # Backends and context-parallel forms take one head dim; zeros change neither scores nor the values in front.
+        missing = v_BLHV.shape[-1] - q_BLHK.shape[-1]
+        v_BLHK = F.pad(v_BLHV, (0, max(-missing, 0)))
+        q_BLHK, k_BLHK = (F.pad(x, (0, missing)) if missing > 0 else x for x in (q_BLHK, k_BLHK))
+        # Nobody has replaced it, so any backend may compute what it stands for.
+        attend = self._chosen_attention if self.attention_function is sdpa_attention else self.attention_function
+        attended_BLHK = attend(q_BLHK, k_BLHK, v_BLHK, documents_BS=documents_BL)
+        return self.o_proj(attended_BLHK[..., : self.value_dim].flatten(start_dim=-2))
+
+    def _queries(self, x_BLD: Tensor, rotary: RotaryTables) -> Tensor:
+        if self.q_proj is not None:
+            features = self.q_proj(x_BLD)
+        else:
+            assert self.q_down_proj is not None
+            assert self.q_norm is not None
+            assert self.q_up_proj is not None
+            features = self.q_up_proj(self.q_norm(self.q_down_proj(x_BLD)))
+        # The number of heads is inferred, so that a tensor-parallel projection may give only this rank's heads.
+        q_BLHNR = features.unflatten(-1, (-1, self.head_dim + self.rotary_dim))
+        q_BLHN, q_BLHR = q_BLHNR.split([self.head_dim, self.rotary_dim], dim=-1)
+        return torch.cat((q_BLHN, apply_rotary(q_BLHR, rotary, layout=self.rotary_layout)), dim=-1)
+
+    def _keys_and_values(self, x_BLD: Tensor, rotary: RotaryTables) -> tuple[Tensor, Tensor]:
+        latent_BLC, k_BLR = self.kv_down_proj(x_BLD).split([self.kv_rank, self.rotary_dim], dim=-1)
+        kv_BLHNV = self.kv_up_proj(self.kv_norm(latent_BLC)).unflatten(-1, (-1, self.head_dim + self.value_dim))
+        k_BLHN, v_BLHV = kv_BLHNV.split([self.head_dim, self.value_dim], dim=-1)
+        k_BL1R = apply_rotary(k_BLR.unsqueeze(-2), rotary, layout=self.rotary_layout)
+        k_BLHR = k_BL1R.expand(*k_BLHN.shape[:-1], -1)
+        return torch.cat((k_BLHN, k_BLHR), dim=-1), v_BLHV

@@ -1,0 +1,75 @@
+"""One vector for a sequence: what classifiers and text embeddings make of the hidden states of its tokens.
+
+Shape legend: B batch, L length, D hidden size.
+"""
+
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from d9d_dist.errors import UserError
+
+Pooling: TypeAlias = Literal["last", "mean", "first"]
+"""The hidden state of the last token, the mean over all tokens, or that of the first (where encoders put `[CLS]`)."""
+
+
+def pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None, *, pooling: Pooling) -> Tensor:
+    """Pool each row over its tokens; padding may be on either side.
+
+    Args:
+        hidden_BLD: Hidden states [B, L, D].
+        mask_BL: Where there is a token [B, L], bool or 0 and 1; None for everywhere.
+        pooling: What is taken.
+
+    Returns:
+        A vector for each row [B, D], in the dtype of the hidden states; zeros for a row without tokens. A mean is
+        computed in at least float32.
+
+    Raises:
+        UserError: If the mask does not have the shape [B, L], or there is no such pooling.
+    """
+    if mask_BL is None:
+        mask_BL = torch.ones(hidden_BLD.shape[:2], dtype=torch.bool, device=hidden_BLD.device)
+    check_mask(mask_BL, hidden_BLD)
+    is_token_BL = mask_BL.bool()
+    match pooling:
+        case "mean":
+            return masked_mean(hidden_BLD, is_token_BL)
+        case "last":
+            return _token_at(hidden_BLD, is_token_BL.cumsum(dim=1).argmax(dim=1), is_token_BL)
+        case "first":
+            return _token_at(hidden_BLD, is_token_BL.byte().argmax(dim=1), is_token_BL)
+        case _:
+            raise UserError(f"pooling = {pooling!r}; expected one of {', '.join(get_args(Pooling))}.")
+
+
+def masked_mean(hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+    """The mean [B, D] over the tokens of each row, computed in at least float32; zeros for a row without tokens.
+
+    Args:
+        hidden_BLD: Hidden states [B, L, D].
+        mask_BL: Where there is a token [B, L], bool.
+    """
+    weight_BL1 = mask_BL.to(torch.promote_types(hidden_BLD.dtype, torch.float32)).unsqueeze(-1)
+    sum_BD = (hidden_BLD * weight_BL1).sum(dim=1)
+    return (sum_BD / weight_BL1.sum(dim=1).clamp(min=1.0)).to(hidden_BLD.dtype)
+
+
+def check_mask(mask_BL: Tensor, hidden_BLD: Tensor) -> None:
+    """Refuse a mask that does not fit.
+
+    Raises:
+        UserError: If the mask does not have the shape [B, L].
+    """
+    if mask_BL.shape != hidden_BLD.shape[:-1]:
+        raise UserError(
+            f"the mask has shape {tuple(mask_BL.shape)}; expected {tuple(hidden_BLD.shape[:-1])}, one number for each "
+            "token: 1 where there is one, 0 for padding."
+        )
+
+
+def _token_at(hidden_BLD: Tensor, index_B: Tensor, is_token_BL: Tensor) -> Tensor:
+    """One token of each row; argmax gives the first of equals, and 0 for a row without tokens."""
+    rows_B = torch.arange(len(hidden_BLD), device=hidden_BLD.device)
+    return hidden_BLD[rows_B, index_B] * is_token_BL.any(dim=1, keepdim=True)

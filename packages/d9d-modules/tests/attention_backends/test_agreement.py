@@ -1,0 +1,146 @@
+"""Every backend that runs on this machine gives what the eager one gives, forward and backward."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from d9d_modules.attention_backends import (
+    AttentionBackend,
+    AttentionOptions,
+    EagerBackend,
+    FlexBackend,
+    SdpaBackend,
+    attention_backends,
+)
+from d9d_modules.attention_backends.request import request_of
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int = 0
+    heads: tuple[int, int] = (4, 2)
+    lengths: tuple[int, int] = (7, 7)
+    head_dim: int = 8
+    dtype: torch.dtype = torch.float64
+    options: AttentionOptions = field(default_factory=AttentionOptions)
+    documents: str | None = None
+    has_sinks: bool = False
+
+
+def _documents(kind: str, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    drawn = torch.randint(0, 3, shape, generator=generator)
+    return drawn if kind == "scattered" else (drawn == 0).cumsum(dim=1)
+
+
+def _call(case: Case, device: str) -> tuple[list[Tensor], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(case.seed)
+    (length, key_length), (heads, kv_heads) = case.lengths, case.heads
+    shapes = [(2, length, heads, case.head_dim)] + 2 * [(2, key_length, kv_heads, case.head_dim)] + [(heads,)]
+    *inputs, sinks = (
+        torch.randn(shape, dtype=torch.float64, generator=generator).to(device, case.dtype).requires_grad_()
+        for shape in shapes
+    )
+    documents = None
+    if case.documents is not None:
+        documents = _documents(case.documents, (2, key_length), generator).to(device)
+    return [*inputs, sinks], {
+        "options": case.options,
+        "documents_BS": documents,
+        "sinks_H": sinks if case.has_sinks else None,
+    }
+
+
+def _error(got: Tensor, expected: Tensor) -> float:
+    return ((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1.0)).item()
+
+
+def _serves(backend: AttentionBackend, case: Case, inputs: list[Tensor], documents: Tensor | None) -> bool:
+    request = request_of(
+        *inputs[:3], options=case.options, has_documents=documents is not None, has_sinks=case.has_sinks
+    )
+    return backend.rejection(request) is None
+
+
+def _compare(backend: AttentionBackend, case: Case, device: str) -> None:
+    inputs, rest = _call(case, device)
+    if not _serves(backend, case, inputs, rest["documents_BS"]):
+        return
+    leaves = inputs if case.has_sinks else inputs[:3]
+    results = []
+    for each in (backend, EagerBackend()):
+        out = each.attend(*inputs[:3], **rest)
+        assert out.dtype == case.dtype
+        weight = torch.linspace(-1, 1, out.numel(), dtype=case.dtype, device=device).view_as(out)
+        results.append([out, *torch.autograd.grad((out * weight).sum(), leaves)])
+    for got, expected in zip(*results, strict=True):
+        assert _error(got, expected) < TOLERANCE[case.dtype], (backend.name, case)
+
+
+CASES = st.builds(
+    Case,
+    seed=st.integers(0, 10**6),
+    heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+    lengths=st.sampled_from([(1, 1), (9, 9), (4, 9), (1, 8)]),
+    head_dim=st.sampled_from([5, 8]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    options=st.builds(
+        AttentionOptions, window=st.sampled_from([None, 2, 20]), scale=st.sampled_from([None, 0.2]), softcap=st.none()
+    ),
+    documents=st.sampled_from([None, None, "packed", "scattered"]),
+    has_sinks=st.booleans(),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(case=CASES)
+def test_sdpa(case: Case) -> None:
+    _compare(SdpaBackend(), case, "cpu")
+
+
+# Each case is compiled anew, though by no more than a tracer. torch has no backward for it on the CPU.
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(lengths=(4, 9), options=AttentionOptions(window=3, scale=0.4), documents="scattered", has_sinks=True),
+        Case(heads=(3, 1), dtype=torch.float32, options=AttentionOptions(softcap=2.0), documents="packed"),
+    ],
+    ids=["window, documents, sinks", "softcap, documents"],
+)
+def test_flex_forward(case: Case) -> None:
+    inputs, rest = _call(case, "cpu")
+    with torch.no_grad():
+        assert _serves(FlexBackend(), case, inputs, rest["documents_BS"])
+        got, expected = (each.attend(*inputs[:3], **rest) for each in (FlexBackend(), EagerBackend()))
+    assert got.dtype == case.dtype
+    assert _error(got, expected) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("documents", [None, "packed"])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_all_on_an_accelerator(
+    documents: str | None, window: int | None, softcap: float | None, has_sinks: bool
+) -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    for backend in attention_backends():
+        for lengths in ((300, 300), (130, 300)):
+            case = Case(
+                lengths=lengths,
+                head_dim=64,
+                dtype=torch.bfloat16,
+                options=AttentionOptions(window=window, softcap=softcap),
+                documents=documents,
+                has_sinks=has_sinks,
+            )
+            _compare(backend, case, accelerator.type)

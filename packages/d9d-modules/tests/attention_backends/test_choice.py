@@ -1,0 +1,182 @@
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from d9d_dist import UserError
+from d9d_modules.attention_backends import (
+    AttentionBackend,
+    AttentionOptions,
+    AttentionRequest,
+    EagerBackend,
+    SdpaBackend,
+    attention_backends,
+    choose_backend,
+    chosen_attention,
+)
+
+NO_ENVIRONMENT: Mapping[str, str] = {}
+
+
+def _request(device: str = "cpu", **changes: Any) -> AttentionRequest:
+    settings: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": 64, **changes}
+    return AttentionRequest(device=torch.device(device), **settings)
+
+
+def _torch_backends() -> list[AttentionBackend]:
+    return [backend for backend in attention_backends() if not backend.name.startswith("flash")]
+
+
+@pytest.mark.parametrize(
+    ("request_", "name"),
+    [
+        (_request(), "sdpa"),
+        (_request(has_documents=True), "sdpa"),
+        (_request(has_sinks=True), "sdpa"),
+        (_request(options=AttentionOptions(window=8)), "sdpa"),
+        (_request(options=AttentionOptions(window=8), has_sinks=True), "eager"),
+        (_request(options=AttentionOptions(softcap=2.0), needs_gradient=False), "eager"),
+        (_request("cuda"), "sdpa"),
+        (_request("cuda", has_documents=True), "flex"),
+        (_request("cuda", options=AttentionOptions(window=8), has_sinks=True), "flex"),
+        (_request("cuda", options=AttentionOptions(softcap=2.0)), "flex"),
+        (_request("cuda", has_documents=True, head_dim=8), "sdpa"),
+        (_request("cuda", has_documents=True, has_sinks=True, dtype=torch.float64), "eager"),
+    ],
+)
+def test_the_first_that_serves_fast_or_else_the_first_that_serves(request_: AttentionRequest, name: str) -> None:
+    assert choose_backend(request_, _torch_backends()).name == name
+
+
+def test_the_given_order_counts_before_speed() -> None:
+    backends = [EagerBackend(), SdpaBackend()]
+    assert choose_backend(_request(), backends).name == "sdpa"
+    assert choose_backend(_request(), backends, in_given_order=True).name == "eager"
+
+
+def test_no_backend_at_all_lists_every_reason() -> None:
+    q = torch.randn(1, 3, 2, 8, requires_grad=True)
+    attend = chosen_attention(
+        AttentionOptions(softcap=3.0), backends=["flash4", "flex", "sdpa"], environment=NO_ENVIRONMENT
+    )
+    message = (
+        r"no attention backend that may be used serves causal attention with a softcap of 3\.0 \(head dim 8, "
+        r"torch\.float32, cpu, with backward\):\n"
+        r"- flash4 (is not installed: pip install .*|does not compute on cpu)\n"
+        r"- flex has no backward on cpu\n"
+        r"- sdpa has no softcap\n"
+        r"Allow another backend, or leave `backends` and D9D_ATTENTION unset: eager serves everything\."
+    )
+    with pytest.raises(UserError, match=message):
+        attend(q, q, q)
+
+
+def test_a_window_longer_than_the_row_needs_no_mask() -> None:
+    attend = chosen_attention(
+        AttentionOptions(window=4), sinks=lambda: torch.zeros(2), backends=["sdpa"], environment=NO_ENVIRONMENT
+    )
+    rows = torch.randn(1, 5, 2, 8)
+    assert attend(rows[:, :4], rows[:, :4], rows[:, :4]).shape == (1, 4, 2, 8)
+    with pytest.raises(UserError, match=r"a window of 4, sinks .*\n- sdpa gives no log-sum-exp"):
+        attend(rows, rows, rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_plain"),
+    [
+        ({}, True),
+        ({"backends": ["sdpa", "eager"]}, True),
+        ({"backends": ["eager", "sdpa"]}, False),
+        ({"environment": {"D9D_ATTENTION": "eager"}}, False),
+        ({"options": AttentionOptions(scale=1.0)}, False),
+        ({"sinks": lambda: torch.zeros(2)}, False),
+    ],
+)
+def test_plain_is_what_sdpa_attention_computes(settings: dict[str, Any], is_plain: bool) -> None:
+    settings = {"options": AttentionOptions(), "environment": NO_ENVIRONMENT, **settings}
+    assert chosen_attention(settings.pop("options"), **settings).is_plain is is_plain
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("batch", "length", "key_length"), [(0, 3, 3), (2, 0, 0), (2, 0, 3)])
+def test_empty_rows(batch: int, length: int, key_length: int, has_sinks: bool) -> None:
+    sinks = torch.zeros(4, requires_grad=True)
+    attend = chosen_attention(
+        AttentionOptions(), sinks=(lambda: sinks) if has_sinks else None, environment=NO_ENVIRONMENT
+    )
+    q, k, v = (
+        torch.randn(batch, n, heads, 8, requires_grad=True)
+        for n, heads in ((length, 4), (key_length, 2), (key_length, 2))
+    )
+    for documents in (None, torch.zeros(batch, key_length, dtype=torch.int64)):
+        out = attend(q, k, v, documents_BS=documents)
+        assert out.shape == q.shape
+        for gradient in torch.autograd.grad(out.sum(), [q, k, v, *([sinks] if has_sinks else [])]):
+            assert not gradient.any()
+
+
+class _Own:
+    """A user's own backend."""
+
+    name = "own"
+
+    def rejection(self, request: AttentionRequest) -> str | None:
+        return None if request.head_dim == 8 else "knows one head dim only"
+
+    def is_fast(self, request: AttentionRequest) -> bool:
+        return request.head_dim == 8
+
+    def attend(
+        self,
+        q_BLHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        *,
+        options: AttentionOptions,
+        documents_BS: Tensor | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        assert options.is_plain
+        assert documents_BS is sinks_H is None
+        return 2 * q_BLHK + 0 * (k_BSGK + v_BSGK)
+
+
+def test_a_backend_of_your_own_and_a_name_after_it() -> None:
+    attend = chosen_attention(AttentionOptions(), backends=[_Own(), "eager"], environment=NO_ENVIRONMENT)
+    q = torch.randn(1, 3, 2, 8)
+    assert torch.equal(attend(q, q, q), 2 * q)
+    wide = torch.randn(1, 3, 2, 16)
+    assert not torch.equal(attend(wide, wide, wide), 2 * wide)
+
+
+def test_the_environment_takes_the_place_of_the_argument() -> None:
+    environment = {"D9D_ATTENTION": " flex, eager,"}
+    attend = chosen_attention(AttentionOptions(), backends=["sdpa"], environment=environment)
+    assert [backend.name for backend in attend.backends] == ["flex", "eager"]
+    assert attend.in_given_order
+    for unset in ({}, {"D9D_ATTENTION": ""}):
+        attend = chosen_attention(AttentionOptions(), backends=["sdpa"], environment=unset)
+        assert [backend.name for backend in attend.backends] == ["sdpa"]
+        assert not chosen_attention(AttentionOptions(), environment=unset).in_given_order
+
+
+def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("D9D_ATTENTION", "eager")
+    assert [backend.name for backend in chosen_attention(AttentionOptions()).backends] == ["eager"]
+
+
+def test_unknown_names_are_refused() -> None:
+    known = "flash4, flash2, sdpa, eager, flex"
+    with pytest.raises(UserError, match=rf"D9D_ATTENTION names 'fast', 'best'; expected some of {known}\."):
+        chosen_attention(AttentionOptions(), environment={"D9D_ATTENTION": "fast,sdpa,best"})
+    with pytest.raises(UserError, match=rf"backends names no attention backend; expected some of {known}\."):
+        chosen_attention(AttentionOptions(), backends=[], environment=NO_ENVIRONMENT)
+
+
+def test_sinks_are_those_of_the_heads_that_are_here() -> None:
+    attend = chosen_attention(AttentionOptions(), sinks=lambda: torch.zeros(4), environment=NO_ENVIRONMENT)
+    assert attend(*(torch.randn(1, 3, heads, 8) for heads in (4, 2, 2))).shape == (1, 3, 4, 8)
+    with pytest.raises(UserError, match=r"got sinks of the shape \(4,\) for 2 heads; .* 'all_gather', which leaves"):
+        attend(*(torch.randn(1, 3, heads, 8) for heads in (2, 2, 2)))

@@ -1,0 +1,132 @@
+"""The packages themselves need their GPUs; here stands-ins take the calls, and give what the eager backend gives."""
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from d9d_dist import UserError
+from d9d_modules.attention_backends import (
+    AttentionBackend,
+    AttentionOptions,
+    AttentionRequest,
+    EagerBackend,
+    Flash2Backend,
+    Flash4Backend,
+)
+
+BOTH: list[Callable[[], AttentionBackend]] = [Flash2Backend, Flash4Backend]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+    left, right = settings["window_size"]
+    assert settings["causal"]
+    assert right in {-1, None} if left in {-1, None} else right == 0
+    options = AttentionOptions(
+        window=None if left in {-1, None} else left + 1,
+        scale=settings["softmax_scale"],
+        softcap=settings["softcap"] or None,
+    )
+    return EagerBackend().attend(q, k, v, options=options, documents_BS=None, sinks_H=settings.get("learnable_sink"))
+
+
+def _attend_by_lengths(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+    borders = [settings.pop(f"cu_seqlens_{side}") for side in "qk"]
+    longest = [settings.pop(f"max_seqlen_{side}") for side in "qk"]
+    assert all(x.dtype == torch.int32 for x in borders)
+    assert [x.diff().max() for x in borders] == longest
+    parts = []
+    for q_start, q_end, k_start, k_end in zip(borders[0], borders[0][1:], borders[1], borders[1][1:], strict=False):
+        if q_end > q_start:
+            keys = slice(int(k_start), int(k_end))
+            parts.append(_attend(q[None, int(q_start) : int(q_end)], k[None, keys], v[None, keys], **settings)[0])
+    return torch.cat(parts)
+
+
+def _packages() -> dict[str, ModuleType]:
+    flash, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
+    stand_ins = {"flash_attn_func": _attend, "flash_attn_varlen_func": _attend_by_lengths}
+    for name, function in stand_ins.items():
+        setattr(flash, name, function)
+        setattr(cute, name, lambda *args, _function=function, **settings: (_function(*args, **settings), None))
+    return {"flash_attn": flash, "flash_attn.cute": cute}
+
+
+@pytest.mark.parametrize("make", BOTH)
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("options", [AttentionOptions(), AttentionOptions(window=3, scale=0.3, softcap=2.0)])
+@pytest.mark.parametrize("length", [9, 4])
+def test_calls_mean_the_same_to_the_package(
+    make: Callable[[], AttentionBackend], has_documents: bool, options: AttentionOptions, length: int
+) -> None:
+    q, k, v = (torch.randn(2, n, heads, 8, dtype=torch.float64) for n, heads in ((length, 4), (9, 2), (9, 2)))
+    backend = make()
+    rest: dict[str, Any] = {
+        "options": options,
+        "documents_BS": torch.tensor([[0] * 4 + [1] * 5, [7] * 6 + [2] + [3] * 2]) if has_documents else None,
+        "sinks_H": torch.randn(4, dtype=torch.float64) if backend.name == "flash4" else None,
+    }
+    with patch.dict(sys.modules, _packages()):
+        got = backend.attend(q, k, v, **rest)
+    torch.testing.assert_close(got, EagerBackend().attend(q, k, v, **rest), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", BOTH)
+def test_a_document_in_two_pieces_is_refused(make: Callable[[], AttentionBackend]) -> None:
+    q = torch.randn(1, 3, 1, 8)
+    documents = torch.tensor([[0, 1, 0]])
+    with (
+        patch.dict(sys.modules, _packages()),
+        pytest.raises(UserError, match=r"document ids that occur again .* use the backend flex, sdpa or eager"),
+    ):
+        make().attend(q, q, q, options=AttentionOptions(), documents_BS=documents, sinks_H=None)
+
+
+def _request(**changes: Any) -> AttentionRequest:
+    settings: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cuda"), "head_dim": 128, **changes}
+    return AttentionRequest(**settings)
+
+
+def _rejection(make: Callable[[], AttentionBackend], request: AttentionRequest, capability: int = 9) -> str | None:
+    with (
+        patch("d9d_modules.attention_backends.flash._is_installed", return_value=True),
+        patch("torch.cuda.get_device_capability", return_value=(capability, 0)),
+    ):
+        return make().rejection(request)
+
+
+def test_a_missing_package_is_named_with_its_command() -> None:
+    with patch("d9d_modules.attention_backends.flash._is_installed", return_value=False):
+        assert Flash2Backend().rejection(_request()) == (
+            "is not installed: pip install flash-attn --no-build-isolation"
+        )
+        assert Flash4Backend().rejection(_request()) == "is not installed: pip install --pre flash-attn-4"
+
+
+@pytest.mark.parametrize("make", BOTH)
+def test_what_both_refuse(make: Callable[[], AttentionBackend]) -> None:
+    everything: dict[str, Any] = {
+        "options": AttentionOptions(window=4, softcap=2.0),
+        "has_documents": True,
+        "is_prefix": True,
+    }
+    assert _rejection(make, _request(**everything)) is None
+    assert _rejection(make, _request(device=torch.device("cpu"))) == "does not compute on cpu"
+    assert _rejection(make, _request(dtype=torch.float32)) == ("computes in bfloat16 and float16, not in torch.float32")
+    assert "and a multiple of 8, not 20" in str(_rejection(make, _request(head_dim=20)))
+    assert "needs a head dim of at most" in str(_rejection(make, _request(head_dim=264)))
+    assert "needs a device of compute capability" in str(_rejection(make, _request(), capability=7))
+    assert make().is_fast(_request())
+    assert not make().is_fast(_request(has_documents=True))
+
+
+def test_only_the_newer_one_has_sinks() -> None:
+    assert _rejection(Flash4Backend, _request(has_sinks=True)) is None
+    assert _rejection(Flash2Backend, _request(has_sinks=True)) == (
+        "gives no gradient for its log-sum-exp, which sinks need"
+    )

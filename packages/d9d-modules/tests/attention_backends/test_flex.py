@@ -1,0 +1,57 @@
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from d9d_modules.attention_backends import AttentionOptions, AttentionRequest, FlexBackend
+from d9d_modules.attention_backends.flex import block_mask
+
+CPU = torch.device("cpu")
+
+
+def _request(device: str, dtype: torch.dtype, *, head_dim: int = 64, needs_gradient: bool = True) -> AttentionRequest:
+    return AttentionRequest(
+        options=AttentionOptions(window=9, softcap=2.0),
+        has_sinks=True,
+        has_documents=True,
+        needs_gradient=needs_gradient,
+        dtype=dtype,
+        device=torch.device(device),
+        head_dim=head_dim,
+    )
+
+
+def test_what_it_refuses() -> None:
+    flex = FlexBackend()
+    assert flex.rejection(_request("cpu", torch.float32)) == "has no backward on cpu"
+    assert flex.rejection(_request("cpu", torch.float64, needs_gradient=False)) is None
+    assert flex.rejection(_request("cuda", torch.bfloat16)) is None
+    assert flex.rejection(_request("cuda", torch.float64)) == "does not compute in torch.float64 on cuda"
+    assert flex.rejection(_request("cuda", torch.float32, head_dim=8)) == "needs a head dim of at least 16, not 8"
+    assert flex.is_fast(_request("cuda", torch.bfloat16))
+    assert not flex.is_fast(_request("cpu", torch.float32, needs_gradient=False))
+
+
+@pytest.mark.parametrize("window", [None, 100, 130])
+@pytest.mark.parametrize(("length", "key_length"), [(300, 300), (512, 512), (200, 500), (1, 129)])
+@pytest.mark.parametrize("documents", [None, "packed", "scattered"])
+def test_blocks_are_those_that_torch_finds_by_a_whole_mask(
+    length: int, key_length: int, window: int | None, documents: str | None
+) -> None:
+    ids = None if documents is None else torch.randint(0, 60, (2, key_length))
+    if ids is not None and documents == "packed":
+        ids = (ids == 0).cumsum(dim=1)
+    ours = block_mask(length, key_length, window=window, documents_BS=ids, device=CPU)
+    theirs = create_block_mask(ours.mask_mod, None if ids is None else 2, None, length, key_length, device="cpu")
+    assert ours.shape[-2:] == theirs.shape[-2:] == (length, key_length)
+    missing = theirs.to_dense() & ~ours.to_dense().bool()
+    assert not missing.any()
+    if documents != "scattered":
+        assert torch.equal(ours.to_dense(), theirs.to_dense())
+        assert torch.equal(ours.kv_num_blocks, theirs.kv_num_blocks)
+
+
+def test_a_full_block_is_not_asked_for_single_positions() -> None:
+    mask = block_mask(512, 512, window=None, documents_BS=torch.zeros(1, 512, dtype=torch.int64), device=CPU)
+    assert mask.kv_num_blocks.tolist() == [[[1, 1, 1, 1]]]
+    assert mask.full_kv_num_blocks is not None
+    assert mask.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3]]]

@@ -1,0 +1,69 @@
+import pytest
+import torch
+
+from d9d_dist import UserError
+from d9d_modules.attention_backends import AttentionOptions, AttentionRequest
+from d9d_modules.attention_backends.request import request_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, r"window = 0; expected above 0, or None\."),
+        ({"scale": -1.0}, r"scale = -1\.0; expected above 0, or None\."),
+        ({"softcap": 0.0}, r"softcap = 0\.0; expected above 0, or None\."),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        AttentionOptions(**options)  # ty: ignore[invalid-argument-type]
+
+
+def test_plain_is_without_any_option() -> None:
+    assert AttentionOptions().is_plain
+    for options in (AttentionOptions(window=1), AttentionOptions(scale=1.0), AttentionOptions(softcap=1.0)):
+        assert not options.is_plain
+
+
+def test_a_window_that_is_not_reached_is_none() -> None:
+    options = AttentionOptions(window=4, scale=0.5)
+    assert options.within(4) == AttentionOptions(scale=0.5)
+    assert options.within(5) is options
+
+
+def test_a_request_says_what_the_call_needs() -> None:
+    q, k, v = (torch.randn(1, length, 2, 8, dtype=torch.float64) for length in (3, 5, 5))
+    request = request_of(q, k, v, options=AttentionOptions(window=2), has_documents=True, has_sinks=False)
+    assert request == AttentionRequest(
+        options=AttentionOptions(window=2),
+        has_documents=True,
+        is_prefix=True,
+        needs_gradient=False,
+        dtype=torch.float64,
+        device=CPU,
+        head_dim=8,
+    )
+    v.requires_grad_()
+    assert request_of(q, k, v, options=AttentionOptions(), has_documents=False, has_sinks=False).needs_gradient
+    with torch.no_grad():
+        assert not request_of(q, k, v, options=AttentionOptions(), has_documents=False, has_sinks=False).needs_gradient
+
+
+def test_a_request_in_words() -> None:
+    plain = AttentionRequest(dtype=torch.float32, device=CPU, head_dim=8)
+    assert str(plain) == "causal attention (head dim 8, torch.float32, cpu, with backward)"
+    full = AttentionRequest(
+        options=AttentionOptions(window=4, softcap=30.0),
+        has_sinks=True,
+        has_documents=True,
+        needs_gradient=False,
+        dtype=torch.bfloat16,
+        device=CPU,
+        head_dim=8,
+    )
+    assert str(full) == (
+        "causal attention with a window of 4, a softcap of 30.0, sinks, packed documents "
+        "(head dim 8, torch.bfloat16, cpu)"
+    )

@@ -1,0 +1,78 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from d9d_modules.attention_backends import AttentionOptions, AttentionRequest, SdpaBackend
+
+
+def _request(device: str = "cpu", **changes: Any) -> AttentionRequest:
+    settings: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": 64, **changes}
+    return AttentionRequest(device=torch.device(device), **settings)
+
+
+def test_what_it_refuses() -> None:
+    sdpa, window = SdpaBackend(), AttentionOptions(window=3)
+    assert sdpa.rejection(_request(options=window, has_documents=True, is_prefix=True)) is None
+    assert sdpa.rejection(_request(has_sinks=True, is_prefix=True)) is None
+    assert sdpa.rejection(_request(options=AttentionOptions(softcap=2.0))) == "has no softcap"
+    for request in (_request(has_sinks=True, options=window), _request(has_sinks=True, has_documents=True)):
+        assert str(sdpa.rejection(request)).startswith(
+            "gives no log-sum-exp, which sinks need, where there is a window"
+        )
+
+
+@pytest.mark.parametrize(
+    ("request_", "is_fast"),
+    [
+        (_request(), True),
+        (_request(is_prefix=True, has_sinks=True), True),
+        (_request(has_documents=True), True),
+        (_request(options=AttentionOptions(window=3)), False),
+        (_request("cuda"), True),
+        (_request("cuda", has_documents=True), False),
+        (_request("cuda", dtype=torch.float32), True),
+        (_request("cuda", dtype=torch.float32, is_prefix=True), False),
+        (_request("cuda", head_dim=20, has_sinks=True), False),
+    ],
+)
+def test_it_is_slow_where_it_needs_a_mask_or_all_scores(request_: AttentionRequest, is_fast: bool) -> None:
+    assert SdpaBackend().is_fast(request_) is is_fast
+
+
+class _Largest(TorchDispatchMode):
+    """The largest tensor that an operator gave."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204  (torch's signature)
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("length", [1024, 300])
+@pytest.mark.parametrize("case", ["documents", "sinks"])
+def test_nothing_as_large_as_a_mask_is_made(length: int, case: str) -> None:
+    inputs = [torch.randn(1, n, 1, 8, requires_grad=True) for n in (length, 1024, 1024)]
+    documents = torch.arange(1024).unsqueeze(0) // 100 if case == "documents" else None
+    sinks = torch.zeros(1) if case == "sinks" else None
+    with _Largest() as largest:
+        out = SdpaBackend().attend(*inputs, options=AttentionOptions(), documents_BS=documents, sinks_H=sinks)
+        out.sum().backward()
+    assert largest.numel <= 2 * 1024 * 8  # the keys themselves
+
+
+def test_on_meta() -> None:
+    q, k, v = (torch.empty(2, 6, heads, 8, device="meta") for heads in (4, 2, 2))
+    for documents, sinks in (
+        (None, None),
+        (torch.empty(2, 6, device="meta"), None),
+        (None, torch.empty(4, device="meta")),
+    ):
+        out = SdpaBackend().attend(q, k, v, options=AttentionOptions(), documents_BS=documents, sinks_H=sinks)
+        assert out.shape == (2, 6, 4, 8)

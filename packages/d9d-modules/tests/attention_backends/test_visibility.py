@@ -1,0 +1,35 @@
+import pytest
+import torch
+
+from d9d_modules.attention_backends import documents_of_lengths
+from d9d_modules.attention_backends.visibility import document_runs, visible
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 20])
+@pytest.mark.parametrize(("length", "key_length"), [(7, 7), (3, 7)])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_each_pair_by_itself(length: int, key_length: int, window: int | None, has_documents: bool) -> None:
+    documents = torch.randint(0, 3, (2, key_length)) if has_documents else None
+    seen = visible(length, key_length, window=window, documents_BS=documents, device=torch.device("cpu"))
+    assert seen.shape == ((2, 1, length, key_length) if has_documents else (length, key_length))
+    for row in range(2):
+        for query in range(length):
+            now = key_length - length + query
+            for key in range(key_length):
+                expected = key <= now and (window is None or key > now - window)
+                if documents is not None:
+                    expected = expected and bool(documents[row, key] == documents[row, now])
+                assert seen.expand(2, 1, length, key_length)[row, 0, query, key] == expected
+
+
+def test_runs_are_the_lengths_of_documents() -> None:
+    assert document_runs(torch.tensor([[4, 4, 0, 0, 0, 9], [1, 1, 1, 1, 1, 1]])) == [[2, 3, 1], [6]]
+
+
+def test_a_document_in_two_pieces_has_no_run() -> None:
+    assert document_runs(torch.tensor([[0, 0, 1], [0, 1, 0]])) is None
+
+
+def test_documents_of_lengths() -> None:
+    documents = documents_of_lengths(torch.tensor([0, 2, 3, 6, 9], dtype=torch.int32), batch=2, length=5)
+    assert document_runs(documents) == [[2, 1, 2], [1, 3, 1]]

@@ -1,0 +1,48 @@
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from d9d_modules import _chunked_token_loss as module_under_test
+from d9d_modules._chunked_token_loss import chunked_token_loss
+
+
+def _margin(logits: Tensor, labels: Tensor) -> Tensor:
+    """A loss of our own: how far the label is below the others' mean, squared; 0 where the label is -100."""
+    own = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return (logits.mean(-1) - own).square() * (labels != -100)
+
+
+@pytest.mark.parametrize("tokens_per_chunk", [1, 3, 10, 100])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_any_loss_is_computed_in_chunks(
+    monkeypatch: pytest.MonkeyPatch, tokens_per_chunk: int, softcap: float | None
+) -> None:
+    monkeypatch.setattr(module_under_test, "_CHUNK_LOGITS", tokens_per_chunk * 7)
+    hidden = torch.randn(10, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    labels, gradient = torch.tensor([0, 6, -100, 3, 2, -100, -100, -100, 1, 1]), torch.randn(10, dtype=torch.float64)
+    logits = hidden @ weight.T
+    expected = _margin(logits if softcap is None else softcap * (logits / softcap).tanh(), labels)
+    wanted = torch.autograd.grad(expected, (hidden, weight), gradient)
+
+    def losses(hidden: Tensor) -> Tensor:
+        return chunked_token_loss(hidden, weight, labels, token_loss=_margin, softcap=softcap)
+
+    for found in (losses(hidden), checkpoint(losses, hidden, use_reentrant=False)):
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found, (hidden, weight), gradient), wanted)
+    weight.requires_grad_(False)
+    torch.testing.assert_close(torch.autograd.grad(losses(hidden), hidden, gradient), wanted[:1])
+
+
+def test_the_gradient_of_a_bfloat16_weight_is_summed_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token a chunk: added up in bfloat16, ones would stop at 256."""
+    monkeypatch.setattr(module_under_test, "_CHUNK_LOGITS", 1)
+    hidden = torch.ones(400, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(400, dtype=torch.int64)
+    losses = chunked_token_loss(hidden, weight, labels, token_loss=lambda x, _: x.sum(-1), softcap=None)
+    assert losses.dtype == torch.float32
+    (gradient,) = torch.autograd.grad(losses.sum(), weight)
+    assert gradient.flatten().tolist() == [400.0, 400.0]

@@ -1,0 +1,52 @@
+from typing import Any
+
+import pytest
+import torch
+
+from d9d_dist import UserError
+from d9d_modules.pooling import Pooling, pool
+
+MASK = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
+"""Padded at the right, at the left, not at all, nothing else, and around one token."""
+
+
+@pytest.mark.parametrize(("pooling", "position"), [("last", [2, 3, 3, None, 1]), ("first", [0, 2, 0, None, 1])])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_takes_the_token_at_the_end(pooling: Pooling, position: list[int | None], dtype: torch.dtype) -> None:
+    hidden = torch.randn(5, 4, 3)
+    pooled = pool(hidden, MASK.to(dtype), pooling=pooling)
+    for row, index in enumerate(position):
+        expected = torch.zeros(3) if index is None else hidden[row, index]
+        assert torch.equal(pooled[row], expected)
+
+
+def test_takes_the_mean_of_the_tokens_in_float32() -> None:
+    hidden = 100 + torch.randn(5, 4, 3).bfloat16()
+    pooled = pool(hidden, MASK, pooling="mean")
+    assert pooled.dtype == torch.bfloat16
+    for row, mask in enumerate(MASK.bool()):
+        expected = hidden[row, mask].double().mean(0).bfloat16() if mask.any() else torch.zeros(3).bfloat16()
+        torch.testing.assert_close(pooled[row], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "first"])
+def test_without_a_mask_every_position_is_a_token(pooling: Pooling) -> None:
+    hidden = torch.randn(2, 3, 4, dtype=torch.float64)
+    expected = {"last": hidden[:, -1], "mean": hidden.mean(1), "first": hidden[:, 0]}
+    torch.testing.assert_close(pool(hidden, pooling=pooling), expected[pooling])
+
+
+def test_gradients_reach_the_pooled_tokens_alone() -> None:
+    hidden = torch.randn(5, 4, 3, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(pool(hidden, MASK, pooling="mean").sum(), hidden)
+    counts = MASK.sum(1, keepdim=True).clamp(min=1)
+    torch.testing.assert_close(gradient, (MASK / counts).double().unsqueeze(-1).expand(5, 4, 3))
+
+
+def test_a_mask_or_name_that_does_not_fit_is_refused() -> None:
+    hidden, pooling = torch.randn(2, 3, 4), "max"
+    with pytest.raises(UserError, match=r"mask has shape \(2, 4\); expected \(2, 3\), one number for each token"):
+        pool(hidden, torch.ones(2, 4), pooling="mean")
+    unknown: Any = pooling
+    with pytest.raises(UserError, match=r"pooling = 'max'; expected one of last, mean, first"):
+        pool(hidden, pooling=unknown)

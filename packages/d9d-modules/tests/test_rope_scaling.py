@@ -1,0 +1,231 @@
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from d9d_dist import UserError
+from d9d_modules.rope_scaling import (
+    DynamicNtkScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RotaryScaling,
+    YarnScaling,
+)
+
+FACTORS = st.floats(0.5, 40.0)
+LENGTHS = st.integers(1, 400)
+ORIGINAL = st.sampled_from([16, 100, 8192])
+
+
+def _expected(
+    kind: str, parameters: dict[str, Any], *, length: int, partial: float, original: int
+) -> tuple[Tensor, float]:
+    config = LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=2,
+        head_dim=32,
+        max_position_embeddings=original,
+        rope_parameters={
+            "rope_type": kind,
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": partial,
+            **parameters,
+        },
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
+    return frequencies, factor
+
+
+def _compare(scaling: RotaryScaling, expected: tuple[Tensor, float], *, length: int, partial: float) -> None:
+    rotary_dim = int(32 * partial)
+    frequencies = scaling.frequencies(10_000.0, rotary_dim=rotary_dim, length=torch.tensor(length))
+    assert frequencies.dtype == torch.float32
+    torch.testing.assert_close(frequencies, expected[0], rtol=3e-6, atol=0)
+    assert scaling.attention_factor == pytest.approx(expected[1], rel=1e-12)
+
+
+@settings(max_examples=15, deadline=None)
+@given(factor=FACTORS, length=LENGTHS, partial=st.sampled_from([0.25, 1.0]))
+def test_linear(factor: float, length: int, partial: float) -> None:
+    expected = _expected("linear", {"factor": factor}, length=length, partial=partial, original=16)
+    _compare(LinearScaling(factor=factor), expected, length=length, partial=partial)
+
+
+@settings(max_examples=25, deadline=None)
+@given(factor=FACTORS, length=LENGTHS, partial=st.sampled_from([0.25, 1.0]), original=ORIGINAL)
+def test_dynamic_ntk(factor: float, length: int, partial: float, original: int) -> None:
+    expected = _expected("dynamic", {"factor": factor}, length=length, partial=partial, original=original)
+    scaling = DynamicNtkScaling(factor=factor, original_max_positions=original)
+    _compare(scaling, expected, length=length, partial=partial)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    factor=FACTORS,
+    original=ORIGINAL,
+    partial=st.sampled_from([0.25, 1.0]),
+    beta_fast=st.sampled_from([32.0, 4.0, 8.5]),
+    beta_slow=st.sampled_from([1.0, 4.0]),
+    mscales=st.sampled_from([(0.0, 0.0), (1.0, 1.0), (0.7, 0.4), (0.7, 0.0)]),
+    attention_factor=st.sampled_from([None, None, 1.25]),
+    truncate=st.booleans(),
+)
+@example(
+    original=10**9,
+    beta_fast=1e8,
+    beta_slow=1.0,
+    partial=1.0,
+    mscales=(0.0, 0.0),
+    attention_factor=None,
+    truncate=False,
+    factor=8.0,
+)  # a border beyond the last pair
+@example(
+    original=8192,
+    beta_fast=4.0,
+    beta_slow=4.0,
+    partial=1.0,
+    mscales=(0.0, 0.0),
+    attention_factor=None,
+    truncate=False,
+    factor=8.0,
+)  # one border
+def test_yarn(  # noqa: PLR0917  (drawn by name)
+    factor: float,
+    original: int,
+    partial: float,
+    beta_fast: float,
+    beta_slow: float,
+    mscales: tuple[float, float],
+    attention_factor: float | None,
+    truncate: bool,
+) -> None:
+    parameters = {
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": beta_fast,
+        "beta_slow": beta_slow,
+        "mscale": mscales[0],
+        "mscale_all_dim": mscales[1],
+        "attention_factor": attention_factor,
+        "truncate": truncate,
+    }
+    expected = _expected("yarn", parameters, length=1, partial=partial, original=original)
+    scaling = YarnScaling(
+        factor=factor,
+        original_max_positions=original,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        mscale=mscales[0],
+        mscale_all_dim=mscales[1],
+        fixed_attention_factor=attention_factor,
+        truncate=truncate,
+    )
+    _compare(scaling, expected, length=1, partial=partial)
+
+
+@settings(max_examples=25, deadline=None)
+@given(factor=FACTORS, original=ORIGINAL, low=st.floats(0.5, 2.0), width=st.floats(0.1, 8.0))
+def test_llama3(factor: float, original: int, low: float, width: float) -> None:
+    parameters = {
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": low + width,
+        "original_max_position_embeddings": original,
+    }
+    expected = _expected("llama3", parameters, length=1, partial=1.0, original=original)
+    scaling = Llama3Scaling(
+        factor=factor, low_freq_factor=low, high_freq_factor=low + width, original_max_positions=original
+    )
+    frequencies = scaling.frequencies(10_000.0, rotary_dim=32, length=torch.tensor(1))
+    # Where a wavelength lies at a border, the weight of one of both sides is a rounding error.
+    torch.testing.assert_close(frequencies, expected[0], rtol=1e-5, atol=0)
+    assert scaling.attention_factor == expected[1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    factor=FACTORS,
+    length=st.sampled_from([1, 16, 17, 100, 300]),
+    original=ORIGINAL,
+    factors=st.lists(st.floats(1.0, 60.0), min_size=32, max_size=32),
+    attention_factor=st.sampled_from([None, 1.25]),
+)
+def test_longrope(
+    factor: float, length: int, original: int, factors: list[float], attention_factor: float | None
+) -> None:
+    parameters = {
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "short_factor": factors[:16],
+        "long_factor": factors[16:],
+        "attention_factor": attention_factor,
+    }
+    expected = _expected("longrope", parameters, length=length, partial=1.0, original=original)
+    scaling = LongRopeScaling(
+        short_factors=tuple(factors[:16]),
+        long_factors=tuple(factors[16:]),
+        factor=factor,
+        original_max_positions=original,
+        fixed_attention_factor=attention_factor,
+    )
+    _compare(scaling, expected, length=length, partial=1.0)
+
+
+def test_deepseeks_temperature() -> None:
+    scaling = YarnScaling(factor=40.0, original_max_positions=4096, mscale=1.0, mscale_all_dim=1.0)
+    assert scaling.attention_factor == 1.0
+    assert scaling.temperature(1.0) == pytest.approx(1.3688879454113936)
+    assert YarnScaling(factor=0.5, original_max_positions=4096).temperature(1.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("make", "values", "message"),
+    [
+        (LinearScaling, {"factor": 0.0}, r"LinearScaling got factor = 0\.0; expected above 0"),
+        (
+            DynamicNtkScaling,
+            {"factor": 2.0, "original_max_positions": 0},
+            r"DynamicNtkScaling got original_max_positions = 0; expected above 0",
+        ),
+        (
+            YarnScaling,
+            {"factor": 2.0, "original_max_positions": 16, "beta_fast": 1.0, "beta_slow": 2.0},
+            r"beta_fast = 1\.0, beta_slow = 2\.0; expected the fast one to be the larger",
+        ),
+        (
+            Llama3Scaling,
+            {"factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0, "original_max_positions": 16},
+            r"low_freq_factor = 4\.0, high_freq_factor = 4\.0; expected the high one to be the larger",
+        ),
+        (
+            LongRopeScaling,
+            {"short_factors": (1.0,), "long_factors": (1.0, 2.0), "factor": 2.0, "original_max_positions": 16},
+            r"1 short_factors and 2 long_factors; expected one of each for every rotated pair",
+        ),
+        (
+            LongRopeScaling,
+            {"short_factors": (), "long_factors": (), "factor": 2.0, "original_max_positions": 16},
+            r"LongRopeScaling got short_factors = 0\.0; expected above 0",
+        ),
+    ],
+)
+def test_values_that_no_scaling_has_are_refused(make: Any, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make(**values)
+
+
+def test_sizes_that_do_not_fit_a_scaling_are_refused() -> None:
+    longrope = LongRopeScaling(short_factors=(1.0,), long_factors=(2.0,), factor=2.0, original_max_positions=16)
+    with pytest.raises(UserError, match=r"1 factors of LongRoPE for 8 rotated features; expected one for each .* 4\."):
+        longrope.frequencies(100.0, rotary_dim=8, length=torch.tensor(3))
+    with pytest.raises(UserError, match=r"2 rotated features with dynamic NTK scaling; expected at least 4"):
+        DynamicNtkScaling(factor=2.0, original_max_positions=16).frequencies(
+            100.0, rotary_dim=2, length=torch.tensor(3)
+        )
