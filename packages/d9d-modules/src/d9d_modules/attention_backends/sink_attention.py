@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from d9d_dist import gradients_wanted
+from d9d_dist import GradientSlot, take_weight
 from d9d_dist.context_parallel.blocks import AttentionBlock, MergedBlocks, default_kernel
 
 
@@ -23,12 +23,15 @@ def sink_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sinks_H: Tens
     Saves the inputs, the output and the log-sum-exp. The sinks' gradient counts as one of weights in a split backward.
     """
     q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
-    return _SinkAttention.apply(q_BHLK, k_BGSK, v_BGSK, sinks_H).transpose(1, 2)
+    sinks_H, slot = take_weight(sinks_H, q_BHLK, k_BGSK, v_BGSK)
+    return _SinkAttention.apply(q_BHLK, k_BGSK, v_BGSK, sinks_H, slot).transpose(1, 2)
 
 
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, sinks_H: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, sinks_H: Tensor, slot: GradientSlot
+    ) -> Tensor:
         kernel = default_kernel(q_BHLK, has_documents=False)
         own, *before = _blocks(q_BHLK, k_BGSK, v_BGSK)
         merged = MergedBlocks(*kernel.forward(own))
@@ -39,30 +42,29 @@ class _SinkAttention(torch.autograd.Function):
         out_BHLK = (merged.out_BHLK * share_BHL1).to(q_BHLK.dtype)
         lse_BHL = torch.logaddexp(merged.lse_BHL, sinks_H1)
         ctx.save_for_backward(q_BHLK, k_BGSK, v_BGSK, sinks_H, out_BHLK, lse_BHL)
-        ctx.wanted = gradients_wanted()
+        ctx.slot = slot
         return out_BHLK
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q_BHLK, k_BGSK, v_BGSK, sinks_H, out_BHLK, lse_BHL = ctx.saved_tensors
-        grad_q = grad_k = grad_v = grad_sinks = None
-        if ctx.wanted.inputs:
-            kernel = default_kernel(q_BHLK, has_documents=False)
-            grads_q, grads_k, grads_v = zip(
-                *(
-                    kernel.backward(block, grad_BHLK=gradients[0], out_BHLK=out_BHLK, lse_BHL=lse_BHL)
-                    for block in _blocks(q_BHLK, k_BGSK, v_BGSK)
-                ),
-                strict=True,
-            )
-            grad_q = sum(grads_q[1:], start=grads_q[0])
-            grad_k, grad_v = torch.cat(grads_k[::-1], dim=2), torch.cat(grads_v[::-1], dim=2)
-        if ctx.wanted.weights:
+        kernel = default_kernel(q_BHLK, has_documents=False)
+        grads_q, grads_k, grads_v = zip(
+            *(
+                kernel.backward(block, grad_BHLK=gradients[0], out_BHLK=out_BHLK, lse_BHL=lse_BHL)
+                for block in _blocks(q_BHLK, k_BGSK, v_BGSK)
+            ),
+            strict=True,
+        )
+
+        def of_sinks() -> Tensor:
             row_BHL = (gradients[0] * out_BHLK).sum(dim=-1, dtype=lse_BHL.dtype)
             weights_BHL = (sinks_H.to(lse_BHL.dtype).unsqueeze(-1) - lse_BHL).exp()
-            grad_sinks = -(weights_BHL * row_BHL).sum(dim=(0, 2)).to(sinks_H.dtype)
-        return grad_q, grad_k, grad_v, grad_sinks
+            return -(weights_BHL * row_BHL).sum(dim=(0, 2)).to(sinks_H.dtype)
+
+        grad_k, grad_v = torch.cat(grads_k[::-1], dim=2), torch.cat(grads_v[::-1], dim=2)
+        return sum(grads_q[1:], start=grads_q[0]), grad_k, grad_v, ctx.slot.give(of_sinks), None
 
 
 def _blocks(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> list[AttentionBlock]:
