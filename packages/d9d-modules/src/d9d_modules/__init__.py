@@ -1,12 +1,45 @@
 """White-box transformer blocks and models for PyTorch."""
 
 from d9d_modules.attention import GroupedQueryAttention
-from d9d_modules.checkpointing import CheckpointPolicy, checkpoint_activations
+from d9d_modules.attention_backends import (
+    BACKEND_VARIABLE,
+    AttentionBackend,
+    AttentionBackendName,
+    AttentionOptions,
+    AttentionRequest,
+    EagerBackend,
+    Flash2Backend,
+    Flash4Backend,
+    FlexBackend,
+    SdpaBackend,
+    attention_backends,
+    chosen_attention,
+    documents_of_lengths,
+)
+from d9d_modules.attention_sinks import AttentionSinks, HeadParallel
+from d9d_modules.checkpointing import (
+    CheckpointPolicy,
+    Operator,
+    checkpoint_activations,
+    checkpoint_layers,
+    costly_operators,
+)
+from d9d_modules.compiling import compile_layers
+from d9d_modules.cross_entropy import CrossEntropy
 from d9d_modules.decoder import DecoderLayer
-from d9d_modules.embedding import TokenEmbedding
+from d9d_modules.embedding import SplitTokenEmbedding, TokenEmbedding
 from d9d_modules.generate import generate
+from d9d_modules.latent_attention import MultiHeadLatentAttention
+from d9d_modules.layer_means import LayerMeans
 from d9d_modules.linear import Linear
-from d9d_modules.lm_head import IGNORED_LABEL, LanguageModelHead, language_model_head
+from d9d_modules.linear_cross_entropy import linear_cross_entropy
+from d9d_modules.lm_head import (
+    IGNORED_LABEL,
+    LanguageModelHead,
+    LossBackend,
+    SplitLanguageModelHead,
+    language_model_head,
+)
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
 from d9d_modules.models.qwen3 import (
     WHOLE_MODEL,
@@ -25,34 +58,82 @@ from d9d_modules.models.qwen3_hugging_face import (
     swiglu_from_hugging_face,
 )
 from d9d_modules.models.qwen3_tensor_plan import qwen3_attention_tensor_plan, qwen3_tensor_plan
-from d9d_modules.rms_norm import RMSNorm
-from d9d_modules.rope import RotaryTables, apply_rotary, rotary_tables
-from d9d_modules.swiglu import SwiGLU
+from d9d_modules.pooling import Pooling, pool
+from d9d_modules.rms_norm import RMSNorm, add_rms_norm, rms_norm
+from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, rotary_tables
+from d9d_modules.rope_scaling import (
+    DynamicNtkScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RotaryScaling,
+    YarnScaling,
+)
+from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
+from d9d_modules.swiglu import SwiGLU, silu_mul
 
 __all__ = [
+    "BACKEND_VARIABLE",
     "IGNORED_LABEL",
     "WHOLE_MODEL",
+    "AttentionBackend",
+    "AttentionBackendName",
+    "AttentionOptions",
+    "AttentionRequest",
+    "AttentionSinks",
     "CheckpointPolicy",
+    "ClassificationHead",
+    "CrossEntropy",
     "DecoderLayer",
+    "DynamicNtkScaling",
+    "EagerBackend",
+    "EmbeddingHead",
     "FeedForwardFactory",
     "FeedForwardMapper",
+    "Flash2Backend",
+    "Flash4Backend",
+    "FlexBackend",
     "GroupedQueryAttention",
+    "HeadParallel",
     "HuggingFaceConfig",
     "LanguageModelHead",
+    "LayerMeans",
     "Linear",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
+    "LossBackend",
+    "MultiHeadLatentAttention",
+    "Operator",
+    "Pooling",
     "Qwen3ForCausalLM",
     "Qwen3Model",
     "Qwen3Params",
     "RMSNorm",
+    "RotaryLayout",
+    "RotaryScaling",
     "RotaryTables",
+    "SdpaBackend",
+    "SplitLanguageModelHead",
+    "SplitTokenEmbedding",
     "SwiGLU",
     "TokenEmbedding",
+    "YarnScaling",
+    "add_rms_norm",
     "apply_rotary",
+    "attention_backends",
     "checkpoint_activations",
+    "checkpoint_layers",
+    "chosen_attention",
+    "compile_layers",
     "config_value",
+    "costly_operators",
     "decoder_params_from_hugging_face",
+    "documents_of_lengths",
     "generate",
     "language_model_head",
+    "linear_cross_entropy",
+    "pool",
     "qwen3_attention_tensor_plan",
     "qwen3_from_hugging_face",
     "qwen3_hugging_face_config",
@@ -60,6 +141,8 @@ __all__ = [
     "qwen3_params_from_hugging_face",
     "qwen3_tensor_plan",
     "require_value",
+    "rms_norm",
     "rotary_tables",
+    "silu_mul",
     "swiglu_from_hugging_face",
 ]
