@@ -29,9 +29,8 @@ def sink_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sinks_H: Tens
 
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, sinks_H: Tensor, slot: GradientSlot
-    ) -> Tensor:
+    def forward(ctx: Any, q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *sinks: Any) -> Tensor:
+        sinks_H, slot = sinks
         kernel = default_kernel(q_BHLK, has_documents=False)
         own, *before = _blocks(q_BHLK, k_BGSK, v_BGSK)
         merged = MergedBlocks(*kernel.forward(own))
