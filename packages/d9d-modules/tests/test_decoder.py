@@ -9,6 +9,11 @@ class _Attention(nn.Module):
         return 2 * x + rotary.cos.sum()
 
 
+class _DocumentAttention(nn.Module):
+    def forward(self, x: Tensor, rotary: RotaryTables, *, documents_BL: Tensor) -> Tensor:
+        return x * documents_BL.unsqueeze(-1)
+
+
 class _FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return 3 * x + 1
@@ -27,3 +32,13 @@ def test_both_blocks_are_residual_and_normalised_before() -> None:
     attended = x + 2 * norm(x, layer.attention_norm.weight) + rotary.cos.sum()
     expected = attended + 3 * norm(attended, layer.feed_forward_norm.weight) + 1
     torch.testing.assert_close(layer(x, rotary), expected)
+
+
+def test_documents_reach_the_attention() -> None:
+    layer = DecoderLayer(4, attention=_DocumentAttention(), feed_forward=_FeedForward()).double()
+    rotary = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=2, theta=10.0)
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    documents = torch.tensor([[0, 0, 1], [5, 5, 7]])
+    attended = x + layer.attention_norm(x) * documents.unsqueeze(-1)
+    expected = attended + 3 * layer.feed_forward_norm(attended) + 1
+    torch.testing.assert_close(layer(x, rotary, documents_BL=documents), expected)

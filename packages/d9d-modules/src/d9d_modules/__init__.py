@@ -40,22 +40,52 @@ from d9d_modules.lm_head import (
     SplitLanguageModelHead,
     language_model_head,
 )
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
-from d9d_modules.models.qwen3 import (
+from d9d_modules.models.decoder_heads import DecoderWithHeads, Head, HeadFactory
+from d9d_modules.models.decoder_hugging_face import (
+    FeedForwardMapper,
+    decoder_backbone_from_hugging_face,
+    decoder_classifier_from_hugging_face,
+    swiglu_from_hugging_face,
+)
+from d9d_modules.models.decoder_model import (
     WHOLE_MODEL,
+    DecoderForCausalLM,
+    DecoderModel,
     FeedForwardFactory,
+    decoder_lm_head,
+)
+from d9d_modules.models.decoder_parallelize import parallelize_decoder
+from d9d_modules.models.decoder_params import DecoderParams, RopeScaling
+from d9d_modules.models.decoder_pooled import DecoderForClassification, DecoderForEmbedding
+from d9d_modules.models.decoder_tensor_plan import WholeRows, decoder_tensor_plan
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
+from d9d_modules.models.llama3 import (
+    Llama3ForCausalLM,
+    Llama3ForClassification,
+    Llama3ForEmbedding,
+    Llama3Model,
+    Llama3Params,
+    Llama3WithHeads,
+)
+from d9d_modules.models.llama3_hugging_face import (
+    llama3_from_hugging_face,
+    llama3_hugging_face_config,
+    llama3_params_from_hugging_face,
+)
+from d9d_modules.models.qwen3 import (
     Qwen3ForCausalLM,
+    Qwen3ForClassification,
+    Qwen3ForEmbedding,
     Qwen3Model,
     Qwen3Params,
+    Qwen3WithHeads,
     qwen3_lm_head,
 )
 from d9d_modules.models.qwen3_hugging_face import (
-    FeedForwardMapper,
     decoder_params_from_hugging_face,
     qwen3_from_hugging_face,
     qwen3_hugging_face_config,
     qwen3_params_from_hugging_face,
-    swiglu_from_hugging_face,
 )
 from d9d_modules.models.qwen3_tensor_plan import qwen3_attention_tensor_plan, qwen3_tensor_plan
 from d9d_modules.pooling import Pooling, pool
@@ -84,7 +114,13 @@ __all__ = [
     "CheckpointPolicy",
     "ClassificationHead",
     "CrossEntropy",
+    "DecoderForCausalLM",
+    "DecoderForClassification",
+    "DecoderForEmbedding",
     "DecoderLayer",
+    "DecoderModel",
+    "DecoderParams",
+    "DecoderWithHeads",
     "DynamicNtkScaling",
     "EagerBackend",
     "EmbeddingHead",
@@ -94,22 +130,34 @@ __all__ = [
     "Flash4Backend",
     "FlexBackend",
     "GroupedQueryAttention",
+    "Head",
+    "HeadFactory",
     "HeadParallel",
     "HuggingFaceConfig",
     "LanguageModelHead",
     "LayerMeans",
     "Linear",
     "LinearScaling",
+    "Llama3ForCausalLM",
+    "Llama3ForClassification",
+    "Llama3ForEmbedding",
+    "Llama3Model",
+    "Llama3Params",
     "Llama3Scaling",
+    "Llama3WithHeads",
     "LongRopeScaling",
     "LossBackend",
     "MultiHeadLatentAttention",
     "Operator",
     "Pooling",
     "Qwen3ForCausalLM",
+    "Qwen3ForClassification",
+    "Qwen3ForEmbedding",
     "Qwen3Model",
     "Qwen3Params",
+    "Qwen3WithHeads",
     "RMSNorm",
+    "RopeScaling",
     "RotaryLayout",
     "RotaryScaling",
     "RotaryTables",
@@ -118,6 +166,7 @@ __all__ = [
     "SplitTokenEmbedding",
     "SwiGLU",
     "TokenEmbedding",
+    "WholeRows",
     "YarnScaling",
     "add_rms_norm",
     "apply_rotary",
@@ -128,11 +177,19 @@ __all__ = [
     "compile_layers",
     "config_value",
     "costly_operators",
+    "decoder_backbone_from_hugging_face",
+    "decoder_classifier_from_hugging_face",
+    "decoder_lm_head",
     "decoder_params_from_hugging_face",
+    "decoder_tensor_plan",
     "documents_of_lengths",
     "generate",
     "language_model_head",
     "linear_cross_entropy",
+    "llama3_from_hugging_face",
+    "llama3_hugging_face_config",
+    "llama3_params_from_hugging_face",
+    "parallelize_decoder",
     "pool",
     "qwen3_attention_tensor_plan",
     "qwen3_from_hugging_face",

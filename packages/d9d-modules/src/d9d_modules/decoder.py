@@ -14,7 +14,8 @@ class DecoderLayer(nn.Module):
 
     Args:
         hidden_size: Size of the last dim of input and output.
-        attention: Called with hidden states [B, L, D] and the rotary tables; returns [B, L, D].
+        attention: Called with hidden states [B, L, D], the rotary tables, and `documents_BL` by name where there are
+            documents; returns [B, L, D].
         feed_forward: Called with hidden states [B, L, D]; returns [B, L, D].
         norm_eps: Epsilon of both RMS norms.
     """
@@ -28,8 +29,16 @@ class DecoderLayer(nn.Module):
         self.feed_forward_norm = RMSNorm(hidden_size, eps=norm_eps)
         self.feed_forward = feed_forward
 
-    def forward(self, x_BLD: Tensor, rotary: RotaryTables) -> Tensor:
-        """Map hidden states [B, L, D] to the same shape and dtype."""
-        attention_BLD = self.attention(self.attention_norm(x_BLD), rotary)
+    def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, documents_BL: Tensor | None = None) -> Tensor:
+        """Map hidden states to the same shape and dtype.
+
+        Args:
+            x_BLD: Hidden states [B, L, D].
+            rotary: Tables of the positions.
+            documents_BL: Which document each position belongs to [B, L], integers; None: each row is one.
+        """
+        # An attention that knows nothing of documents serves as long as there are none.
+        documents = {} if documents_BL is None else {"documents_BL": documents_BL}
+        attention_BLD = self.attention(self.attention_norm(x_BLD), rotary, **documents)
         normed_BLD, attended_BLD = self.feed_forward_norm(attention_BLD, x_BLD)
         return attended_BLD + self.feed_forward(normed_BLD)

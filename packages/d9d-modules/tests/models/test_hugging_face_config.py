@@ -2,7 +2,6 @@ import pytest
 
 from d9d_dist import UserError
 from d9d_modules import config_value, require_value
-from d9d_modules.models.hugging_face_config import rope_theta
 
 
 def test_values_are_read_with_their_type() -> None:
@@ -33,24 +32,3 @@ def test_an_unsupported_value_is_refused() -> None:
         require_value({"hidden_act": "gelu"}, "hidden_act", "silu")
     with pytest.raises(UserError, match=r"config\.json has model_type = None; only 'qwen3' is supported"):
         require_value({}, "model_type", "qwen3", required=True)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"rope_theta": 5000.0},
-        {"rope_theta": 5000, "rope_scaling": None},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
-    ],
-)
-def test_theta_is_found_in_either_place(config: dict[str, object]) -> None:
-    assert rope_theta(config) == 5000.0
-
-
-def test_scaled_or_broken_rope_parameters_are_refused() -> None:
-    with pytest.raises(UserError, match=r"config\.json asks for rope_type 'yarn'; only 'default' is supported"):
-        rope_theta({"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 4.0}})
-    with pytest.raises(UserError, match=r"config\.json has rope parameters 'yarn'; expected an object"):
-        rope_theta({"rope_theta": 1e4, "rope_scaling": "yarn"})
-    with pytest.raises(UserError, match=r"config\.json has no 'rope_theta'"):
-        rope_theta({})

@@ -8,7 +8,14 @@ from torch.distributed.tensor import DTensor
 
 from d9d_dist import MeshConfig, StageInfo, UserError, materialize, parallelize_fsdp
 from d9d_dist.testing import run_ranks
-from d9d_modules import Qwen3ForCausalLM, Qwen3Params, checkpoint_activations, generate
+from d9d_modules import (
+    DynamicNtkScaling,
+    Qwen3ForCausalLM,
+    Qwen3Params,
+    checkpoint_activations,
+    generate,
+    qwen3_lm_head,
+)
 
 PARAMS = Qwen3Params(
     vocab_size=19,
@@ -58,6 +65,12 @@ def test_a_stage_builds_only_its_own_part() -> None:
     assert last.lm_head is not None
 
 
+def test_only_the_last_stage_has_a_head() -> None:
+    first, last = (Qwen3ForCausalLM(PARAMS, StageInfo(index, 2)) for index in range(2))
+    assert qwen3_lm_head(first.backbone) is None
+    assert qwen3_lm_head(last.backbone) is not None
+
+
 def test_outputs_are_logits_losses_or_hidden_states() -> None:
     input_ids = torch.randint(0, 19, (2, 4))
     model = Qwen3ForCausalLM(PARAMS)
@@ -85,6 +98,49 @@ def test_positions_default_to_a_count_from_zero() -> None:
     counted = torch.arange(5).expand(2, 5)
     assert torch.equal(model(input_ids), model(input_ids, position_ids=counted))
     assert not torch.equal(model(input_ids), model(input_ids, position_ids=2 * counted))
+
+
+def test_packed_documents_are_as_if_alone() -> None:
+    model = Qwen3ForCausalLM(replace(PARAMS, sliding_window=2, sliding_layers=(1, 3))).double()
+    first, second = torch.randint(0, 19, (2, 4)), torch.randint(0, 19, (2, 3))
+    alone = torch.cat((model(first), model(second)), dim=1)
+    packed = torch.cat((first, second), dim=1)
+    documents_BL = torch.tensor([7, 7, 7, 7, 2, 2, 2]).expand(2, 7)
+    # Positions count on: only distances within a document matter.
+    torch.testing.assert_close(model(packed, documents_BL=documents_BL), alone, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(model(packed), alone, atol=1e-2)
+    with pytest.raises(UserError, match=r"documents"):
+        model(packed, documents_BL=documents_BL[:, 1:])
+
+
+def test_padding_on_the_left_is_a_document_of_its_own() -> None:
+    model = Qwen3ForCausalLM(PARAMS).double()
+    text = torch.randint(0, 19, (2, 4))
+    padded = torch.cat((torch.zeros(2, 2, dtype=torch.int64), text), dim=1)
+    mask_BL = torch.tensor([[0, 0, 1, 1, 1, 1]]).expand(2, 6)
+    torch.testing.assert_close(model(padded, documents_BL=mask_BL)[:, 2:], model(text), rtol=1e-6, atol=1e-6)
+
+
+def test_only_sliding_layers_forget() -> None:
+    ids = torch.randint(0, 19, (1, 8))
+    changed = ids.clone()
+    changed[0, 0] = (changed[0, 0] + 1) % 19
+    reach = {"all": (0, 1, 2, 3, 4), "some": (0, 2)}
+    for layers, reaches in (("all", False), ("some", True)):
+        model = Qwen3ForCausalLM(replace(PARAMS, sliding_window=2, sliding_layers=reach[layers]))
+        # Five layers, each looking one position back, see five back: the last position is seven from the first.
+        assert torch.allclose(model(ids)[:, 7], model(changed)[:, 7], rtol=0, atol=0) is not reaches, layers
+
+
+def test_a_fixed_length_makes_a_scaling_independent_of_the_batch() -> None:
+    scaling = DynamicNtkScaling(factor=4.0, original_max_positions=4)
+    model = Qwen3ForCausalLM(replace(PARAMS, rope_scaling=scaling)).double()
+    fixed = Qwen3ForCausalLM(replace(PARAMS, rope_scaling=scaling, rope_length=8)).double()
+    fixed.load_state_dict(model.state_dict())
+    ids = torch.randint(0, 19, (1, 8))
+    torch.testing.assert_close(fixed(ids), model(ids))
+    torch.testing.assert_close(fixed(ids[:, :5]), fixed(ids)[:, :5])
+    assert not torch.allclose(model(ids[:, :5]), model(ids)[:, :5])
 
 
 def test_a_tied_head_is_the_embedding() -> None:
@@ -157,6 +213,11 @@ def test_checkpointed_layers_give_the_same_gradients() -> None:
         ({"num_layers": -1}, r"num_layers = -1; expected a number above 0"),
         ({"rms_norm_eps": 0.0}, r"rms_norm_eps = 0\.0; expected a number above 0"),
         ({"num_kv_heads": 3}, r"num_kv_heads = 3 does not divide num_heads = 4; use one of 1, 2, 4\."),
+        ({"rope_length": 0}, r"rope_length = 0; expected a number above 0"),
+        ({"sliding_window": 2}, r"sliding_window = 2, sliding_layers = \(\); expected both or neither"),
+        ({"sliding_layers": (1,)}, r"sliding_window = None, sliding_layers = \(1,\); expected both or neither"),
+        ({"sliding_window": 0, "sliding_layers": (1,)}, r"sliding_window = 0; expected a number above 0, or None"),
+        ({"sliding_window": 2, "sliding_layers": (5,)}, r"sliding_layers names layer 5; expected indices from 0 to 4"),
         ({"head_dim": 5}, r"head_dim = 5; rotary positions rotate pairs of features: use an even one"),
     ],
 )

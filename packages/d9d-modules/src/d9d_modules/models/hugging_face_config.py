@@ -50,19 +50,3 @@ def require_value(config: HuggingFaceConfig, key: str, supported: object, *, req
     value = config.get(key)
     if value != supported:
         raise UserError(f"config.json has {key} = {value!r}; only {supported!r} is supported.")
-
-
-def rope_theta(config: HuggingFaceConfig) -> float:
-    """Base of the rotary wavelengths, from either place where it is written.
-
-    Raises:
-        UserError: If it is missing, or the positions are scaled.
-    """
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise UserError(f"config.json has rope parameters {scaling!r}; expected an object.")
-    parameters = {str(key): value for key, value in scaling.items()}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise UserError(f"config.json asks for rope_type {kind!r}; only 'default' is supported, without any scaling.")
-    return config_value(parameters if "rope_theta" in parameters else config, "rope_theta", float)

@@ -1,0 +1,178 @@
+"""A stack of Qwen3 decoder layers, forward and backward, against that of `transformers` with SDPA: time.
+
+    uv run --group test python packages/d9d-modules/benchmarks/decoder_stack.py --output decoder_stack.json
+
+Both have the same weights and run in one process, in pairs of which each comes first in turn, so whatever else the
+machine does meets both; compare ratios, not seconds. Outputs and gradients are compared before anything is timed.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
+
+from d9d_modules import DecoderLayer, GroupedQueryAttention, SwiGLU, rotary_tables
+
+THETA = 1_000_000.0
+OUR_NAMES = {
+    "self_attn": "attention",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "feed_forward_norm",
+    "mlp": "feed_forward",
+}
+
+
+def main() -> None:
+    """Measure, print JSON, and write it if asked to."""
+    parser = argparse.ArgumentParser(description="Time of a stack of decoder layers, forward and backward.")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--intermediate-size", type=int, default=1536)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    theirs = their_stack(args).to(dtype)
+    ours = our_stack(args).to(dtype)
+    with torch.no_grad():
+        weights = dict(theirs.layers.named_parameters())
+        for name, weight in ours.layers.named_parameters():
+            weight.copy_(weights[name if name in weights else _their_name(name)])
+    x = torch.randn(args.batch, args.length, args.hidden_size, dtype=dtype, requires_grad=True)
+    direction = torch.randn_like(x)
+
+    def step(stack: nn.Module) -> Tensor:
+        ours.zero_grad()
+        theirs.zero_grad()
+        x.grad = None
+        out = stack(x)
+        out.backward(direction)
+        return out
+
+    steps: dict[str, Callable[[], Tensor]] = {"ours": lambda: step(ours), "transformers": lambda: step(theirs)}
+    figures = {
+        **{name: value for name, value in vars(args).items() if name not in {"output"}},
+        "threads": torch.get_num_threads(),
+        "largest_difference": _difference(steps, x),
+        **_times(steps, args.repeats),
+    }
+    print(json.dumps(figures, indent=2))
+    if args.output:
+        args.output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+class Stack(nn.Module):
+    """Layers one after another; the rotary tables are made once for all of them, as in a model."""
+
+    def __init__(self, layers: list[nn.Module], apply: Callable[[nn.Module, Tensor, Any], Tensor], tables: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self._apply_layer, self._tables = apply, tables
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Hidden states [B, L, D] to the same."""
+        tables = self._tables(x_BLD)
+        for layer in self.layers:
+            x_BLD = self._apply_layer(layer, x_BLD, tables)
+        return x_BLD
+
+
+def our_stack(args: argparse.Namespace) -> Stack:
+    """The layers of this package."""
+    layers: list[nn.Module] = [
+        DecoderLayer(
+            args.hidden_size,
+            attention=GroupedQueryAttention(
+                args.hidden_size,
+                num_heads=args.heads,
+                num_kv_heads=args.kv_heads,
+                head_dim=args.head_dim,
+                qk_norm_eps=1e-6,
+            ),
+            feed_forward=SwiGLU(args.hidden_size, args.intermediate_size),
+        )
+        for _ in range(args.layers)
+    ]
+    return Stack(
+        layers,
+        lambda layer, x, tables: layer(x, tables),
+        lambda x: rotary_tables(torch.arange(x.shape[1]).unsqueeze(0), head_dim=args.head_dim, theta=THETA),
+    )
+
+
+def their_stack(args: argparse.Namespace) -> Stack:
+    """The layers of transformers."""
+    config = Qwen3Config(
+        hidden_size=args.hidden_size,
+        intermediate_size=args.intermediate_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+    )
+    config._attn_implementation = "sdpa"
+    rotary = Qwen3RotaryEmbedding(config)
+    return Stack(
+        [Qwen3DecoderLayer(config, index) for index in range(args.layers)],
+        lambda layer, x, tables: layer(x, position_embeddings=tables),
+        lambda x: rotary(x, torch.arange(x.shape[1]).unsqueeze(0)),
+    )
+
+
+def _their_name(name: str) -> str:
+    for theirs, ours in OUR_NAMES.items():
+        name = name.replace(f".{ours}.", f".{theirs}.")
+    return name
+
+
+def _difference(steps: dict[str, Callable[[], Tensor]], x: Tensor) -> dict[str, float]:
+    """The largest one of outputs and of the gradient of the input, relative to the largest number there."""
+    found = []
+    for step in steps.values():
+        out = step().detach()
+        found.append((out, torch.empty(0) if x.grad is None else x.grad))
+    return {
+        name: round(((a - b).abs().max() / b.abs().max()).item(), 8)
+        for name, a, b in zip(("output", "gradient"), *found, strict=True)
+    }
+
+
+def _times(steps: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, Any]:
+    """Medians, and the ratio of each pair."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    gc.disable()
+    for repeat in range(repeats):
+        for name in sorted(steps, reverse=repeat % 2 == 1):
+            gc.collect()
+            start = time.perf_counter()
+            steps[name]()
+            seconds[name].append(time.perf_counter() - start)
+    gc.enable()
+    ratios = [a / b for a, b in zip(seconds["ours"], seconds["transformers"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {
+        "seconds": {name: round(statistics.median(times), 4) for name, times in seconds.items()},
+        "ratio": round(middle, 3),
+        "ratio_quartiles": [round(low, 3), round(high, 3)],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The gated delta rule as its equation says it, one position after the other: the reference, and one step of decoding.
+
+Shape legend: B batch, L length, G query/key heads, R value heads of each, K features of a key, V of a value.
+"""
+
+import torch
+from torch import Tensor
+
+
+def sequential_delta_rule(
+    q_BLGK: Tensor,
+    k_BLGK: Tensor,
+    v_BLGRV: Tensor,
+    *,
+    log_decay_BLGR: Tensor,
+    beta_BLGR: Tensor,
+    starts_BL: Tensor | None,
+    state_BGRKV: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See `chunked_delta_rule`, which computes the same of the same."""
+    decay_BLGR = log_decay_BLGR.exp()
+    if starts_BL is not None:
+        decay_BLGR = decay_BLGR.masked_fill(starts_BL[..., None, None], 0.0)
+    read = []
+    for q_BGK, k_BGK, v_BGRV, decay_BGR, beta_BGR in zip(
+        *(x.unbind(1) for x in (q_BLGK, k_BLGK, v_BLGRV, decay_BLGR, beta_BLGR)), strict=True
+    ):
+        state_BGRKV = decay_BGR[..., None, None] * state_BGRKV
+        known_BGRV = torch.einsum("bgk,bgrkv->bgrv", k_BGK, state_BGRKV)
+        correction_BGRV = beta_BGR.unsqueeze(-1) * (v_BGRV - known_BGRV)
+        state_BGRKV = state_BGRKV + torch.einsum("bgk,bgrv->bgrkv", k_BGK, correction_BGRV)
+        read.append(torch.einsum("bgk,bgrkv->bgrv", q_BGK, state_BGRKV))
+    return torch.stack(read, dim=1) if read else v_BLGRV, state_BGRKV

@@ -1,0 +1,134 @@
+"""The gated delta rule: linear attention whose state is a memory that decays, is corrected, and is read.
+
+Shape legend: B batch, L length, G query/key heads, H value heads, R = H / G, K features of a key, V of a value.
+"""
+
+from functools import partial
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from d9d_dist.errors import UserError
+from d9d_modules._chunked_delta_rule import chunked_delta_rule
+from d9d_modules._document_starts import document_starts
+from d9d_modules._fla_delta_rule import fla_delta_rule, require_fla, why_not_fla
+from d9d_modules._sequential_delta_rule import sequential_delta_rule
+from d9d_modules.attention_backends.visibility import check_documents
+
+DeltaRuleBackend: TypeAlias = Literal["sequential", "chunked", "fla"]
+"""The equation position by position; matrix products over chunks of positions; the kernels of `fla-core`."""
+
+
+def gated_delta_rule(
+    q_BLGK: Tensor,
+    k_BLGK: Tensor,
+    v_BLHV: Tensor,
+    *,
+    log_decay_BLH: Tensor,
+    beta_BLH: Tensor,
+    documents_BL: Tensor | None = None,
+    initial_state_BHKV: Tensor | None = None,
+    scale: float | None = None,
+    backend: DeltaRuleBackend | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """For each position, `S = alpha * S; S = S + outer(k, beta * (v - k @ S)); out = scale * q @ S`, head by head.
+
+    "Gated Delta Networks" (arXiv:2412.06464), equation 10, with the state S [K, V] transposed. Computed in float32, or
+    float64 for float64 values, the state too; the kernels of `fla-core` multiply matrices in the dtype of the values.
+    Memory is linear in the length. Issues no collectives.
+
+    Args:
+        q_BLGK: Queries [B, L, G, K].
+        k_BLGK: Keys [B, L, G, K], of length 1 or less, or the state may grow without bounds.
+        v_BLHV: Values [B, L, H, V]; each key head serves H / G consecutive value heads.
+        log_decay_BLH: The logarithm of alpha [B, L, H]: finite, 0 or less.
+        beta_BLH: How much of what is known of a key is replaced [B, L, H], from 0 to 1.
+        documents_BL: Which document each position belongs to [B, L], integers: each starts from a state of zeros. An id
+            that comes again after another one starts a document anew. None: each row is one document.
+        initial_state_BHKV: The state before the first position [B, H, K, V], that of each row's first document; None
+            for zeros.
+        scale: What queries are multiplied by; None for 1/sqrt(K).
+        backend: How it is computed; None for `"fla"` where that is installed and able, else `"chunked"`.
+        chunk_size: Positions of a chunk; only `"chunked"` looks at it.
+
+    Returns:
+        What was read [B, L, H, V], in the dtype of `v_BLHV`, and the state after the last position [B, H, K, V], in
+        float32 or float64.
+
+    Raises:
+        UserError: If shapes or dtypes do not fit, or the backend is unknown or cannot serve.
+    """
+    _check_inputs(q_BLGK, k_BLGK, v_BLHV, log_decay_BLH=log_decay_BLH, beta_BLH=beta_BLH)
+    _check_state(initial_state_BHKV, (len(v_BLHV), v_BLHV.shape[2], k_BLGK.shape[3], v_BLHV.shape[3]))
+    check_documents(documents_BL, q_BLGK.shape[:2])
+    if chunk_size < 1:
+        raise UserError(f"chunk_size = {chunk_size}; expected 1 position or more.")
+    scale = q_BLGK.shape[-1] ** -0.5 if scale is None else scale
+    starts_BL = None if documents_BL is None else document_starts(documents_BL)
+    chosen = _chosen(backend, v_BLHV, key_dim=q_BLGK.shape[-1])
+    if chosen == "fla":
+        return fla_delta_rule(
+            q_BLGK,
+            k_BLGK,
+            v_BLHV,
+            log_decay_BLH=log_decay_BLH,
+            beta_BLH=beta_BLH,
+            starts_BL=starts_BL,
+            state_BHKV=initial_state_BHKV,
+            scale=scale,
+        )
+    rule = sequential_delta_rule if chosen == "sequential" else partial(chunked_delta_rule, chunk_size=chunk_size)
+    (batch, _, num_heads, value_dim), (num_key_heads, key_dim) = v_BLHV.shape, k_BLGK.shape[2:]
+    if initial_state_BHKV is None:
+        initial_state_BHKV = v_BLHV.new_zeros(batch, num_heads, key_dim, value_dim)
+    dtype = torch.promote_types(v_BLHV.dtype, torch.float32)
+    heads = (num_key_heads, num_heads // num_key_heads)
+    out_BLGRV, state_BGRKV = rule(
+        q_BLGK.to(dtype) * scale,
+        k_BLGK.to(dtype),
+        v_BLHV.to(dtype).unflatten(2, heads),
+        log_decay_BLGR=log_decay_BLH.to(dtype).unflatten(2, heads),
+        beta_BLGR=beta_BLH.to(dtype).unflatten(2, heads),
+        starts_BL=starts_BL,
+        state_BGRKV=initial_state_BHKV.to(dtype).unflatten(1, heads),
+    )
+    return out_BLGRV.flatten(2, 3).to(v_BLHV.dtype), state_BGRKV.flatten(1, 2)
+
+
+def _chosen(backend: DeltaRuleBackend | None, v_BLHV: Tensor, *, key_dim: int) -> DeltaRuleBackend:
+    match backend:
+        case "sequential" | "chunked":
+            return backend
+        case "fla":
+            require_fla(why_not_fla(v_BLHV, key_dim=key_dim))
+            return "fla"
+        case None:
+            # Not for the subclasses of tensors, such as those that only know their shape.
+            is_able = type(v_BLHV) is Tensor and why_not_fla(v_BLHV, key_dim=key_dim) is None
+            return "fla" if is_able else "chunked"
+        case _:
+            raise UserError(f"got backend = {backend!r}; expected 'sequential', 'chunked', 'fla', or None to choose.")
+
+
+def _check_inputs(q_BLGK: Tensor, k_BLGK: Tensor, v_BLHV: Tensor, *, log_decay_BLH: Tensor, beta_BLH: Tensor) -> None:
+    fits = q_BLGK.dim() == v_BLHV.dim() == 4 and q_BLGK.shape == k_BLGK.shape and q_BLGK.shape[:2] == v_BLHV.shape[:2]
+    if not fits or log_decay_BLH.shape != v_BLHV.shape[:3] or beta_BLH.shape != v_BLHV.shape[:3]:
+        raise UserError(
+            f"got queries {tuple(q_BLGK.shape)}, keys {tuple(k_BLGK.shape)}, values {tuple(v_BLHV.shape)}, log decays "
+            f"{tuple(log_decay_BLH.shape)}, betas {tuple(beta_BLH.shape)}; expected [B, L, G, K] twice, [B, L, H, V], "
+            "and [B, L, H] twice."
+        )
+    if v_BLHV.shape[2] % q_BLGK.shape[2]:
+        raise UserError(
+            f"got {q_BLGK.shape[2]} key heads and {v_BLHV.shape[2]} value heads; each key head must serve equally many "
+            "value heads: use a number of key heads that divides that of value heads."
+        )
+    if not q_BLGK.dtype == k_BLGK.dtype == v_BLHV.dtype:
+        raise UserError(f"got dtypes {q_BLGK.dtype}, {k_BLGK.dtype} and {v_BLHV.dtype}; expected the same of q, k, v.")
+
+
+def _check_state(initial_state_BHKV: Tensor | None, expected: tuple[int, int, int, int]) -> None:
+    if initial_state_BHKV is not None and initial_state_BHKV.shape != expected:
+        raise UserError(f"got an initial state of the shape {tuple(initial_state_BHKV.shape)}; expected {expected}.")

@@ -1,0 +1,93 @@
+"""Decoders in the Hugging Face layout: names of tensors, and what every family's `config.json` has, both ways."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from d9d_modules.models.decoder_params import DecoderParams
+from d9d_modules.models.hugging_face_rope import rope_to_hugging_face
+from d9d_state import JsonValue, StateMapper, parallel, rename, repeat, scope
+
+FeedForwardMapper: TypeAlias = Callable[[int], StateMapper]
+"""Maps the feed-forward block of the layer with the given index; names start below `mlp.` and `feed_forward.`."""
+
+
+def decoder_from_hugging_face(params: DecoderParams, *, feed_forward: FeedForwardMapper | None = None) -> StateMapper:
+    """Mapper from a Hugging Face checkpoint on disk to `DecoderForCausalLM`; its `inverse()` exports.
+
+    Args:
+        params: Sizes of the model.
+        feed_forward: Maps the blocks that the model's `feed_forward` builds; None for a `SwiGLU`.
+    """
+    return parallel(
+        decoder_backbone_from_hugging_face(params, feed_forward=feed_forward),
+        *([] if params.tie_word_embeddings else [rename("lm_head.weight", "lm_head.weight")]),
+    )
+
+
+def decoder_classifier_from_hugging_face(params: DecoderParams) -> StateMapper:
+    """Mapper from a `...ForSequenceClassification` of `transformers` to `DecoderForClassification`."""
+    return parallel(decoder_backbone_from_hugging_face(params), rename("score.weight", "head.score.weight"))
+
+
+def decoder_backbone_from_hugging_face(
+    params: DecoderParams, *, prefix: str = "model.", feed_forward: FeedForwardMapper | None = None
+) -> StateMapper:
+    """Mapper to the backbone alone, for heads that a checkpoint does not have.
+
+    Args:
+        params: Sizes of the model.
+        prefix: What the names on disk begin with; empty in checkpoints of text embeddings, which have no head.
+        feed_forward: Maps the blocks that the model's `feed_forward` builds; None for a `SwiGLU`.
+    """
+    layer = scope(prefix + "layers.{i}.", "backbone.layers.{i}.", _attention_and_norms(has_qk_norm=params.has_qk_norm))
+    feed_forward = feed_forward or (lambda _: swiglu_from_hugging_face())
+    return parallel(
+        rename(f"{prefix}embed_tokens.weight", "backbone.embedding.weight"),
+        repeat(layer, i=range(params.num_layers)),
+        *(
+            scope(f"{prefix}layers.{index}.mlp.", f"backbone.layers.{index}.feed_forward.", feed_forward(index))
+            for index in range(params.num_layers)
+        ),
+        rename(f"{prefix}norm.weight", "backbone.norm.weight"),
+    )
+
+
+def swiglu_from_hugging_face() -> StateMapper:
+    """Mapper of one dense feed-forward block, names starting at its projections."""
+    names = [f"{projection}_proj.weight" for projection in ("gate", "up", "down")]
+    return parallel(*(rename(name, name) for name in names))
+
+
+def decoder_hugging_face_config(params: DecoderParams) -> dict[str, JsonValue]:
+    """The entries of `config.json` that all families have.
+
+    Raises:
+        UserError: If the layout has no place for the scaling of the positions.
+    """
+    return {
+        "vocab_size": params.vocab_size,
+        "hidden_size": params.hidden_size,
+        "intermediate_size": params.intermediate_size,
+        "num_hidden_layers": params.num_layers,
+        "num_attention_heads": params.num_heads,
+        "num_key_value_heads": params.num_kv_heads,
+        "head_dim": params.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        **rope_to_hugging_face(params),
+        "rms_norm_eps": params.rms_norm_eps,
+        "tie_word_embeddings": params.tie_word_embeddings,
+        "initializer_range": params.initializer_range,
+        "max_position_embeddings": params.max_position_embeddings,
+    }
+
+
+def _attention_and_norms(*, has_qk_norm: bool) -> StateMapper:
+    projections = [f"{projection}_proj.weight" for projection in ("q", "k", "v", "o")]
+    norms = ["q_norm.weight", "k_norm.weight"] if has_qk_norm else []
+    return parallel(
+        rename("input_layernorm.weight", "attention_norm.weight"),
+        rename("post_attention_layernorm.weight", "feed_forward_norm.weight"),
+        scope("self_attn.", "attention.", parallel(*(rename(name, name) for name in [*projections, *norms]))),
+    )

@@ -1,0 +1,194 @@
+"""The decoder that the dense families have in common; what differs between them is in their `DecoderParams`.
+
+Each pipeline stage builds only its own layers, under the names that they have in the whole model.
+
+Shape legend: B batch, L length, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from d9d_dist.errors import UserError
+from d9d_dist.stage import StageInfo
+from d9d_modules.attention import GroupedQueryAttention
+from d9d_modules.attention_backends import AttentionOptions
+from d9d_modules.decoder import DecoderLayer
+from d9d_modules.embedding import TokenEmbedding
+from d9d_modules.lm_head import LanguageModelHead
+from d9d_modules.models.decoder_params import DecoderParams
+from d9d_modules.rms_norm import RMSNorm
+from d9d_modules.rope import rotary_tables
+from d9d_modules.swiglu import SwiGLU
+
+FeedForwardFactory: TypeAlias = Callable[[int], nn.Module]
+"""Builds the feed-forward block of the layer with the given global index."""
+
+WHOLE_MODEL = StageInfo()
+"""The stage of a model that is not split."""
+
+
+@final
+class DecoderModel(nn.Module):
+    """The backbone, or one pipeline stage of it: token embedding, decoder layers, final norm.
+
+    Args:
+        params: Sizes of the whole model.
+        stage: Which part to build; the embedding belongs to the first stage, the final norm to the last. A last stage
+            whose head is tied has the embedding too, for the head to use: one parameter, on two stages.
+        feed_forward: Builds each layer's feed-forward block; None for a `SwiGLU`.
+    """
+
+    def __init__(
+        self, params: DecoderParams, stage: StageInfo = WHOLE_MODEL, *, feed_forward: FeedForwardFactory | None = None
+    ) -> None:
+        super().__init__()
+        self.params = params
+        self.stage = stage
+        self.embedding = (
+            TokenEmbedding(params.vocab_size, params.hidden_size, init_std=params.initializer_range)
+            if stage.is_first or (stage.is_last and params.tie_word_embeddings)
+            else None
+        )
+        self.layers = nn.ModuleDict(
+            {str(index): _decoder_layer(params, index, feed_forward) for index in stage.layers(params.num_layers)}
+        )
+        self.norm = RMSNorm(params.hidden_size, eps=params.rms_norm_eps) if stage.is_last else None
+
+    def forward(
+        self, hidden: Tensor, *, position_ids: Tensor | None = None, documents_BL: Tensor | None = None
+    ) -> Tensor:
+        """Run this stage.
+
+        Args:
+            hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
+            position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row. Where tensor-parallel
+                ranks pass on their parts of the sequence, later stages cannot count: pass the positions.
+            documents_BL: Which document each position belongs to [B, L], integers, for rows into which several are
+                packed: a position attends within its document only. It does not change the positions. Padding on the
+                left of a row is kept out in the same way, as a document of its own. None: each row is one document.
+
+        Returns:
+            Hidden states [B, L, D], normalised on the last stage.
+
+        Raises:
+            UserError: If the input is not what this stage takes, or positions or documents do not fit it.
+        """
+        self._check_inputs(hidden, position_ids)
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+        rotary = rotary_tables(
+            position_ids,
+            head_dim=self.params.head_dim,
+            theta=self.params.rope_theta,
+            scaling=self.params.rope_scaling,
+            length=self.params.rope_length,
+        )
+        x_BLD = self.embedding(hidden) if self.stage.is_first and self.embedding is not None else hidden
+        for layer in self.layers.values():
+            x_BLD = layer(x_BLD, rotary, documents_BL=documents_BL)
+        return x_BLD if self.norm is None else self.norm(x_BLD)
+
+    def _check_inputs(self, hidden: Tensor, position_ids: Tensor | None) -> None:
+        got = f"{tuple(hidden.shape)} of {hidden.dtype}"
+        if self.stage.is_first:
+            if hidden.dim() != 2 or hidden.is_floating_point():
+                raise UserError(f"the first stage got {got}; expected token ids [batch, length] of torch.int64.")
+        elif hidden.dim() != 3 or hidden.shape[-1] != self.params.hidden_size:
+            raise UserError(
+                f"stage {self.stage.index} got {got}; expected the hidden states of the stage before it, "
+                f"[batch, length, {self.params.hidden_size}]."
+            )
+        batch, length = hidden.shape[:2]
+        if not self.stage.is_first and position_ids is not None:
+            length = position_ids.shape[-1]  # hidden states may be a tensor-parallel rank's part of the sequence
+        if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
+            raise UserError(
+                f"position_ids have shape {tuple(position_ids.shape)}; expected {(batch, length)} or {(1, length)}, "
+                f"one position for each token."
+            )
+
+
+@final
+class DecoderForCausalLM(nn.Module):
+    """The backbone with a language-model head on its last stage.
+
+    The weight of a tied head is the embedding's, one parameter in two places.
+
+    Args:
+        params: Sizes of the whole model.
+        stage: Which part to build.
+        feed_forward: Builds each layer's feed-forward block; None for a `SwiGLU`.
+    """
+
+    def __init__(
+        self, params: DecoderParams, stage: StageInfo = WHOLE_MODEL, *, feed_forward: FeedForwardFactory | None = None
+    ) -> None:
+        super().__init__()
+        self.backbone = DecoderModel(params, stage, feed_forward=feed_forward)
+        self.lm_head = decoder_lm_head(self.backbone) if stage.is_last else None
+
+    @property
+    def layers(self) -> nn.ModuleDict:
+        """The decoder layers of this stage, by their index in the whole model."""
+        return self.backbone.layers
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        documents_BL: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Run this stage.
+
+        Args:
+            hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
+            position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
+            documents_BL: Which document each position belongs to [B, L], integers; see `DecoderModel.forward`.
+            labels: The token to predict at each position [B, L], int64, shifted by the caller; -100 leaves a position
+                out. Only the last stage looks at them.
+
+        Returns:
+            On the last stage the loss of each token [B, L] in nats (float32, or float64 for a float64 model) if labels
+            are given, else the logits [B, L, V]; hidden states [B, L, D] on every other stage.
+
+        Raises:
+            UserError: If the input is not what this stage takes, or positions, documents or labels do not fit it.
+        """
+        hidden_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL)
+        return hidden_BLD if self.lm_head is None else self.lm_head(hidden_BLD, labels=labels)
+
+
+def decoder_lm_head(backbone: DecoderModel) -> LanguageModelHead:
+    """The language-model head for the last stage of a backbone; a tied one shares the weight of its embedding."""
+    params = backbone.params
+    head = LanguageModelHead(params.hidden_size, params.vocab_size, init_std=params.initializer_range)
+    if params.tie_word_embeddings:
+        assert backbone.embedding is not None  # the last stage of a tied model has it
+        head.weight = backbone.embedding.get_parameter("weight")
+    return head
+
+
+def _decoder_layer(params: DecoderParams, index: int, feed_forward: FeedForwardFactory | None) -> DecoderLayer:
+    return DecoderLayer(
+        params.hidden_size,
+        attention=GroupedQueryAttention(
+            params.hidden_size,
+            num_heads=params.num_heads,
+            num_kv_heads=params.num_kv_heads,
+            head_dim=params.head_dim,
+            qk_norm_eps=params.rms_norm_eps if params.has_qk_norm else None,
+            options=AttentionOptions(window=params.window(index)),
+            init_std=params.initializer_range,
+        ),
+        feed_forward=(
+            SwiGLU(params.hidden_size, params.intermediate_size, init_std=params.initializer_range)
+            if feed_forward is None
+            else feed_forward(index)
+        ),
+        norm_eps=params.rms_norm_eps,
+    )

@@ -1,0 +1,88 @@
+"""How a decoder is tensor parallel: heads, features and vocabulary are split, and the sequence between them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from d9d_dist import (
+    ColumnParallel,
+    RowParallel,
+    SequenceParallel,
+    TensorRegion,
+    TensorStyle,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    gather_shards,
+)
+from d9d_modules.models.decoder_params import DecoderParams
+
+SEQUENCE = Shard(1)
+"""Hidden states [B, L, D] of which each rank has a part of the sequence."""
+
+
+@final
+@dataclass(frozen=True)
+class WholeRows(TensorStyle):
+    """A head that pools: it gets whole rows of what arrives split along the sequence, and is the same on every rank.
+
+    The first positional argument [B, L / tp, ...] is all-gathered; backward each rank takes its part.
+    """
+
+    has_partial_gradients: ClassVar[bool] = False
+
+    def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """See `TensorStyle.forward`."""
+        return inner(gather_shards(args[0], mesh, dim=1, gradient="equal"), *args[1:], **kwargs)
+
+
+def decoder_tensor_plan(
+    params: DecoderParams, *, lm_heads: Sequence[str] = ("lm_head",), pooled_heads: Sequence[str] = ()
+) -> dict[str, TensorStyle]:
+    """The plan for `parallelize_tensor` of a decoder with any heads.
+
+    Between the blocks each rank has L / tp tokens (sequence parallel); the degree divides L, the number of key/value
+    heads, the intermediate size and the vocabulary.
+
+    Args:
+        params: The sizes of the model.
+        lm_heads: Names of the language-model heads, such as `heads.text` of a `DecoderWithHeads`.
+        pooled_heads: Names of the heads that pool, such as `head` of a `DecoderForClassification`.
+    """
+    feed_forward = "backbone.layers.*.feed_forward"
+    return {
+        **decoder_attention_tensor_plan(params, lm_heads=lm_heads, pooled_heads=pooled_heads),
+        feed_forward: TensorRegion(input=SEQUENCE),
+        f"{feed_forward}.gate_proj": ColumnParallel(input=None),
+        f"{feed_forward}.up_proj": ColumnParallel(input=None),
+        f"{feed_forward}.down_proj": RowParallel(output=SEQUENCE),
+    }
+
+
+def decoder_attention_tensor_plan(
+    params: DecoderParams, *, lm_heads: Sequence[str] = ("lm_head",), pooled_heads: Sequence[str] = ()
+) -> dict[str, TensorStyle]:
+    """The plan without feed-forward blocks, which compute on their part of the sequence with whole parameters.
+
+    Args:
+        params: The sizes of the model.
+        lm_heads: Names of the language-model heads.
+        pooled_heads: Names of the heads that pool.
+    """
+    attention = "backbone.layers.*.attention"
+    heads = ColumnParallel(input=None, head_dim=params.head_dim)
+    return {
+        "backbone.embedding": VocabParallelEmbedding(output=SEQUENCE),
+        "backbone.layers": SequenceParallel(),
+        attention: TensorRegion(input=SEQUENCE),
+        f"{attention}.q_proj": heads,
+        f"{attention}.k_proj": heads,
+        f"{attention}.v_proj": heads,
+        f"{attention}.o_proj": RowParallel(output=SEQUENCE),
+        "backbone.norm": SequenceParallel(),
+        **{name: VocabParallelHead(input=SEQUENCE) for name in lm_heads},
+        **{name: WholeRows() for name in pooled_heads},
+    }

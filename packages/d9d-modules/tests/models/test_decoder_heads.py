@@ -1,0 +1,141 @@
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from d9d_dist import MeshConfig, StageInfo, UserError, materialize, parallelize_tensor, sync_gradients
+from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
+from d9d_modules import (
+    ClassificationHead,
+    DecoderForClassification,
+    DecoderForEmbedding,
+    DecoderModel,
+    DecoderWithHeads,
+    EmbeddingHead,
+    Qwen3Params,
+    decoder_lm_head,
+    decoder_tensor_plan,
+)
+
+PARAMS = Qwen3Params(
+    vocab_size=16,
+    hidden_size=12,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    intermediate_size=20,
+    tie_word_embeddings=True,
+    initializer_range=0.3,
+)
+HEADS = {
+    "text": decoder_lm_head,
+    "topic": lambda backbone: ClassificationHead(backbone.params.hidden_size, 3, init_std=0.3),
+    "vector": lambda backbone: EmbeddingHead(backbone.params.hidden_size, 5, pooling="mean", init_std=0.3),
+}
+MASK = torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
+
+
+def _ids() -> Tensor:
+    return torch.randint(1, 16, (2, 8))
+
+
+def test_several_heads_have_a_loss_each() -> None:
+    model = DecoderWithHeads(PARAMS, heads=HEADS).double()
+    assert model.backbone.embedding is not None
+    assert model.get_parameter("heads.text.weight") is model.backbone.embedding.weight
+    input_ids, next_ids, topics = _ids(), _ids(), torch.tensor([2, 0])
+    outputs = model(input_ids, mask_BL=MASK)
+    assert {name: tuple(each.shape) for name, each in outputs.items()} == {
+        "text": (2, 8, 16),
+        "topic": (2, 3),
+        "vector": (2, 5),
+    }
+    losses = model(input_ids, mask_BL=MASK, labels={"text": next_ids, "topic": topics})
+    expected = F.cross_entropy(outputs["text"].flatten(0, 1), next_ids.flatten(), reduction="none").view(2, 8)
+    torch.testing.assert_close(losses["text"], expected)
+    torch.testing.assert_close(losses["topic"], F.cross_entropy(outputs["topic"], topics, reduction="none"))
+    torch.testing.assert_close(losses["vector"], outputs["vector"])
+
+
+BUILDERS: dict[str, Callable[[StageInfo], Any]] = {
+    "classifier": lambda stage: DecoderForClassification(PARAMS, stage, num_classes=3),
+    "embedder": lambda stage: DecoderForEmbedding(PARAMS, stage),
+    "heads": lambda stage: DecoderWithHeads(PARAMS, stage, heads=HEADS),
+}
+
+
+@pytest.mark.parametrize("name", list(BUILDERS))
+def test_chained_stages_are_the_whole_model(name: str) -> None:
+    build = BUILDERS[name]
+    with torch.device("meta"):
+        whole = build(StageInfo())
+    materialize(whole, device=torch.device("cpu"), seed=1)
+    state = whole.state_dict()
+    stages = [build(StageInfo(index, 2)) for index in range(2)]
+    input_ids = _ids()
+    hidden = input_ids
+    for stage in stages:
+        stage.load_state_dict({key: state[key] for key in stage.state_dict()})
+        hidden = stage(hidden, mask_BL=MASK)
+    torch.testing.assert_close(hidden, whole(input_ids, mask_BL=MASK))
+    # Only a language-model head is tied to the embedding.
+    assert ("backbone.embedding.weight" in dict(stages[1].named_parameters())) is (name == "heads")
+    assert list(stages[1].layers) == ["1"]
+
+
+def test_heads_without_a_language_model_tie_nothing() -> None:
+    last = DecoderWithHeads(PARAMS, StageInfo(1, 2), heads={"topic": HEADS["topic"]})
+    assert last.backbone.embedding is None
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model = DecoderWithHeads(PARAMS, heads=HEADS)
+    input_ids = _ids()
+    with pytest.raises(UserError, match=r"labels name the head 'topics'; expected some of text, topic, vector"):
+        model(input_ids, labels={"topics": torch.tensor([0, 1])})
+    with pytest.raises(UserError, match=r"got labels for 'vector', an EmbeddingHead, which has no loss of its own"):
+        model(input_ids, labels={"vector": torch.tensor([0, 1])})
+    with pytest.raises(UserError, match=r"labels of classes have shape \(2, 8\); expected \(2,\)"):
+        model(input_ids, labels={"topic": input_ids})
+    with pytest.raises(UserError, match=r"got labels of classes from 3 to 3; expected .* within 0 \.\.\. 2"):
+        model(input_ids, labels={"topic": torch.tensor([3, 1])})
+    with pytest.raises(UserError, match=r"heads are named nothing; expected at least one"):
+        DecoderWithHeads(PARAMS, heads={})
+    with pytest.raises(UserError, match=r"heads are named 'a\.b'; expected at least one, and names that"):
+        DecoderWithHeads(PARAMS, heads={"a.b": decoder_lm_head})
+    other: Any = {"other": lambda _: nn.Identity()}
+    with pytest.raises(UserError, match=r"the head 'other' is a Identity; expected a LanguageModelHead"):
+        DecoderWithHeads(PARAMS, heads=other)(input_ids)
+
+
+def _train(params: Qwen3Params) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        with torch.device("meta"):
+            model = DecoderWithHeads(params, heads=HEADS).double()
+        plan = decoder_tensor_plan(params, lm_heads=["heads.text"], pooled_heads=["heads.topic", "heads.vector"])
+        parallelize_tensor(model, ctx.mesh_for("dense")["tp"], plan)
+        materialize(model, device=ctx.device, seed=0)
+        input_ids, next_ids = torch.randint(0, 16, (2, 2, 8), generator=torch.Generator().manual_seed(0))
+        documents_BL = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]).expand(2, 8)
+        labels = {"text": next_ids, "topic": torch.tensor([2, 0])}
+        losses = model(input_ids, mask_BL=MASK, documents_BL=documents_BL, labels=labels)
+        (losses["text"].sum() + losses["topic"].sum() + losses["vector"][:, 0].sum()).backward()
+        sync_gradients(model)
+        return {name: loss.detach() for name, loss in losses.items()}, full_gradients(model)
+
+
+def test_tensor_parallel_heads_equal_one_process() -> None:
+    params = replace(PARAMS, tie_word_embeddings=False)
+    ((losses, gradients),) = run_ranks(_train, params, world_size=1)
+    for found_losses, found in run_ranks(_train, params):
+        assert_trees_close(found_losses, losses, rtol=1e-12)
+        assert_trees_close(found, gradients, rtol=1e-11)
+
+
+def test_a_backbone_is_a_part_of_every_model() -> None:
+    assert all(isinstance(build(StageInfo()).backbone, DecoderModel) for build in BUILDERS.values())

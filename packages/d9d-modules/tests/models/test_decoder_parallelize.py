@@ -1,0 +1,105 @@
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from d9d_dist import ContextSplit, MeshConfig, UserError, materialize, sync_gradients
+from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
+from d9d_modules import (
+    DecoderForCausalLM,
+    DecoderForClassification,
+    DecoderLayer,
+    Llama3Params,
+    Llama3Scaling,
+    Qwen3Params,
+    decoder_tensor_plan,
+    parallelize_decoder,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 16,
+    "hidden_size": 12,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 6,
+    "intermediate_size": 20,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": True,
+}
+QWEN3 = Qwen3Params(**SIZES, sliding_window=3, sliding_layers=(1,))
+LLAMA3 = Llama3Params(
+    **SIZES,
+    rope_scaling=Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=4),
+)
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 3, [0] * 8])
+
+
+def _train(params: Qwen3Params | Llama3Params, degrees: dict[str, int], options: dict[str, Any]) -> dict[str, Tensor]:
+    """Gradients of one step over packed rows, as full tensors."""
+    with MeshConfig(**degrees).build() as ctx:
+        with torch.device("meta"):
+            model = DecoderForCausalLM(params).double()
+        parallelize_decoder(model, ctx, plan=decoder_tensor_plan(params), **options)
+        materialize(model, device=ctx.device, seed=0)
+        input_ids, labels = torch.randint(0, 16, (2, 2, 8), generator=torch.Generator().manual_seed(0))
+        batch = {"input_ids": input_ids, "labels": labels, "documents_BL": DOCUMENTS}
+        split = ContextSplit(ctx.mesh_for("batch")["cp"])
+        part = split.split(batch) if ctx.size("batch", "cp") > 1 else batch
+        if degrees.get("data_parallel_shard") == 2:
+            part = {name: each[ctx.rank : ctx.rank + 1] for name, each in batch.items()}
+        hidden = part.pop("input_ids")
+        model(hidden, position_ids=split.positions(8), **part).sum().backward()
+        sync_gradients(model)
+        return full_gradients(model)
+
+
+@pytest.mark.parametrize("params", [QWEN3, LLAMA3], ids=["qwen3", "llama3"])
+def test_layouts_give_the_gradients_of_one_process(params: Qwen3Params | Llama3Params) -> None:
+    (expected,) = run_ranks(_train, params, {}, {}, world_size=1)
+    layouts: list[tuple[dict[str, int], dict[str, Any]]] = [
+        ({"tensor_parallel": 2, "context_parallel_shard": 2}, {"checkpointing": "selective"}),
+        ({"tensor_parallel": 2}, {}),
+        ({"context_parallel_replicate": 2}, {"context_method": "all_to_all"}),
+        ({"data_parallel_shard": 2}, {"checkpointing": "full"}),
+    ]
+    for degrees, options in layouts:
+        for gradients in run_ranks(_train, params, degrees, options, world_size=prod(degrees.values())):
+            assert_trees_close(gradients, expected, rtol=1e-11)
+
+
+def test_each_block_is_compiled_where_asked_for() -> None:
+    (compiled,) = run_ranks(_compiled, world_size=1)
+    assert compiled == [False, False, True, True]
+
+
+def _compiled() -> list[bool]:
+    found: list[bool] = []
+    with MeshConfig().build() as ctx:
+        for compile_blocks in (False, True):
+            model = DecoderForCausalLM(QWEN3)
+            parallelize_decoder(model, ctx, plan=decoder_tensor_plan(QWEN3), compile_blocks=compile_blocks)
+            layers = [layer for layer in model.layers.values() if isinstance(layer, DecoderLayer)]
+            found += [layer._compiled_call_impl is not None for layer in layers]
+    return found
+
+
+def _pooled() -> str:
+    with MeshConfig(context_parallel_shard=2).build() as ctx:
+        model = DecoderForClassification(QWEN3, num_classes=2)
+        plan = decoder_tensor_plan(QWEN3, lm_heads=[], pooled_heads=["head"])
+        try:
+            parallelize_decoder(model, ctx, plan=plan)
+        except UserError as error:
+            return str(error)
+    return "parallelised"
+
+
+def test_rows_that_are_pooled_are_not_shared_out() -> None:
+    message = (
+        "head pools whole rows, and 2 context-parallel ranks share each row out; expected one. Set the mesh's "
+        "context-parallel degrees to 1."
+    )
+    assert run_ranks(_pooled, world_size=2) == [message] * 2

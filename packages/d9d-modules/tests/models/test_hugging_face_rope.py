@@ -1,0 +1,115 @@
+import json
+from typing import Any
+
+import pytest
+
+from d9d_dist import UserError
+from d9d_modules import (
+    DynamicNtkScaling,
+    LinearScaling,
+    Llama3Params,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+    llama3_hugging_face_config,
+)
+from d9d_modules.models.hugging_face_rope import rope_from_hugging_face
+
+
+def _params(scaling: RopeScaling | None) -> Llama3Params:
+    return Llama3Params(
+        vocab_size=8,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        intermediate_size=8,
+        rope_theta=5000.0,
+        rope_scaling=scaling,
+        max_position_embeddings=64,
+    )
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        LinearScaling(factor=2.0),
+        DynamicNtkScaling(factor=2.0, original_max_positions=64),
+        YarnScaling(factor=2.0, original_max_positions=32),
+        YarnScaling(
+            factor=2.0,
+            original_max_positions=32,
+            beta_fast=16.0,
+            beta_slow=2.0,
+            mscale=0.7,
+            mscale_all_dim=0.4,
+            fixed_attention_factor=1.5,
+            truncate=False,
+        ),
+        Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32),
+        LongRopeScaling(short_factors=(1.0, 2.0), long_factors=(3.0, 4.0), factor=2.0, original_max_positions=32),
+        LongRopeScaling(
+            short_factors=(1.0, 2.0),
+            long_factors=(3.0, 4.0),
+            factor=2.0,
+            original_max_positions=32,
+            fixed_attention_factor=1.5,
+        ),
+    ],
+)
+def test_every_scaling_survives_the_round_trip(scaling: RopeScaling | None) -> None:
+    written = json.loads(json.dumps(llama3_hugging_face_config(_params(scaling))))
+    assert rope_from_hugging_face(written) == (5000.0, scaling)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_theta": 5000.0},
+        {"rope_theta": 5000, "rope_scaling": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+    ],
+)
+def test_theta_is_found_in_either_place(config: dict[str, Any]) -> None:
+    assert rope_from_hugging_face(config) == (5000.0, None)
+
+
+def test_what_is_left_out_follows_from_the_lengths() -> None:
+    yarn = {"type": "yarn", "factor": None, "original_max_position_embeddings": 32}
+    config = {"rope_theta": 5000.0, "max_position_embeddings": 128, "rope_scaling": yarn}
+    assert rope_from_hugging_face(config)[1] == YarnScaling(factor=4.0, original_max_positions=32)
+    config = {"rope_theta": 5000.0, "max_position_embeddings": 128, "rope_scaling": {"type": "yarn", "factor": 3}}
+    assert rope_from_hugging_face(config)[1] == YarnScaling(factor=3.0, original_max_positions=128)
+    beside = {**config, "original_max_position_embeddings": 64}
+    assert rope_from_hugging_face(beside)[1] == YarnScaling(factor=3.0, original_max_positions=64)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, r"config\.json has no 'rope_theta'"),
+        ({"rope_theta": 1e4, "rope_scaling": "yarn"}, r"has rope parameters 'yarn'; expected an object"),
+        ({"rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, r"has no 'factor'"),
+        ({"rope_theta": 1e4, "rope_scaling": {"type": "new"}}, r"rope_type 'new'; expected default, linear, dynamic"),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "longrope", "short_factor": [1, "2"]}},
+            r"has short_factor = \[1, '2'\]; expected a list of numbers",
+        ),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"partial_rotary_factor": 0.5}},
+            r"has partial_rotary_factor = 0\.5; only 1\.0 is supported",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        rope_from_hugging_face(config)
+
+
+def test_a_length_that_cannot_be_written_is_refused() -> None:
+    scaling = DynamicNtkScaling(factor=2.0, original_max_positions=32)
+    with pytest.raises(UserError, match=r"original_max_positions = 32 .* max_position_embeddings = 64; .* to be equal"):
+        llama3_hugging_face_config(_params(scaling))

@@ -1,0 +1,71 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from d9d_dist import StageInfo, UserError, materialize
+from d9d_modules import Llama3ForCausalLM, Llama3Params, Llama3Scaling
+
+PARAMS = Llama3Params(
+    vocab_size=19,
+    hidden_size=12,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    intermediate_size=20,
+    tie_word_embeddings=True,
+    rope_scaling=Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=4),
+    initializer_range=0.3,
+)
+
+
+def test_chained_stages_are_the_whole_tied_model() -> None:
+    whole = Llama3ForCausalLM(PARAMS).double()
+    state = whole.state_dict()
+    input_ids, labels = torch.randint(0, 19, (2, 2, 7))
+    hidden = input_ids
+    for index in range(3):
+        stage = Llama3ForCausalLM(PARAMS, StageInfo(index, 3)).double()
+        assert list(stage.layers) == [str(index)]
+        own = {name: state[name] for name in stage.state_dict() if name != "lm_head.weight"}
+        stage.load_state_dict(own, strict=False)
+        hidden = stage(hidden, labels=labels)
+    torch.testing.assert_close(hidden, whole(input_ids, labels=labels), rtol=1e-12, atol=1e-12)
+
+
+def test_there_is_no_qk_norm_and_no_window() -> None:
+    model = Llama3ForCausalLM(PARAMS)
+    names = {name.split("layers.0.")[-1] for name in model.state_dict() if "layers.0." in name}
+    attention = {f"attention.{projection}_proj.weight" for projection in "qkvo"}
+    feed_forward = {f"feed_forward.{projection}_proj.weight" for projection in ("gate", "up", "down")}
+    assert names == attention | feed_forward | {"attention_norm.weight", "feed_forward_norm.weight"}
+    assert PARAMS.window(0) is None
+
+
+def test_the_scaling_changes_what_is_computed() -> None:
+    scaled, plain = Llama3ForCausalLM(PARAMS), Llama3ForCausalLM(replace(PARAMS, rope_scaling=None))
+    plain.load_state_dict(scaled.state_dict())
+    input_ids = torch.randint(0, 19, (1, 9))
+    assert not torch.allclose(scaled(input_ids), plain(input_ids), atol=1e-4)
+
+
+def test_built_on_meta_and_materialised_it_is_complete() -> None:
+    with torch.device("meta"):
+        model = Llama3ForCausalLM(PARAMS)
+        assert model(torch.empty(2, 3, dtype=torch.int64)).shape == (2, 3, 19)
+    materialize(model, device=torch.device("cpu"), seed=3)
+    assert model(torch.randint(0, 19, (2, 3))).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, r"num_layers = 0; expected a number above 0"),
+        ({"num_kv_heads": 3}, r"num_kv_heads = 3 does not divide num_heads = 4; use one of 1, 2, 4\."),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        replace(PARAMS, **changes)
