@@ -17,6 +17,7 @@ from d9d_modules.attention_backends import (
     documents_of_lengths,
 )
 from d9d_modules.attention_sinks import AttentionSinks, HeadParallel
+from d9d_modules.causal_convolution import CausalConvolution, causal_convolution
 from d9d_modules.checkpointing import (
     CheckpointPolicy,
     Operator,
@@ -26,8 +27,12 @@ from d9d_modules.checkpointing import (
 )
 from d9d_modules.compiling import compile_layers
 from d9d_modules.cross_entropy import CrossEntropy
+from d9d_modules.decay_gate import DecayGate, DecayParallel
 from d9d_modules.decoder import DecoderLayer
 from d9d_modules.embedding import SplitTokenEmbedding, TokenEmbedding
+from d9d_modules.gated_delta_net import GatedDeltaNet, gated_delta_tensor_plan
+from d9d_modules.gated_delta_rule import DeltaRuleBackend, gated_delta_rule
+from d9d_modules.gated_rms_norm import GatedRMSNorm
 from d9d_modules.generate import generate
 from d9d_modules.latent_attention import MultiHeadLatentAttention
 from d9d_modules.layer_means import LayerMeans
@@ -111,9 +116,12 @@ __all__ = [
     "AttentionOptions",
     "AttentionRequest",
     "AttentionSinks",
+    "CausalConvolution",
     "CheckpointPolicy",
     "ClassificationHead",
     "CrossEntropy",
+    "DecayGate",
+    "DecayParallel",
     "DecoderForCausalLM",
     "DecoderForClassification",
     "DecoderForEmbedding",
@@ -121,6 +129,7 @@ __all__ = [
     "DecoderModel",
     "DecoderParams",
     "DecoderWithHeads",
+    "DeltaRuleBackend",
     "DynamicNtkScaling",
     "EagerBackend",
     "EmbeddingHead",
@@ -129,6 +138,8 @@ __all__ = [
     "Flash2Backend",
     "Flash4Backend",
     "FlexBackend",
+    "GatedDeltaNet",
+    "GatedRMSNorm",
     "GroupedQueryAttention",
     "Head",
     "HeadFactory",
@@ -171,6 +182,7 @@ __all__ = [
     "add_rms_norm",
     "apply_rotary",
     "attention_backends",
+    "causal_convolution",
     "checkpoint_activations",
     "checkpoint_layers",
     "chosen_attention",
@@ -183,6 +195,8 @@ __all__ = [
     "decoder_params_from_hugging_face",
     "decoder_tensor_plan",
     "documents_of_lengths",
+    "gated_delta_rule",
+    "gated_delta_tensor_plan",
     "generate",
     "language_model_head",
     "linear_cross_entropy",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from d9d_dist import GradientSlot, take_weight
+from d9d_dist import take_weight
 from d9d_dist.context_parallel.blocks import AttentionBlock, MergedBlocks, default_kernel
 
 
