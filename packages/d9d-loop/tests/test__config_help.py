@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from d9d_loop import Section, TrainerConfig
-from d9d_loop._config_help import describe_fields
+from d9d_loop._config_help import describe_fields, tabulate_fields
 from d9d_loop._config_keys import all_keys, sections_of
 
 
@@ -18,10 +18,12 @@ class Shape:
 
 class A(Section):
     kind: Literal["a", "x"] = "a"
+    rate: float = Field(0.5, description="How much.")
 
 
 class B(Section):
     kind: Literal["b"] = Field("b", description="Which.")
+    rate: float = Field(0.1, description="How little.")
     many: tuple[PositiveInt, ...] = (1, 2)
 
 
@@ -35,6 +37,19 @@ class Job(Section):
     table: dict[str, int] = Field(default_factory=dict)
 
 
+class Small(Section):
+    size: int
+
+
+class Rate(Section):
+    rate: float = Field(0.5, description="How much.")
+
+
+class Grown(Small):
+    limit: int | None = Field(None, description="How many.")
+    choice: Rate
+
+
 def test_every_key_is_one_entry() -> None:
     assert describe_fields(Job).splitlines() == [
         "usage: [FILE] [--section.key VALUE ...]",
@@ -42,15 +57,23 @@ def test_every_key_is_one_entry() -> None:
         "  --shape.width int (required)",
         "  --shape.depth int (default 2)",
         "  --shape.heads [int] (default computed)",
-        "  --choice.kind a | x (default a)",
-        "  --choice.kind b (default b)",
+        "  --choice.kind a | x | b (default a)",
         "        Which.",
-        "  --choice.many [int, ...] (default [1, 2])",
+        "  --choice.rate float (default 0.5 for a; 0.1 for b) [a, b]",
+        "        How much.",
+        "        How little.",
+        "  --choice.many [int, ...] (default [1, 2]) [b]",
         "  --folder Path | null (default null)",
         "        Where it is.",
         "  --limit int | null (default 3)",
         "  --on bool (default true)",
-        '  --items [A | B, ...] (default [{"kind": "b", "many": [1, 2]}])',
+        '  --items [A | B, ...] (default [{"kind": "b", "rate": 0.1, "many": [1, 2]}])',
+        "  --items[].kind a | x | b (default a)",
+        "        Which.",
+        "  --items[].rate float (default 0.5 for a; 0.1 for b) [a, b]",
+        "        How much.",
+        "        How little.",
+        "  --items[].many [int, ...] (default [1, 2]) [b]",
         "  --table dict[str, int] (default computed)",
     ]
 
@@ -62,3 +85,12 @@ def test_the_trainer_documents_every_key() -> None:
             assert f"\n  --{key.name} " in text
             assert key.description or key.name.endswith(".kind"), key.name
             assert key.description in text
+
+
+def test_the_table_leaves_out_what_is_known() -> None:
+    assert tabulate_fields(Grown, without=Small).splitlines() == [
+        "| Key | Type | Default | What it is for |",
+        "|---|---|---|---|",
+        "| `limit` | `int \\| null` | null | How many. |",
+        "| `choice.rate` | `float` | 0.5 | How much. |",
+    ]

@@ -3,11 +3,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from pydantic import BaseModel
 
 from d9d_dist import UserError
-from d9d_loop import TrainerConfig, read_config_file
+from d9d_loop import TrainerConfig
 from d9d_loop.config_source import parse_command_line
 
 JOB = {"steps": 3, "batch": {"global_size": 8}}
@@ -19,39 +20,6 @@ def _parse(*words: str, file: Path | None = None) -> TrainerConfig:
 
 def _values(model: BaseModel) -> dict[str, Any]:
     return model.model_dump(mode="json")
-
-
-def test_reads_toml_and_json(tmp_path: Path) -> None:
-    toml, text = tmp_path / "job.toml", tmp_path / "job.json"
-    toml.write_text("steps = 3\nbatch.global_size = 8\n", encoding="utf-8")
-    text.write_text(json.dumps(JOB), encoding="utf-8")
-    assert read_config_file(toml) == read_config_file(str(text)) == JOB
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("absent.toml", None, r"absent\.toml cannot be read: .*No such file.*\. Check the path\."),
-        ("job.yaml", b"steps: 3", r"job\.yaml: expected a \.toml or \.json file\."),
-        ("torn.toml", b"steps = [1, ", r"torn\.toml is not well formed: .*"),
-        ("torn.json", b'{"steps": ', r"torn\.json is not well formed: .*"),
-        ("list.json", b"[1]", r"list\.json holds list; expected sections and keys\."),
-        ("binary.toml", b"\xff\xfe", r"binary\.toml cannot be read: .*decode.*\. Check the path\."),
-    ],
-)
-def test_refuses_a_bad_file(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
-    file = tmp_path / name
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(UserError, match=f"^configuration file {re.escape(str(tmp_path))}/{message}$"):
-        read_config_file(file)
-
-
-def test_refuses_a_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "job.toml"
-    folder.mkdir()
-    with pytest.raises(UserError, match=r"job\.toml cannot be read: .*Is a directory"):
-        read_config_file(folder)
 
 
 def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
@@ -127,3 +95,17 @@ def test_help_is_printed_without_reading_anything(word: str, capsys: pytest.Capt
         _parse("absent.toml", word)
     assert stop.value.code == 0
     assert capsys.readouterr().out.startswith("usage: [FILE] [--section.key VALUE ...]\n")
+
+
+def test_the_schema_is_printed_for_editors(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        _parse("--schema")
+    assert stop.value.code == 0
+    schema = json.loads(capsys.readouterr().out)
+    check = jsonschema.Draft202012Validator(schema)
+    assert not list(check.iter_errors({"include": ["base.toml"], "steps": 3, "optimizer": {"learning_rate": 0.1}}))
+    (error,) = check.iter_errors({"steps": 0})
+    assert list(error.path) == ["steps"]
+    (error,) = check.iter_errors({"stpes": 1})
+    assert "stpes" in error.message
+    assert schema["properties"]["steps"]["description"].startswith("Optimizer steps")

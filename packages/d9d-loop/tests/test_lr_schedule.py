@@ -4,7 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d9d_loop import WarmupCosineConfig
+from d9d_dist import UserError
+from d9d_loop import TrainerConfig, WarmupCosineConfig, validate_config
+from d9d_loop.lr_schedule import PiecewiseConfig, WsdConfig
+from d9d_loop.schedules import CosinePhase, LinearPhase
 
 
 def _factors(num_steps: int, warmup_steps: int, final_fraction: float) -> list[float]:
@@ -39,3 +42,35 @@ def test_rises_and_then_falls(num_steps: int, warmup_steps: int, final_fraction:
 
 def test_stays_at_the_end_where_a_job_goes_on() -> None:
     assert WarmupCosineConfig(final_fraction=0.25).build(4)(100) == pytest.approx(0.25)
+
+
+def test_warm_up_stable_decay() -> None:
+    schedule = WsdConfig(warmup_steps=3, decay_percent=40, decay="linear", final_fraction=0.25).build(10)
+    expected = [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert [schedule(step) for step in range(10)] == pytest.approx(expected)
+    assert WsdConfig().build(10)(0) == 1.0
+    assert WsdConfig(decay="sqrt").build(10)(9) == pytest.approx(0.0)
+    with pytest.raises(UserError, match="take 11 steps and what is left, but the job has 10"):
+        WsdConfig(warmup_steps=9).build(10)
+
+
+def test_phases_come_from_a_configuration() -> None:
+    phases = [{"kind": "linear", "steps": 2, "to": 1}, {"kind": "cosine", "to": 0.1}]
+    section = {"kind": "piecewise", "phases": phases}
+    config = validate_config(TrainerConfig, {"steps": 9, "batch": {"global_size": 1}, "lr_schedule": section})
+    expected = PiecewiseConfig(phases=(LinearPhase(steps=2, to=1.0), CosinePhase(to=0.1)))
+    assert config.lr_schedule == expected
+    assert [config.lr_schedule.build(9)(step) for step in range(9)] == _factors(9, 2, 0.1)
+
+
+def test_a_gap_names_the_section() -> None:
+    with pytest.raises(
+        UserError, match=r"lr_schedule\.phases: the phases of the schedule take 2 steps, but the job has 9"
+    ):
+        PiecewiseConfig(phases=(LinearPhase(steps=2, to=1.0),)).build(9)
+
+
+def test_a_phase_of_no_kind_is_refused() -> None:
+    section = {"kind": "piecewise", "phases": [{"steps": 2}]}
+    with pytest.raises(UserError, match=r"lr_schedule\.phases\.0"):
+        validate_config(TrainerConfig, {"steps": 9, "batch": {"global_size": 1}, "lr_schedule": section})

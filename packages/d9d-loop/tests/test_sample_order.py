@@ -1,11 +1,14 @@
 import tracemalloc
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from d9d_dist import UserError
 from d9d_loop import SampleOrder
 
 SEEDS = st.integers(0, 2**63)
@@ -66,3 +69,60 @@ def test_takes_constant_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    length=st.sampled_from([1, 5, 300, 5000, 10**12, 2**40, 2**40 + 1, 2**62]),
+    seed=SEEDS,
+    start=st.integers(0, 10**18),
+    count=st.integers(0, 700),
+    shuffle=st.booleans(),
+)
+def test_many_at_a_time_are_the_same(*, length: int, seed: int, start: int, count: int, shuffle: bool) -> None:
+    order = SampleOrder(length, seed=seed, shuffle=shuffle)
+    assert order.take(start, start + count) == [order[position] for position in range(start, start + count)]
+
+
+def test_many_at_a_time_over_the_edge_of_epochs() -> None:
+    order = SampleOrder(1000, seed=2)
+    assert order.take(900, 3300) == [order[position] for position in range(900, 3300)]
+
+
+@pytest.mark.parametrize("length", [0, -1, 2**62 + 1])
+def test_refuses_lengths_out_of_range(length: int) -> None:
+    with pytest.raises(UserError, match=rf"got {length} samples; expected 1 to 2\^62"):
+        SampleOrder(length, seed=0)
+
+
+def _chi_squared(counts: torch.Tensor) -> float:
+    """How many standard deviations the statistic is from its mean, were all cells equally likely."""
+    expected = counts.sum() / counts.numel()
+    freedom = counts.numel() - 1
+    return float(((counts - expected).square() / expected).sum() - freedom) / (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_samples_are_uniform_and_independent_of_position_and_of_their_neighbours(seed: int) -> None:
+    length, cells, count = 10**12, 16, 200_000
+    order = torch.tensor(SampleOrder(length, seed=seed).take(3 * 10**11, 3 * 10**11 + count))
+    cell = order * cells // length
+    place = torch.arange(count) % cells
+    for coarse in (cell, cells * cell[1:] + cell[:-1], cells * cell[16:] + cell[:-16], cells * cell + place):
+        assert abs(_chi_squared(torch.bincount(coarse, minlength=int(coarse.max()) + 1).double())) < 4.5
+    low = order % cells  # the low bits too
+    assert abs(_chi_squared(torch.bincount(cells * low[1:] + low[:-1]).double())) < 4.5
+
+
+def test_all_orders_of_few_samples_are_equally_likely() -> None:
+    order = SampleOrder(4, seed=0)
+    found = Counter(tuple(order[epoch * 4 + index] for index in range(4)) for epoch in range(12_000))
+    assert len(found) == 24
+    assert abs(_chi_squared(torch.tensor(list(found.values())).double())) < 4.5
+
+
+def test_epochs_place_a_sample_evenly() -> None:
+    places = torch.tensor([SampleOrder(1000, seed=0).take(epoch * 1000, (epoch + 1) * 1000) for epoch in range(300)])
+    cells = places // 50
+    for position in (0, 500, 999):
+        assert abs(_chi_squared(torch.bincount(cells[:, position], minlength=20).double())) < 4.5

@@ -23,15 +23,20 @@ from d9d_dist.testing import run_ranks
 from d9d_loop import (
     CheckpointSaved,
     EvaluationDone,
+    Event,
+    Failed,
     Finished,
     Loss,
     ModelExported,
     ModelProvider,
+    ModelReady,
+    Slept,
     StepDone,
     Task,
     Trainer,
     TrainerConfig,
     TrainResult,
+    Woken,
     validate_config,
 )
 from d9d_metrics import Metric, Sum, read_metrics
@@ -207,6 +212,62 @@ def test_events_come_in_order(tmp_path: Path, background: bool) -> None:
         ("ModelExported", "export"),
         ("Finished", 4),
     ]
+
+
+def test_the_whole_life_of_a_job_is_told(tmp_path: Path) -> None:
+    checkpoint = {"every": 1, "background": False}
+    trainer = _trainer(tmp_path, evaluate=True, steps=1, checkpoint=checkpoint)
+    seen: list[tuple[str, int]] = []
+    for kind in Event.__subclasses__():
+        trainer.events.on(kind, lambda event: seen.append((type(event).__name__, event.step)))
+    trainer.train()
+    assert seen == [
+        *[("ConfigReady", 0), ("ModelReady", 0), ("OptimizerReady", 0), ("DataReady", 0)],
+        *[("StepStarted", 1), ("BackwardDone", 1), ("GradientsReady", 1), ("OptimizerDone", 1), ("StepDone", 1)],
+        *[("EvaluationStarted", 1), ("EvaluationDone", 1), ("CheckpointStarted", 1), ("CheckpointSaved", 1)],
+        *[("ModelExported", 1), ("Finished", 1)],
+    ]
+
+
+def test_a_failure_is_told(tmp_path: Path) -> None:
+    trainer, seen = _trainer(tmp_path, steps=3), []
+
+    def stop(event: StepDone) -> None:
+        if event.step == 2:
+            raise KeyboardInterrupt
+
+    def fail(_event: Failed) -> None:
+        raise ValueError("a second one")
+
+    trainer.events.on(StepDone, stop)
+    trainer.events.on(Failed, lambda failed: seen.append((failed.step, type(failed.error))))
+    trainer.events.on(Failed, fail)
+    with pytest.raises(KeyboardInterrupt) as error:
+        trainer.train()
+    assert seen == [(2, KeyboardInterrupt)]
+    assert "a second one" in error.value.__notes__[-1]
+
+
+def test_sleep_at_every_step_leaves_the_curve_bit_equal(tmp_path: Path) -> None:
+    curves: list[list[float]] = []
+    for sleeps in (False, True):
+        trainer = _trainer(tmp_path / str(sleeps), steps=5)
+        told: list[str] = []
+        models: list[nn.Module] = []
+        curves.append([])
+
+        def sleep(done: StepDone, curve: list[float] = curves[-1], models: list[nn.Module] = models) -> None:
+            with done.asleep():
+                assert all(parameter.untyped_storage().nbytes() == 0 for parameter in models[0].parameters())
+            curve.append(done.loss.item())
+
+        trainer.events.on(ModelReady, lambda event, models=models: models.append(event.model))
+        trainer.events.on(StepDone, sleep if sleeps else lambda done, curve=curves[-1]: curve.append(done.loss.item()))
+        for kind in (Slept, Woken):
+            trainer.events.on(kind, lambda event, told=told: told.append(f"{type(event).__name__} {event.step}"))
+        trainer.train()
+        assert told == [f"{what} {step}" for step in range(1, 6) if sleeps for what in ("Slept", "Woken")]
+    assert curves[0] == curves[1]
 
 
 def test_events_tell_what_happened(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from d9d_dist._agreement import check_agreement
 from d9d_dist._axis_groups import AxisGroups
 from d9d_dist._failure import abort_process_groups, report_failure
+from d9d_dist.peers import publish_self
 from d9d_dist.errors import UserError
 from d9d_dist.launch import Launch
 
@@ -78,6 +79,7 @@ class DistributedContext:
         if self._owns_process_group:
             _start_process_group(self.device, launch, timeouts.startup)
         try:
+            publish_self(dist.distributed_c10d._get_default_store(), self.rank)
             self.check_agreement("the mesh", repr(domains))
             self._meshes = {
                 domain: self._groups.mesh(axes, device_type=self.device.type) for domain, axes in domains.items()
@@ -260,7 +262,7 @@ class DistributedContext:
     def _leave(self, error: BaseException) -> None:
         """End the process group, if this context started it, while other ranks may be inside collectives."""
         if self._owns_process_group and dist.is_initialized():
-            report_failure(error, rank=self.rank)
+            report_failure(error, rank=self.rank, world_size=self.world_size)
             abort_process_groups()
         self._owns_process_group = False
 

@@ -2,28 +2,58 @@
 
 from d9d_loop.batches import Collate, Samples
 from d9d_loop.command_line import command_line
+from d9d_loop.component import Component
 from d9d_loop.config import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
     GradientConfig,
+    HostConfig,
+    JobConfig,
     LoggingConfig,
     PipelineConfig,
     RunConfig,
-    Section,
     TrainerConfig,
 )
-from d9d_loop.config_source import read_config_file, validate_config
+from d9d_loop.config_file import read_config_file
+from d9d_loop.config_source import validate_config
 from d9d_loop.evaluation import Evaluator
-from d9d_loop.events import CheckpointSaved, EvaluationDone, Events, Finished, GradientsReady, ModelExported, StepDone
+from d9d_loop.event_bus import Events, handles
+from d9d_loop.events import (
+    BackwardDone,
+    CheckpointSaved,
+    CheckpointStarted,
+    ConfigReady,
+    DataReady,
+    EvaluationDone,
+    EvaluationStarted,
+    Event,
+    Failed,
+    Finished,
+    GradientsReady,
+    ModelExported,
+    ModelReady,
+    OptimizerDone,
+    OptimizerReady,
+    PartWritten,
+    Slept,
+    StepDone,
+    StepStarted,
+    Woken,
+)
+from d9d_loop.inference import Inference, InferenceResult
+from d9d_loop.inference_config import InferenceConfig
 from d9d_loop.lr_schedule import LrSchedule, LrScheduleConfig, WarmupCosineConfig
 from d9d_loop.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizer import AdamWConfig, OptimizerConfig, OptimizerProvider
 from d9d_loop.pipeline import Pipeline
 from d9d_loop.pipeline_schedule import ScheduleConfig
+from d9d_loop.preset import PresetConfig, preset_trainer
+from d9d_loop.profiler import ProfileConfig, Profiler
 from d9d_loop.sample_order import SampleOrder
-from d9d_loop.task import Loss, Task
+from d9d_loop.section import Section
+from d9d_loop.task import BatchTask, InferenceTask, Loss, Task
 from d9d_loop.train_result import TrainResult
 from d9d_loop.train_step import StepOutcome, TrainStep
 from d9d_loop.trainer import Trainer
@@ -31,44 +61,71 @@ from d9d_pipeline import Inputs
 
 __all__ = [
     "AdamWConfig",
+    "BackwardDone",
     "BatchConfig",
+    "BatchTask",
     "CheckpointConfig",
     "CheckpointSaved",
+    "CheckpointStarted",
     "Collate",
+    "Component",
+    "ConfigReady",
     "DataConfig",
+    "DataReady",
     "EvaluationConfig",
     "EvaluationDone",
+    "EvaluationStarted",
     "Evaluator",
+    "Event",
     "Events",
+    "Failed",
     "Finished",
     "FunctionProvider",
     "GradientConfig",
     "GradientsReady",
+    "HostConfig",
+    "Inference",
+    "InferenceConfig",
+    "InferenceResult",
+    "InferenceTask",
     "Inputs",
+    "JobConfig",
     "LoggingConfig",
     "Loss",
     "LrSchedule",
     "LrScheduleConfig",
     "ModelExported",
     "ModelProvider",
+    "ModelReady",
     "OptimizerConfig",
+    "OptimizerDone",
     "OptimizerProvider",
+    "OptimizerReady",
+    "PartWritten",
     "Pipeline",
     "PipelineConfig",
+    "PresetConfig",
+    "ProfileConfig",
+    "Profiler",
     "RunConfig",
     "SampleOrder",
     "Samples",
     "ScheduleConfig",
     "Section",
+    "Slept",
     "StepDone",
     "StepOutcome",
+    "StepStarted",
     "Task",
     "TrainResult",
     "TrainStep",
     "Trainer",
     "TrainerConfig",
     "WarmupCosineConfig",
+    "Woken",
     "command_line",
+    "handles",
+    "preset_trainer",
     "read_config_file",
     "validate_config",
 ]

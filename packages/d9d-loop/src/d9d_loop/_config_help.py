@@ -1,27 +1,98 @@
-"""Makes of a configuration's class the page that `--help` prints."""
+"""Makes of a configuration's class the page that `--help` prints, and the table that the documentation shows."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from d9d_loop._config_keys import all_keys, arms_of, sections_of
+from d9d_loop._config_keys import Key, arms_of, keys_of, sections_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """A key as one kind of its section has it."""
+
+    kind: str
+    key: Key
 
 
 def describe_fields(model: type[BaseModel]) -> str:
     """One line for each key, with its type and default, and one with what it is for."""
     lines = ["usage: [FILE] [--section.key VALUE ...]", ""]
-    for key in all_keys(model):
-        if not sections_of(key.annotation):
-            default = "required" if key.default is None else f"default {key.default}"
-            lines.append(f"  --{key.name} {_type_name(key.annotation)} ({default})")
-            if key.description:
-                lines.append(f"        {key.description}")
+    for name, variants in _entries(model).items():
+        lines.append(f"  --{name} {_types(variants)} ({_defaults(variants)}){_only_for(variants)}")
+        lines += [f"        {description}" for description in _descriptions(variants)]
     return "\n".join(lines)
 
 
-def _type_name(annotation: Any) -> str:
-    return " | ".join(_arm_name(arm) for arm in arms_of(annotation))
+def tabulate_fields(model: type[BaseModel], *, without: type[BaseModel] | None = None) -> str:
+    """The same as a Markdown table, with the fields of items of lists; without the keys that another class has, too."""
+    known = {} if without is None else _entries(without)
+    lines = ["| Key | Type | Default | What it is for |", "|---|---|---|---|"]
+    for name, variants in _entries(model).items():
+        if name not in known:
+            what = " ".join([*_descriptions(variants), _only_for(variants).strip()]).strip()
+            cells = [f"`{name}`", f"`{_types(variants)}`", _defaults(variants).removeprefix("default "), what]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _entries(model: type[BaseModel]) -> dict[str, list[_Variant]]:
+    """Every key that is no section, under its dotted name, as each kind of its section has it."""
+    entries: dict[str, list[_Variant]] = {}
+    for name, variant in _walk(model, "", "", ()):
+        entries.setdefault(name, []).append(variant)
+    return entries
+
+
+def _walk(section: type, prefix: str, kind: str, above: tuple[type, ...]) -> Iterator[tuple[str, _Variant]]:
+    for key in keys_of(section):
+        name, sections = f"{prefix}{key.name}", sections_of(key.annotation)
+        if not sections:
+            yield name, _Variant(kind, key)
+            items = [below for arm in arms_of(key.annotation) for part in get_args(arm) for below in sections_of(part)]
+            sections, name = items, f"{name}[]"
+        for below in sections:
+            if below not in (*above, section):  # an optimizer's group may have an optimizer
+                yield from _walk(below, f"{name}.", _kind(below) if len(sections) > 1 else kind, (*above, section))
+
+
+def _kind(section: type) -> str:
+    """What tells a section from the other kinds that could be in its place."""
+    literals = [key for key in keys_of(section) if get_origin(key.annotation) is Literal and key.name == "kind"]
+    return str(get_args(literals[0].annotation)[0]) if literals else section.__name__
+
+
+def _only_for(variants: list[_Variant]) -> str:
+    kinds = [variant.kind for variant in variants if variant.kind]
+    is_kind_itself = variants[0].key.name == "kind"
+    return f" [{', '.join(dict.fromkeys(kinds))}]" if kinds and not is_kind_itself else ""
+
+
+def _types(variants: list[_Variant]) -> str:
+    return " | ".join(dict.fromkeys(name for variant in variants for name in _type_names(variant.key.annotation)))
+
+
+def _defaults(variants: list[_Variant]) -> str:
+    found: dict[str | None, list[str]] = {}
+    for variant in variants:
+        found.setdefault(variant.key.default, []).append(variant.kind)
+    if len(found) == 1:
+        (default,) = found
+        return "required" if default is None else f"default {default}"
+    if variants[0].key.name == "kind":
+        return f"default {variants[0].key.default}"
+    return "default " + "; ".join(f"{default} for {', '.join(kinds)}" for default, kinds in found.items())
+
+
+def _descriptions(variants: list[_Variant]) -> list[str]:
+    return list(dict.fromkeys(variant.key.description for variant in variants if variant.key.description))
+
+
+def _type_names(annotation: Any) -> list[str]:
+    return [_arm_name(arm) for arm in arms_of(annotation)]
 
 
 def _arm_name(arm: Any) -> str:
@@ -30,5 +101,6 @@ def _arm_name(arm: Any) -> str:
     if get_origin(arm) is Literal:
         return " | ".join(map(str, get_args(arm)))
     if get_origin(arm) in (tuple, list):
-        return f"[{', '.join('...' if part is Ellipsis else _type_name(part) for part in get_args(arm))}]"
+        parts = ["..." if part is Ellipsis else " | ".join(_type_names(part)) for part in get_args(arm)]
+        return f"[{', '.join(parts)}]"
     return arm.__name__ if isinstance(arm, type) and not get_args(arm) else str(arm)

@@ -4,7 +4,7 @@ from typing import Any
 
 from d9d_dist import ContextSplit, DistributedContext
 from d9d_loop.device import to_device
-from d9d_loop.task import Task
+from d9d_loop.task import BatchTask
 
 
 class BatchPlacement:
@@ -15,7 +15,7 @@ class BatchPlacement:
         ctx: The job's context.
     """
 
-    def __init__(self, task: Task, ctx: DistributedContext) -> None:
+    def __init__(self, task: BatchTask, ctx: DistributedContext) -> None:
         self._task, self._device = task, ctx.device
         cuts = ctx.size("batch", "cp") > 1
         self._split = ContextSplit(ctx.mesh_for("batch")["cp"]) if cuts else None

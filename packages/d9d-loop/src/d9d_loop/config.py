@@ -7,21 +7,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from d9d_dist import MeshConfig
 from d9d_loop.config_source import parse_command_line
 from d9d_loop.lr_schedule import LrScheduleConfig, WarmupCosineConfig
 from d9d_loop.optimizer import AdamWConfig, OptimizerConfig
 from d9d_loop.pipeline_schedule import PipelineScheduleConfig, ScheduleConfig
+from d9d_loop.profiler import ProfileConfig
+from d9d_loop.section import Section
 from d9d_metrics import JsonlTrackerConfig, TrackerConfig
 from d9d_state import Retention
 
 
-class Section(BaseModel):
-    """A part of a configuration: frozen, and an unknown key is an error."""
+class JobConfig(Section):
+    """What configures a job as a whole: read from files and the command line."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    @classmethod
+    def from_cli(cls, default_file: str | Path | None = None, arguments: Sequence[str] | None = None) -> Self:
+        """Read a configuration file and the overrides on the command line.
+
+        `script.py [FILE] [--section.key VALUE ...]`; `--help` documents every field and exits.
+
+        Args:
+            default_file: The TOML, JSON or YAML file to read where the command line names none.
+            arguments: The command line without the program's name; that of this process by default.
+
+        Returns:
+            The checked configuration.
+
+        Raises:
+            UserError: If the file or a field is wrong; every wrong field is listed.
+        """
+        return parse_command_line(cls, default_file, arguments)
 
 
 class RunConfig(Section):
@@ -110,7 +128,16 @@ class LoggingConfig(Section):
     progress: bool = Field(True, description="Whether to draw a progress bar, where there is a terminal.")
 
 
-class TrainerConfig(Section):
+class HostConfig(Section):
+    """How a rank's process behaves."""
+
+    collect_garbage_every: PositiveInt | None = Field(
+        50,
+        description="Steps between collections of Python's cyclic garbage, on all ranks together; null: as it comes.",
+    )
+
+
+class TrainerConfig(JobConfig):
     """The configuration of a training job."""
 
     steps: PositiveInt = Field(description="Optimizer steps of the whole job, those before a resume included.")
@@ -126,26 +153,10 @@ class TrainerConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
+    host: HostConfig = HostConfig()
+    profile: ProfileConfig = ProfileConfig.model_validate({})
     trackers: tuple[TrackerConfig, ...] = Field((JsonlTrackerConfig(),), description="Where values are tracked.")
     initial_weights: Path | None = Field(
         None, description="Folder in the Hugging Face layout to start from, instead of random weights."
     )
     export: bool = Field(True, description="Whether to write the trained model to `export/` in the run's folder.")
-
-    @classmethod
-    def from_cli(cls, default_file: str | Path | None = None, arguments: Sequence[str] | None = None) -> Self:
-        """Read a configuration file and the overrides on the command line.
-
-        `script.py [FILE] [--section.key VALUE ...]`; `--help` documents every field and exits.
-
-        Args:
-            default_file: The TOML or JSON file to read where the command line names none.
-            arguments: The command line without the program's name; that of this process by default.
-
-        Returns:
-            The checked configuration.
-
-        Raises:
-            UserError: If the file or a field is wrong; every wrong field is listed.
-        """
-        return parse_command_line(cls, default_file, arguments)

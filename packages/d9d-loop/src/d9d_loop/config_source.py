@@ -1,4 +1,4 @@
-"""Reads a configuration from a file and the command line, and refuses a wrong one with all that is wrong with it."""
+"""Makes a configuration of a file and the command line, and refuses a wrong one with all that is wrong with it."""
 
 import json
 import sys
@@ -13,12 +13,15 @@ from pydantic import BaseModel, ValidationError
 from d9d_dist import UserError
 from d9d_loop._config_errors import explain
 from d9d_loop._config_help import describe_fields
+from d9d_loop.config_file import read_config_file
 
 M = TypeVar("M", bound=BaseModel)
 
 
 def parse_command_line(model: type[M], default_file: str | Path | None, arguments: Sequence[str] | None) -> M:
-    """Read `[FILE] [--section.key VALUE ...]` into a configuration; `--help` prints every field and exits.
+    """Read `[FILE] [--section.key VALUE ...]` into a configuration.
+
+    `--help` prints every field and exits; `--schema` prints the JSON Schema of files, which editors can check against.
 
     Args:
         model: The class of the configuration.
@@ -32,34 +35,15 @@ def parse_command_line(model: type[M], default_file: str | Path | None, argument
     if "--help" in words or "-h" in words:
         print(describe_fields(model))
         raise SystemExit(0)
+    if "--schema" in words:
+        print(json.dumps(file_schema(model), indent=2))
+        raise SystemExit(0)
     file, overrides = _split(words)
     source = default_file if file is None else file
     values = {} if source is None else read_config_file(source)
     for key, text in overrides:
         _override(values, key, text)
     return validate_config(model, values)
-
-
-def read_config_file(file: str | Path) -> dict[str, Any]:
-    """Read a `.toml` or `.json` file.
-
-    Raises:
-        UserError: If it is not there, of another kind, or not well formed.
-    """
-    path = Path(file)
-    if path.suffix not in (".toml", ".json"):
-        raise UserError(f"configuration file {path}: expected a .toml or .json file.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"configuration file {path} cannot be read: {error}. Check the path.") from None
-    try:
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:
-        raise UserError(f"configuration file {path} is not well formed: {error}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"configuration file {path} holds {type(values).__name__}; expected sections and keys.")
-    return values
 
 
 def validate_config(model: type[M], values: Mapping[str, Any]) -> M:
@@ -73,6 +57,28 @@ def validate_config(model: type[M], values: Mapping[str, Any]) -> M:
         return model.model_validate(values)
     except ValidationError as error:
         raise UserError("\n     ".join(explain(model, error))) from None
+
+
+def file_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """The JSON Schema of configuration files, in which nothing is required: the rest may come from other places."""
+    schema = _without_one_of(model.model_json_schema())
+    schema.pop("required", None)
+    include = {
+        "type": "array",
+        "items": {"type": "string"},
+        "description": "Files whose keys count where this one is silent.",
+    }
+    schema["properties"] = {"$schema": {"type": "string"}, "include": include, **schema["properties"]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _without_one_of(schema: Any) -> Any:
+    """A section in which `kind` is left out fits several members of a union; which one is meant is known here only."""
+    if isinstance(schema, list):
+        return [_without_one_of(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {"anyOf" if key == "oneOf" else key: _without_one_of(value) for key, value in schema.items()}
 
 
 def _split(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:

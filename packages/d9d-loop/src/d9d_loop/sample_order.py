@@ -1,11 +1,22 @@
 """The global order of samples: a function of (seed, position) in constant memory, the same on any number of ranks."""
 
-from d9d_dist import stream_key
+from typing import final
+
+import torch
+from torch import Tensor
+
+from d9d_dist import UserError, stream_key
 
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_LARGEST = 1 << 62
+_SCALAR = 128
+"""Up to so many positions are faster one by one than as a tensor."""
 
 
+@final
 class SampleOrder:
     """Maps positions in an endless stream of epochs to sample indices; each epoch is a permutation of the data.
 
@@ -14,40 +25,101 @@ class SampleOrder:
     and resumes at once.
 
     Args:
-        num_samples: Number of samples of an epoch.
+        num_samples: Number of samples of an epoch, at least 1 and at most 2^62.
         seed: Chooses the permutations.
         shuffle: Whether to permute at all; if not, each epoch goes through the data in order.
+
+    Raises:
+        UserError: If the number of samples is outside of its range.
     """
 
     def __init__(self, num_samples: int, *, seed: int, shuffle: bool = True) -> None:
-        assert num_samples > 0
+        if not 0 < num_samples <= _LARGEST:
+            raise UserError(f"got {num_samples} samples; expected 1 to 2^62. Check where the data are read from.")
         self._num_samples = num_samples
         self._seed = seed
         self._shuffle = shuffle
         half_bits = max((num_samples - 1).bit_length() + 1, 2) // 2
         self._half_bits, self._half_mask = half_bits, (1 << half_bits) - 1
+        self._keys = (-1, [0])
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of an epoch."""
+        return self._num_samples
 
     def __getitem__(self, position: int) -> int:
         """The index of the sample at a position of the stream."""
         epoch, index = divmod(position, self._num_samples)
         if not self._shuffle:
             return index
-        key = stream_key(self._seed, "sample order", epoch)
-        index = self._permute(index, key)
+        keys = self._round_keys(epoch)
+        index = self._permute(index, keys)
         while index >= self._num_samples:
-            index = self._permute(index, key)
+            index = self._permute(index, keys)
         return index
 
-    def _permute(self, index: int, key: int) -> int:
+    def take(self, start: int, stop: int) -> list[int]:
+        """The indices of the samples at positions from `start` to before `stop`; much faster than one by one."""
+        taken: list[int] = []
+        while start < stop:
+            epoch, first = divmod(start, self._num_samples)
+            last = min(first + stop - start, self._num_samples)
+            if not self._shuffle:
+                taken += range(first, last)
+            elif last - first <= _SCALAR:
+                taken += [self[position] for position in range(start, start + last - first)]
+            else:
+                taken += self._permute_range(first, last, self._round_keys(epoch))
+            start += last - first
+        return taken
+
+    def _permute_range(self, first: int, last: int, keys: list[int]) -> list[int]:
+        indices = self._permute_all(torch.arange(first, last), keys)
+        while (outside := (indices >= self._num_samples).nonzero()).numel():
+            indices[outside] = self._permute_all(indices[outside], keys)
+        return indices.tolist()
+
+    def _round_keys(self, epoch: int) -> list[int]:
+        """The keys of an epoch's rounds; those of the last one asked for are kept."""
+        kept, keys = self._keys
+        if kept != epoch:
+            key = stream_key(self._seed, "sample order", epoch)
+            keys = [key + number * _GOLDEN & _MASK for number in range(_ROUNDS)]
+            self._keys = (epoch, keys)
+        return keys
+
+    def _permute(self, index: int, keys: list[int]) -> int:
         left, right = index >> self._half_bits, index & self._half_mask
-        for number in range(_ROUNDS):
-            left, right = right, left ^ (_hash(right ^ (key + number * 0x9E3779B97F4A7C15)) & self._half_mask)
+        for key in keys:
+            left, right = right, left ^ (_hash(right ^ key) & self._half_mask)
+        return left << self._half_bits | right
+
+    def _permute_all(self, indices: Tensor, keys: list[int]) -> Tensor:
+        left, right = indices >> self._half_bits, indices & self._half_mask
+        for key in keys:
+            left, right = right, left ^ (_hash_all(right ^ _signed(key)) & self._half_mask)
         return left << self._half_bits | right
 
 
 def _hash(value: int) -> int:
     """The finaliser of SplitMix64."""
-    value &= _MASK
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    value = (value ^ value >> 30) * _FIRST & _MASK
+    value = (value ^ value >> 27) * _SECOND & _MASK
     return value ^ value >> 31
+
+
+def _hash_all(values: Tensor) -> Tensor:
+    """The same of int64, whose products wrap as those of unsigned numbers do; shifts must not bring in the sign."""
+    values = (values ^ _shifted(values, 30)) * _signed(_FIRST)
+    values = (values ^ _shifted(values, 27)) * _signed(_SECOND)
+    return values ^ _shifted(values, 31)
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    return values >> bits & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of an unsigned number."""
+    return value - (1 << 64) if value >> 63 else value

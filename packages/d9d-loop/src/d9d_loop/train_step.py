@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, clip_grad_norm_, scale_gradients_
-from d9d_loop.events import Events, GradientsReady
+from d9d_loop.event_bus import Events
+from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
 from d9d_loop.lr_schedule import LrSchedule
 from d9d_loop.pipeline import Pipeline
 from d9d_loop.task import Task, to_inputs
@@ -49,7 +50,7 @@ class TrainStep:
         max_norm: Largest global gradient norm; `None` only measures it.
         num_microbatches: Microbatches of a step on this rank.
         ctx: The job's context.
-        events: Told when gradients are ready.
+        events: Told what happens within a step.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class TrainStep:
             batches: This rank's microbatches, on its device.
             measured: Whether to measure when each rank of the pipeline computes what; some more collectives.
         """
+        self._events.emit(StepStarted(step + 1))
         totals = torch.zeros(2, dtype=torch.float64, device=self._ctx.device)
 
         def take_loss(outputs: Any, microbatch: int) -> torch.Tensor:
@@ -104,6 +106,7 @@ class TrainStep:
         timeline = self._executor.measured_step(inputs, take_loss) if measured else None
         if not measured:
             self._executor.step(inputs, take_loss)
+        self._events.emit(BackwardDone(step + 1, self._model))
         self._gradient_sync.finish()
         self._shared.add_gradients()
         if self._losses_group.size() > 1:
@@ -119,5 +122,6 @@ class TrainStep:
             group["lr"] = peak * factor
         self._optimizer.step()
         self._shared.copy_values()
+        self._events.emit(OptimizerDone(step + 1, self._model, self._optimizer))
         self._model.zero_grad()  # also what the optimizer does not have, which would add up forever
         return StepOutcome(total * per_weight, weight, grad_norm, self._peaks[0] * factor, timeline)

@@ -2,24 +2,40 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import JsonValue
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import DistributedContext, StageInfo, UserError, materialize, seed_everything
+from d9d_dist import DistributedContext, StageInfo, UserError, seed_everything
 from d9d_loop.batch_placement import BatchPlacement
 from d9d_loop.batches import Collate, Samples, TrainBatches, batch_loader
 from d9d_loop.config import TrainerConfig
 from d9d_loop.data_random import data_random
 from d9d_loop.evaluation import Evaluator
-from d9d_loop.events import CheckpointSaved, EvaluationDone, Events, Finished, ModelExported, StepDone
+from d9d_loop.event_bus import Events
+from d9d_loop.events import (
+    CheckpointSaved,
+    CheckpointStarted,
+    ConfigReady,
+    DataReady,
+    EvaluationDone,
+    EvaluationStarted,
+    Failed,
+    Finished,
+    ModelExported,
+    ModelReady,
+    OptimizerReady,
+    StepDone,
+)
+from d9d_loop.garbage import GarbageCollection
 from d9d_loop.job_state import JobState, Record
 from d9d_loop.lr_schedule import LrSchedule
+from d9d_loop.model_build import build_pipeline
 from d9d_loop.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizer import OptimizerProvider
 from d9d_loop.pipeline import Pipeline
@@ -27,13 +43,12 @@ from d9d_loop.preflight import (
     JobPlan,
     check_job,
     check_metric_names,
-    check_parallelized,
-    check_unchanged,
     checkpoint_folder,
-    describe_tensors,
 )
+from d9d_loop.profiler import Profiler
 from d9d_loop.reports import Reports
 from d9d_loop.sample_order import SampleOrder
+from d9d_loop.sleep import Sleep
 from d9d_loop.task import Task
 from d9d_loop.train_result import TrainResult
 from d9d_loop.train_step import StepOutcome, TrainStep
@@ -72,7 +87,7 @@ class Trainer:
         lr_schedule: LrSchedule | None = None,
         schedule: Schedule | None = None,
     ) -> None:
-        self.events = Events()
+        self.events = Events(seed=config.seed)
         self._config = config
         self._provider = model if isinstance(model, ModelProvider) else FunctionProvider(model)
         self._data, self._evaluation_data, self._collate = data, evaluation_data, collate
@@ -80,6 +95,7 @@ class Trainer:
         self._optimizer = optimizer or config.optimizer.build
         self._lr_schedule = lr_schedule or config.lr_schedule.build(config.steps)
         self._schedule = schedule
+        self._record = Record()
 
     def train(self) -> TrainResult:
         """Run the job to its end, from its newest checkpoint if it has one.
@@ -103,22 +119,32 @@ class Trainer:
         with plan.mesh.build(launch=plan.launch) as ctx:
             try:
                 return self._train(plan, ctx)
-            except UserError as error:
-                # From here on a rank may be alone with it: the note makes `command_line` print it there too.
-                error.add_note(f"on rank {ctx.rank}")
+            except BaseException as error:
+                if isinstance(error, UserError):
+                    # From here on a rank may be alone with it: the note makes `command_line` print it there too.
+                    error.add_note(f"on rank {ctx.rank}")
+                self._tell_of_failure(error)
                 raise
+
+    def _tell_of_failure(self, error: BaseException) -> None:
+        try:
+            self.events.emit(Failed(self._record.step, error))
+        except Exception as another:
+            # Not in the place of what went wrong first.
+            error.add_note(f"besides, {another!r} was " + "; ".join(getattr(another, "__notes__", ())))
 
     def _train(self, plan: JobPlan, ctx: DistributedContext) -> TrainResult:
         config = self._config
         ctx.check_agreement("the configuration", json.dumps(_resolved(config), sort_keys=True))
+        self.events.emit(ConfigReady(0, _resolved(config), ctx))
         store = CheckpointStore(checkpoint_folder(config), retention=config.checkpoint.retention)
         # However the job ends, a checkpoint that is being written is finished before another job may take the folder.
         with store.locked(ctx), store:
             return self._train_in(store, plan, ctx)
 
     def _train_in(self, store: CheckpointStore, plan: JobPlan, ctx: DistributedContext) -> TrainResult:
-        config, task = self._config, self._task
-        pipeline = self._build_pipeline(plan, ctx)
+        config, task, events = self._config, self._task, self.events
+        pipeline = build_pipeline(self._provider, plan, ctx, seed=config.seed)
         model = pipeline.model
         seed_everything(config.seed, ctx)
         optimizer = self._optimizer(model)
@@ -132,9 +158,9 @@ class Trainer:
             num_samples=len(self._data),
             seed=config.seed,
             ctx=ctx,
-            on_saved=lambda step: self.events.emit(CheckpointSaved(step)),
+            on_saved=lambda step: events.emit(CheckpointSaved(step)),
         )
-        record = state.restore()
+        record = self._record = state.restore()
         if record.step == 0 and config.initial_weights is not None:
             load_model_state(
                 model,
@@ -144,6 +170,8 @@ class Trainer:
                 progress=config.logging.progress,
             )
         pipeline.shared.copy_values()
+        events.emit(ModelReady(record.step, model, ctx))
+        events.emit(OptimizerReady(record.step, optimizer))
         take_step = TrainStep(
             pipeline,
             optimizer,
@@ -153,8 +181,9 @@ class Trainer:
             max_norm=config.gradients.max_norm,
             num_microbatches=plan.num_microbatches,
             ctx=ctx,
-            events=self.events,
+            events=events,
         )
+        sleep = Sleep(model, optimizer, events=events)
         evaluate = self._evaluator(pipeline, plan, ctx)
         reports = Reports(
             config,
@@ -165,8 +194,13 @@ class Trainer:
             schedule=type(plan.schedule).__name__,
             ctx=ctx,
         )
-        with reports:
+        garbage = GarbageCollection(config.host.collect_garbage_every)
+        profiler = Profiler(config.profile, config.run.dir, ctx)
+        with reports, garbage, profiler:
             first_step = record.step
+            ready = DataReady(first_step, len(self._data), plan.num_microbatches, plan.microbatch_size)
+            events.emit(ready)
+            profiler.step(ready)
             for batches in self._steps(first_step, plan, ctx):
                 # The second step: the first one makes kernels, process groups and shapes known.
                 is_measured = len(plan.program.ranks) > 1 and record.step == first_step + 1
@@ -178,7 +212,11 @@ class Trainer:
                     if config.checkpoint.background:
                         state.prepare()
                 state.raise_if_failed()
-                self.events.emit(StepDone(record.step, outcome.loss, outcome.grad_norm, outcome.learning_rate))
+                done = _step_done(record, outcome, sleep)
+                events.emit(done)
+                # Not through the bus, whose care for what handlers do takes time.
+                profiler.step(done)
+                garbage.collect(done)
                 reports.step(outcome, metrics)
                 self._evaluate_and_save(record, outcome, evaluate=evaluate, reports=reports, state=state)
             export_dir = self._export(model, plan, ctx) if config.export else None
@@ -192,7 +230,7 @@ class Trainer:
             run_dir=config.run.dir,
             export_dir=export_dir,
         )
-        self.events.emit(Finished(result, model, pipeline.callable(), ctx))
+        self.events.emit(Finished(record.step, result, model, pipeline.callable(), ctx))
         return result
 
     def _evaluate_and_save(
@@ -203,32 +241,20 @@ class Trainer:
         is_last = record.step == config.steps
         is_evaluated = is_last or record.step % config.evaluation.every == 0
         if evaluate is not None and is_evaluated:
+            self.events.emit(EvaluationStarted(record.step))
             with reports.not_training():
                 record.evaluation = evaluate()
             reports.evaluation()
             self.events.emit(EvaluationDone(record.step, record.evaluation))
         if is_last or record.step % config.checkpoint.every == 0:
             reports.settle(outcome)
+            self.events.emit(CheckpointStarted(record.step))
             with reports.not_training():
                 state.save(
                     record,
                     metric=record.evaluation.get(config.checkpoint.best_by) if is_evaluated else None,
                     background=config.checkpoint.background and not is_last,
                 )
-
-    def _build_pipeline(self, plan: JobPlan, ctx: DistributedContext) -> Pipeline:
-        """Build this rank's stages on meta, parallelise, materialise."""
-        stages: dict[int, nn.Module] = {}
-        for index in plan.program.stages_of(ctx.coordinate("regular", "pp")):
-            with torch.device("meta"):
-                stage = self._provider.build(StageInfo(index, plan.program.num_stages))
-            built = describe_tensors(stage)
-            self._provider.parallelize(stage, ctx)
-            check_unchanged(stage, built)
-            check_parallelized(stage, ctx)
-            materialize(stage, device=ctx.device, seed=self._config.seed)
-            stages[index] = stage.train()
-        return Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)
 
     def _steps(self, first_step: int, plan: JobPlan, ctx: DistributedContext) -> Iterator[list[Any]]:
         """The microbatches of this rank, for one step after the other."""
@@ -270,17 +296,23 @@ class Trainer:
         )
 
     def _export(self, model: nn.Module, plan: JobPlan, ctx: DistributedContext) -> Path:
-        folder = self._config.run.dir / "export"
+        config = self._config
+        folder = config.run.dir / "export"
         save_model_state(
             model,
             folder,
             plan.mapper and plan.mapper.inverse(),
             ctx,
             extra_files=self._provider.export_files(),
-            progress=self._config.logging.progress,
+            progress=config.logging.progress,
         )
-        self.events.emit(ModelExported(folder))
+        self.events.emit(ModelExported(config.steps, folder))
         return folder
+
+
+def _step_done(record: Record, outcome: StepOutcome, sleep: Sleep) -> StepDone:
+    loss, grad_norm = outcome.loss, outcome.grad_norm
+    return StepDone(record.step, loss, grad_norm, outcome.learning_rate, partial(sleep, record.step))
 
 
 def _resolved(config: TrainerConfig) -> dict[str, JsonValue]:

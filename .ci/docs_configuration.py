@@ -1,0 +1,29 @@
+"""Writes the reference of every configuration field while the documentation is built, from the models themselves."""
+
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from d9d_loop import InferenceConfig, PresetConfig, TrainerConfig
+from d9d_loop._config_help import tabulate_fields
+
+PAGES = (
+    ("Training", TrainerConfig, "`TrainerConfig`, which a job's own configuration subclasses."),
+    ("Presets", PresetConfig, "`PresetConfig` of `d9d-train`: the fields above, and these."),
+    ("Inference", InferenceConfig, "`InferenceConfig`."),
+)
+
+
+def reference() -> str:
+    """The page."""
+    lines = ["# Configuration", "", "Made from the models of this version; `--help` prints the same."]
+    for title, model, what in PAGES:
+        without = TrainerConfig if model is PresetConfig else None
+        lines += ["", f"## {title}", "", what, "", tabulate_fields(model, without=without)]
+    return "\n".join(lines) + "\n"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Called by mkdocs before it looks at any page."""
+    files.append(File.generated(config, "reference/configuration.md", content=reference()))
+    return files

@@ -1,0 +1,162 @@
+"""What part of the machine's own bandwidth the optimizers' kernels reach, and their peers: one table, and JSON.
+
+    python packages/d9d-loop/benchmarks/gpu.py --output gpu.json
+
+Counted are the bytes that have to be moved, each number read once and written once: 6 for an element of a stochastic
+copy; 14 or 22 for one of AdamW on bfloat16 parameters, with averages in bfloat16 or float32. They are given as a part
+of what a copy of a large tensor moves in the same run. Peers: torch's copy and fused AdamW, which round to nearest, and
+torchao's AdamW where it is installed. Together the tensors are larger than any cache.
+
+`--device cpu --tiny` only shows that it runs.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d9d_loop.optimizers import LocalAdamW, StochasticAdamW, stochastic_copy_
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        elements: Of all tensors together.
+        tensors: How many tensors a step updates.
+        repeats: Measurements, of which the median counts.
+    """
+
+    elements: int = 10**9
+    tensors: int = 64
+    repeats: int = 20
+
+
+TINY = Sizes(elements=4096, tensors=2, repeats=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        kernel: What is computed.
+        peer: By whom.
+        milliseconds: Median of one call.
+        part: Of the bandwidth of a copy.
+    """
+
+    kernel: str
+    peer: str
+    milliseconds: float
+    part: float
+
+
+def main() -> None:
+    """Measure, print the table, and write JSON if asked to."""
+    parser = argparse.ArgumentParser(description="Optimizer kernels against the machine's own speed and their peers.")
+    parser.add_argument("--device", help="by default the accelerator")
+    parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    bench = Bench(
+        torch.device(args.device or torch.accelerator.current_accelerator() or "cpu"), TINY if args.tiny else Sizes()
+    )
+    print(f"{bench.device}: copy {bench.bandwidth / 1e12:.3f} TB/s")
+    rows = []
+    for row in (*bench.copies(), *bench.steps()):
+        rows.append(row)
+        print(f"{row.kernel:32s} {row.peer:10s} {row.milliseconds:10.3f} ms  {row.part:7.1%}", flush=True)
+    figures: dict[str, Any] = {
+        "torch": torch.__version__,
+        "device": str(bench.device),
+        "copy_bytes_per_second": bench.bandwidth,
+    }
+    figures |= {"sizes": asdict(bench.sizes), "rows": [asdict(row) for row in rows]}
+    if args.output:
+        args.output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+class Bench:
+    """The measurements on one device."""
+
+    def __init__(self, device: torch.device, sizes: Sizes) -> None:
+        self.device, self.sizes = device, sizes
+        source = torch.zeros(sizes.elements, dtype=torch.bfloat16, device=device)
+        target = torch.empty_like(source)
+        self.bandwidth = 2 * source.nbytes / self._seconds(lambda: target.copy_(source))
+
+    def copies(self) -> Iterator[Row]:
+        """float32 to bfloat16."""
+        source = torch.zeros(self.sizes.elements, device=self.device).normal_()
+        target = torch.empty_like(source, dtype=torch.bfloat16)
+        peers: dict[str, Callable[[], object]] = {
+            "ours": partial(stochastic_copy_, target, source, seed=0, step=0, name="w"),
+            "nearest": lambda: target.copy_(source),
+        }
+        for peer, run in peers.items():
+            yield self._row("stochastic copy", peer, run, num_bytes=6)
+
+    def steps(self) -> Iterator[Row]:
+        """Steps of AdamW on bfloat16."""
+        for dtype, num_bytes in ((torch.bfloat16, 14), (torch.float32, 22)):
+            name = f"adamw, averages {str(dtype).removeprefix('torch.')}"
+            named = self._parameters()
+            yield self._row(name, "ours", StochasticAdamW(named, average_dtype=dtype).step, num_bytes=num_bytes)
+        fused = LocalAdamW([parameter for _, parameter in self._parameters()], fused=True)
+        yield self._row("adamw, to nearest", "torch", fused.step, num_bytes=14)
+        if torchao := _torchao():
+            parameters = [parameter for _, parameter in self._parameters()]
+            step = torchao._AdamW(parameters, bf16_stochastic_round=True).step
+            yield self._row("adamw, averages bfloat16", "torchao", step, num_bytes=14)
+
+    def _parameters(self) -> list[tuple[str, Tensor]]:
+        named = []
+        for index in range(self.sizes.tensors):
+            shape = (self.sizes.elements // self.sizes.tensors // 8, 8)
+            parameter = torch.ones(shape, dtype=torch.bfloat16, device=self.device, requires_grad=True)
+            parameter.grad = torch.ones_like(parameter)
+            named.append((f"w{index}", parameter))
+        return named
+
+    def _row(self, kernel: str, peer: str, run: Callable[[], object], *, num_bytes: int) -> Row:
+        seconds = self._seconds(run)
+        return Row(kernel, peer, seconds * 1e3, num_bytes * self.sizes.elements / seconds / self.bandwidth)
+
+    def _seconds(self, run: Callable[[], object]) -> float:
+        """Median time of one call, after two that are not counted."""
+        for _ in range(2):
+            run()
+        return statistics.median(self._measure(run) for _ in range(self.sizes.repeats))
+
+    def _measure(self, run: Callable[[], object]) -> float:
+        self._wait()
+        begin = time.perf_counter()
+        run()
+        self._wait()
+        return time.perf_counter() - begin
+
+    def _wait(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def _torchao() -> Any:
+    """Torchao's optimizers, where they are installed and there is an accelerator for them."""
+    is_there = find_spec("torchao") is not None and torch.accelerator.is_available()
+    return import_module("torchao.optim") if is_there else None
+
+
+if __name__ == "__main__":
+    main()

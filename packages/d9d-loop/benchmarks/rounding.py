@@ -1,0 +1,59 @@
+"""Whether stochastic rounding is unbiased: means of 10^8 copies of each of some values, in units of their deviation.
+
+    python packages/d9d-loop/benchmarks/rounding.py --output rounding.json
+
+Every line is to be within 4 sigma. `--device cpu --tiny` only shows that it runs.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from d9d_loop.optimizers import stochastic_copy_
+
+_CHUNK = 1 << 22
+_VALUES = (1.001, -1.0005, 1 / 3, 123.456, 3e-20, 1.00390625)
+
+
+def deviation(value: float, samples: int, device: torch.device) -> float:
+    """How far the mean of copies is from the value, in standard deviations of that mean."""
+    exact = torch.tensor(value).item()
+    low = (torch.tensor(value).view(torch.int32) & -0x10000).view(torch.float32).item()
+    high = ((torch.tensor(value).view(torch.int32) & -0x10000) + 0x10000).view(torch.float32).item()
+    source = torch.full((min(_CHUNK, samples),), value, device=device)
+    target = torch.empty_like(source, dtype=torch.bfloat16)
+    raised = done = 0
+    for step in range(-(-samples // _CHUNK)):
+        stochastic_copy_(target, source, seed=0, step=step, name="benchmark")
+        raised += int((target == high).sum())
+        done += target.numel()
+    share = (exact - low) / (high - low)
+    return (raised / done - share) / math.sqrt(share * (1 - share) / done)
+
+
+def main() -> None:
+    """Measure, print, and write JSON if asked to."""
+    parser = argparse.ArgumentParser(
+        description="Stochastic rounding against the values that it should give on average."
+    )
+    parser.add_argument("--device", help="by default the accelerator")
+    parser.add_argument("--samples", type=int, default=10**8)
+    parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    device = torch.device(args.device or torch.accelerator.current_accelerator() or "cpu")
+    samples = 10**5 if args.tiny else args.samples
+    rows = []
+    for value in _VALUES:
+        rows.append({"value": value, "samples": samples, "sigmas": deviation(value, samples, device)})
+        print(f"{value:12g}: {rows[-1]['sigmas']:+.2f} sigma over {samples:.0e} samples", flush=True)
+    figures = {"torch": torch.__version__, "device": str(device), "rows": rows}
+    if args.output:
+        args.output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

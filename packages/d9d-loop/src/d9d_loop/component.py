@@ -1,0 +1,88 @@
+"""A part of a job that a configuration file names by its import path, with the arguments to make it of."""
+
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ConfigDict, Field, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+from d9d_dist import UserError
+from d9d_loop.section import Section
+
+
+class Component(Section):
+    """What to call, and with which arguments: `model = {use = "my_project.models:Decoder", hidden_size = 64}`.
+
+    Arguments are checked against the signature, and made of what the file says by their annotations: a path of text, a
+    pydantic model of a table.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    use: str = Field(
+        pattern=r"^[\w.]+:[\w.]+$", description="What to call, as package.module:name; other keys are its arguments."
+    )
+
+    def build(self, key: str) -> Any:
+        """Import what to call, and call it.
+
+        Args:
+            key: The key of the configuration that this is the value of, for messages.
+
+        Raises:
+            UserError: If it cannot be imported or called so.
+        """
+        factory = self._import(key)
+        arguments = self._arguments(factory, key)
+        return factory(**arguments)
+
+    def _import(self, key: str) -> Callable[..., Any]:
+        module_name, _, path = self.use.partition(":")
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # something that the module itself needs
+            raise UserError(
+                f"{key}.use = {self.use!r}: there is no module {error.name}. Install it, or start the job in the "
+                "folder that holds it."
+            ) from None
+        for name in path.split("."):
+            if name not in vars(found):
+                close = get_close_matches(name, vars(found), n=1)
+                hint = f"; did you mean {close[0]}?" if close else "."
+                raise UserError(f"{key}.use = {self.use!r}: there is no {name} in {module_name}{hint}")
+            found = vars(found)[name]
+        if not callable(found):
+            raise UserError(f"{key}.use = {self.use!r} is {type(found).__name__}; expected a class or a function.")
+        return found
+
+    def _arguments(self, factory: Callable[..., Any], key: str) -> dict[str, Any]:
+        given: Mapping[str, Any] = self.model_extra or {}
+        signature = inspect.signature(factory)
+        try:
+            signature.bind(**given)
+        except TypeError as error:
+            raise UserError(
+                f"{key}: {self.use} cannot be called with {', '.join(given) or 'no arguments'}: {error}. It takes "
+                f"{signature.replace(return_annotation=inspect.Signature.empty)}."
+            ) from None
+        target = factory.__init__ if isinstance(factory, type) else factory
+        hints = typing.get_type_hints(target)
+        return {name: _convert(value, hints.get(name, Any), f"{key}.{name}") for name, value in given.items()}
+
+
+def _convert(value: Any, annotation: Any, key: str) -> Any:
+    try:
+        adapter = TypeAdapter(annotation)
+    except PydanticSchemaGenerationError:  # a type that pydantic does not know: left to what is called
+        return value
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join([key, *map(str, first["loc"])])
+        raise UserError(f"{where} = {first['input']!r}: {first['msg']}.") from None

@@ -1,0 +1,59 @@
+"""Training data: one global order of samples, composed of streams, the same on any number of ranks."""
+
+from d9d_loop.data.best_fit import best_fit_decreasing
+from d9d_loop.data.bucketed_stream import BucketedStream
+from d9d_loop.data.data_error import DataError
+from d9d_loop.data.data_provider import DataProvider, DatasetProvider
+from d9d_loop.data.document_stream import Document, DocumentStream, TokenizedStream
+from d9d_loop.data.indexed_stream import IndexedStream
+from d9d_loop.data.iterated_stream import IteratedStream, StatefulIterable
+from d9d_loop.data.mixture_stream import MixtureStream, Phase, SourceCount
+from d9d_loop.data.packed_stream import PackedStream, pack_row
+from d9d_loop.data.padding import PaddingCollate, pad_sequences
+from d9d_loop.data.prefetcher import Prefetcher
+from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
+from d9d_loop.data.sharded_samples import ShardedSamples
+from d9d_loop.data.shuffled_stream import ShuffledStream
+from d9d_loop.data.stream_loader import Share, StreamLoader
+from d9d_loop.data.token_file import TokenFile, TokenManifest
+from d9d_loop.data.token_file_writer import TokenFileWriter
+from d9d_loop.data.token_samples import PackedSamples, TokenWindows
+from d9d_loop.data.tokenize_text import TextFiles, is_held_out, tokenize_text, train_tokenizer
+
+__all__ = [
+    "BucketedStream",
+    "Cursor",
+    "DataError",
+    "DataProvider",
+    "DatasetProvider",
+    "Document",
+    "DocumentStream",
+    "Entry",
+    "IndexedStream",
+    "IteratedStream",
+    "MixtureStream",
+    "PackedSamples",
+    "PackedStream",
+    "PaddingCollate",
+    "Phase",
+    "Prefetcher",
+    "SampleStream",
+    "ShardedSamples",
+    "Share",
+    "ShuffledStream",
+    "SourceCount",
+    "StatefulIterable",
+    "StreamLoader",
+    "TextFiles",
+    "TokenFile",
+    "TokenFileWriter",
+    "TokenManifest",
+    "TokenWindows",
+    "TokenizedStream",
+    "best_fit_decreasing",
+    "is_held_out",
+    "pack_row",
+    "pad_sequences",
+    "tokenize_text",
+    "train_tokenizer",
+]

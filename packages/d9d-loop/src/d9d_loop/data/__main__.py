@@ -1,0 +1,66 @@
+"""The command that makes token files of text files.
+
+python -m d9d_loop.data books/ notes.txt crawl.jsonl --output tokens --tokenizer tokenizer.json
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from d9d_dist import UserError
+from d9d_loop.command_line import command_line
+from d9d_loop.data.tokenize_text import END_TOKEN, TextFiles, is_held_out, tokenize_text, train_tokenizer
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; prints a line of JSON for each token file that it wrote.
+
+    Args:
+        arguments: The command line without the program's name; that of this process by default.
+
+    Raises:
+        UserError: If a file or an option is wrong.
+    """
+    parser = argparse.ArgumentParser(prog="python -m d9d_loop.data", description="Make a token file of text.")
+    parser.add_argument("paths", type=Path, nargs="+", help="text files, .jsonl files, and folders of such")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write; must not exist")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of a model")
+    parser.add_argument("--train-vocab-size", type=int, help="train the tokenizer first, with so many tokens")
+    parser.add_argument("--pattern", default="**/*.txt", help="which files of a folder; default: %(default)s")
+    parser.add_argument("--field", default="text", help="field of a .jsonl line that holds text; default: %(default)s")
+    end = parser.add_mutually_exclusive_group()
+    end.add_argument("--end-token", default=END_TOKEN, help="token put after each document; default: %(default)s")
+    end.add_argument("--no-end-token", action="store_const", dest="end_token", const=None, help="put nothing there")
+    parser.add_argument(
+        "--held-out", type=float, default=0.0, help="part of the documents for OUTPUT/held_out, the rest OUTPUT/train"
+    )
+    options = parser.parse_args(arguments)
+    documents = TextFiles(options.paths, pattern=options.pattern, field=options.field)
+    part: float = options.held_out
+    if not 0 <= part < 1:
+        raise UserError(f"--held-out {part}; expected a part from 0 to below 1.")
+    if options.train_vocab_size is not None:
+        _train(documents, options.tokenizer, vocab_size=options.train_vocab_size, end_token=options.end_token)
+    kinds = {"train": False, "held_out": True} if part else {"": False}
+    for name, wanted in kinds.items():
+        chosen = (text for text in documents if is_held_out(text, part) == wanted)
+        folder = Path(options.output, name)
+        file = tokenize_text(chosen, folder, tokenizer=options.tokenizer, end_token=options.end_token)
+        counts = {"documents": file.manifest.num_documents, "tokens": file.manifest.num_tokens}
+        print(json.dumps({"folder": str(folder), **counts, "dtype": file.manifest.dtype}))
+
+
+def _train(documents: TextFiles, path: Path, *, vocab_size: int, end_token: str | None) -> None:
+    if path.exists():
+        raise UserError(
+            f"the tokenizer {path} exists already; leave --train-vocab-size out to use it, or name another."
+        )
+    trained = train_tokenizer(documents, vocab_size=vocab_size, end_token=end_token or END_TOKEN)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trained.save(str(path))
+
+
+if __name__ == "__main__":
+    with command_line():
+        main()

@@ -1,0 +1,209 @@
+"""Documents as streams: of a token file, or made of samples on the way; long ones are cut, and no token is lost."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, final
+
+import torch
+from pydantic import JsonValue, TypeAdapter
+from torch import Tensor
+
+from d9d_dist import UserError
+from d9d_loop.data.indexed_stream import OrderCursor
+from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
+from d9d_loop.data.window_cursor import WindowCursor
+from d9d_loop.sample_order import SampleOrder
+
+if TYPE_CHECKING:
+    from d9d_loop.data.token_file import TokenFile
+
+
+class Document(TypedDict):
+    """A document, or a part of one.
+
+    Attributes:
+        tokens: int64 [n + 1]: n inputs, and the n tokens after them.
+        source: Number of its source in a mixture.
+    """
+
+    tokens: Tensor
+    source: NotRequired[int]
+
+
+def cut(num_tokens: int, max_length: int) -> list[tuple[int, int]]:
+    """Cut a document so that each token but the first is the label of one position.
+
+    Args:
+        num_tokens: Tokens of the document.
+        max_length: Most positions of a part.
+
+    Returns:
+        First and last token of each part, which begins with the token that the one before it ends with; none for a
+        document of fewer than two tokens, which has nothing to predict.
+    """
+    last = num_tokens - 1
+    return [(start, min(start + max_length, last)) for start in range(0, last, max_length)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Position of a document in the order of documents, and how many of its parts were taken."""
+
+    document: int = 0
+    part: int = 0
+
+
+_PLACE = TypeAdapter(_Place)
+
+
+@final
+class DocumentStream(SampleStream):
+    """The documents of a token file, in an order that is another one in each epoch.
+
+    An entry is (document, first token, last token); only that much is read of a document.
+
+    Args:
+        file: The token file.
+        max_length: Longer documents are cut into parts of at most so many positions: the length of a packed row.
+        seed: Chooses the order of each epoch.
+        shuffle: Whether to have another order than that of the file.
+
+    Raises:
+        UserError: If `max_length` is below 1, or no document has two tokens.
+    """
+
+    def __init__(self, file: "TokenFile", *, max_length: int, seed: int, shuffle: bool = True) -> None:
+        _check_max_length(max_length)
+        manifest = file.manifest
+        if manifest.num_tokens == manifest.num_documents:  # none is empty
+            raise UserError(
+                f"all {manifest.num_documents} documents have one token, which leaves nothing to predict; expected "
+                "longer ones. Check how they were written."
+            )
+        self._file, self._max_length = file, max_length
+        self._order = SampleOrder(len(file), seed=seed, shuffle=shuffle)
+        self._identity: dict[str, JsonValue] = {
+            "tokens": manifest.files["tokens.bin"].sha256,
+            "max_length": max_length,
+            "seed": seed,
+            "shuffle": shuffle,
+        }
+
+    def cursor(self, state: JsonValue = None) -> Cursor:
+        """A place in the stream; made at once, wherever it is."""
+        return _DocumentCursor(self._file, self._order, state, max_length=self._max_length)
+
+    def read(self, entry: tuple[int, int, int]) -> Document:
+        """The tokens of a part of a document."""
+        document, first, last = entry
+        start, _ = self._file.bounds(document)
+        return {"tokens": self._file.tokens(start + first, start + last + 1)}
+
+    def length(self, entry: tuple[int, int, int]) -> int:
+        """Positions of a part: one fewer than it has tokens."""
+        _, first, last = entry
+        return last - first
+
+    def identity(self) -> JsonValue:
+        """The digest of the tokens, and what was asked for."""
+        return {"documents": self._identity}
+
+
+@final
+class _DocumentCursor(Cursor):
+    def __init__(self, file: "TokenFile", order: SampleOrder, state: JsonValue, *, max_length: int) -> None:
+        place = _Place() if state is None else _PLACE.validate_python(state)
+        self._file, self._max_length = file, max_length
+        self._order = OrderCursor(order, {"position": place.document})
+        self._parts: list[tuple[int, int, int]] = []
+        self._used = 0
+        if place.part:
+            self._next_document()
+            self._used = place.part
+
+    def take(self, num_entries: int) -> list[tuple[int, int, int]]:
+        """The next parts of documents."""
+        taken: list[tuple[int, int, int]] = []
+        while (missing := num_entries - len(taken)) > 0:
+            if self._used == len(self._parts):
+                self._next_document()
+            stop = min(self._used + missing, len(self._parts))
+            taken += self._parts[self._used : stop]
+            self._used = stop
+        return taken
+
+    def state_dict(self) -> JsonValue:
+        """Which document comes next, or which part of the last one."""
+        inside = self._used < len(self._parts)
+        return asdict(_Place(self._order.position - inside, self._used if inside else 0))
+
+    def _next_document(self) -> None:
+        (document,) = self._order.take(1)
+        start, stop = self._file.bounds(document)
+        self._parts = [(document, first, last) for first, last in cut(stop - start, self._max_length)]
+        self._used = 0
+
+
+@final
+class TokenizedStream(SampleStream):
+    """Documents that are tokenised on the way.
+
+    Every rank tokenises every sample, since how long they are decides what comes where. Where that is too slow, write a
+    token file once. An entry is the tokens of a part.
+
+    Args:
+        stream: The samples to make documents of.
+        tokenize: Makes the tokens of a sample: integers, with whatever is to mark its end.
+        max_length: Longer documents are cut into parts of at most so many positions: the length of a packed row.
+        name: Names what `tokenize` does, in place of the function itself, which cannot be compared: a job that resumes
+            with another name is refused.
+        window: Samples that are tokenised at a time, and again where a job resumes.
+
+    Raises:
+        UserError: If `max_length` or `window` is below 1.
+    """
+
+    def __init__(
+        self,
+        stream: SampleStream,
+        tokenize: Callable[[Any], Sequence[int] | Tensor],
+        *,
+        max_length: int,
+        name: str = "",
+        window: int = 64,
+    ) -> None:
+        _check_max_length(max_length)
+        if window < 1:
+            raise UserError(f"window = {window}; expected at least 1 sample to tokenise at a time.")
+        self._stream, self._tokenize, self._max_length = stream, tokenize, max_length
+        self._name, self._window = name, window
+
+    def cursor(self, state: JsonValue = None) -> Cursor:
+        """A place in the stream; one inside of a window tokenises it again."""
+        return WindowCursor(self._stream, state, size=self._window, arrange=self._arrange)
+
+    def read(self, entry: list[int]) -> Document:
+        """The tokens of a part of a document."""
+        return {"tokens": torch.tensor(entry)}
+
+    def length(self, entry: list[int]) -> int:
+        """Positions of a part: one fewer than it has tokens."""
+        return len(entry) - 1
+
+    def identity(self) -> JsonValue:
+        """The name, the sizes, and what is tokenised."""
+        sizes = {"max_length": self._max_length, "window": self._window}
+        return {"tokenized": {"name": self._name, **sizes, "of": self._stream.identity()}}
+
+    def _arrange(self, entries: list[Entry], _window: int) -> list[list[int]]:
+        parts: list[list[int]] = []
+        for entry in entries:
+            tokens = self._tokenize(self._stream.read(entry))
+            values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+            parts += [values[first : last + 1] for first, last in cut(len(values), self._max_length)]
+        return parts
+
+
+def _check_max_length(max_length: int) -> None:
+    if max_length < 1:
+        raise UserError(f"max_length = {max_length}; expected at least 1 position.")

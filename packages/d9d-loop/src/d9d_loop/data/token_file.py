@@ -1,0 +1,192 @@
+"""Tokens of many documents on disk, read through a memory map: opened at once, whatever their number.
+
+A folder of three files. `tokens.bin`: the tokens of all documents, one after the other; `documents.bin`: where each
+document begins, and the end of the last one, int64; `manifest.json`: what they are, with sizes and digests, so that
+nothing has to be guessed. Numbers are little-endian.
+"""
+
+import hashlib
+import mmap
+import struct
+import sys
+from pathlib import Path
+from typing import Literal, final
+
+import torch
+from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, PositiveInt, ValidationError
+from torch import Tensor
+
+from d9d_dist import UserError
+from d9d_loop.data.document_stream import Document
+
+TokenDtype = Literal["uint16", "uint32"]
+"""How a token is kept: 2 bytes for vocabularies of up to 65,536 tokens, else 4."""
+
+MANIFEST, TOKENS, DOCUMENTS = "manifest.json", "tokens.bin", "documents.bin"
+TORCH_DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
+_OFFSET_BYTES = 8
+_BLOCK = 1 << 24
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+@final
+class FileRecord(_Strict):
+    """What a file holds: its size in bytes, and its SHA-256 digest in hexadecimal."""
+
+    bytes: NonNegativeInt
+    sha256: str
+
+
+@final
+class TokenManifest(_Strict):
+    """What the files of a token file are.
+
+    Attributes:
+        format: Says that this is one, and the version of how it is laid out.
+        dtype: How a token is kept.
+        num_tokens: Tokens of all documents.
+        num_documents: Number of documents.
+        files: Size and digest of each file beside the manifest.
+        about: What the writer has to say about the tokens: the tokenizer, where the text is from.
+    """
+
+    format: Literal["d9d-tokens-1"] = "d9d-tokens-1"
+    dtype: TokenDtype
+    num_tokens: PositiveInt
+    num_documents: PositiveInt
+    files: dict[str, FileRecord]
+    about: dict[str, JsonValue] = {}
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token."""
+        return TORCH_DTYPES[self.dtype].itemsize
+
+
+@final
+class TokenFile:
+    """The documents of a folder that `TokenFileWriter` wrote: a map-style dataset of `{"tokens": ...}`.
+
+    Nothing but the manifest is read before a document is asked for. It can be sent to other processes, which open the
+    files themselves.
+
+    Args:
+        folder: Where the files are.
+
+    Raises:
+        UserError: If there is no manifest, or a file is not of the size that the manifest says.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._manifest = _read_manifest(self._folder)
+        if sys.byteorder != "little":
+            raise UserError(f"{folder}: token files are little-endian, and this machine is not; use another machine.")
+        self._tokens, self._offsets = (self._map(name) for name in (TOKENS, DOCUMENTS))
+        self._token_dtype, self._token_bytes = TORCH_DTYPES[self._manifest.dtype], self._manifest.token_bytes
+
+    @property
+    def manifest(self) -> TokenManifest:
+        """What is in the files."""
+        return self._manifest
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        return self._manifest.num_documents
+
+    def __getitem__(self, document: int) -> Document:
+        """The tokens of a document, int64 [n]."""
+        return {"tokens": self.tokens(*self.bounds(document))}
+
+    def bounds(self, document: int) -> tuple[int, int]:
+        """The tokens at which a document begins and before which it ends."""
+        if not 0 <= document < len(self):
+            raise IndexError(f"document {document} of {len(self)} in {self._folder}")
+        start, stop = struct.unpack_from("<2q", self._offsets, document * _OFFSET_BYTES)
+        return start, stop
+
+    def tokens(self, start: int, stop: int) -> Tensor:
+        """Tokens from one position to before another one, across documents, int64 [stop - start]; a copy."""
+        assert 0 <= start <= stop <= self._manifest.num_tokens
+        if start == stop:
+            return torch.empty(0, dtype=torch.int64)
+        each = self._token_bytes
+        # Torch takes no memory that must not be written to: it gets a copy, which the conversion would need anyway.
+        raw = bytearray(memoryview(self._tokens)[start * each : stop * each])
+        return torch.frombuffer(raw, dtype=self._token_dtype).long()
+
+    def verify(self) -> None:
+        """Read all files and compare them with their digests, and check that documents follow one another.
+
+        Raises:
+            UserError: Naming the file that is not what was written.
+        """
+        for name, record in self._manifest.files.items():
+            if (digest := _digest(self._folder / name)) != record.sha256:
+                raise UserError(
+                    f"{self._folder / name} is damaged: its SHA-256 digest is {digest[:16]}..., expected "
+                    f"{record.sha256[:16]}... Copy or write it again."
+                )
+        before = 0
+        for document in range(len(self)):
+            start, stop = self.bounds(document)
+            if start != before or stop <= start:
+                raise UserError(
+                    f"{self._folder / DOCUMENTS}: document {document} is said to be tokens {start} to {stop}; expected "
+                    f"it to begin at {before} and to have a token. Write it again."
+                )
+            before = stop
+
+    def __reduce__(self) -> tuple[type["TokenFile"], tuple[Path]]:
+        return TokenFile, (self._folder,)
+
+    def _map(self, name: str) -> mmap.mmap:
+        path, manifest = self._folder / name, self._manifest
+        implied = {
+            TOKENS: manifest.num_tokens * manifest.token_bytes,
+            DOCUMENTS: (manifest.num_documents + 1) * _OFFSET_BYTES,
+        }[name]
+        record = manifest.files.get(name)
+        if record is None or record.bytes != implied:
+            raise UserError(
+                f"{self._folder / MANIFEST} says that {name} has {None if record is None else record.bytes} bytes; "
+                f"expected {implied}, as its {manifest.num_documents} documents of {manifest.num_tokens} "
+                f"{manifest.dtype} tokens need. Write it again."
+            )
+        if not path.is_file():
+            raise UserError(f"{path} is missing; expected it beside {MANIFEST}. Copy the whole folder.")
+        if (found := path.stat().st_size) != implied:
+            raise UserError(
+                f"{path} has {found} bytes; expected {implied}, as its manifest says. It was cut short or written "
+                "over: copy or write it again."
+            )
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _read_manifest(folder: Path) -> TokenManifest:
+    path = folder / MANIFEST
+    try:
+        return TokenManifest.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}); expected a folder of tokens. Write one with "
+            "`python -m d9d_loop.data`, or TokenFileWriter."
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise UserError(
+            f"{path}: {where}: {first['msg']}; expected the manifest of a token file. Write it again."
+        ) from None
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,126 @@
+"""Writes token files: one document after the other, and all of it or nothing."""
+
+import hashlib
+import os
+import shutil
+import struct
+import sys
+import tempfile
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self, final
+
+from pydantic import JsonValue
+from torch import Tensor
+
+from d9d_dist import UserError
+from d9d_loop.data.token_file import DOCUMENTS, MANIFEST, TOKENS, FileRecord, TokenDtype, TokenManifest
+
+_TYPE_CODES = {"uint16": "H", "uint32": "I"}
+
+
+@final
+class TokenFileWriter:
+    """Writes a folder for `TokenFile`, in a `with` statement.
+
+    The folder appears when the statement ends, complete; an exception in it leaves nothing behind.
+
+    Args:
+        folder: Where to write; must not exist.
+        vocab_size: Number of different tokens, which says how many bytes a token takes.
+        about: What to keep in the manifest about the tokens.
+
+    Raises:
+        UserError: If the folder exists, or the vocabulary is empty or too large; at the end, if there was no document.
+    """
+
+    def __init__(self, folder: str | Path, *, vocab_size: int, about: Mapping[str, JsonValue] | None = None) -> None:
+        self._folder, self._about = Path(folder), dict(about or {})
+        if self._folder.exists():
+            raise UserError(f"{folder} exists already; expected a new folder. Remove it, or choose another one.")
+        if not 0 < vocab_size <= 1 << 32:
+            raise UserError(f"vocab_size = {vocab_size}; expected 1 to 2^32.")
+        self._vocab_size = vocab_size
+        self._dtype: TokenDtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        self._num_tokens = self._num_documents = 0
+
+    def __enter__(self) -> Self:
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        self._partial = Path(tempfile.mkdtemp(prefix=f".{self._folder.name}.", dir=self._folder.parent))
+        self._tokens, self._documents = (_DigestedFile(self._partial / name) for name in (TOKENS, DOCUMENTS))
+        self._documents.write(struct.pack("<q", 0))
+        return self
+
+    def append(self, tokens: Sequence[int] | Tensor) -> None:
+        """Add a document.
+
+        Args:
+            tokens: Its tokens; of a tensor, integers [n].
+
+        Raises:
+            UserError: If there are none, or one is outside of the vocabulary.
+        """
+        values = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        if not values:
+            raise UserError(f"document {self._num_documents} has no tokens; expected at least one. Leave it out.")
+        if min(values) < 0 or max(values) >= self._vocab_size:
+            raise UserError(
+                f"document {self._num_documents} has the tokens {min(values)} to {max(values)}; expected 0 to "
+                f"{self._vocab_size - 1}. Pass the tokenizer's vocab_size, special tokens included."
+            )
+        packed = array(_TYPE_CODES[self._dtype], values)
+        if sys.byteorder != "little":
+            packed.byteswap()
+        self._tokens.write(packed.tobytes())
+        self._num_tokens += len(values)
+        self._num_documents += 1
+        self._documents.write(struct.pack("<q", self._num_tokens))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            files = {TOKENS: self._tokens.finish(), DOCUMENTS: self._documents.finish()}
+            if kind is None:
+                self._publish(files)
+        finally:
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _publish(self, files: dict[str, FileRecord]) -> None:
+        if not self._num_documents:
+            raise UserError(f"{self._folder}: no documents were written; expected at least one. Check the input.")
+        manifest = TokenManifest(
+            dtype=self._dtype,
+            num_tokens=self._num_tokens,
+            num_documents=self._num_documents,
+            files=files,
+            about=self._about,
+        )
+        last = _DigestedFile(self._partial / MANIFEST)
+        last.write(manifest.model_dump_json(indent=2).encode() + b"\n")
+        last.finish()
+        self._partial.chmod(0o755)  # a temporary folder is for its owner alone
+        self._partial.rename(self._folder)
+
+
+@final
+class _DigestedFile:
+    """A new file, and the digest of what was written to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("xb")
+        self._digest, self._bytes = hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+        self._bytes += len(data)
+
+    def finish(self) -> FileRecord:
+        """Bring the file to the disk and close it."""
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return FileRecord(bytes=self._bytes, sha256=self._digest.hexdigest())

@@ -1,0 +1,187 @@
+"""Makes token files of text: what is done once before many jobs. The command is `python -m d9d_loop.data`."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+from pydantic import JsonValue
+
+from d9d_dist import UserError
+from d9d_loop.data.token_file import TokenFile
+from d9d_loop.data.token_file_writer import TokenFileWriter
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END_TOKEN = "<|endoftext|>"  # noqa: S105 - it is a token of text
+_DOCUMENTS_AT_A_TIME = 256
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """Documents of text: a file is one, and of a `.jsonl` file each line.
+
+    Attributes:
+        paths: Files, and folders to look for files in.
+        pattern: Which files of a folder.
+        field: The field of a line of JSON that holds the text.
+    """
+
+    paths: Sequence[Path]
+    pattern: str = "**/*.txt"
+    field: str = "text"
+
+    def files(self) -> list[Path]:
+        """All files, those of a folder in the order of their names.
+
+        Raises:
+            UserError: If a path does not exist, or there is no file at all.
+        """
+        files: list[Path] = []
+        for path in self.paths:
+            if not path.exists():
+                raise UserError(f"{path} does not exist; expected a text file, a .jsonl file, or a folder of such.")
+            inside = sorted(file for file in path.glob(self.pattern) if file.is_file()) if path.is_dir() else [path]
+            files += inside
+        if not files:
+            paths = ", ".join(map(str, self.paths))
+            raise UserError(f"there are no files {self.pattern} in {paths}; choose others with --pattern.")
+        return files
+
+    def __iter__(self) -> Iterator[str]:
+        """The text of each document that is not empty.
+
+        Raises:
+            UserError: Naming the file that is not text, and the line that has none.
+        """
+        for file in self.files():
+            try:
+                if file.suffix == ".jsonl":
+                    yield from self._lines(file)
+                elif text := file.read_text(encoding="utf-8"):
+                    yield text
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{file} is not text in UTF-8 (byte {error.start}); convert it, or leave it out with --pattern."
+                ) from None
+
+    def _lines(self, file: Path) -> Iterator[str]:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    text = json.loads(line)[self.field]
+                except (ValueError, KeyError, TypeError):
+                    text = None
+                if not isinstance(text, str):
+                    raise UserError(
+                        f"{file}, line {number}: expected a JSON object with text in the field {self.field!r}. Name "
+                        "another one with --field, or correct the line."
+                    )
+                if text:
+                    yield text
+
+
+def train_tokenizer(documents: Iterable[str], *, vocab_size: int, end_token: str = END_TOKEN) -> "Tokenizer":
+    """Train a byte-level BPE tokenizer, which has a token for any text.
+
+    Args:
+        documents: The text to train on.
+        vocab_size: Number of tokens, at least 257: one for each byte, and the end of a document.
+        end_token: The token that ends a document.
+
+    Raises:
+        UserError: If the vocabulary is too small.
+        ModuleNotFoundError: If `tokenizers` is not installed.
+    """
+    if vocab_size < 257:
+        raise UserError(f"vocab_size = {vocab_size}; expected at least 257: one for each byte, and the end token.")
+    _check_installed()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415 - optional
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[end_token], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(iter(documents), trainer)
+    return tokenizer
+
+
+def is_held_out(text: str, part: float) -> bool:
+    """Whether a document belongs to the held-out part, 0 to 1: by the hash of its text, so that copies agree."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") < part * 2**64
+
+
+def tokenize_text(
+    documents: Iterable[str], folder: str | Path, *, tokenizer: str | Path, end_token: str | None = END_TOKEN
+) -> TokenFile:
+    """Write the tokens of documents to a token file.
+
+    Args:
+        documents: Their text.
+        folder: Where to write; must not exist.
+        tokenizer: The `tokenizer.json` of a model.
+        end_token: Put after each document; `None` for nothing.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UserError: If the tokenizer cannot be read or has no such end token, the folder exists, or there is no document.
+        ModuleNotFoundError: If `tokenizers` is not installed.
+    """
+    path = Path(tokenizer)
+    encoder = _read_tokenizer(path)
+    ends = [] if end_token is None else [_token_id(encoder, end_token, path)]
+    vocab_size = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
+    about: dict[str, JsonValue] = {
+        "tokenizer": path.name,
+        "tokenizer_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "vocab_size": vocab_size,
+        "end_token": end_token,
+    }
+    waiting = iter(documents)
+    with TokenFileWriter(folder, vocab_size=vocab_size, about=about) as writer:
+        while texts := list(islice(waiting, _DOCUMENTS_AT_A_TIME)):
+            for encoding in encoder.encode_batch_fast(texts, add_special_tokens=False):
+                if tokens := encoding.ids + ends:
+                    writer.append(tokens)
+    return TokenFile(folder)
+
+
+def _read_tokenizer(path: Path) -> "Tokenizer":
+    _check_installed()
+    from tokenizers import Tokenizer  # noqa: PLC0415 - optional
+
+    if not path.is_file():
+        raise UserError(
+            f"the tokenizer {path} does not exist; expected the tokenizer.json of a model. Name another one with "
+            "--tokenizer, or train one with --train-vocab-size."
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # it raises nothing narrower
+        raise UserError(f"{path} is no tokenizer.json: {error}") from None
+
+
+def _token_id(tokenizer: "Tokenizer", token: str, path: Path) -> int:
+    number = tokenizer.token_to_id(token)
+    if number is None:
+        raise UserError(
+            f"the tokenizer {path} has no token {token!r} to end documents with; name one that it has with "
+            "--end-token, or none with --no-end-token."
+        )
+    return number
+
+
+def _check_installed() -> None:
+    if find_spec("tokenizers") is None:
+        raise ModuleNotFoundError("tokenizing needs tokenizers: pip install 'd9d-loop[tokenizers]'")

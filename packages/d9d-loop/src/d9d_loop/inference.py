@@ -1,0 +1,214 @@
+"""Runs a model over data, forward only: each result is written once, in the order of the samples, whatever happens."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from pydantic import JsonValue
+from torch import nn
+from torch.utils.data import default_collate
+
+from d9d_dist import ContextSplit, DistributedContext, StageInfo, broadcast_object, read_launch
+from d9d_loop.batch_placement import BatchPlacement
+from d9d_loop.batches import Collate, Samples, batch_loader
+from d9d_loop.event_bus import Events
+from d9d_loop.events import ConfigReady, ModelReady, PartWritten
+from d9d_loop.inference_config import InferenceConfig
+from d9d_loop.job_check import check_data, check_degrees, check_weights, check_writable
+from d9d_loop.model_build import build_pipeline
+from d9d_loop.model_plan import ModelPlan, build_program, check_stages
+from d9d_loop.model_provider import FunctionProvider, ModelProvider
+from d9d_loop.own_random import own_random
+from d9d_loop.pipeline import Pipeline
+from d9d_loop.progress import Progress
+from d9d_loop.results_folder import ResultsFolder
+from d9d_loop.task import InferenceTask, to_inputs
+from d9d_pipeline import Executor, OneForwardOneBackward
+from d9d_state import load_model_state
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceResult:
+    """What came of an inference job.
+
+    Attributes:
+        num_samples: Samples that have results.
+        file: The results, one line of JSON for each sample.
+    """
+
+    num_samples: int
+    file: Path
+
+
+@final
+class Inference:
+    """Runs a model over data. The same script runs as one process and under torchrun.
+
+    A job that is started again continues with what is missing, on as many ranks as there are then.
+
+    Attributes:
+        events: Subscribe to what happens: `inference.events.on(PartWritten, handler)`.
+
+    Args:
+        config: The job's configuration.
+        model: Builds the model: a provider, or just the function that builds a pipeline stage of it.
+        data: The samples.
+        task: Makes inputs and results.
+        collate: Makes a batch of a list of samples.
+    """
+
+    def __init__(
+        self,
+        config: InferenceConfig,
+        *,
+        model: ModelProvider | Callable[[StageInfo], nn.Module],
+        data: Samples,
+        task: InferenceTask,
+        collate: Collate = default_collate,
+    ) -> None:
+        self.events = Events(seed=config.seed)
+        self._config = config
+        self._provider = model if isinstance(model, ModelProvider) else FunctionProvider(model)
+        self._data, self._task, self._collate = data, task, collate
+        self._results = ResultsFolder(config.run.dir, num_samples=len(data), part_size=config.part_size)
+
+    def run(self) -> InferenceResult:
+        """Compute what is missing.
+
+        Returns:
+            Where the results are; equal on every rank.
+
+        Raises:
+            UserError: If the job cannot be as it was asked for; before anything starts.
+        """
+        plan = self._check()
+        with plan.mesh.build(launch=plan.launch) as ctx:
+            resolved = self._config.model_dump(mode="json")
+            ctx.check_agreement("the configuration", json.dumps(resolved, sort_keys=True))
+            self.events.emit(ConfigReady(0, resolved, ctx))
+            todo = self._results.missing() if ctx.is_main_process and not self._results.is_complete() else None
+            missing = broadcast_object(todo)
+            if missing is not None:
+                self._compute(missing, self._load(plan, ctx), ctx)
+                ctx.wait_world()
+                if ctx.is_main_process:
+                    self._results.finish()
+                ctx.wait_world()
+        return InferenceResult(len(self._data), self._results.file)
+
+    def _check(self) -> ModelPlan:
+        config, task = self._config, self._task
+        launch = read_launch()
+        mesh = config.mesh.resolve(launch.world_size)
+        check_degrees(mesh, task)
+        check_data(self._data, "data")
+        check_writable(config.run.dir)
+        self._results.check()
+        with torch.device("meta"):
+            model = self._provider.build(StageInfo())
+        mapper = None
+        if config.weights is not None:
+            mapper = self._provider.state_mapper(model)
+            check_weights("weights", config.weights, mapper, model)
+        schedule = OneForwardOneBackward()
+        program = build_program(schedule, num_ranks=mesh.pipeline_parallel, num_microbatches=1)
+        cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1  # then the task sees cut batches only
+        size = min(config.batch_size, len(self._data))
+        shared_names = check_stages(
+            self._provider,
+            model,
+            program,
+            stages_per_rank=schedule.stages_per_rank,
+            inputs=None if cuts else lambda: task.inputs(self._collate([self._data[index] for index in range(size)])),
+        )
+        return ModelPlan(launch, mesh, schedule, program, mapper, shared_names)
+
+    def _load(self, plan: ModelPlan, ctx: DistributedContext) -> Pipeline:
+        pipeline = build_pipeline(self._provider, plan, ctx, seed=self._config.seed)
+        if self._config.weights is not None:
+            load_model_state(
+                pipeline.model,
+                self._config.weights,
+                plan.mapper,
+                unused="ignore" if len(plan.program.ranks) > 1 else "error",  # of a stage; the model was checked
+                progress=self._config.logging.progress,
+            )
+        pipeline.shared.copy_values()
+        pipeline.model.eval()
+        self.events.emit(ModelReady(0, pipeline.model, ctx))
+        return pipeline
+
+    def _compute(self, missing: Sequence[int], pipeline: Pipeline, ctx: DistributedContext) -> None:
+        """Go through the missing parts, each on one data-parallel rank, as many at a time as there are such ranks."""
+        dp_size, config = ctx.size("batch", "dp"), self._config
+        forward = _PartForward(pipeline, self._task, ctx)
+        # Every rank runs equally many batches, since it takes part in the others' collectives; the rest is ignored.
+        batches_of_a_part = -(-min(config.part_size, len(self._data)) // config.batch_size)
+        own = [missing[start : start + dp_size] for start in range(0, len(missing), dp_size)]
+        parts = [dict(enumerate(at_once)).get(ctx.coordinate("batch", "dp")) for at_once in own]
+        indices = [batch for part in parts for batch in self._batches_of(part, batches_of_a_part)]
+        loader = batch_loader(
+            self._data,
+            indices,
+            collate=self._collate,
+            num_workers=config.data.num_workers,
+            pin_memory=ctx.device.type != "cpu",
+        )
+        placed = map(BatchPlacement(self._task, ctx), loader)
+        num_parts = self._results.num_parts
+        progress = Progress(
+            num_steps=num_parts,
+            done=num_parts - len(missing),
+            visible=ctx.is_main_process,
+            bar=config.logging.progress,
+        )
+        for number, part in enumerate(parts):
+            with torch.no_grad(), own_random(config.seed, "part", -1 if part is None else part, device=True):
+                results = forward(list(islice(placed, batches_of_a_part)))
+            if part is not None and results is not None:
+                self._results.write(part, results[: len(self._results.samples_of(part))])
+            if number == 0:
+                # The first part makes kernels and process groups; from then on a rank that is late is lost.
+                ctx.set_timeout(ctx.timeouts.step)
+            self.events.emit(PartWritten(num_parts - len(missing) + number + 1, part))
+            for _ in own[number]:
+                progress.step()
+        progress.close()
+
+    def _batches_of(self, part: int | None, num_batches: int) -> list[list[int]]:
+        size = self._config.batch_size
+        samples = [] if part is None else list(self._results.samples_of(part))
+        batches = [samples[start : start + size] for start in range(0, len(samples), size)]
+        return [*batches, *[[0]] * (num_batches - len(batches))]
+
+
+@final
+class _PartForward:
+    """Runs the batches of a part through the model, as many at a time as keep all ranks of a pipeline at work."""
+
+    def __init__(self, pipeline: Pipeline, task: InferenceTask, ctx: DistributedContext) -> None:
+        self._pipeline, self._task = pipeline, task
+        self._executors: dict[int, Executor] = {}
+        self._at_a_time = 2 * ctx.size("batch", "pp") if ctx.size("batch", "pp") > 1 else 1
+        self._split = ContextSplit(ctx.mesh_for("batch")["cp"]) if ctx.size("batch", "cp") > 1 else None
+        is_last = ctx.coordinate("batch", "pp") == ctx.size("batch", "pp") - 1
+        self._writes = is_last and ctx.coordinate("batch", "cp") == ctx.coordinate("batch", "tp") == 0
+
+    def __call__(self, batches: Sequence[Any]) -> list[JsonValue] | None:
+        """The results of all samples in order; `None` on ranks whose results are not written."""
+        results: list[JsonValue] = []
+        for start in range(0, len(batches), self._at_a_time):
+            some = batches[start : start + self._at_a_time]
+
+            def take(outputs: Any, number: int, some: Sequence[Any] = some) -> None:
+                whole = outputs if self._split is None else self._task.join_sequence(outputs, self._split)
+                results.extend(self._task.results(whole, some[number]))
+
+            if len(some) not in self._executors:
+                self._executors[len(some)] = self._pipeline.evaluation(len(some))
+            self._executors[len(some)].step([to_inputs(self._task.inputs(batch)) for batch in some], take)
+        return results if self._writes else None

@@ -1,0 +1,80 @@
+"""What any kind of job is checked for before a process group starts or a file is written."""
+
+import os
+from pathlib import Path
+
+from torch import nn
+
+from d9d_dist import MeshConfig, UserError
+from d9d_loop.batches import Samples
+from d9d_loop.task import BatchTask
+from d9d_state import StateMapper, check_model_state
+
+
+def check_degrees(mesh: MeshConfig, task: BatchTask) -> None:
+    """Refuse degrees of parallelism that the loops or the task do not have.
+
+    Raises:
+        UserError: Naming them.
+    """
+    if mesh.expert_parallel != 1:
+        raise UserError(
+            f"mesh.expert_parallel = {mesh.expert_parallel}; expected 1: the Trainer has data, context, tensor and "
+            "pipeline parallelism so far."
+        )
+    cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1
+    if cuts and not _says_how_to_split(task):
+        task_name = type(task).__name__
+        raise UserError(
+            f"the mesh has context-parallel ranks, but {task_name} does not say how they share out a batch; expected a "
+            f"method {task_name}.split_sequence(batch, split). Write one, or set the context-parallel degrees to 1."
+        )
+
+
+def _says_how_to_split(task: BatchTask) -> bool:
+    return any("split_sequence" in vars(kind) for kind in type(task).mro() if kind is not BatchTask)
+
+
+def check_data(data: Samples, what: str) -> None:
+    """Refuse data without samples.
+
+    Raises:
+        UserError: Naming them.
+    """
+    if len(data) == 0:
+        raise UserError(f"the {what} are empty; expected at least one sample. Check where they are read from.")
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that could not be made or written to.
+
+    Raises:
+        UserError: Naming the folder that is in the way.
+    """
+    existing = folder.absolute()
+    # Path.exists raises where a folder above may not be searched; this only says no.
+    while not os.access(existing, os.F_OK):
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "may not be written to" if existing.is_dir() else "is a file, not a folder"
+        raise UserError(
+            f"run folder {folder}: {existing} {reason}. Choose another one with --run.folder, or change permissions."
+        )
+
+
+def check_weights(name: str, folder: Path, mapper: StateMapper | None, model: nn.Module) -> None:
+    """Refuse weights that are not those of a model.
+
+    Args:
+        name: The key of the configuration that names the folder.
+        folder: Where they are.
+        mapper: How they become the model's.
+        model: The whole model, on `meta`.
+
+    Raises:
+        UserError: Listing what is missing, left over, or of another shape.
+    """
+    try:
+        check_model_state(model, folder, mapper)
+    except UserError as error:
+        raise UserError(f"{name} = {folder}: {error}") from None

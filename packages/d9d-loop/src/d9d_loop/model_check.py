@@ -1,0 +1,67 @@
+"""What a provider's `parallelize` may not do to a model, found when it has run."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from d9d_dist import DistributedContext, UserError, canonical_name
+from d9d_state import TensorInfo, model_tensors
+
+
+def describe_tensors(model: nn.Module) -> dict[str, TensorInfo]:
+    """Global shape and dtype of every parameter and persistent buffer."""
+    return {name.removeprefix("model."): TensorInfo.of(tensor) for name, tensor in model_tensors(model).items()}
+
+
+def check_unchanged(model: nn.Module, built: Mapping[str, TensorInfo]) -> None:
+    """Refuse a model that is not what was built any more: a checkpoint of it would not fit the model of the next start.
+
+    Args:
+        model: After `parallelize`.
+        built: What `describe_tensors` said before.
+
+    Raises:
+        UserError: Listing the differences.
+    """
+    now = describe_tensors(model)
+    lines = [
+        f"  {name}: built as {built[name].describe() if name in built else 'nothing'}, now "
+        f"{now[name].describe() if name in now else 'nothing'}"
+        for name in dict.fromkeys([*built, *now])
+        if built.get(name) != now.get(name)
+    ]
+    if lines:
+        raise UserError(
+            "the model provider's parallelize changed the model, so that its checkpoints could not be resumed from:\n"
+            + "\n".join(lines)
+            + "\nDo that in build, or, to compute in another dtype, pass a Precision to parallelize_hsdp."
+        )
+
+
+def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
+    """Refuse a model of which a trainable parameter is not on every axis of more than one rank.
+
+    Raises:
+        UserError: Listing such parameters, whose gradients would not be summed over all ranks.
+    """
+    num_ranks = ctx.world_size // ctx.size("dense", "pp")
+    alone = [
+        canonical_name(name)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and _num_ranks(parameter) != num_ranks
+    ]
+    if alone:
+        tensor_parallel = 'parallelize_tensor(model, dense["tp"], plan), then ' if ctx.size("dense", "tp") > 1 else ""
+        raise UserError(
+            f"the model provider's parallelize left {', '.join(alone)} to fewer than the {num_ranks} ranks of a stage, "
+            "so their gradients would not be summed over all; expected DTensors on every axis of more than one rank, "
+            f"made on the whole model by {tensor_parallel}"
+            'parallelize_hsdp(model, dense["dp_replicate", "dp_cp_shard", "cp_replicate"], shard_axis="dp_cp_shard").'
+        )
+
+
+def _num_ranks(parameter: torch.Tensor) -> int:
+    """How many ranks hold a parameter together, each a part or a copy."""
+    return parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1

@@ -1,0 +1,179 @@
+"""Stochastic rounding as kernels: a copy, and a whole step of AdamW, each number read once and written once.
+
+Arithmetic is in float32; bfloat16 is loaded, and stored as the upper half of the bits of a float32. What is drawn is
+what `random_bits` draws.
+"""
+
+# A kernel takes pointers and numbers, which have no type in Python, and takes them by position.
+# ruff: noqa: ANN001, ANN202, PLR0917
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from d9d_loop.optimizers.local_box import IndexRule
+from d9d_loop.optimizers.stochastic_adamw import AdamWNumbers
+
+_BLOCK = 1024
+"""Elements of one program."""
+
+
+class _Kernel(Protocol):
+    """What `triton.jit` makes of a function; its own type knows nothing of how a kernel is launched."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        """A function that launches a program for each point of the grid."""
+        ...
+
+
+def _jit(*, varying: tuple[str, ...]) -> Callable[[Callable[..., Any]], _Kernel]:
+    """`triton.jit`, without a kernel of its own for special values of the arguments that vary from step to step."""
+
+    def decorate(kernel: Callable[..., Any]) -> _Kernel:
+        launchable: _Kernel = triton.jit(do_not_specialize=varying)(kernel)
+        return launchable
+
+    return decorate
+
+
+def _inlined(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A function for kernels to call."""
+    callable_by_kernels: Callable[..., Any] = triton.jit(kernel)
+    return callable_by_kernels
+
+
+def copy(target: Tensor, source: Tensor, *, key: int, rule: IndexRule) -> None:
+    """Copy float32 [N] to bfloat16 [N]; both contiguous."""
+    size = target.numel()
+    _copy_kernel[-(-size // _BLOCK),](
+        target.view(torch.int16), source, key, *rule, size, ROWS=rule.run < size, BLOCK=_BLOCK
+    )
+
+
+def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, numbers: AdamWNumbers, key: int, rule: IndexRule) -> None:
+    """Take a step in place.
+
+    Args:
+        w: Weights [N], contiguous as all of these; float32 or bfloat16.
+        g: Their gradients, of any floating-point dtype.
+        m: Average of gradients; float32 or bfloat16.
+        v: Average of their squares; of the dtype of `m`.
+        numbers: What the step does.
+        key: Of what is drawn.
+        rule: The global indices of the elements.
+    """
+    size = w.numel()
+    _adamw_kernel[-(-size // _BLOCK),](
+        _storage(w),
+        g,
+        _storage(m),
+        _storage(v),
+        1.0 - numbers.lr * numbers.weight_decay,
+        numbers.step_size,
+        1.0 - numbers.beta1,
+        numbers.beta2,
+        1.0 - numbers.beta2,
+        1.0 / numbers.square_correction,
+        numbers.eps,
+        key,
+        *rule,
+        size,
+        ROWS=rule.run < size,
+        ROUND_W=w.dtype == torch.bfloat16,
+        ROUND_AVERAGES=m.dtype == torch.bfloat16,
+        BLOCK=_BLOCK,
+    )
+
+
+def _storage(x: Tensor) -> Tensor:
+    """The bits of bfloat16 as integers."""
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+@_inlined
+def _random_bits(i, key, offset, run, stride, ROWS: tl.constexpr):
+    """64 bits for each element of a part, from its global index."""
+    index = offset + i
+    if ROWS:
+        index = offset + i // run * stride + i % run
+    bits = index.to(tl.uint64) * 0x9E3779B97F4A7C15 + key.to(tl.uint64)
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
+    return bits ^ (bits >> 31)
+
+
+@_inlined
+def _rounded(values, bits, NUMBER: tl.constexpr):
+    """The upper 16 bits of float32 values, after noise was added to the lower ones; NaN and infinity are kept."""
+    noise = ((bits >> (16 * NUMBER)) & 0xFFFF).to(tl.int32)
+    exact = values.to(tl.int32, bitcast=True)
+    is_finite = (exact & 0x7F800000) != 0x7F800000
+    is_nan = (exact & 0x7FFFFFFF) > 0x7F800000
+    kept = tl.where(is_nan, exact | 0x400000, exact)  # so that a NaN keeps a bit that is not cut off
+    return (tl.where(is_finite, exact + noise, kept) >> 16).to(tl.int16)
+
+
+@_inlined
+def _load(ptr, i, mask, IS_BITS: tl.constexpr):
+    """float32, of a tensor of floating-point numbers or of the bits of bfloat16."""
+    values = tl.load(ptr + i, mask=mask, other=0)
+    if IS_BITS:
+        return (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return values.to(tl.float32)
+
+
+@_inlined
+def _store(ptr, i, values, bits, mask, NUMBER: tl.constexpr, ROUND: tl.constexpr):
+    if ROUND:
+        tl.store(ptr + i, _rounded(values, bits, NUMBER), mask=mask)
+    else:
+        tl.store(ptr + i, values, mask=mask)
+
+
+@_jit(varying=("key", "offset", "run", "stride"))
+def _copy_kernel(target_ptr, source_ptr, key, offset, run, stride, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    # Past 2 ** 31 elements a 32-bit offset would wrap around.
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < size
+    bits = _random_bits(i, key, offset, run, stride, ROWS)
+    _store(target_ptr, i, _load(source_ptr, i, mask, False), bits, mask, 0, True)
+
+
+@_jit(varying=("decay", "step_size", "key", "offset", "run", "stride"))
+def _adamw_kernel(
+    w_ptr,
+    g_ptr,
+    m_ptr,
+    v_ptr,
+    decay,
+    step_size,
+    share1,
+    beta2,
+    share2,
+    square_correction,
+    eps,
+    key,
+    offset,
+    run,
+    stride,
+    size,
+    ROWS: tl.constexpr,
+    ROUND_W: tl.constexpr,
+    ROUND_AVERAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < size
+    w, g = _load(w_ptr, i, mask, ROUND_W), tl.load(g_ptr + i, mask=mask, other=0.0).to(tl.float32)
+    m, v = _load(m_ptr, i, mask, ROUND_AVERAGES), _load(v_ptr, i, mask, ROUND_AVERAGES)
+    m += share1 * (g - m)
+    v = beta2 * v + share2 * g * g
+    w = decay * w - step_size * m / (tl.sqrt(v) * square_correction + eps)
+    bits = _random_bits(i, key, offset, run, stride, ROWS)
+    _store(w_ptr, i, w, bits, mask, 0, ROUND_W)
+    _store(m_ptr, i, m, bits, mask, 1, ROUND_AVERAGES)
+    _store(v_ptr, i, v, bits, mask, 2, ROUND_AVERAGES)

@@ -1,0 +1,50 @@
+"""Lion: the sign of an average of gradients, so that every weight moves by the learning rate."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_parts
+
+
+@final
+class Lion(GroupwiseOptimizer):
+    """Lion (Chen et al.: "Symbolic discovery of optimization algorithms", arXiv:2302.06675, algorithm 2).
+
+        u = sign(beta1 m + (1 - beta1) g)
+        w = (1 - lr wd) w - lr u
+        m = beta2 m + (1 - beta2) g
+
+    Args:
+        params: Parameters or groups of them.
+        lr: The learning rate; 3 to 10 times smaller than that of AdamW.
+        betas: Share of the average in the update, and its decay.
+        weight_decay: Decoupled; 3 to 10 times larger than that of AdamW.
+    """
+
+    def __init__(
+        self, params: ParamsT, *, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        """Follow the equations above, with all parameters of the group at once."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+        weights = local_parts(parameters)
+        if not weights:
+            return
+        gradients = local_parts([parameter.grad for parameter in parameters])
+        averages = local_parts([self.state[parameter]["exp_avg"] for parameter in parameters])
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        torch._foreach_mul_(weights, 1.0 - lr * group["weight_decay"])
+        updates = torch._foreach_mul(averages, beta1)
+        torch._foreach_add_(updates, gradients, alpha=1.0 - beta1)
+        torch._foreach_sign_(updates)
+        torch._foreach_add_(weights, updates, alpha=-lr)
+        torch._foreach_mul_(averages, beta2)
+        torch._foreach_add_(averages, gradients, alpha=1.0 - beta2)

@@ -1,0 +1,96 @@
+"""Schedule-Free AdamW: an average of the iterates takes the place of a schedule that has to know where it ends."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_part, local_parts
+
+
+@final
+class ScheduleFreeAdamW(GroupwiseOptimizer):
+    """Schedule-Free AdamW (Defazio et al.: "The road less scheduled", arXiv:2405.15682, algorithm 1).
+
+        y = (1 - beta1) z + beta1 x              where gradients are taken: what the parameters hold
+        z = z - lr (g / (sqrt(v) + eps) + wd y)  v is the average of the squared gradients, without its bias
+        x = (1 - c) x + c z                      the result; c = lr_max^2 / (sum of lr_max^2 over all steps)
+
+    The parameters hold y, the state z and v; x follows from both, see `evaluation_weights`. A schedule of the learning
+    rate should warm up and then stay: steps count by the square of the largest learning rate so far.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: The learning rate.
+        betas: Share of x in y, and the decay of the average of squared gradients; the first is not 0.
+        eps: Added to the denominator.
+        weight_decay: Decoupled, of y.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        *,
+        lr: float = 2.5e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "steps": 0, "largest_lr": 0.0, "weight_sum": 0.0})
+        self._holds_result = False
+
+    def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        """Follow the equations above; x is never computed."""
+        assert not self._holds_result, "expected a step outside of evaluation_weights()"
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter] = {"z": parameter.detach().clone(), "exp_avg_sq": torch.zeros_like(parameter)}
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        group["steps"] += 1
+        group["largest_lr"] = max(lr, group["largest_lr"])
+        group["weight_sum"] += group["largest_lr"] ** 2
+        # While a warm-up starts from 0 nothing moves, and nothing counts.
+        c = group["largest_lr"] ** 2 / group["weight_sum"] if group["weight_sum"] > 0 else 0.0
+        y = local_parts(parameters)
+        if not y:
+            return
+        gradients = local_parts([parameter.grad for parameter in parameters])
+        z = local_parts([self.state[parameter]["z"] for parameter in parameters])
+        squares = local_parts([self.state[parameter]["exp_avg_sq"] for parameter in parameters])
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - beta2)
+        denominators = torch._foreach_div(squares, 1.0 - beta2 ** group["steps"])
+        torch._foreach_sqrt_(denominators)
+        torch._foreach_add_(denominators, group["eps"])
+        directions = torch._foreach_div(gradients, denominators)
+        torch._foreach_add_(directions, y, alpha=group["weight_decay"])
+        # y' = (1 - beta1) z' + beta1 ((1 - c) x + c z'), with beta1 x = y - (1 - beta1) z and z' = z - lr direction
+        torch._foreach_lerp_(y, z, weight=c)
+        torch._foreach_add_(y, directions, alpha=lr * (beta1 * (1.0 - c) - 1.0))
+        torch._foreach_add_(z, directions, alpha=-lr)
+
+    @contextmanager
+    @torch.no_grad()
+    def evaluation_weights(self) -> Generator[None]:
+        """Let the parameters hold x in the body, and the same bits of y after it; keeps a copy of y meanwhile."""
+        assert not self._holds_result, "expected evaluation_weights() not to be entered twice"
+        averaged = [
+            (local_part(parameter), local_part(self.state[parameter]["z"]), group["betas"][0])
+            for group in self.param_groups
+            for parameter in group["params"]
+            if self.state.get(parameter)
+        ]
+        kept = [y.clone() for y, _, _ in averaged]
+        for y, z, beta1 in averaged:
+            y.lerp_(z, weight=1.0 - 1.0 / beta1)
+        self._holds_result = True
+        try:
+            yield
+        finally:
+            self._holds_result = False
+            for (y, _, _), before in zip(averaged, kept, strict=True):
+                y.copy_(before)

@@ -1,0 +1,59 @@
+"""torch's SGD on what this rank holds of every DTensor."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.optim.sgd import sgd
+
+from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_parts
+
+
+@final
+class LocalSGD(GroupwiseOptimizer):
+    """`torch.optim.SGD` that computes with this rank's part of every DTensor as a plain tensor.
+
+    The momentum buffer starts as zeros, which gives what torch gets by starting with the first gradient.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: The learning rate.
+        momentum: Factor of the last step's buffer in this step's.
+        nesterov: Whether to look a step ahead.
+        weight_decay: The L2 penalty.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        *,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay})
+
+    def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        """Let torch's function take the step."""
+        values = local_parts(parameters)
+        buffers: list[Tensor | None] = [None] * len(values)
+        if group["momentum"]:
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            buffers = [*local_parts([self.state[parameter]["momentum_buffer"] for parameter in parameters])]
+        sgd(
+            values,
+            local_parts([parameter.grad for parameter in parameters]),
+            buffers,
+            foreach=True,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=group["nesterov"],
+            maximize=False,
+        )

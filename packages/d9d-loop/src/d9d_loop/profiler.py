@@ -1,0 +1,123 @@
+"""Profiles some steps of a job on every rank, and says in a few lines where the time went."""
+
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
+
+import torch
+from pydantic import Field, PositiveInt
+from torch.profiler import ProfilerActivity, profile
+
+from d9d_dist import DistributedContext, all_gather_objects
+from d9d_loop.event_bus import handles
+from d9d_loop.events import DataReady, StepDone
+from d9d_loop.section import Section
+from d9d_loop.time_breakdown import TimeBreakdown, break_down, spans_of
+
+_TOP_OPERATORS = 15
+
+
+class ProfileConfig(Section):
+    """Which steps are profiled."""
+
+    first_step: PositiveInt | None = Field(None, description="The first step to profile; null profiles none.")
+    steps: PositiveInt = Field(2, description="How many steps in a row.")
+    every: PositiveInt | None = Field(None, description="Steps from one such row to the next; null: one row only.")
+    record_shapes: bool = Field(False, description="Whether traces tell the shapes of operators' arguments.")
+    profile_memory: bool = Field(False, description="Whether traces tell allocations.")
+
+    def begins_after(self, step: int) -> bool:
+        """Whether the step after this one is the first of a row."""
+        if self.first_step is None:
+            return False
+        since = step + 1 - self.first_step
+        return since == 0 or (self.every is not None and since > 0 and since % self.every == 0)
+
+
+@final
+class Profiler:
+    """Writes a compressed trace for each rank and a summary of all, for the steps that are to be profiled.
+
+    `profile/step-00000010/rank-00000.json.gz`, for Perfetto or `chrome://tracing`, and `summary.md` beside it.
+
+    Args:
+        config: Which steps.
+        folder: The folder of the run.
+        ctx: The job's context.
+    """
+
+    def __init__(self, config: ProfileConfig, folder: Path, ctx: DistributedContext) -> None:
+        self._config, self._folder, self._ctx = config, folder, ctx
+        self._running: profile | None = None
+        self._last_step = 0
+
+    def __enter__(self) -> Self:
+        """Be ready."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Drop a profile that is under way."""
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
+
+    @handles(DataReady, StepDone)
+    def step(self, event: DataReady | StepDone) -> None:
+        """End a row of steps, begin the next. Collective where one ends."""
+        if self._running is not None and event.step == self._last_step:
+            running, self._running = self._running, None
+            self._wait_for_device()
+            running.stop()
+            self._write(running)
+        if self._running is None and self._config.begins_after(event.step):
+            self._last_step = event.step + self._config.steps
+            self._wait_for_device()
+            self._running = profile(
+                activities=self._activities(),
+                record_shapes=self._config.record_shapes,
+                profile_memory=self._config.profile_memory,
+                acc_events=True,
+            )
+            self._running.start()
+
+    def _activities(self) -> list[ProfilerActivity]:
+        device = {kind.name: kind for kind in torch.profiler.supported_activities()}
+        names = ("CPU", self._ctx.device.type.upper())
+        return [device[name] for name in dict.fromkeys(names) if name in device]
+
+    def _wait_for_device(self) -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def _write(self, done: profile) -> None:
+        folder = self._folder / "profile" / f"step-{self._last_step:08}"
+        folder.mkdir(parents=True, exist_ok=True)
+        done.export_chrome_trace(str(folder / f"rank-{self._ctx.rank:05}.json.gz"))
+        events = done.events()
+        compute, communication = spans_of(events)
+        times = [moment for event in events for moment in (event.time_range.start / 1e6, event.time_range.end / 1e6)]
+        own = break_down(compute, communication, total=(min(times, default=0.0), max(times, default=0.0)))
+        everyones = [TimeBreakdown(**each) for each in all_gather_objects(asdict(own))]
+        if self._ctx.is_main_process:
+            sort_by = "self_cpu_time_total" if self._ctx.device.type == "cpu" else "self_device_time_total"
+            operators = done.key_averages().table(sort_by=sort_by, row_limit=_TOP_OPERATORS)
+            text = _summary(everyones, operators, last_step=self._last_step, num_steps=self._config.steps)
+            (folder / "summary.md").write_text(text, encoding="utf-8")
+
+
+def _summary(ranks: list[TimeBreakdown], operators: str, *, last_step: int, num_steps: int) -> str:
+    lines = [
+        f"# Steps {last_step - num_steps + 1} to {last_step}",
+        "",
+        "Milliseconds of each rank, as a profiler sees them, which slows a CPU down. What overlaps counts once.",
+        "Exposed is communication while nothing computes; idle is neither: waiting for data, the host, another rank.",
+        "",
+        "| rank | total | compute | communication | exposed | idle |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {rank} | " + " | ".join(f"{seconds * 1e3:.2f}" for seconds in asdict(times).values()) + " |"
+        for rank, times in enumerate(ranks)
+    ]
+    return "\n".join([*lines, "", "Operators of rank 0:", "", "```", operators.strip(), "```", ""])

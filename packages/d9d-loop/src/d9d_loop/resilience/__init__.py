@@ -1,0 +1,39 @@
+"""What a job does about what goes wrong: each part works in a loop of your own as it does in the Trainer."""
+
+from d9d_loop.resilience.bad_steps import BadStep, StepGuard
+from d9d_loop.resilience.exit_codes import ExitCode
+from d9d_loop.resilience.hang_watchdog import HangWatchdog
+from d9d_loop.resilience.health_check import HealthError, HealthReport, check_health
+from d9d_loop.resilience.non_finite import NonFinite, find_non_finite
+from d9d_loop.resilience.replica_check import ReplicaError, check_replicas
+from d9d_loop.resilience.resilience_config import (
+    BadStepConfig,
+    HealthConfig,
+    ReplicaConfig,
+    ResilienceConfig,
+    StopConfig,
+    WatchdogConfig,
+)
+from d9d_loop.resilience.stop_signals import Stopped, StopSignals
+
+__all__ = [
+    "BadStep",
+    "BadStepConfig",
+    "ExitCode",
+    "HangWatchdog",
+    "HealthConfig",
+    "HealthError",
+    "HealthReport",
+    "NonFinite",
+    "ReplicaConfig",
+    "ReplicaError",
+    "ResilienceConfig",
+    "StepGuard",
+    "StopConfig",
+    "StopSignals",
+    "Stopped",
+    "WatchdogConfig",
+    "check_health",
+    "check_replicas",
+    "find_non_finite",
+]

@@ -1,0 +1,83 @@
+"""Says which rank the others wait for, from where each of them is: the step, the collective, the line."""
+
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from d9d_loop.resilience.rank_place import RankPlace
+
+_SHOWN = 8
+
+
+def describe_hang(
+    places: Mapping[int, RankPlace | None], *, seconds: float, states: Mapping[int, str] | None = None
+) -> str:
+    """A text for people: who is missing, and where everybody is.
+
+    Args:
+        places: Where each rank is; `None` for one that does not answer.
+        seconds: For how long nothing has moved.
+        states: What is known of the processes of ranks, such as "its process 12 on a is stopped".
+    """
+    states = states or {}
+    lines = [f"no progress for {seconds:.1f} s."]
+    if len(places) == 1:
+        return "\n".join(lines + [f"The only rank is {place.describe()}." for place in places.values() if place])
+    missing = missing_ranks(places)
+    for rank in missing[:_SHOWN]:
+        place = places[rank]
+        if place is not None:
+            lines.append(f"Rank {rank} is missing: it is {place.describe()}.")
+        else:
+            why = states.get(rank, "its process is stopped, or holds the interpreter's lock, or its machine is gone")
+            lines.append(f"Rank {rank} is missing: it does not answer; {why}.")
+    if not missing:
+        lines.append("All ranks are at the same place: none is missing, what connects them may be.")
+    lines += _waiting({rank: place for rank, place in places.items() if place is not None and rank not in missing})
+    return "\n".join(lines)
+
+
+def missing_ranks(places: Mapping[int, RankPlace | None]) -> list[int]:
+    """The ranks that the others wait for.
+
+    Those that do not answer; else those that are steps behind; else those in no collective while others are in one;
+    else those that are where the fewest are.
+    """
+    known = {rank: place for rank, place in places.items() if place is not None}
+    silent = [rank for rank, place in places.items() if place is None]
+    if silent or not known:
+        return silent
+    newest = max(place.step for place in known.values())
+    if behind := [rank for rank, place in known.items() if place.step < newest]:
+        return behind
+    if outside := _part(known, [rank for rank, place in known.items() if place.collective is None]):
+        return outside
+    counts = Counter((place.collective, place.at) for place in known.values())
+    fewest = min(counts.values())
+    return _part(known, [rank for rank, place in known.items() if counts[place.collective, place.at] == fewest])
+
+
+def _part(known: Collection[int], ranks: list[int]) -> list[int]:
+    """Some ranks, unless they are all of them, which tells nothing."""
+    return ranks if len(ranks) < len(known) else []
+
+
+def _waiting(places: Mapping[int, RankPlace]) -> list[str]:
+    ranks_by_place: dict[str, list[int]] = {}
+    for rank, place in places.items():
+        ranks_by_place.setdefault(place.describe(), []).append(rank)
+    return [
+        f"Rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks[:_SHOWN]))}"
+        f"{f' and {len(ranks) - _SHOWN} more' if ranks[_SHOWN:] else ''} wait{'' if ranks[1:] else 's'}: {place}."
+        for place, ranks in ranks_by_place.items()
+    ]
+
+
+def dump_place(place: RankPlace) -> str:
+    """For the side channel."""
+    return json.dumps(place.as_json())
+
+
+def parse_place(text: str) -> RankPlace:
+    """The inverse of `dump_place`."""
+    return RankPlace(**json.loads(text))

@@ -1,0 +1,242 @@
+"""Looks at every rank's device and links before anything is built: one slow or wrong one makes all ranks slow or wrong.
+
+A device multiplies matrices of small integers, whose product is exact in float32 in any order of adding up, and writes and
+reads memory. Links carry a message around the ring of all ranks, where the time of each is its own; then an all-reduce of as
+much over all ranks, which is as fast as the slowest.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from d9d_dist import DistributedContext, all_gather_variadic
+from d9d_loop.resilience.resilience_config import HealthConfig
+
+_MIB = 1 << 20
+_REPEATS = 3  # of which the fastest counts; the first one makes kernels and connections
+_LEAST_SECONDS = 1e-3  # what takes less is not called slow
+_SHOWN = 8
+
+
+class HealthError(RuntimeError):
+    """A device or a link gives wrong values. Raised on all ranks together, with the same message."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankHealth:
+    """What was measured on a rank.
+
+    Attributes:
+        rank: Global rank.
+        host: Its machine.
+        device: Its device there.
+        compute_seconds: Time of a matrix product.
+        memory_seconds: Time to write and read memory.
+        link_seconds: Time of a message from the rank before it, or from the last to the first.
+        all_reduce_seconds: Time of an all-reduce over all ranks.
+        wrong: What gave wrong values, or failed; empty if nothing did.
+    """
+
+    rank: int
+    host: str
+    device: str
+    compute_seconds: float
+    memory_seconds: float
+    link_seconds: float
+    all_reduce_seconds: float
+    wrong: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HealthReport:
+    """What was measured on all ranks.
+
+    Attributes:
+        ranks: In their order.
+        slow: What took much longer than on most ranks, for people; empty if nothing did.
+    """
+
+    ranks: tuple[RankHealth, ...]
+    slow: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """For people: the usual times, and what is slow."""
+        usual = ", ".join(f"{what} {1e3 * median(times):.1f} ms" for what, times in _times(self.ranks).items())
+        return "\n".join([f"health of {len(self.ranks)} ranks, by the median: {usual}.", *self.slow])
+
+
+def check_health(config: HealthConfig, *, ctx: DistributedContext) -> HealthReport | None:
+    """Check every rank's device and links, and take their times. Takes well below a second a rank, on any number.
+
+    Collective over all ranks: sends and receives between neighbours, all-reduces, an all-gather of the results. To be
+    called before models are built, when ranks wait for each other anyway; the main process logs what is slow.
+
+    Args:
+        config: How much to compute and to send, and what is slow.
+        ctx: The job's context.
+
+    Returns:
+        The measurements, equal on every rank; `None` if the check is switched off.
+
+    Raises:
+        HealthError: On all ranks, if a device or a link of one gives wrong values or fails. It names all of those.
+    """
+    if not config.enabled:
+        return None
+    ranks = _gather(_measure(config, ctx), ctx)
+    wrong = [f"rank {rank.rank} ({rank.device} of {rank.host}): {what}" for rank in ranks for what in rank.wrong]
+    if wrong:
+        shown = "\n".join(f"- {problem}" for problem in wrong[:_SHOWN])
+        more = f"\nand {len(wrong) - _SHOWN} more" if wrong[_SHOWN:] else ""
+        raise HealthError(f"the health check failed:\n{shown}{more}\nStart the job without these machines.")
+    report = HealthReport(tuple(ranks), tuple(find_slow(ranks, factor=config.slow_factor)))
+    if ctx.is_main_process and report.slow:
+        ctx.logger.warning("%s", report)
+    return report
+
+
+def find_slow(ranks: Sequence[RankHealth], *, factor: float) -> list[str]:
+    """What took more than `factor` times the median over ranks, and more than a millisecond.
+
+    An all-reduce is as slow everywhere as it is on one rank, so its time is in the report only.
+    """
+    found: list[str] = []
+    for what, times in _times(ranks).items():
+        usual = median(times)
+        for rank, seconds in zip(ranks, times, strict=True):
+            if what != "all-reduce" and seconds > max(factor * usual, _LEAST_SECONDS):
+                found.append(
+                    f"slow {what} of {_where(what, rank, ranks)}: {1e3 * seconds:.1f} ms, "
+                    f"{seconds / max(usual, 1e-9):.1f} times the median."
+                )
+    return found
+
+
+def _times(ranks: Sequence[RankHealth]) -> Mapping[str, list[float]]:
+    return {
+        "compute": [rank.compute_seconds for rank in ranks],
+        "memory": [rank.memory_seconds for rank in ranks],
+        "link": [rank.link_seconds for rank in ranks],
+        "all-reduce": [rank.all_reduce_seconds for rank in ranks],
+    }
+
+
+def _where(what: str, rank: RankHealth, ranks: Sequence[RankHealth]) -> str:
+    if what != "link":
+        return f"rank {rank.rank} ({rank.device} of {rank.host})"
+    before = ranks[rank.rank - 1]
+    return f"ranks {before.rank} to {rank.rank} ({before.host} to {rank.host})"
+
+
+def _measure(config: HealthConfig, ctx: DistributedContext) -> RankHealth:
+    """Measure this rank. What fails here must not keep it from its peers, which wait for it in the links' part."""
+    wrong: list[str] = []
+    compute = _guarded(lambda: _compute(config.matrix_size, ctx), wrong, "computing")
+    memory = _guarded(lambda: _memory(config.memory_mib * _MIB // 4, ctx), wrong, "memory")
+    link = all_reduce = 0.0
+    if ctx.world_size > 1:
+        size = config.message_mib * _MIB // 4
+        link, is_right = _link(size, ctx)
+        wrong += [] if is_right else [f"what comes from rank {(ctx.rank - 1) % ctx.world_size} is wrong"]
+        all_reduce, is_right = _all_reduce(size, ctx)
+        wrong += [] if is_right else ["an all-reduce gives wrong sums"]
+    times = (compute, memory, link, all_reduce)
+    return RankHealth(ctx.rank, socket.gethostname(), str(ctx.device), *times, wrong=tuple(wrong))
+
+
+def _guarded(measure: Callable[[], tuple[float, bool]], wrong: list[str], what: str) -> float:
+    try:
+        seconds, is_right = measure()
+    except (RuntimeError, MemoryError) as error:
+        wrong.append(f"{what} failed: {str(error).splitlines()[0]}")
+        return 0.0
+    wrong += [] if is_right else [f"{what} gives wrong values"]
+    return seconds
+
+
+def _compute(size: int, ctx: DistributedContext) -> tuple[float, bool]:
+    """The product of a[i, k] = i + k mod 3 and b[k, j] = k + j mod 5, less 2; by its sums, in integers."""
+    index = torch.arange(size, device=ctx.device)
+    a_MK = (index[:, None] + index) % 3
+    b_KN = (index[:, None] + index) % 5 - 2
+    a, b = a_MK.float(), b_KN.float()
+    seconds, product_MN = _fastest(lambda: a @ b, ctx)
+    # A product of all ones on either side costs no second matrix product.
+    rows_M, columns_N = (a_MK * b_KN.sum(1)).sum(1), (b_KN * a_MK.sum(0)[:, None]).sum(0)
+    product = product_MN.round().long()
+    return seconds, torch.equal(product.sum(1), rows_M) and torch.equal(product.sum(0), columns_N)
+
+
+def _memory(size: int, ctx: DistributedContext) -> tuple[float, bool]:
+    """Write a pattern and its complement, and read them."""
+    pattern = torch.arange(size, dtype=torch.int32, device=ctx.device)
+    seconds, copy = _fastest(lambda: pattern.bitwise_not(), ctx)
+    return seconds, torch.equal(copy.bitwise_not_(), pattern)
+
+
+def _link(size: int, ctx: DistributedContext) -> tuple[float, bool]:
+    """Send to the next rank, receive from the one before."""
+    before, after = (ctx.rank - 1) % ctx.world_size, (ctx.rank + 1) % ctx.world_size
+    message = _message(ctx.rank, size, ctx)
+    received = torch.empty_like(message)
+
+    def exchange() -> torch.Tensor:
+        sends = dist.P2POp(dist.isend, message, after)
+        receives = dist.P2POp(dist.irecv, received, before)
+        for work in dist.batch_isend_irecv([sends, receives]):
+            work.wait()
+        return received
+
+    seconds, _ = _fastest(exchange, ctx, together=True)
+    return seconds, torch.equal(received, _message(before, size, ctx))
+
+
+def _all_reduce(size: int, ctx: DistributedContext) -> tuple[float, bool]:
+    """Sum a message in which ranks differ by whole numbers."""
+    message = _message(ctx.rank, size, ctx)
+
+    def reduce() -> torch.Tensor:
+        total = message.clone()
+        dist.all_reduce(total)
+        return total
+
+    seconds, total = _fastest(reduce, ctx, together=True)
+    ranks = torch.arange(ctx.world_size, device=ctx.device)
+    # (x + rank) mod 256 over ranks, for the 256 values of x; integers below 2^24, so float32 has them exactly.
+    sums = ((torch.arange(256, device=ctx.device)[:, None] + ranks) % 256).sum(1).float()
+    return seconds, torch.equal(total, sums[torch.arange(size, device=ctx.device) % 256])
+
+
+def _message(rank: int, size: int, ctx: DistributedContext) -> torch.Tensor:
+    return ((torch.arange(size, device=ctx.device) + rank) % 256).float()
+
+
+def _fastest(
+    work: Callable[[], torch.Tensor], ctx: DistributedContext, *, together: bool = False
+) -> tuple[float, torch.Tensor]:
+    """The least time of a few, with the device's work done; and what the last one gave."""
+    seconds = []
+    for _ in range(_REPEATS):
+        if together:
+            ctx.wait_world()
+        start = time.perf_counter()
+        result = work()
+        if ctx.device.type != "cpu":
+            torch.accelerator.synchronize(ctx.device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds), result
+
+
+def _gather(mine: RankHealth, ctx: DistributedContext) -> list[RankHealth]:
+    """What was measured on all ranks, as bytes of JSON: nothing of a peer is unpickled."""
+    if ctx.world_size == 1:
+        return [mine]
+    data = torch.tensor(list(json.dumps(asdict(mine)).encode()), dtype=torch.uint8, device=ctx.device)
+    values = [json.loads(bytes(each.tolist())) for each in all_gather_variadic(data)]
+    return [RankHealth(**{**value, "wrong": tuple(value["wrong"])}) for value in values]

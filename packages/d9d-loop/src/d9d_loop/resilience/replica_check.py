@@ -1,0 +1,151 @@
+"""Finds replicas that are no longer equal, before they have trained apart for days: a flipped bit, a lost reduction.
+
+What several ranks hold is equal bit for bit, or there is a fault: all of them get the same sum of gradients and do the same
+arithmetic. So a checksum of each tensor tells, and 8 bytes of a tensor travel.
+
+The checksum of the 64-bit words w of a tensor's bytes is sum_i (2i + 1) w_i mod 2^64. A change of one word changes it,
+because 2i + 1 is odd; so do most exchanges of words.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from d9d_dist import DistributedContext, all_gather_variadic
+
+_WORDS_AT_ONCE = 1 << 20
+_SHOWN = 8
+
+
+class ReplicaError(RuntimeError):
+    """Ranks that should hold equal tensors do not. Raised on all ranks together, with the same message."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    """A tensor of this rank that the other ranks of some groups should have too."""
+
+    name: str
+    local: torch.Tensor
+    groups: tuple[dist.ProcessGroup, ...]
+
+
+@torch.no_grad()
+def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: DistributedContext) -> None:
+    """Check that parameters and optimizer states are equal on all ranks that should have equal ones.
+
+    Those of a DTensor are equal along the axes of its mesh on which it is replicated, those of a plain tensor on all
+    ranks of a pipeline stage. Collective over all ranks: an all-gather of 8 bytes a tensor over each such axis, and one
+    of what was found. Reads every such tensor once; the host waits.
+
+    Args:
+        model: This rank's part of the model.
+        optimizer: Over its parameters.
+        step: Steps done, for the message.
+        ctx: The job's context.
+
+    Raises:
+        ReplicaError: On all ranks, if some differ. It names tensors, and the ranks that differ from the majority.
+    """
+    if ctx.world_size == 1:
+        return
+    stage = ctx.group_for("batch", "dp", "cp", "tp")
+    by_group: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
+    for replica in _replicas(model, optimizer, stage):
+        checksum = _checksum(replica.local)
+        for group in replica.groups:
+            by_group.setdefault(group, []).append((replica.name, checksum))
+    problems = [problem for group, checksums in by_group.items() for problem in _compare(checksums, group)]
+    found = sorted({problem for each in _share(problems, ctx) for problem in each})
+    if found:
+        shown = "\n".join(f"- {problem}" for problem in found[:_SHOWN])
+        more = f"\nand {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
+        raise ReplicaError(
+            f"replicas are not equal after step {step}:\n{shown}{more}\nGo back to a checkpoint from before; if the same "
+            "rank is named again, its machine is at fault."
+        )
+
+
+def _replicas(model: nn.Module, optimizer: Optimizer, stage: dist.ProcessGroup) -> list[_Replica]:
+    """The tensors that other ranks have too, in an order that is the same on all of those."""
+    found: list[_Replica] = []
+    for name, parameter in model.named_parameters():
+        tensors = {name: parameter.detach()}
+        # A state of the optimizer is split as its parameter is; what is no tensor, or on the host, is no replica's.
+        states = optimizer.state.get(parameter, {})
+        tensors |= {f"{key} of {name}": state for key, state in sorted(states.items()) if _is_state(state, parameter)}
+        for label, tensor in tensors.items():
+            groups = _groups(parameter, stage)
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if groups and local.numel():
+                found.append(_Replica(label, local, groups))
+    return found
+
+
+def _is_state(state: object, parameter: nn.Parameter) -> bool:
+    return isinstance(state, torch.Tensor) and state.device == parameter.device
+
+
+def _groups(parameter: nn.Parameter, stage: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
+    """The groups along which a parameter is replicated."""
+    if not isinstance(parameter, DTensor):
+        return (stage,) if stage.size() > 1 else ()
+    mesh = parameter.device_mesh
+    return tuple(
+        mesh.get_group(axis)
+        for axis, placement in enumerate(parameter.placements)
+        if placement.is_replicate() and mesh.size(axis) > 1
+    )
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """See the equation at the top of this file; 0-dim int64, on the tensor's device."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
+    rest[: data.numel() - whole] = data[whole:]
+    total = rest.view(torch.int64).squeeze(0)  # a word of its own, with the factor 1
+    for start in range(0, whole // 8, _WORDS_AT_ONCE):
+        words = data[start * 8 : min((start + _WORDS_AT_ONCE) * 8, whole)].view(torch.int64)
+        factors = torch.arange(start + 1, start + 1 + words.numel(), device=data.device).mul_(2).add_(1)
+        total = total + (words * factors).sum()
+    return total
+
+
+def _compare(checksums: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> list[str]:
+    """What differs over a group, the same on all of its ranks."""
+    mine = torch.stack([checksum for _, checksum in checksums])
+    gathered = mine.new_empty(group.size() * mine.numel())
+    dist.all_gather_into_tensor(gathered, mine, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    rows = gathered.view(group.size(), -1).tolist()
+    problems: list[str] = []
+    for index, (name, _) in enumerate(checksums):
+        column = {rank: row[index] for rank, row in zip(ranks, rows, strict=True)}
+        if len(set(column.values())) > 1:
+            problems.append(f"{name}: {_odd_ones(column)}")
+    return problems
+
+
+def _odd_ones(checksums: Mapping[int, int]) -> str:
+    """Which ranks differ from most; where there is no majority, who differs from whom."""
+    (value, count), *_ = Counter(checksums.values()).most_common()
+    if 2 * count <= len(checksums):
+        return f"ranks {', '.join(map(str, checksums))} have {len(set(checksums.values()))} different values"
+    odd = [rank for rank, checksum in checksums.items() if checksum != value]
+    others = [rank for rank, checksum in checksums.items() if checksum == value]
+    return f"rank{'s' if odd[1:] else ''} {', '.join(map(str, odd))} differ{'' if odd[1:] else 's'} from rank {others[0]}"
+
+
+def _share(problems: list[str], ctx: DistributedContext) -> list[list[str]]:
+    data = torch.tensor(list(json.dumps(problems).encode()) if problems else [], dtype=torch.uint8, device=ctx.device)
+    return [json.loads(bytes(each.tolist())) for each in all_gather_variadic(data) if each.numel()]

@@ -1,0 +1,106 @@
+"""What a job does about what goes wrong, as configured: each section has a switch, and defaults a person would choose."""
+
+from datetime import timedelta
+from signal import Signals
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+BadStepAction = Literal["skip", "rewind", "stop"]
+
+
+class HealthConfig(BaseModel):
+    """The check of devices and links before anything is built."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    enabled: bool = Field(True, description="Whether to check every rank's device and links at the start.")
+    matrix_size: PositiveInt = Field(512, description="Rows of the square matrices that are multiplied.")
+    memory_mib: PositiveInt = Field(64, description="MiB of device memory that are written and read back.")
+    message_mib: PositiveInt = Field(4, description="MiB that each link carries.")
+    slow_factor: float = Field(3.0, gt=1, description="What takes so many times the median is named as slow.")
+
+
+class StopConfig(BaseModel):
+    """Signals by which a scheduler asks the job to save and leave."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...] = Field(
+        ("SIGTERM", "SIGUSR1"), description="The signals; none of them if empty."
+    )
+    every: PositiveInt = Field(1, description="Steps between two times that ranks ask each other.")
+    grace_seconds: PositiveFloat | None = Field(
+        None, description="After which the process ends, saved or not; null leaves that to who sent the signal."
+    )
+    repeat_seconds: PositiveFloat = Field(
+        2.0, description="A signal that comes so much later than the first one ends the process at once."
+    )
+
+    @property
+    def numbers(self) -> tuple[Signals, ...]:
+        """The signals."""
+        return tuple(Signals[name] for name in self.signals)
+
+    @property
+    def grace(self) -> timedelta | None:
+        """The grace period."""
+        return None if self.grace_seconds is None else timedelta(seconds=self.grace_seconds)
+
+    @property
+    def repeat(self) -> timedelta:
+        """From when on a signal is another one."""
+        return timedelta(seconds=self.repeat_seconds)
+
+
+class BadStepConfig(BaseModel):
+    """Steps whose loss or gradient is not finite, or whose loss is far above those before."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    non_finite: BadStepAction = Field(
+        "skip",
+        description="What to do about a loss or gradient that is not finite: leave the parameters as they are and go "
+        "on, go back to the last checkpoint, or stop.",
+    )
+    spike: BadStepAction | Literal["report", "ignore"] = Field(
+        "report", description="What to do about a loss spike: as above, or only report it, or not even that."
+    )
+    max_in_a_row: PositiveInt = Field(5, description="So many skipped steps one after the other stop the job.")
+    max_rewinds: PositiveInt = Field(3, description="When the job has gone back so often, the next time stops it.")
+    spike_window: PositiveInt = Field(100, description="Steps before, whose losses a loss is compared with.")
+    spike_after: PositiveInt = Field(20, description="Losses that are needed before one can be a spike.")
+    spike_deviations: PositiveFloat = Field(
+        8.0, description="Robust standard deviations above the median from which a loss is a spike."
+    )
+    spike_skip_before: int = Field(
+        1, ge=0, description="Steps before a spike whose update is left out too when the job has gone back."
+    )
+
+
+class WatchdogConfig(BaseModel):
+    """What ends a job in which nothing moves. How long it waits follows from the time limits of collectives."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = Field(True, description="Whether to watch; with time limits of collectives alone, nobody is named.")
+
+
+class ReplicaConfig(BaseModel):
+    """The check that replicas of parameters and optimizer states are equal."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    every: PositiveInt | None = Field(1000, description="Steps between two checks; none if null.")
+
+
+class ResilienceConfig(BaseModel):
+    """What a job does about what goes wrong."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    health: HealthConfig = HealthConfig.model_validate({})
+    stop: StopConfig = StopConfig.model_validate({})
+    bad_steps: BadStepConfig = BadStepConfig.model_validate({})
+    watchdog: WatchdogConfig = WatchdogConfig.model_validate({})
+    replicas: ReplicaConfig = ReplicaConfig.model_validate({})

@@ -1,0 +1,28 @@
+"""Learning-rate schedules that are put together of phases, and pictures of them."""
+
+from d9d_loop.schedules.phase import (
+    ConstantPhase,
+    CosinePhase,
+    ExponentialPhase,
+    LinearPhase,
+    Phase,
+    PolynomialPhase,
+    RexPhase,
+    SqrtPhase,
+)
+from d9d_loop.schedules.picture import draw_lr_schedule, plot_lr_schedule
+from d9d_loop.schedules.piecewise import piecewise
+
+__all__ = [
+    "ConstantPhase",
+    "CosinePhase",
+    "ExponentialPhase",
+    "LinearPhase",
+    "Phase",
+    "PolynomialPhase",
+    "RexPhase",
+    "SqrtPhase",
+    "draw_lr_schedule",
+    "piecewise",
+    "plot_lr_schedule",
+]

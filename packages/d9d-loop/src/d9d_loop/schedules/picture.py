@@ -1,0 +1,62 @@
+"""Draws a learning-rate schedule, to be looked at before a job starts."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Target: TypeAlias = "Path | str | Axes"
+"""Where a picture goes: a file, whose name says in which format (`.png`, `.svg`, `.pdf`), or axes of a figure."""
+
+_POINTS = 2000
+_COLOR, _GREY = "#0072b2", "#5a5a5a"
+
+
+def plot_lr_schedule(
+    schedule: Callable[[int], float], target: Target, *, num_steps: int, peak: float = 1.0, title: str = ""
+) -> None:
+    """Draw the learning rate over the steps of a job.
+
+    Args:
+        schedule: The factor of the peak for a step, counted from 0.
+        target: Where to.
+        num_steps: Steps of the job.
+        peak: The peak learning rate; 1 shows the factor.
+        title: Stands above the picture.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is missing.
+    """
+    if isinstance(target, Path | str):
+        try:
+            from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("pictures need matplotlib: pip install 'd9d-loop[plot]'") from error
+        figure = Figure(figsize=(8.0, 3.2), dpi=150, layout="constrained")
+        _draw_on(figure.subplots(), schedule, num_steps=num_steps, peak=peak, title=title)
+        figure.savefig(target)
+    else:
+        _draw_on(target, schedule, num_steps=num_steps, peak=peak, title=title)
+
+
+def draw_lr_schedule(schedule: Callable[[int], float], folder: Path, *, num_steps: int, peak: float) -> None:
+    """Write `lr_schedule.png` into a run's folder, where matplotlib is installed; see `plot_lr_schedule`."""
+    if find_spec("matplotlib") is not None:
+        title = f"learning rate, peak {peak:g}"
+        plot_lr_schedule(schedule, folder / "lr_schedule.png", num_steps=num_steps, peak=peak, title=title)
+
+
+def _draw_on(axes: "Axes", schedule: Callable[[int], float], *, num_steps: int, peak: float, title: str) -> None:
+    stride = -(-num_steps // _POINTS)
+    steps = sorted({*range(0, num_steps, stride), num_steps - 1})
+    axes.plot(steps, [peak * schedule(step) for step in steps], color=_COLOR, linewidth=1.6)
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.set_xlabel("steps done", color=_GREY, loc="right")
+    axes.set_ylim(bottom=0.0)
+    axes.margins(x=0.01)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_GREY, labelsize=9)

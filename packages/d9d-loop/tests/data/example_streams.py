@@ -1,0 +1,88 @@
+"""Streams to test with, and what every stream must be able to do."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import JsonValue
+
+from d9d_loop.data import DocumentStream, IndexedStream, SampleStream, TokenFile, TokenFileWriter
+
+
+def through_json(state: JsonValue) -> JsonValue:
+    """A state as a checkpoint gives it back."""
+    return json.loads(json.dumps(state))
+
+
+def entries_with_states(stream: SampleStream, count: int) -> tuple[list[Any], list[JsonValue]]:
+    """The first entries, taken one by one, and the state before each and after the last."""
+    cursor = stream.cursor()
+    entries, states = [], [through_json(cursor.state_dict())]
+    for _ in range(count):
+        entries += cursor.take(1)
+        states.append(through_json(cursor.state_dict()))
+    return entries, states
+
+
+def assert_resumes_anywhere(stream: SampleStream, count: int) -> list[Any]:
+    """From the state after any number of entries, the same ones follow, in portions of any size."""
+    entries, states = entries_with_states(stream, count)
+    assert stream.cursor().take(count) == entries
+    for taken, state in enumerate(states):
+        cursor = stream.cursor(state)
+        assert through_json(cursor.state_dict()) == state
+        first = (count - taken) // 3
+        assert cursor.take(first) + cursor.take(count - taken - first) == entries[taken:], taken
+    return entries
+
+
+def write_tokens(folder: Path, documents: list[list[int]], *, vocab_size: int = 1000) -> TokenFile:
+    with TokenFileWriter(folder, vocab_size=vocab_size) as writer:
+        for tokens in documents:
+            writer.append(tokens)
+    return TokenFile(folder)
+
+
+def numbered_documents(lengths: list[int]) -> list[list[int]]:
+    """Documents whose tokens say where they are: all different."""
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    return [list(range(start, start + length)) for start, length in zip(starts, lengths, strict=True)]
+
+
+def some_lengths(count: int, *, seed: int, longest: int) -> list[int]:
+    draws = torch.randint(1, longest + 1, (count,), generator=torch.Generator().manual_seed(seed))
+    return draws.tolist()
+
+
+def document_stream(folder: Path, *, count: int = 40, longest: int = 30, max_length: int = 12) -> DocumentStream:
+    lengths = some_lengths(count, seed=0, longest=longest)
+    file = write_tokens(folder, numbered_documents(lengths), vocab_size=1 + sum(lengths))
+    return DocumentStream(file, max_length=max_length, seed=3)
+
+
+class CountedEpochs:
+    """An epoch of numbers that keeps its place: what a streamed dataset does."""
+
+    def __init__(self, epoch: int, size: int = 11) -> None:
+        self._epoch, self._size = epoch, size
+        self._next: int = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self._next < self._size:
+            self._next += 1
+            number: int = self._epoch * self._size + self._next - 1
+            yield [number] * (1 + number % 5)
+        self._next = 0
+
+    def state_dict(self) -> Any:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._next = state["next"]
+
+
+def lists_stream(count: int = 23, *, seed: int = 0) -> IndexedStream:
+    """Lists of different lengths."""
+    return IndexedStream([[number] * (1 + number * 7 % 13) for number in range(count)], seed=seed)

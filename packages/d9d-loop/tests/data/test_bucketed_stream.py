@@ -1,0 +1,31 @@
+import pytest
+from example_streams import assert_resumes_anywhere, lists_stream
+
+from d9d_dist import UserError
+from d9d_loop.data import BucketedStream
+
+
+def test_resumes_anywhere() -> None:
+    assert_resumes_anywhere(BucketedStream(lists_stream(), group_size=3, num_groups=4, seed=0), 40)
+
+
+def test_keeps_each_window_and_brings_like_lengths_together() -> None:
+    stream = lists_stream(200)
+    plain = stream.cursor().take(192)
+    bucketed = BucketedStream(stream, group_size=4, num_groups=24, seed=0).cursor().take(192)
+    padding = 0
+    for start in range(0, 192, 96):
+        assert sorted(bucketed[start : start + 96]) == sorted(plain[start : start + 96])
+        groups = [bucketed[begin : begin + 4] for begin in range(start, start + 96, 4)]
+        lengths = [[stream.length(entry) for entry in group] for group in groups]
+        padding += sum(4 * max(group) - sum(group) for group in lengths)
+        firsts = [max(group) for group in lengths]
+        assert firsts != sorted(firsts)  # the groups are shuffled
+    assert padding / sum(map(stream.length, bucketed)) < 0.05
+
+
+@pytest.mark.parametrize("name", ["group_size", "num_groups"])
+def test_sizes_are_positive(name: str) -> None:
+    sizes = {"group_size": 2, "num_groups": 2, name: 0}
+    with pytest.raises(UserError, match=f"{name} = 0; expected at least 1"):
+        BucketedStream(lists_stream(), seed=0, **sizes)

@@ -1,0 +1,25 @@
+from typing import Any
+
+import torch
+
+from d9d_loop import SampleOrder
+from d9d_loop.data import DataProvider, DatasetProvider, IndexedStream, SampleStream
+
+
+def test_a_dataset_is_a_provider() -> None:
+    data = [torch.tensor(number) for number in range(9)]
+    stream = DatasetProvider(data).training(seed=4)
+    assert [stream.read(entry).item() for entry in stream.cursor().take(20)] == SampleOrder(9, seed=4).take(0, 20)
+    assert DatasetProvider(data, shuffle=False).training(seed=4).cursor().take(3) == [0, 1, 2]
+    assert DatasetProvider(data).evaluation() is None
+    assert DatasetProvider(data).collate(data[:2]).tolist() == [0, 1]
+
+
+def test_a_provider_needs_only_training_data() -> None:
+    class Own(DataProvider):
+        def training(self, *, seed: int) -> SampleStream:
+            return IndexedStream([seed], seed=seed)
+
+    own: Any = Own()
+    assert own.training(seed=3).read(0) == 3
+    assert own.evaluation() is None

@@ -1,0 +1,37 @@
+from typing import Any
+
+import pytest
+from example_streams import CountedEpochs, assert_resumes_anywhere
+
+from d9d_dist import UserError
+from d9d_loop.data import IteratedStream
+
+
+def test_resumes_anywhere_over_the_edge_of_epochs() -> None:
+    entries = assert_resumes_anywhere(IteratedStream(CountedEpochs, name="numbers"), 40)
+    assert [entry[0] for entry in entries] == list(range(40))
+
+
+def test_transforms_only_what_is_read() -> None:
+    stream = IteratedStream(CountedEpochs, name="numbers", transform=lambda element: {"x": element[0]})
+    assert stream.cursor().take(2) == [[0], [1, 1]]
+    assert stream.read([7, 7]) == {"x": 7}
+    assert stream.length([7, 7]) == 2
+    assert IteratedStream(CountedEpochs, name="numbers").read([7, 7]) == [7, 7]
+
+
+def test_an_epoch_of_nothing_is_an_error() -> None:
+    stream = IteratedStream(lambda epoch: CountedEpochs(epoch, size=0), name="nothing")
+    with pytest.raises(UserError, match=r"epoch 0 of the data 'nothing' has no elements"):
+        stream.cursor().take(1)
+
+
+def test_streams_a_hugging_face_dataset() -> None:
+    datasets = pytest.importorskip("datasets", reason="needs datasets, which is optional")
+    data = datasets.Dataset.from_list([{"x": number} for number in range(11)])
+
+    def epoch(_number: int) -> Any:
+        return data.to_iterable_dataset(num_shards=3)
+
+    entries = assert_resumes_anywhere(IteratedStream(epoch, name="numbers"), 25)
+    assert [entry["x"] for entry in entries] == [*range(11), *range(11), 0, 1, 2]

@@ -1,0 +1,54 @@
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
+
+from d9d_dist import UserError
+from d9d_loop.data import PaddingCollate, pad_sequences
+from d9d_loop.data.padding import Side
+
+SIDES: list[Side] = ["left", "right"]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5), value=st.integers(-3, 3), side=st.sampled_from(SIDES)
+)
+def test_pads_as_torch_does(lengths: list[int], value: int, side: Side) -> None:
+    sequences = [torch.arange(length) for length in lengths]
+    expected = pad_sequence(sequences, batch_first=True, padding_value=value, padding_side=side)
+    assert torch.equal(pad_sequences(sequences, value=value, side=side), expected)
+
+
+def test_lengths_are_rounded_up_and_further_dims_kept() -> None:
+    batch = pad_sequences([torch.ones(2, 3), torch.ones(5, 3)], value=-1.5, multiple_of=4)
+    assert batch.shape == (2, 8, 3)
+    assert batch.sum() == 21 - 1.5 * 27
+    assert pad_sequences([torch.ones(2)], value=0, length=5, multiple_of=4).shape == (1, 8)
+
+
+def test_a_sequence_that_is_too_long_is_refused() -> None:
+    with pytest.raises(UserError, match="of length 5 is longer than 4; cut it, or raise length"):
+        pad_sequences([torch.ones(5)], value=0, length=4)
+
+
+def test_collates_dictionaries() -> None:
+    collate = PaddingCollate({"input_ids": 0, "labels": -100}, multiple_of=2, mask="mask")
+    samples: list[Mapping[str, Any]] = [
+        {"input_ids": [1, 2, 3], "labels": torch.tensor([2, 3, 4]), "weight": 0.5},
+        {"input_ids": [5], "labels": torch.tensor([6]), "weight": 1.5},
+    ]
+    batch = collate(samples)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 0], [5, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[2, 3, 4, -100], [6, -100, -100, -100]]
+    assert batch["mask"].tolist() == [[True, True, True, False], [True, False, False, False]]
+    assert batch["weight"].tolist() == [0.5, 1.5]
+    assert PaddingCollate({"a": 0}, side="left")([{"a": [1]}, {"a": [2, 3]}])["a"].tolist() == [[0, 1], [2, 3]]
+
+
+def test_a_sample_without_a_key_is_refused() -> None:
+    with pytest.raises(UserError, match="a sample has no labels, only input_ids; expected every key"):
+        PaddingCollate({"input_ids": 0, "labels": -100})([{"input_ids": [1]}])

@@ -1,0 +1,112 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from d9d_dist import UserError
+from d9d_loop.data import TextFiles, TokenFile, is_held_out, tokenize_text, train_tokenizer
+from d9d_loop.data.__main__ import main
+
+tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers, which is optional")
+
+TEXTS = [f"This is document {number}, and it is not long: {'well ' * number}" for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_tokenizer(TEXTS, vocab_size=300).save(str(path))
+    return path
+
+
+def test_what_is_written_is_the_text(tmp_path: Path, tokenizer: Path) -> None:
+    file = tokenize_text(["", *TEXTS, "größer ≠ 大"], tmp_path / "tokens", tokenizer=tokenizer)
+    decoder = tokenizers.Tokenizer.from_file(str(tokenizer))
+    end = decoder.token_to_id("<|endoftext|>")
+    documents = [file[number]["tokens"].tolist() for number in range(len(file))]
+    assert all(tokens[-1] == end and end not in tokens[:-1] for tokens in documents)
+    assert [decoder.decode(tokens[:-1]) for tokens in documents] == ["", *TEXTS, "größer ≠ 大"]
+    assert file.manifest.about["vocab_size"] == 300
+
+
+def test_without_an_end_token_empty_documents_are_left_out(tmp_path: Path, tokenizer: Path) -> None:
+    file = tokenize_text(["", "ab"], tmp_path / "tokens", tokenizer=tokenizer, end_token=None)
+    assert len(file) == 1
+
+
+def _write_texts(folder: Path) -> None:
+    (folder / "texts" / "more").mkdir(parents=True)
+    for number, text in enumerate(TEXTS[:30]):
+        (folder / "texts" / ("more" if number % 2 else ".") / f"{number:02}.txt").write_text(text, encoding="utf-8")
+    (folder / "texts" / "notes.md").write_text("not this one", encoding="utf-8")
+    lines = [json.dumps({"body": text, "id": number}) for number, text in enumerate(["", *TEXTS[30:]])]
+    (folder / "texts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write_texts(tmp_path)
+    tokenizer, output = tmp_path / "new" / "tokenizer.json", tmp_path / "tokens"
+    paths = [str(tmp_path / "texts"), str(tmp_path / "texts.jsonl"), "--field", "body"]
+    main([*paths, "--output", str(output), "--tokenizer", str(tokenizer), "--train-vocab-size=300", "--held-out=0.3"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [Path(line["folder"]) for line in lines] == [output / "train", output / "held_out"]
+    decoder = tokenizers.Tokenizer.from_file(str(tokenizer))
+    found = {}
+    for name in ("train", "held_out"):
+        file = TokenFile(output / name)
+        found[name] = {decoder.decode(file[number]["tokens"].tolist()) for number in range(len(file))}
+    assert found["held_out"] == {text for text in TEXTS if is_held_out(text, 0.3)}
+    assert found["train"] == set(TEXTS) - found["held_out"]
+    assert 3 < len(found["held_out"]) < 25
+
+
+def test_the_command_without_a_held_out_part(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write_texts(tmp_path)
+    main([str(tmp_path / "texts"), "--pattern=*.txt", f"--output={tmp_path / 't'}", f"--tokenizer={tokenizer}"])
+    line = json.loads(capsys.readouterr().out)
+    assert line["documents"] == len(TokenFile(tmp_path / "t")) == 15
+
+
+def test_texts_that_are_not_there_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing does not exist; expected a text file"):
+        TextFiles([tmp_path / "nothing"]).files()
+    with pytest.raises(UserError, match=r"there are no files \*\*/\*\.txt in "):
+        TextFiles([tmp_path]).files()
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"other": "x"}', '{"text": 1}'])
+def test_a_line_without_text_is_told(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "a"}\n' + line, encoding="utf-8")
+    with pytest.raises(UserError, match=r"texts.jsonl, line 2: expected a JSON object with text in the field 'text'"):
+        list(TextFiles([path]))
+
+
+def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"ab\xff")
+    with pytest.raises(UserError, match=r"a.txt is not text in UTF-8 \(byte 2\)"):
+        list(TextFiles([tmp_path]))
+
+
+def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path: Path, tokenizer: Path) -> None:
+    with pytest.raises(UserError, match=r"the tokenizer .*none.json does not exist"):
+        tokenize_text(TEXTS, tmp_path / "tokens", tokenizer=tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UserError, match=r"bad.json is no tokenizer.json"):
+        tokenize_text(TEXTS, tmp_path / "tokens", tokenizer=tmp_path / "bad.json")
+    with pytest.raises(UserError, match=r"has no token '</s>' to end documents with"):
+        tokenize_text(TEXTS, tmp_path / "tokens", tokenizer=tokenizer, end_token="</s>")  # noqa: S106
+    with pytest.raises(UserError, match=r"tokenizer.json exists; leave --train-vocab-size out"):
+        main([str(tmp_path), "--output=x", f"--tokenizer={tokenizer}", "--train-vocab-size=300"])
+    with pytest.raises(UserError, match=r"vocab_size = 256; expected at least 257"):
+        train_tokenizer(TEXTS, vocab_size=256)
+    with pytest.raises(UserError, match=r"--held-out 1.0; expected a part from 0 to below 1"):
+        main([str(tmp_path), "--output=x", f"--tokenizer={tokenizer}", "--held-out=1"])
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("d9d_loop.data.tokenize_text.find_spec", lambda _name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'd9d-loop\[tokenizers\]'"):
+        train_tokenizer(TEXTS, vocab_size=300)

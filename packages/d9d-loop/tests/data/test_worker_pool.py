@@ -1,0 +1,133 @@
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from d9d_dist import UserError
+from d9d_loop.data import DataError, IndexedStream
+from d9d_loop.data.sample_reader import ReadJob, SampleReader
+from d9d_loop.data.worker_pool import WorkerPool
+from d9d_loop.data_random import position_random
+
+
+class _Numbers:
+    """Samples of which number 13 does something else."""
+
+    def __init__(self, at_13: str = "") -> None:
+        self.at_13 = at_13
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 13:
+            return self._misfortune()
+        return torch.tensor([index, random.random(), torch.rand(()).item()])  # noqa: S311
+
+    def _misfortune(self) -> Any:
+        match self.at_13:
+            case "raises":
+                raise KeyError("no such file")
+            case "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exits":
+                os._exit(3)
+            case "hangs":
+                time.sleep(1000)
+            case "cannot be sent":
+                return lambda: None
+        return torch.zeros(3)
+
+
+def _reader(at_13: str = "", collate: Any = list) -> SampleReader:
+    return SampleReader(IndexedStream(_Numbers(at_13), seed=0), collate)
+
+
+def _jobs(count: int, size: int = 4) -> list[ReadJob]:
+    return [ReadJob(start, list(range(start, start + size))) for start in range(0, count * size, size)]
+
+
+def _read(reader: SampleReader, jobs: list[ReadJob], num_workers: int, timeout: float | None = None) -> list[Any]:
+    pool = WorkerPool(reader, num_workers=num_workers, seed=5, timeout=timeout)
+    try:
+        return list(pool.batches(jobs))
+    finally:
+        pool.close()
+        pool.close()
+
+
+def test_reads_in_order_what_one_process_reads() -> None:
+    expected = []
+    for job in _jobs(7):
+        with position_random(5, position=job.position):
+            expected.append(torch.stack(_reader()(job)))
+    for num_workers in (1, 3):
+        found = _read(_reader(collate=torch.stack), _jobs(7), num_workers)
+        assert torch.equal(torch.stack(found), torch.stack(expected))
+
+
+def test_fewer_jobs_than_workers() -> None:
+    assert len(_read(_reader(), _jobs(1), 2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("at_13", "message"),
+    [
+        (
+            "raises",
+            r"data worker 1 \(process \d+\): sample 13 \(position 13 of .*\) could not be read: KeyError: 'no such",
+        ),
+        (
+            "is killed",
+            r"data worker 1 \(process \d+\) was killed by SIGKILL at sample 13 \(position 13 .* memory has run",
+        ),
+        ("exits", r"data worker 1 \(process \d+\) exited with 3 at sample 13 \(position 13 of the global order\)\.$"),
+        ("hangs", r"data worker 1 \(process \d+\) has taken more than 2 s for a batch, and is at sample 13 \(position"),
+        (
+            "cannot be sent",
+            r"the batch from sample 12 \(position 12 of the global order\) on cannot be sent to the train",
+        ),
+    ],
+)
+def test_a_misfortune_names_worker_and_sample(at_13: str, message: str) -> None:
+    timeout = 2.0 if at_13 == "hangs" else None
+    with pytest.raises(DataError, match=message) as caught:
+        _read(_reader(at_13), _jobs(8), 2, timeout)
+    if at_13 == "raises":
+        assert "in _misfortune" in caught.value.__notes__[0]
+
+
+def test_a_collate_function_that_fails_names_the_batch() -> None:
+    with pytest.raises(
+        DataError, match=r"the 4 samples from sample 0 \(position 0 .*\) on could not be made a batch: Type"
+    ):
+        _read(_reader(collate=sum), _jobs(1), 1)
+
+
+def test_a_worker_that_is_killed_while_it_waits_is_found() -> None:
+    pool = WorkerPool(_reader(), num_workers=1, seed=0)
+    batches = pool.batches(_jobs(5))
+    next(batches)
+    (worker,) = pool._workers
+    worker._process.kill()
+    worker._process.join()
+    with pytest.raises(DataError, match=r"data worker 0 \(process \d+\) was killed by SIGKILL"):
+        list(batches)
+    pool.close()
+
+
+def test_long_entries_are_shortened() -> None:
+    job = ReadJob(7, [list(range(1000))])
+    assert len(job.describe(0)) < 200
+    assert job.describe(0).endswith("... (position 7 of the global order)")
+
+
+def test_data_that_cannot_be_sent_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = torch.multiprocessing.get_context("forkserver")
+    monkeypatch.setattr("d9d_loop.data.worker_pool.multiprocessing.get_context", lambda: context)
+    with pytest.raises(UserError, match=r"cannot be sent to worker processes: .* top of a module"):
+        WorkerPool(_reader(collate=lambda samples: samples), num_workers=1, seed=0)

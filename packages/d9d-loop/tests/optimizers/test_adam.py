@@ -1,0 +1,32 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from d9d_loop.optimizers import LocalAdam, LocalAdamW, LocalSGD
+
+
+def _steps(make: Callable[..., Optimizer], **settings: object) -> torch.Tensor:
+    draws = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=draws, dtype=torch.float64).requires_grad_() for shape in ((3, 4), (5,))]
+    optimizer = make(weights, lr=0.1, weight_decay=0.2, **settings)
+    for _ in range(4):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=draws, dtype=torch.float64)
+        optimizer.step()
+    return torch.cat([weight.detach().flatten() for weight in weights])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "settings"),
+    [
+        (LocalAdam, torch.optim.Adam, {"betas": (0.8, 0.9)}),
+        (LocalAdamW, torch.optim.AdamW, {"betas": (0.8, 0.9)}),
+        (LocalSGD, torch.optim.SGD, {}),
+        (LocalSGD, torch.optim.SGD, {"momentum": 0.9}),
+        (LocalSGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    ],
+)
+def test_takes_torchs_steps(ours: type[Optimizer], theirs: type[Optimizer], settings: dict[str, object]) -> None:
+    torch.testing.assert_close(_steps(ours, **settings), _steps(theirs, **settings), rtol=1e-14, atol=1e-14)

@@ -1,0 +1,187 @@
+"""Every optimizer takes the same steps in every layout, and continues from a checkpoint as if it had never stopped."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from d9d_dist import (
+    ColumnParallel,
+    DistributedContext,
+    MeshConfig,
+    RowParallel,
+    materialize,
+    parallelize_hsdp,
+    parallelize_tensor,
+)
+from d9d_dist.testing import full_parameters, run_ranks
+from d9d_loop.job_state import JobState, Record
+from d9d_loop.optimizer import (
+    AdamConfig,
+    AdamWConfig,
+    GroupConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerSettings,
+    ScheduleFreeAdamWConfig,
+    SGDConfig,
+    StochasticAdamWConfig,
+)
+from d9d_state import CheckpointStore
+
+REST = AdamWConfig(learning_rate=0.1)
+KINDS: dict[str, OptimizerSettings] = {
+    "adamw": AdamWConfig(learning_rate=0.1),
+    "adam": AdamConfig(learning_rate=0.1, weight_decay=0.1),
+    "sgd": SGDConfig(learning_rate=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "plain_sgd": SGDConfig(learning_rate=0.1),
+    "lion": LionConfig(learning_rate=0.1),
+    "muon": MuonConfig(learning_rate=0.1, groups=(GroupConfig(of="vectors", optimizer=REST),)),
+    "schedule_free": ScheduleFreeAdamWConfig(learning_rate=0.1, groups=(GroupConfig(pattern="up", weight_decay=0.5),)),
+    "stochastic": StochasticAdamWConfig(learning_rate=0.01, averages="bfloat16"),
+    "stochastic_float32": StochasticAdamWConfig(learning_rate=0.01, seed=3),
+}
+ROUNDED = ("stochastic", "stochastic_float32")
+LAYOUTS = [{"data_parallel_shard": 4}, {"data_parallel_replicate": 2, "data_parallel_shard": 2}]
+LAYOUTS += [{"tensor_parallel": 2, "data_parallel_shard": 2}, {"tensor_parallel": 4}]
+
+Result = dict[str, dict[str, Tensor]]
+
+
+class _Leaves(nn.Module):
+    """A norm's weight, a matrix whose rows no 4 ranks share out evenly, and a stack of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.odd = nn.Parameter(torch.empty(6)), nn.Parameter(torch.empty(5, 6))
+        self.stack = nn.Parameter(torch.empty(4, 3, 5))
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+
+class _Model(nn.Module):
+    """Never called: gradients are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.leaves = nn.Linear(8, 12), nn.Linear(12, 8), _Leaves()
+
+
+def _model(ctx: DistributedContext, kind: str, seed: int = 0) -> nn.Module:
+    """All values are a function of seed, name and index."""
+    dtype = torch.bfloat16 if kind in ROUNDED else torch.float64
+    with torch.device("meta"):
+        model = _Model().to(dtype)
+    dense = ctx.mesh_for("dense")
+    parallelize_tensor(model, dense["tp"], {"up": ColumnParallel(), "down": RowParallel()})
+    parallelize_hsdp(model, dense["dp_replicate", "dp_cp_shard", "cp_replicate"], shard_axis="dp_cp_shard")
+    materialize(model, device=ctx.device, seed=seed)
+    return model
+
+
+class _Training:
+    """Steps along gradients that are given: those of step s are the initial values of seed s."""
+
+    def __init__(self, ctx: DistributedContext, kind: str) -> None:
+        self.ctx, self.kind = ctx, kind
+        self.model = _model(ctx, kind)
+        self.optimizer = KINDS[kind].build(self.model)
+
+    def steps(self, first: int, last: int) -> dict[str, Tensor]:
+        for step in range(first, last):
+            gradients = _model(self.ctx, self.kind, seed=step)
+            for parameter, gradient in zip(self.model.parameters(), gradients.parameters(), strict=True):
+                parameter.grad = gradient.detach()
+            self.optimizer.step()
+        return full_parameters(self.model)
+
+    def state(self, folder: Path) -> JobState:
+        store = CheckpointStore(folder / self.kind)
+        return JobState(
+            store,
+            model=self.model,
+            optimizer=self.optimizer,
+            metrics={},
+            config={},
+            num_samples=1,
+            seed=0,
+            ctx=self.ctx,
+        )
+
+
+def _train(mesh: dict[str, int]) -> Result:
+    with MeshConfig(**mesh).build() as ctx:
+        result: Result = {}
+        for kind in KINDS:
+            training = _Training(ctx, kind)
+            result[kind] = training.steps(1, 4)
+            for parameter in training.model.parameters():
+                for value in training.optimizer.state[parameter].values():
+                    if isinstance(value, Tensor) and value.ndim:
+                        assert isinstance(value, DTensor) == (ctx.world_size > 1)
+        return result
+
+
+def _assert_same(found: Result, expected: Result) -> None:
+    for kind, tensors in expected.items():
+        for name, tensor in tensors.items():
+            tolerance = 0.0 if kind in ROUNDED else 1e-10
+            torch.testing.assert_close(
+                found[kind][name],
+                tensor,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda text, at=(kind, name): f"{at} {text}",
+            )
+
+
+@pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
+def test_the_layout_changes_nothing(mesh: dict[str, int]) -> None:
+    expected = _train({})
+    for found in run_ranks(_train, mesh, world_size=4):
+        _assert_same(found, expected)
+
+
+def _save_midway(folder: Path, mesh: dict[str, Any]) -> Result:
+    with MeshConfig(**mesh).build() as ctx:
+        result: Result = {}
+        for kind in KINDS:
+            training = _Training(ctx, kind)
+            state = training.state(folder)
+            training.steps(1, 3)
+            state.save(Record(2))
+            result[kind] = training.steps(3, 5)
+        return result
+
+
+def _resume(folder: Path, mesh: dict[str, Any]) -> Result:
+    with MeshConfig(**mesh).build() as ctx:
+        result: Result = {}
+        for kind in KINDS:
+            training = _Training(ctx, kind)
+            assert training.state(folder).restore().step == 2
+            result[kind] = training.steps(3, 5)
+        return result
+
+
+def test_every_optimizer_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    expected = _save_midway(tmp_path, {})
+    found = _resume(tmp_path, {})
+    for kind, tensors in expected.items():
+        assert all(torch.equal(found[kind][name], tensor) for name, tensor in tensors.items()), kind
+    for resharded in run_ranks(_resume, tmp_path, {"data_parallel_shard": 2}, world_size=2):
+        _assert_same(resharded, expected)
+
+
+def test_every_optimizer_resumes_sharded_with_the_same_bits(tmp_path: Path) -> None:
+    mesh = {"data_parallel_shard": 2}
+    expected = run_ranks(_save_midway, tmp_path, mesh, world_size=2)[0]
+    for found in run_ranks(_resume, tmp_path, mesh, world_size=2):
+        for kind, tensors in expected.items():
+            assert all(torch.equal(found[kind][name], tensor) for name, tensor in tensors.items()), kind
+    _assert_same(_resume(tmp_path, {}), expected)

@@ -1,0 +1,81 @@
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from d9d_dist import UserError
+from d9d_loop.optimizers import StochasticAdamW
+
+
+def _named(dtype: torch.dtype, size: int = 40) -> list[tuple[str, Tensor]]:
+    draws = torch.Generator().manual_seed(0)
+    return [(name, torch.randn(size, 3, generator=draws).to(dtype).requires_grad_()) for name in ("a", "b")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_rounding_it_is_torchs(dtype: torch.dtype) -> None:
+    ours, theirs = _named(dtype), _named(dtype)
+    settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2}
+    mine = StochasticAdamW(ours, **settings)  # ty: ignore[invalid-argument-type]
+    other = torch.optim.AdamW(theirs, **settings)  # ty: ignore[invalid-argument-type]
+    draws = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        for (_, w), (_, twin) in zip(ours, theirs, strict=True):
+            w.grad = torch.randn(w.shape, generator=draws).to(dtype)
+            twin.grad = w.grad.clone()
+        mine.step()
+        other.step()
+    tolerance = 100 * torch.finfo(dtype).eps
+    for (_, w), (_, twin) in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(w, twin, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("average_dtype", [torch.float32, torch.bfloat16])
+def test_small_updates_arrive_on_average(average_dtype: torch.dtype) -> None:
+    """Steps of a tenth of the last bit: to nearest, none of them would move a weight."""
+    num, steps, lr = 20_000, 20, 2.0**-11
+    weight = torch.ones(num, 1, dtype=torch.bfloat16, requires_grad=True)
+    nearest = torch.ones(num, 1, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = StochasticAdamW([("w", weight)], lr=lr, weight_decay=0.0, average_dtype=average_dtype)
+    plain = torch.optim.AdamW([nearest], lr=lr, weight_decay=0.0)
+    for _ in range(steps):
+        weight.grad, nearest.grad = -torch.full_like(weight, 0.3), -torch.full_like(nearest, 0.3)
+        optimizer.step()
+        plain.step()
+    assert (nearest == 1).all()
+    moved = (weight.double() - 1).mean().item()
+    # A step moves by lr; the last bit is 2^-7, so that a weight's variance grows by at most 2^-7 lr in a step.
+    sigma = (2.0**-7 * lr * steps / num) ** 0.5
+    bias = 0.0 if average_dtype == torch.float32 else 0.01 * lr * steps  # of the root of a rounded average
+    assert abs(moved - lr * steps) < 4 * sigma + bias
+    state = optimizer.state[weight]
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == average_dtype
+    gradient_mean = 0.3 * (1 - 0.9**steps)
+    assert state["exp_avg"].double().mean().item() == pytest.approx(-gradient_mean, rel=2e-3)
+
+
+def test_parameters_and_seeds_have_their_own_numbers() -> None:
+    results = []
+    for seed in (0, 0, 1):
+        named = [(name, torch.ones(1000, 1, dtype=torch.bfloat16, requires_grad=True)) for name in ("a", "b")]
+        optimizer = StochasticAdamW(named, lr=1e-3, seed=seed)
+        for _, w in named:
+            w.grad = torch.ones_like(w)
+        optimizer.step()
+        results.append([w.detach() for _, w in named])
+    assert torch.equal(results[0][0], results[1][0])
+    assert not torch.equal(results[0][0], results[0][1])
+    assert not torch.equal(results[0][0], results[2][0])
+
+
+def test_parameters_without_names_are_refused() -> None:
+    with pytest.raises(UserError, match="got parameters without names, on which depends what is drawn; expected"):
+        StochasticAdamW(nn.Linear(2, 2).parameters())
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=re.escape("got weight torch.float16, bias torch.float16; expected torch.bfloat")
+    ):
+        StochasticAdamW(nn.Linear(2, 2).half().named_parameters())

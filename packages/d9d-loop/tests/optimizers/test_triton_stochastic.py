@@ -1,0 +1,106 @@
+"""The kernels against torch's operators: on an accelerator, and on the CPU through Triton's interpreter.
+
+The interpreter is chosen when Triton is imported, so it has a process of its own, which runs the tests of this file.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from d9d_loop.optimizers.local_box import IndexRule, global_indices
+from d9d_loop.optimizers.random_bits import bits_at, draw
+from d9d_loop.optimizers.stochastic_adamw import AdamWNumbers
+from d9d_loop.optimizers.stochastic_copy import round_stochastically
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = ["cpu"] if INTERPRETED else [pytest.param("accelerator", marks=pytest.mark.gpu)]
+SIZE, KEY = 1500, 2**62 + 99
+RULES = [IndexRule(0, SIZE, SIZE), IndexRule(2**40, SIZE, 2**41), IndexRule(12, 7, 30)]
+NUMBERS = AdamWNumbers(lr=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2, step=3)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("numpy")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-o",
+        "addopts=--import-mode=importlib",
+        __file__,
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "10 passed" in done.stdout
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    if request.param == "cpu":
+        return torch.device("cpu")
+    if not torch.accelerator.is_available():
+        pytest.skip("needs an accelerator")
+    return torch.device(torch.accelerator.current_accelerator() or "cpu")
+
+
+def _noise(rule: IndexRule, number: int, device: torch.device) -> Tensor:
+    return draw(bits_at(global_indices(rule, 0, SIZE, device), KEY), number)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_copy_draws_and_rounds_as_torchs_operators(rule: IndexRule, device: torch.device) -> None:
+    from d9d_loop.optimizers import _triton_stochastic  # noqa: PLC0415  (after the interpreter was chosen)
+
+    source = torch.randn(SIZE, generator=torch.Generator().manual_seed(0)).to(device)
+    source[:4] = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0])
+    target = torch.empty(SIZE, dtype=torch.bfloat16, device=device)
+    _triton_stochastic.copy(target, source, key=KEY, rule=rule)
+    assert torch.equal(target, round_stochastically(source, _noise(rule, 0, device)))
+    nans = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32, device=device).view(torch.float32)
+    target = torch.empty(4, dtype=torch.bfloat16, device=device)
+    _triton_stochastic.copy(target, nans, key=KEY, rule=rule)
+    assert target.isnan().all()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("average_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adamw_on_bfloat16_is_that_of_torchs_operators(
+    rule: IndexRule, average_dtype: torch.dtype, device: torch.device
+) -> None:
+    _check_adamw(rule, torch.bfloat16, average_dtype, device)
+
+
+def test_adamw_on_float32_is_that_of_torchs_operators(device: torch.device) -> None:
+    _check_adamw(RULES[0], torch.float32, torch.float32, device)
+
+
+def _check_adamw(rule: IndexRule, dtype: torch.dtype, average_dtype: torch.dtype, device: torch.device) -> None:
+    """At most a few values may be off, by one unit in the last place, where the last bit of a float32 decided."""
+    from d9d_loop.optimizers import _triton_stochastic  # noqa: PLC0415
+
+    draws = torch.Generator().manual_seed(0)
+    w, g, m, v = (torch.randn(SIZE, generator=draws).to(device) for _ in range(4))
+    w, g, m, v = w.to(dtype), g.to(dtype), m.to(average_dtype), v.square().to(average_dtype)
+    w64, g64, m64, v64 = w.double(), g.double(), m.double(), v.double()
+    m64 = 0.8 * m64 + 0.2 * g64
+    v64 = 0.9 * v64 + 0.1 * g64**2
+    w64 = w64 * (1 - 0.1 * 0.2) - 0.1 * (m64 / (1 - 0.8**3)) / ((v64 / (1 - 0.9**3)).sqrt() + 1e-3)
+    _triton_stochastic.adamw(w, g, m, v, numbers=NUMBERS, key=KEY, rule=rule)
+    for number, (found, expected) in enumerate(((w, w64), (m, m64), (v, v64))):
+        if found.dtype == torch.float32:
+            torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-6)
+        else:
+            rounded = round_stochastically(expected.float(), _noise(rule, number, device))
+            assert (found != rounded).sum() <= 2
+            torch.testing.assert_close(found, rounded, rtol=2**-7, atol=0.0)

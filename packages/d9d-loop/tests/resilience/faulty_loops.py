@@ -1,0 +1,74 @@
+"""Loops of collectives, as short as can be, in which a rank does something bad at a step."""
+
+import ctypes
+import os
+import signal
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from forked_faults import Place
+
+from d9d_dist import MeshConfig, Timeouts
+from d9d_loop.resilience import HangWatchdog
+
+BAD_STEP = 3
+TIMEOUTS = Timeouts(startup=timedelta(seconds=40), step=timedelta(seconds=1))
+"""Collectives have that of start-up throughout, so that it is the watchdog that ends what hangs."""
+
+
+def watched(place: Place, fault: str, culprit: int) -> None:
+    """Steps under the watchdog, of which one never ends."""
+    with MeshConfig(data_parallel_shard=-1).build(timeouts=TIMEOUTS) as ctx, HangWatchdog(ctx) as watchdog:
+        for step in range(1, BAD_STEP + 2):
+            watchdog.beat(step)
+            if step == BAD_STEP:
+                time.sleep(0.5)  # the watchdog has looked at least once, as it has in any job that takes a second
+            if step == BAD_STEP and ctx.rank == culprit:
+                do(fault, place)
+            dist.all_reduce(torch.ones(()))
+
+
+def watched_victim_of_itself(place: Place, culprit: int) -> None:
+    """As above, but the others do not leave when their collective fails."""
+    with MeshConfig(data_parallel_shard=-1).build(timeouts=TIMEOUTS) as ctx, HangWatchdog(ctx) as watchdog:
+        watchdog.beat(1)
+        dist.barrier()
+        if ctx.rank == culprit:
+            do("is killed", place)
+        with suppress(RuntimeError):
+            dist.all_reduce(torch.ones(()))
+        time.sleep(30)
+
+
+def unwatched(place: Place, fault: str, culprit: int) -> None:
+    """Steps without a watchdog."""
+    with MeshConfig(data_parallel_shard=-1).build(timeouts=TIMEOUTS) as ctx:
+        dist.barrier()
+        if ctx.rank == culprit:
+            do(fault, place)
+        dist.all_reduce(torch.ones(()))
+
+
+def do(fault: str, place: Place) -> None:
+    """Something bad to this process."""
+    place.fault_is_now()
+    match fault:
+        case "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "crashes":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "leaves":
+            os._exit(3)
+        case "is stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleeps":
+            time.sleep(30)
+        case "holds the interpreter":
+            ctypes.PyDLL(None).sleep(30)
+        case "raises":
+            raise KeyError("the culprit")
+        case _:
+            raise AssertionError(fault)

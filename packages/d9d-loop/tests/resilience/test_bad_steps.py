@@ -1,0 +1,196 @@
+import math
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from d9d_dist import DistributedContext, MeshConfig
+from d9d_dist.testing import run_ranks
+from d9d_loop.resilience import BadStep, BadStepConfig, StepGuard
+from d9d_loop.resilience.bad_steps import spike_limit
+
+_NAN, _INF = math.nan, math.inf
+_CALM = [1.0, 1.1, 0.9, 1.05, 0.95]
+
+
+def _model() -> nn.Module:
+    return nn.Linear(2, 1, dtype=torch.float64)
+
+
+def _fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+
+def _foreach(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+
+
+def _steps(
+    losses: list[float],
+    ctx: DistributedContext,
+    *,
+    build: Callable[[nn.Module], torch.optim.Optimizer] = _foreach,
+    norms: list[float] | None = None,
+    state: dict[str, Any] | None = None,
+    first: int = 1,
+    **config: Any,
+) -> tuple[StepGuard, list[BadStep | None], list[bool]]:
+    """Scripted losses; the guard, what it said after each step, and whether the parameters moved."""
+    model = _model()
+    guard = StepGuard(build(model), config=BadStepConfig(**config), ctx=ctx)
+    if state is not None:
+        guard.load_state_dict(state)
+    verdicts, moved = _go_on(guard, model, losses, norms=norms, first=first)
+    return guard, verdicts, moved
+
+
+def _go_on(
+    guard: StepGuard, model: nn.Module, losses: list[float], *, norms: list[float] | None = None, first: int = 1
+) -> tuple[list[BadStep | None], list[bool]]:
+    verdicts, moved = [], []
+    for index, loss in enumerate(losses):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        norm = norms[index] if norms else 1.0
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, norm * 0.1)
+        guard.step(first + index, loss=torch.tensor(loss, dtype=torch.float64), grad_norm=torch.tensor(norm))
+        verdicts.append(guard.verdict())
+        after = list(model.parameters())
+        moved.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+        assert all(bool(torch.isfinite(parameter).all()) for parameter in after)
+    return verdicts, moved
+
+
+@pytest.mark.parametrize("build", [_fused, _foreach])
+@pytest.mark.parametrize(("loss", "norm"), [(_NAN, 1.0), (1.0, _NAN), (1.0, _INF), (-_INF, 1.0)])
+def test_a_step_that_is_not_finite_changes_nothing(
+    build: Callable[[nn.Module], torch.optim.Optimizer], loss: float, norm: float, ctx: DistributedContext
+) -> None:
+    _, verdicts, moved = _steps([1.0, loss, 1.0], ctx, build=build, norms=[1.0, norm, 1.0])
+    assert moved == [True, False, True]
+    assert verdicts[0] is verdicts[2] is None
+    assert verdicts[1] is not None
+    assert (verdicts[1].step, verdicts[1].kind, verdicts[1].decision) == (2, "non-finite", "skip")
+    assert verdicts[1].why == f"step 2: loss {loss:g}, gradient norm {norm:g} is not finite; its update was left out."
+
+
+@pytest.mark.parametrize("build", [_fused, _foreach])
+def test_what_is_left_out_is_as_if_it_had_not_been(
+    build: Callable[[nn.Module], torch.optim.Optimizer], ctx: DistributedContext
+) -> None:
+    """Moments and the count of steps too: they decide how the next update moves."""
+    results = []
+    for losses in ([1.0, _NAN, 1.0], [1.0, 1.0]):
+        torch.manual_seed(0)
+        model = _model()
+        optimizer = build(model)
+        guard = StepGuard(optimizer, config=BadStepConfig(), ctx=ctx)
+        _go_on(guard, model, losses)
+        results.append([*model.parameters(), *(value for each in optimizer.state.values() for value in each.values())])
+    assert len(results[0]) == 8
+    for skipped, never in zip(*results, strict=True):
+        assert torch.equal(skipped, never)
+
+
+def test_too_many_in_a_row_stop_the_job(ctx: DistributedContext) -> None:
+    losses = [_NAN, _NAN, 1.0, _NAN, _NAN, _NAN]
+    _, verdicts, _ = _steps(losses, ctx, max_in_a_row=3)
+    assert [verdict and verdict.decision for verdict in verdicts] == ["skip", "skip", None, "skip", "skip", "stop"]
+    assert verdicts[-1] is not None
+    assert verdicts[-1].why.endswith("it is the 3th in a row, so the job stops.")
+
+
+def test_stopping_is_a_choice_and_leaves_the_parameters(ctx: DistributedContext) -> None:
+    _, verdicts, moved = _steps([_NAN], ctx, non_finite="stop")
+    assert verdicts[0] is not None
+    assert verdicts[0].decision == "stop"
+    assert moved == [False]
+
+
+def test_going_back_is_tried_once_for_a_step(ctx: DistributedContext) -> None:
+    model = _model()
+    guard = StepGuard(_foreach(model), config=BadStepConfig(non_finite="rewind"), ctx=ctx)
+    verdicts, _ = _go_on(guard, model, [1.0, 1.0, _NAN])
+    assert verdicts[-1] is not None
+    assert verdicts[-1].decision == "rewind"
+    guard.rewound()
+    verdicts, _ = _go_on(guard, model, [1.0, _NAN], first=2)
+    assert verdicts[-1] is not None
+    assert verdicts[-1].decision == "stop"
+    assert "it is so again after going back" in verdicts[-1].why
+
+
+def test_going_back_has_an_end(ctx: DistributedContext) -> None:
+    _, verdicts, _ = _steps([_NAN, _NAN, _NAN], ctx, non_finite="rewind", max_rewinds=2)
+    assert [verdict and verdict.decision for verdict in verdicts] == ["rewind", "rewind", "stop"]
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=40))
+def test_the_limit_is_the_equation(losses: list[float]) -> None:
+    config = BadStepConfig(spike_window=10, spike_after=4, spike_deviations=3)
+    window = torch.tensor(losses[-10:], dtype=torch.float64)
+    if len(window) < 4:
+        assert spike_limit(losses, config) == _INF
+        return
+    middle = torch.quantile(window, 0.5).item()
+    deviation = max(1.4826 * torch.quantile((window - middle).abs(), 0.5).item(), 0.01 * abs(middle))
+    assert spike_limit(losses, config) == pytest.approx(middle + 3 * deviation, abs=1e-9)
+
+
+@pytest.mark.parametrize("build", [_fused, _foreach])
+def test_a_spike_is_left_out(build: Callable[[nn.Module], torch.optim.Optimizer], ctx: DistributedContext) -> None:
+    losses = [*_CALM, 9.0, 1.0, 9.0]
+    guard, verdicts, moved = _steps(losses, ctx, build=build, spike="skip", spike_after=4)
+    assert moved == [True] * 5 + [False, True, False]
+    assert [verdict and verdict.kind for verdict in verdicts] == [None] * 5 + ["spike", None, "spike"]
+    assert 9.0 not in [float.fromhex(loss) for _, loss in guard.state_dict()["losses"]]
+    assert verdicts[5] is not None
+    assert verdicts[5].why.startswith(f"step 6: loss 9, gradient norm 1 is a spike over {median(_CALM):g}; ")
+
+
+def test_a_spike_is_reported_by_default_and_may_be_ignored(ctx: DistributedContext) -> None:
+    _, verdicts, moved = _steps([*_CALM, 9.0], ctx, spike_after=4)
+    assert verdicts[-1] is not None
+    assert verdicts[-1].decision == "report"
+    assert moved == [True] * 6
+    assert _steps([*_CALM, 9.0], ctx, spike_after=4, spike="ignore")[1] == [None] * 6
+
+
+def test_after_going_back_from_a_spike_it_and_the_step_before_are_left_out(ctx: DistributedContext) -> None:
+    model = _model()
+    guard = StepGuard(_foreach(model), config=BadStepConfig(spike="rewind", spike_after=4), ctx=ctx)
+    verdicts, _ = _go_on(guard, model, [*_CALM, 9.0])
+    assert verdicts[-1] is not None
+    assert verdicts[-1].decision == "rewind"
+    guard.rewound()
+    verdicts, moved = _go_on(guard, model, [*_CALM[2:], 9.0, 1.0], first=3)
+    assert moved == [True, True, False, False, True]
+    assert verdicts == [None] * 5
+
+
+@given(st.lists(st.sampled_from([1.0, 1.1, 0.9, 4.0, _NAN]), min_size=2, max_size=25), st.integers(1, 24))
+def test_resumed_it_decides_as_if_it_had_not_stopped(losses: list[float], at: int) -> None:
+    at = min(at, len(losses) - 1)
+    config = {"spike": "skip", "spike_after": 4, "spike_window": 6, "max_in_a_row": 3}
+    with MeshConfig().build() as ctx:
+        _, whole, moved = _steps(losses, ctx, **config)
+        guard, first, moved_first = _steps(losses[:at], ctx, **config)
+        _, second, moved_second = _steps(losses[at:], ctx, state=guard.state_dict(), first=at + 1, **config)
+    assert moved == moved_first + moved_second
+    assert [verdict and verdict.why for verdict in whole] == [verdict and verdict.why for verdict in first + second]
+
+
+def _disagree() -> tuple[list[str | None], list[bool]]:
+    with MeshConfig(data_parallel_replicate=-1).build() as ctx:
+        losses = [1.0, _NAN if ctx.rank == 1 else 1.0, 1.0]
+        _, verdicts, moved = _steps(losses, ctx)
+        return [verdict and verdict.decision for verdict in verdicts], moved
+
+
+def test_one_rank_decides_for_all() -> None:
+    assert run_ranks(_disagree, world_size=2) == [([None, "skip", None], [True, False, True])] * 2

@@ -1,0 +1,64 @@
+import re
+
+import pytest
+from faulty_loops import BAD_STEP, unwatched, watched, watched_victim_of_itself
+from forked_faults import Rank, run_forked
+
+from d9d_loop.resilience import ExitCode
+
+
+def _reports(ended: list[Rank], culprit: int) -> list[str]:
+    """What survivors say before their stacks."""
+    survivors = [rank for number, rank in enumerate(ended) if number != culprit]
+    assert {rank.code for rank in survivors} == {ExitCode.HANG}, ended
+    assert all("Thread 0x" in rank.errors and "all_reduce" in rank.errors for rank in survivors)
+    return [rank.errors.partition("The stacks of")[0] for rank in survivors]
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_computes_for_ever_is_named_with_its_line(culprit: int) -> None:
+    ended = run_forked(watched, "sleeps", culprit, world_size=3)
+    waiting = ", ".join(str(rank) for rank in range(3) if rank != culprit)
+    for report in _reports(ended, culprit):
+        assert re.search(
+            rf"Rank {culprit} is missing: it is in a step, step {BAD_STEP}, in no collective, at \w+/faulty_loops.py:",
+            report,
+        )
+        assert f"Ranks {waiting} wait: in a step, step {BAD_STEP}, in all_reduce over ranks 0, 1, 2, at " in report
+    assert ended[culprit].code == ExitCode.HANG
+    assert "time.sleep" in ended[culprit].errors or "in do" in ended[culprit].errors
+
+
+def test_a_rank_whose_process_is_stopped_is_named_with_it() -> None:
+    ended = run_forked(watched, "is stopped", 1, world_size=3, unwaited=1)
+    for report in _reports(ended, 1):
+        assert re.search(r"Rank 1 is missing: it does not answer; its process \d+ on \S+ is stopped\.", report)
+
+
+def test_a_rank_whose_interpreter_is_locked_is_named_and_ends_too() -> None:
+    ended = run_forked(watched, "holds the interpreter", 1)
+    (report,) = _reports(ended, 1)
+    assert re.search(r"Rank 1 is missing: it does not answer; its process \d+ on \S+ holds the lock of the", report)
+    assert ended[1].code == 1
+    assert "in do" in ended[1].errors  # its stacks
+
+
+@pytest.mark.parametrize("fault", ["is killed", "crashes", "leaves"])
+def test_victims_of_a_rank_that_died_name_it(fault: str) -> None:
+    ended = run_forked(unwatched, fault, 1, world_size=3)
+    for victim in (ended[0], ended[2]):
+        assert victim.code == 1
+        assert re.search(r"Rank 1 failed before this rank: its process \d+ on \S+ is gone\.", victim.errors), victim
+
+
+def test_who_does_not_leave_when_a_rank_died_is_ended() -> None:
+    ended = run_forked(watched_victim_of_itself, 1)
+    assert ended[0].code == ExitCode.PEER_LOST
+    assert re.search(r"rank 1 is lost: its process \d+ on \S+ is gone\.", ended[0].errors)
+
+
+def test_who_waits_for_a_rank_that_raised_learns_why() -> None:
+    ended = run_forked(watched, "raises", 0)
+    assert "KeyError: 'the culprit'" in ended[0].errors
+    assert "Rank 0 failed before this rank: KeyError: 'the culprit'" in ended[1].errors
+    assert [rank.code for rank in ended] == [1, 1]

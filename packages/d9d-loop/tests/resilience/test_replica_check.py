@@ -1,0 +1,92 @@
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from d9d_dist import DistributedContext, MeshConfig, parallelize_hsdp
+from d9d_dist.testing import run_ranks
+from d9d_loop.resilience import ReplicaError, check_replicas
+from d9d_loop.resilience.replica_check import _checksum, _odd_ones
+
+
+@given(st.binary(min_size=1, max_size=70), st.integers(0, 8 * 70 - 1))
+def test_a_checksum_is_the_sum_it_says_and_knows_every_bit(data: bytes, bit: int) -> None:
+    words = [int.from_bytes(data[start : start + 8], "little") for start in range(0, len(data) // 8 * 8, 8)]
+    rest = int.from_bytes(data[len(words) * 8 :], "little")
+    expected = sum((2 * (index + 1) + 1) * word for index, word in enumerate(words)) + rest
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    assert int(_checksum(tensor)) % 2**64 == expected % 2**64
+    changed = bytearray(data)
+    changed[bit // 8 % len(data)] ^= 1 << bit % 8
+    assert int(_checksum(torch.frombuffer(changed, dtype=torch.uint8))) != int(_checksum(tensor))
+
+
+def test_a_checksum_takes_any_dtype_and_layout() -> None:
+    for tensor in (torch.randn(3, 5, dtype=torch.bfloat16), torch.randn(()), torch.randn(6, 4).t(), torch.empty(0)):
+        assert _checksum(tensor).shape == ()
+        assert torch.equal(_checksum(tensor), _checksum(tensor.contiguous()))
+
+
+def test_who_differs_from_most() -> None:
+    assert _odd_ones({0: 5, 2: 5, 4: 7}) == "rank 4 differs from rank 0"
+    assert _odd_ones({0: 5, 2: 7, 4: 7, 6: 7, 8: 6}) == "ranks 0, 8 differ from rank 2"
+    assert _odd_ones({1: 5, 3: 7}) == "ranks 1, 3 have 2 different values"
+
+
+def test_one_process_has_no_replicas(ctx: DistributedContext) -> None:
+    model = nn.Linear(2, 2)
+    check_replicas(model, torch.optim.SGD(model.parameters()), step=1, ctx=ctx)
+
+
+def _flipped(where: str, culprit: int, replicate: int) -> str:
+    """Train a step, flip one bit of one replica, and check."""
+    mesh = MeshConfig(data_parallel_replicate=replicate, data_parallel_shard=-1)
+    with mesh.build() as ctx:
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.5)
+        if where != "plain":
+            dense = ctx.mesh_for("dense")
+            parallelize_hsdp(
+                model, dense["dp_replicate", "dp_cp_shard", "cp_replicate"], shard_axis="dp_cp_shard"
+            )
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        check_replicas(model, optimizer, step=1, ctx=ctx)
+        parameter = model[1].weight
+        tensor = optimizer.state[parameter]["exp_avg"] if where == "moment" else parameter.detach()
+        if ctx.rank == culprit and where != "nowhere":
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.view(-1).view(torch.int32)[1] ^= 1
+        try:
+            check_replicas(model, optimizer, step=2, ctx=ctx)
+        except ReplicaError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("where", "culprit", "replicate", "expected"),
+    [
+        ("parameter", 1, 4, "- 1.weight: rank 1 differs from rank 0\n"),
+        ("moment", 3, 2, "- exp_avg of 1.weight: ranks 1, 3 have 2 different values\n"),
+        ("plain", 2, 1, "- 1.weight: rank 2 differs from rank 0\n"),
+    ],
+)
+def test_one_flipped_bit_is_found_and_named_on_every_rank(
+    where: str, culprit: int, replicate: int, expected: str
+) -> None:
+    messages = run_ranks(_flipped, where, culprit, replicate, world_size=4)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith(f"replicas are not equal after step 2:\n{expected}Go back")
+    assert len(re.findall("^- ", messages[0], re.MULTILINE)) == 1
+
+
+def test_equal_replicas_and_different_shards_are_fine() -> None:
+    assert run_ranks(_flipped, "nowhere", 0, 2, world_size=4) == [""] * 4

@@ -1,0 +1,96 @@
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel
+
+from d9d_dist import UserError
+from d9d_loop import Component, validate_config
+
+_HERE = "parts_of_a_test:"
+
+
+@pytest.fixture(autouse=True)
+def _can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "parts_of_a_test", sys.modules[__name__])
+
+
+class Sizes(BaseModel):
+    width: int
+    depth: int = 2
+
+
+class Maker:
+    def __init__(self, path: Path, sizes: Sizes, *, scale: float = 1.0, device: torch.device | None = None) -> None:
+        self.made = (path, sizes, scale, device)
+
+    class Inner:
+        pass
+
+
+def untyped(value, other=3):  # noqa: ANN001, ANN201
+    return value, other
+
+
+CONSTANT = 3
+
+
+def _build(use: str, **arguments: Any) -> Any:
+    return validate_config(Component, {"use": use, **arguments}).build("model")
+
+
+def test_arguments_become_what_their_annotations_say() -> None:
+    made = _build(_HERE + "Maker", path="a/b", sizes={"width": "8"}, scale="0.5").made
+    assert made == (Path("a/b"), Sizes(width=8), 0.5, None)
+
+
+def test_functions_without_annotations_get_what_is_in_the_file() -> None:
+    assert _build(_HERE + "untyped", value="8") == ("8", 3)
+    assert _build("builtins:dict", a=1) == {"a": 1}
+
+
+def test_what_is_within_a_class_can_be_named() -> None:
+    assert isinstance(_build(_HERE + "Maker.Inner"), Maker.Inner)
+
+
+@pytest.mark.parametrize(
+    ("use", "arguments", "message"),
+    [
+        ("nowhere.at.all:X", {}, r"^model\.use = 'nowhere\.at\.all:X': there is no module nowhere\. Install it"),
+        ("json.nothing:X", {}, r"there is no module json\.nothing\."),
+        (_HERE + "Makr", {}, r"there is no Makr in parts_of_a_test; did you mean Maker\?$"),
+        (_HERE + "zzzz", {}, r"there is no zzzz in parts_of_a_test\.$"),
+        (_HERE + "CONSTANT", {}, r"is int; expected a class or a function\.$"),
+        (
+            _HERE + "Maker",
+            {"path": "a"},
+            r"cannot be called with path: missing a required argument: 'sizes'\. It takes \(",
+        ),
+        (_HERE + "Maker.Inner", {"size": 1}, r"^model: .*Inner cannot be called with size: .*'size'"),
+        (
+            _HERE + "Maker",
+            {"path": "a", "sizes": {"width": "x"}},
+            r"^model\.sizes\.width = 'x': Input should be a valid int",
+        ),
+        (_HERE + "Maker", {"path": "a", "sizes": {"width": 1}, "scale": "x"}, r"^model\.scale = 'x': .*number"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(use: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        _build(use, **arguments)
+
+
+def test_a_module_that_lacks_something_itself_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needy_component.py").write_text("import absent_library", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="absent_library"):
+        _build("needy_component:X")
+
+
+@pytest.mark.parametrize("use", ["os.system", "a:b:c", "a b:c", ":x"])
+def test_a_path_has_one_form(use: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"use = {use!r}")):
+        _build(use)

@@ -1,0 +1,155 @@
+import random
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from d9d_dist import UserError
+from d9d_loop import (
+    CheckpointSaved,
+    CheckpointStarted,
+    EvaluationDone,
+    Event,
+    Events,
+    Failed,
+    GradientsReady,
+    StepDone,
+    handles,
+)
+
+
+def test_handlers_are_called_in_the_order_of_subscription_with_their_kind_only() -> None:
+    seen: list[str] = []
+    events = Events()
+    events.on(CheckpointSaved, lambda event: seen.append(f"a{event.step}"))
+    events.on(EvaluationDone, lambda event: seen.append(f"evaluation {event.values['loss']}"))
+    events.on(CheckpointSaved, lambda event: seen.append(f"b{event.step}"))
+    events.emit(CheckpointSaved(3))
+    events.emit(EvaluationDone(4, {"loss": 0.5}))
+    assert seen == ["a3", "b3", "evaluation 0.5"]
+
+
+def test_without_handlers_nothing_happens() -> None:
+    Events().emit(CheckpointSaved(1))
+
+
+def _fail(event: CheckpointSaved) -> None:
+    raise RuntimeError(f"no room at step {event.step}")
+
+
+def test_what_a_handler_raises_names_the_handler() -> None:
+    events = Events()
+    later: list[int] = []
+    events.on(CheckpointSaved, _fail)
+    events.on(CheckpointSaved, lambda event: later.append(event.step))
+    with pytest.raises(RuntimeError, match="no room at step 3") as error:
+        events.emit(CheckpointSaved(3))
+    assert error.value.__notes__ == ["raised by the handler _fail of CheckpointSaved"]
+    assert later == []
+
+
+def test_a_handler_without_a_name_is_named_by_what_it_is() -> None:
+    events = Events()
+    events.on(CheckpointSaved, partial(_fail))
+    with pytest.raises(RuntimeError) as error:
+        events.emit(CheckpointSaved(3))
+    assert error.value.__notes__[0].startswith("raised by the handler functools.partial(<function _fail")
+
+
+class _Watcher:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    @handles(CheckpointSaved, CheckpointStarted)
+    def look(self, event: Event) -> None:
+        self.seen.append(f"{type(event).__name__} {event.step}")
+
+    @handles(Failed)
+    def mourn(self, event: Failed) -> None:
+        self.seen.append(str(event.error))
+
+
+def test_marked_methods_are_subscribed_at_once() -> None:
+    events, first, second = Events(), _Watcher(), _Watcher()
+    events.subscribe(first, second)
+    for event in (CheckpointStarted(2), CheckpointSaved(2), Failed(3, ValueError("lost"))):
+        events.emit(event)
+    assert first.seen == second.seen == ["CheckpointStarted 2", "CheckpointSaved 2", "lost"]
+    first.look(CheckpointSaved(9))  # a method as any other
+    assert first.seen[-1] == "CheckpointSaved 9"
+
+
+def test_what_handles_nothing_cannot_be_subscribed() -> None:
+    with pytest.raises(
+        UserError, match=r"^list has no method that handles an event; expected at least one .* @handles"
+    ):
+        Events().subscribe([])
+
+
+@pytest.mark.parametrize("kind", [int, "StepDone", CheckpointSaved(1)])
+def test_what_is_no_event_cannot_be_waited_for(kind: Any) -> None:
+    for wait in (lambda: Events().on(kind, print), lambda: handles(kind)):
+        with pytest.raises(UserError, match=r"^got .* as a kind of event; expected a class such as StepDone\.$"):
+            wait()
+
+
+def _draw() -> tuple[float, float, float]:
+    return random.random(), torch.rand(()).item(), float(np.random.rand())  # noqa: S311
+
+
+def test_handlers_draw_from_streams_of_their_own() -> None:
+    drawn: list[tuple[float, ...]] = []
+    expected = []
+    for emits in (False, True):
+        random.seed(1)
+        torch.manual_seed(1)
+        np.random.seed(1)
+        for step in range(2):
+            if emits:
+                events = Events(seed=5)  # as a job that was resumed
+                for _ in range(2):
+                    events.on(CheckpointSaved, lambda _event: drawn.append(_draw()))
+                events.emit(CheckpointSaved(step))
+            expected.append(_draw())
+    assert expected[:2] == expected[2:]
+    assert len(set(drawn)) == 4  # of each step and handler
+    again, first = Events(seed=5), drawn[0]
+    again.on(CheckpointSaved, lambda _event: drawn.append(_draw()))
+    again.emit(CheckpointSaved(0))
+    assert drawn[-1] == first
+
+
+def test_handlers_change_neither_modes_nor_gradients() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    model[1].eval()
+    events = Events()
+
+    def use(event: GradientsReady) -> None:
+        event.model.eval()
+        event.model[1].train()  # ty: ignore[call-non-callable]
+        assert not event.model(torch.ones(2)).requires_grad
+
+    events.on(GradientsReady, use)
+    events.emit(GradientsReady(1, model))
+    assert [module.training for module in model.modules()] == [True, True, False]
+
+
+def test_gradients_may_be_changed() -> None:
+    model, events = nn.Linear(1, 1), Events()
+    model.weight.grad = torch.ones(1, 1)
+    events.on(GradientsReady, lambda event: event.model.weight.grad.mul_(3))  # ty: ignore[unresolved-attribute]
+    events.emit(GradientsReady(1, model))
+    assert model.weight.grad.item() == 3
+
+
+def test_a_tensor_of_an_event_may_not_be_changed() -> None:
+    loss, events = torch.ones(()), Events()
+    event = StepDone(1, loss, torch.ones(()), 0.1, nullcontext)
+    events.on(StepDone, lambda event: event.loss.mul_(2))
+    with pytest.raises(UserError, match=r"^loss of StepDone was changed in place; expected .* `\.clone\(\)`") as error:
+        events.emit(event)
+    assert "raised by the handler" in error.value.__notes__[0]

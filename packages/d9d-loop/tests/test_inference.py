@@ -1,0 +1,185 @@
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import JsonValue
+from torch import nn
+
+from d9d_dist import ContextSplit, StageInfo, UserError
+from d9d_dist.testing import run_ranks
+from d9d_loop import Inference, InferenceConfig, InferenceTask, Inputs, PartWritten, validate_config
+from d9d_state import save_model_state
+
+Batch = dict[str, torch.Tensor]
+
+
+class _Net(nn.Module):
+    """Two layers, each of which may be on a stage of its own; what it drops shows whether it is in evaluation mode."""
+
+    def __init__(self, stage: StageInfo) -> None:
+        super().__init__()
+        layers = {str(index): nn.Linear(3, 3, dtype=torch.float64) for index in stage.layers(2)}
+        self.layers = nn.ModuleDict(layers)
+        self.drop = nn.Dropout(0.9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = torch.tanh(layer(self.drop(x)))
+        return x
+
+
+class _Sums(InferenceTask):
+    def inputs(self, batch: Batch) -> Any:
+        return Inputs(batch["x"])
+
+    def results(self, outputs: torch.Tensor, batch: Batch) -> Sequence[JsonValue]:
+        numbers = batch["number"].tolist()
+        return [
+            {"number": number, "sum": value} for number, value in zip(numbers, outputs.sum(1).tolist(), strict=True)
+        ]
+
+
+def _data(size: int) -> list[Batch]:
+    x = torch.randn(size, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return [{"x": x[index], "number": torch.tensor(index)} for index in range(size)]
+
+
+def _config(folder: Path, **values: Any) -> InferenceConfig:
+    sizes = {"batch_size": 2, "part_size": 5, "logging": {"progress": False}}
+    return validate_config(InferenceConfig, {"run": {"folder": str(folder)}, **sizes, **values})
+
+
+def _inference(folder: Path, size: int = 23, **values: Any) -> Inference:
+    return Inference(_config(folder, **values), model=_Net, data=_data(size), task=_Sums())
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "results.jsonl").read_text().splitlines()]
+
+
+def _expected(model: nn.Module, size: int = 23) -> list[float]:
+    with torch.no_grad():
+        return [model(sample["x"][None]).sum().item() for sample in _data(size)]
+
+
+def _weights(folder: Path) -> nn.Module:
+    model = _Net(StageInfo()).eval()
+    save_model_state(model, folder)
+    return model
+
+
+def _run(folder: str, weights: str, mesh: dict[str, int]) -> int:
+    return _inference(Path(folder), weights=weights, mesh=mesh).run().num_samples
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [
+        (1, {}),
+        (2, {"data_parallel_shard": 2}),
+        (3, {"data_parallel_replicate": 3}),  # of five parts, the last round has two
+        (4, {"data_parallel_shard": 2, "pipeline_parallel": 2}),
+    ],
+)
+def test_every_sample_has_its_result_in_order_on_any_ranks(tmp_path: Path, ranks: int, mesh: dict[str, int]) -> None:
+    model = _weights(tmp_path / "weights")
+    if ranks == 1:
+        assert _run(str(tmp_path), str(tmp_path / "weights"), mesh) == 23
+    else:
+        assert run_ranks(_run, str(tmp_path), str(tmp_path / "weights"), mesh, world_size=ranks) == [23] * ranks
+    lines = _lines(tmp_path)
+    assert [line["number"] for line in lines] == list(range(23))
+    torch.testing.assert_close([line["sum"] for line in lines], _expected(model), rtol=1e-12, atol=1e-12)
+
+
+def test_a_job_continues_with_what_is_missing(tmp_path: Path) -> None:
+    first, seen = _inference(tmp_path), []
+
+    def stop(event: PartWritten) -> None:
+        if event.step == 3:
+            raise KeyboardInterrupt
+
+    first.events.on(PartWritten, stop)
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    again = _inference(tmp_path)
+    again.events.on(PartWritten, lambda event: seen.append((event.step, event.part)))
+    result = again.run()
+    assert seen == [(4, 3), (5, 4)]
+    assert (result.num_samples, result.file) == (23, tmp_path / "run" / "results.jsonl")
+    assert [line["number"] for line in _lines(tmp_path)] == list(range(23))
+    done = _inference(tmp_path)
+    done.events.on(PartWritten, lambda event: seen.append((event.step, event.part)))
+    assert done.run() == result
+    assert len(seen) == 2
+
+
+class _Noise(_Sums):
+    def results(self, outputs: torch.Tensor, batch: Batch) -> Sequence[JsonValue]:
+        return torch.rand(len(outputs)).tolist()
+
+
+def test_what_is_drawn_does_not_depend_on_restarts(tmp_path: Path) -> None:
+    texts = []
+    for name, stops in (("whole", False), ("cut", True)):
+        for tries in range(2 if stops else 1):
+            job = Inference(_config(tmp_path / name), model=_Net, data=_data(12), task=_Noise())
+            job.events.on(PartWritten, partial(_stop_at_two, stops=stops and tries == 0))
+            torch.manual_seed(tries + 1)
+            if stops and tries == 0:
+                with pytest.raises(KeyboardInterrupt):
+                    job.run()
+            else:
+                job.run()
+        texts.append((tmp_path / name / "run" / "results.jsonl").read_text())
+    assert texts[0] == texts[1]
+    assert len(set(texts[0].splitlines())) == 12
+
+
+def _stop_at_two(event: PartWritten, *, stops: bool) -> None:
+    if stops and event.step == 2:
+        raise KeyboardInterrupt
+
+
+class _Tokens(_Sums):
+    def split_sequence(self, batch: Batch, split: ContextSplit) -> Batch:
+        return {"x": split.split(batch["x"]), "number": batch["number"]}
+
+    def join_sequence(self, outputs: torch.Tensor, split: ContextSplit) -> torch.Tensor:
+        return split.join(outputs)
+
+    def results(self, outputs: torch.Tensor, batch: Batch) -> Sequence[JsonValue]:
+        return outputs[..., 0].tolist()
+
+
+def _long_data() -> list[Batch]:
+    x = torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return [{"x": each, "number": torch.tensor(0)} for each in x]
+
+
+def _run_sequences(folder: str, mesh: dict[str, int]) -> None:
+    Inference(_config(Path(folder), mesh=mesh), model=_Net, data=_long_data(), task=_Tokens()).run()
+
+
+def test_sequences_that_ranks_share_are_put_together(tmp_path: Path) -> None:
+    run_ranks(_run_sequences, str(tmp_path / "two"), {"context_parallel_shard": 2})
+    _run_sequences(str(tmp_path / "one"), {})
+    one, two = (_lines(tmp_path / name) for name in ("one", "two"))
+    torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=1e-12, atol=1e-12)
+    assert torch.tensor(one).shape == (3, 8)
+
+
+def test_bad_jobs_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data are empty"):
+        _inference(tmp_path, size=0).run()
+    with pytest.raises(UserError, match=r"weights = .*nowhere"):
+        _inference(tmp_path, weights=str(tmp_path / "nowhere")).run()
+    with pytest.raises(UserError, match="does not say how outputs are put together under context parallelism"):
+        _Sums().join_sequence(torch.ones(1), None)  # ty: ignore[invalid-argument-type]
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match="part_sise is not a configuration key; did you mean part_size"):
+        _config(tmp_path, part_sise=3)

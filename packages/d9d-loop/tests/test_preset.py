@@ -1,0 +1,90 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from d9d_dist import UserError
+from d9d_loop import PresetConfig, StepDone, preset_trainer, read_config_file, validate_config
+
+_PROJECT = """
+import torch
+from torch import nn
+from d9d_loop import FunctionProvider, Loss, StepDone, Task, handles
+
+def net(width: int):
+    return FunctionProvider(lambda stage: nn.Linear(width, 1))
+
+class Regression(Task):
+    def inputs(self, batch):
+        return {"input": batch["x"]}
+    def loss(self, outputs, batch):
+        return Loss(outputs.square().sum(), weight=len(outputs))
+
+def samples(size: int, width: int):
+    return [{"x": torch.ones(width) * index} for index in range(size)]
+
+class Watcher:
+    def __init__(self, word: str):
+        self.word = word
+    @handles(StepDone)
+    def look(self, event):
+        print(self.word, event.step)
+"""
+
+_PRESET = """
+steps = 2
+batch.global_size = 4
+export = false
+logging.progress = false
+model = {use = "PROJECT:net", width = 3}
+task = {use = "PROJECT:Regression"}
+dataset = {use = "PROJECT:samples", size = 8, width = 3}
+evaluation_dataset = {use = "PROJECT:samples", size = 2, width = 3}
+subscribers = [{use = "PROJECT:Watcher", word = "seen"}]
+"""
+
+
+def _write(folder: Path, project: str) -> Path:
+    (folder / f"{project}.py").write_text(_PROJECT, encoding="utf-8")
+    preset = folder / "job.toml"
+    preset.write_text(_PRESET.replace("PROJECT", project), encoding="utf-8")
+    return preset
+
+
+def test_a_file_alone_starts_a_job(tmp_path: Path) -> None:
+    preset = _write(tmp_path, "preset_of_a_command")
+    command = [sys.executable, "-m", "d9d_loop", str(preset), "--dataset.size", "12", "--run.name", "named"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert [line for line in done.stdout.splitlines() if line.startswith("seen")] == ["seen 1", "seen 2"]
+    assert "TrainResult(steps=2" in done.stdout
+    config = json.loads((tmp_path / "runs" / "named" / "config.json").read_text())
+    assert config["dataset"] == {"use": "preset_of_a_command:samples", "size": "12", "width": 3}
+    wrong = subprocess.run(
+        [*command, "--model.use", "nowhere:net"], check=False, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("d9d: model.use = 'nowhere:net': there is no module nowhere.")
+
+
+def test_a_preset_is_checked_as_any_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    values = read_config_file(_write(tmp_path, "preset_of_a_test"))
+    with pytest.raises(UserError, match="modle is not a configuration key; did you mean model"):
+        validate_config(PresetConfig, {**values, "modle": {}})
+    del values["task"]
+    with pytest.raises(UserError, match="task.use is missing"):
+        validate_config(PresetConfig, values)
+    values["task"] = {"use": "preset_of_a_test:Regression", "size": 3}
+    with pytest.raises(UserError, match=r"^task: preset_of_a_test:Regression cannot be called with size: "):
+        preset_trainer(validate_config(PresetConfig, values))
+
+
+def test_parts_are_made_of_their_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    values = read_config_file(_write(tmp_path, "preset_of_parts")) | {"run": {"folder": str(tmp_path)}}
+    trainer, steps = preset_trainer(validate_config(PresetConfig, values)), []
+    trainer.events.on(StepDone, lambda event: steps.append(event.step))
+    assert trainer.train().steps == 2
+    assert steps == [1, 2]
