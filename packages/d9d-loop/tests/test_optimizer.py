@@ -39,7 +39,7 @@ def _model() -> nn.Sequential:
 
 def _members(optimizer: torch.optim.Optimizer) -> list[tuple[list[str], float, float]]:
     """Names, learning rate and decay of each group."""
-    return [(group["param_names"], group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    return [(group.get("param_names", []), group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
 
 
 def test_groups_have_their_own_settings() -> None:
@@ -106,6 +106,7 @@ def test_a_stage_may_have_nothing_for_an_optimizer() -> None:
     config = MuonConfig(groups=(GroupConfig(of="vectors", optimizer=SGDConfig()), GroupConfig(pattern="head")))
     assert _members(config.build(stage, whole=False)) == [(["weight", "bias"], 0.01, 0.0)]
     assert _members(config.build(nn.Identity(), whole=False)) == [([], 1e-3, 0.1)]
+    assert StochasticAdamWConfig().build(nn.Identity(), whole=False).param_groups[0]["params"] == []
     MuonConfig().check(nn.Linear(2, 3, bias=False, device="meta"))
 
 

@@ -30,11 +30,13 @@ def test_an_epoch_is_a_permutation_around_powers_of_two(length: int) -> None:
     assert sorted(_epoch(SampleOrder(length, seed=1), length)) == list(range(length))
 
 
+@settings(deadline=None)
 @given(length=st.integers(1, 10**15), seed=SEEDS, position=st.integers(0, 10**18))
 def test_a_position_has_a_sample_of_the_data(length: int, seed: int, position: int) -> None:
     assert 0 <= SampleOrder(length, seed=seed)[position] < length
 
 
+@settings(deadline=None)
 @given(length=st.integers(1, 100), seed=SEEDS, position=st.integers(0, 10**9))
 def test_without_shuffling_it_goes_through_the_data_in_order(length: int, seed: int, position: int) -> None:
     assert SampleOrder(length, seed=seed, shuffle=False)[position] == position % length
@@ -122,7 +124,7 @@ def test_all_orders_of_few_samples_are_equally_likely() -> None:
 
 
 def test_epochs_place_a_sample_evenly() -> None:
-    places = torch.tensor([SampleOrder(1000, seed=0).take(epoch * 1000, (epoch + 1) * 1000) for epoch in range(300)])
-    cells = places // 50
-    for position in (0, 500, 999):
+    order = SampleOrder(400, seed=0)
+    cells = torch.tensor([order.take(epoch * 400, (epoch + 1) * 400) for epoch in range(300)]) // 20
+    for position in (0, 200, 399):
         assert abs(_chi_squared(torch.bincount(cells[:, position], minlength=20).double())) < 4.5

@@ -16,9 +16,9 @@ from torch.distributed.rendezvous import rendezvous
 from d9d_dist._agreement import check_agreement
 from d9d_dist._axis_groups import AxisGroups
 from d9d_dist._failure import abort_process_groups, report_failure
-from d9d_dist.peers import publish_self
 from d9d_dist.errors import UserError
 from d9d_dist.launch import Launch
+from d9d_dist.peers import publish_self
 
 Domain = Literal["regular", "dense", "expert", "batch", "flat"]
 Domains = Mapping[Domain, Mapping[str, int]]

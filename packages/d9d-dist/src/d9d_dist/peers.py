@@ -1,4 +1,4 @@
-"""Which process plays which rank, and whether it still runs: a collective that fails names its victims, never the cause.
+"""Which process plays which rank, and whether it still runs: a collective that fails names victims, never the cause.
 
 Only processes of this machine can be looked at. Ranks of another one learn from those beside the process that is gone.
 """

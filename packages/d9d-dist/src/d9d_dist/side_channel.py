@@ -5,8 +5,8 @@ from typing import final
 import torch.distributed as dist
 
 from d9d_dist._failure import FIRST_FAILURE
-from d9d_dist.peers import Peer, peers_here
 from d9d_dist.context import DistributedContext
+from d9d_dist.peers import Peer, peers_here
 
 
 @final
@@ -50,7 +50,7 @@ class SideChannel:
         return self._texts.check(list(keys))
 
     def first_failure(self) -> tuple[int, str] | None:
-        """The rank that was the first to leave its `DistributedContext` on an exception, and why; `None` if none did."""
+        """The rank that was first to leave its `DistributedContext` on an exception, and why; `None` if none did."""
         if not self._root.check([FIRST_FAILURE]):
             return None
         rank, _, text = self._root.get(FIRST_FAILURE).decode(errors="replace").partition("\n")

@@ -62,7 +62,10 @@ class Component(Section):
 
     def _arguments(self, factory: Callable[..., Any], key: str) -> dict[str, Any]:
         given: Mapping[str, Any] = self.model_extra or {}
-        signature = inspect.signature(factory)
+        try:
+            signature = inspect.signature(factory)
+        except ValueError:  # written in C, and says nothing of what it takes
+            return dict(given)
         try:
             signature.bind(**given)
         except TypeError as error:

@@ -4,23 +4,20 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias, final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat
+from pydantic import BeforeValidator, Field, NonNegativeFloat
 
 from d9d_dist import UserError
 from d9d_loop.schedules.phase import ConstantPhase, CosinePhase, LinearPhase, Phase, SqrtPhase
 from d9d_loop.schedules.piecewise import piecewise
+from d9d_loop.section import Section
 
 LrSchedule = Callable[[int], float]
 """The factor of the peak learning rate for a step, counted from 0."""
 
-_FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
 
 @final
-class WarmupCosineConfig(BaseModel):
+class WarmupCosineConfig(Section):
     """Linear warm-up, then half a cosine (Loshchilov, Hutter, arXiv:1608.03983) down to a fraction of the peak."""
-
-    model_config = _FROZEN
 
     kind: Literal["warmup_cosine"] = "warmup_cosine"
     warmup_steps: int = Field(0, ge=0, description="Steps until the peak; 0 starts at the peak.")
@@ -43,10 +40,8 @@ _CURVES = MappingProxyType({"linear": LinearPhase, "cosine": CosinePhase, "sqrt"
 
 
 @final
-class WsdConfig(BaseModel):
+class WsdConfig(Section):
     """Warm-up, stable, decay (Hu et al., arXiv:2404.06395): only the decay has to know where the job ends."""
-
-    model_config = _FROZEN
 
     kind: Literal["wsd"] = "wsd"
     warmup_steps: int = Field(0, ge=0, description="Steps until the peak; 0 starts at the peak.")
@@ -68,10 +63,8 @@ class WsdConfig(BaseModel):
 
 
 @final
-class PiecewiseConfig(BaseModel):
+class PiecewiseConfig(Section):
     """Phases, one after the other, each of which starts where the one before ends."""
-
-    model_config = _FROZEN
 
     kind: Literal["piecewise"] = "piecewise"
     start: NonNegativeFloat = Field(0.0, description="Factor of the peak learning rate on the first step.")

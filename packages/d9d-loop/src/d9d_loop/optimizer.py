@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self, TypeAlias, final
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic import model_validator as validator
 from torch import nn
 from torch.optim import Optimizer
@@ -24,6 +24,7 @@ from d9d_loop.optimizers import (
 )
 from d9d_loop.optimizers.assignment import Dims, Named, Selector, assign, is_matrix
 from d9d_loop.optimizers.muon import Scale
+from d9d_loop.section import Section
 
 OptimizerProvider = Callable[[nn.Module], Optimizer]
 """Builds an optimizer over the trainable parameters of a materialised, parallelised model."""
@@ -31,13 +32,9 @@ OptimizerProvider = Callable[[nn.Module], Optimizer]
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
-_FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-
-class GroupConfig(BaseModel):
+class GroupConfig(Section):
     """Parameters that are treated otherwise than the rest. A parameter belongs to the first group that matches it."""
-
-    model_config = _FROZEN
 
     pattern: str = Field("", description="Regular expression, searched in names of parameters; '' is found in all.")
     of: Dims = Field("any", description="Of those, which: vectors are norms, biases and whatever else is no matrix.")
@@ -60,10 +57,8 @@ class GroupConfig(BaseModel):
         return self
 
 
-class OptimizerSettings(BaseModel, ABC):
+class OptimizerSettings(Section, ABC):
     """What all optimizers of a configuration can be told, and how they get their parameters."""
-
-    model_config = _FROZEN
 
     learning_rate: PositiveFloat = Field(description="The peak learning rate; the schedule multiplies it.")
     weight_decay: NonNegativeFloat = Field(description="Decay of what `decays` says.")
@@ -150,7 +145,7 @@ class AdamWConfig(OptimizerSettings):
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Make torch's AdamW."""
-        return LocalAdamW(groups, betas=self.betas, eps=self.eps, foreach=True)
+        return LocalAdamW(groups, betas=self.betas, eps=self.eps, **_kernels(groups))
 
 
 @final
@@ -165,7 +160,7 @@ class AdamConfig(OptimizerSettings):
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Make torch's Adam."""
-        return LocalAdam(groups, betas=self.betas, eps=self.eps, foreach=True)
+        return LocalAdam(groups, betas=self.betas, eps=self.eps, **_kernels(groups))
 
 
 @final
@@ -288,6 +283,12 @@ OptimizerConfig: TypeAlias = Annotated[
 """Any of them, told apart by `kind`; AdamW where that is left out."""
 
 GroupConfig.model_rebuild()
+
+
+def _kernels(groups: list[dict[str, Any]]) -> dict[str, bool]:
+    """Which of torch's implementations to take: fused on an accelerator, where it can also leave out a bad step."""
+    on_cpu = all(parameter.device.type in ("cpu", "meta") for group in groups for _, parameter in group["params"])
+    return {"foreach": True} if on_cpu else {"fused": True}
 
 
 def _trainable(model: nn.Module) -> Named:

@@ -30,6 +30,12 @@ def assert_resumes_anywhere(stream: SampleStream, count: int) -> list[Any]:
     """From the state after any number of entries, the same ones follow, in portions of any size."""
     entries, states = entries_with_states(stream, count)
     assert stream.cursor().take(count) == entries
+    cursor, taken, portion = stream.cursor(), 0, 2
+    while taken + portion <= count:  # however many are taken at a time, a place has one state
+        assert cursor.take(portion) == entries[taken : taken + portion]
+        taken += portion
+        assert through_json(cursor.state_dict()) == states[taken], taken
+        portion = portion * 3 % 11  # 2, 6, 7, 10, 8, 2, ...
     for taken, state in enumerate(states):
         cursor = stream.cursor(state)
         assert through_json(cursor.state_dict()) == state

@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,12 +27,15 @@ def test_an_epoch_of_nothing_is_an_error() -> None:
         stream.cursor().take(1)
 
 
-def test_streams_a_hugging_face_dataset() -> None:
+def test_streams_a_hugging_face_dataset(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="needs datasets, which is optional")
-    data = datasets.Dataset.from_list([{"x": number} for number in range(11)])
+    for number in range(2):
+        lines = "".join(f'{{"x": {10 * number + line}}}\n' for line in range(3 + number))
+        (tmp_path / f"{number}.jsonl").write_text(lines, encoding="utf-8")
+    files = sorted(map(str, tmp_path.glob("*.jsonl")))
 
     def epoch(_number: int) -> Any:
-        return data.to_iterable_dataset(num_shards=3)
+        return datasets.load_dataset("json", data_files=files, split="train", streaming=True)
 
-    entries = assert_resumes_anywhere(IteratedStream(epoch, name="numbers"), 25)
-    assert [entry["x"] for entry in entries] == [*range(11), *range(11), 0, 1, 2]
+    entries = assert_resumes_anywhere(IteratedStream(epoch, name="json"), 10)
+    assert [entry["x"] for entry in entries] == [0, 1, 2, 10, 11, 12, 13, 0, 1, 2]

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d9d_dist import UserError
+from d9d_loop import SampleOrder
+from d9d_loop.batches import TrainBatches
 from d9d_loop.data import (
     BucketedStream,
     DataError,
@@ -103,6 +105,17 @@ def test_any_number_of_ranks_goes_on_with_the_global_order(
         assert all(other == states[0] for other in states)
         state = states[0]
     assert seen == expected
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_share_is_what_train_batches_give_a_rank(rank: int) -> None:
+    order = SampleOrder(10, seed=3)
+    expected = TrainBatches(
+        order, first_step=2, num_steps=6, num_microbatches=2, microbatch_size=4, dp_rank=rank, dp_size=3
+    )
+    loader = _loader(IndexedStream(range(10), seed=3), (4, 2, 3), rank)
+    loader.load_state_dict({"position": 48, "stream": {"position": 48}})
+    assert [batch for _ in range(4) for batch in next(loader)] == list(expected)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -23,6 +23,7 @@ def _steps(make: Callable[..., Optimizer], **settings: object) -> torch.Tensor:
     [
         (LocalAdam, torch.optim.Adam, {"betas": (0.8, 0.9)}),
         (LocalAdamW, torch.optim.AdamW, {"betas": (0.8, 0.9)}),
+        (LocalAdamW, torch.optim.AdamW, {"fused": True}),
         (LocalSGD, torch.optim.SGD, {}),
         (LocalSGD, torch.optim.SGD, {"momentum": 0.9}),
         (LocalSGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),

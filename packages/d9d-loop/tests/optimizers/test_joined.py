@@ -44,7 +44,7 @@ def test_its_state_dict_continues_it() -> None:
     _step(model, optimizer)
     twin = copy.deepcopy(model)
     other = _joined(twin)
-    other.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch's shares its tensors
     for _ in range(2):
         _step(model, optimizer)
         _step(twin, other)

@@ -3,7 +3,9 @@
 import atexit
 import ctypes
 import importlib
+import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from d9d_dist.testing import RankPool
 
 _PARENT_DIES = 1  # PR_SET_PDEATHSIG
-_SECONDS = 60.0  # for a whole job
+_SECONDS = 40.0  # for a whole job
 _AFTER_OTHERS = 0.3  # seconds for which a rank may outlive all others, if nothing else ends it
 
 
@@ -54,7 +56,9 @@ class Place:
         (self.folder / "fault").touch()
 
 
-def run_forked(job: Callable[..., None], *arguments: Any, world_size: int = 2, unwaited: int | None = None) -> list[Rank]:
+def run_forked(
+    job: Callable[..., None], *arguments: Any, world_size: int = 2, unwaited: int | None = None
+) -> list[Rank]:
     """Call `job(place, *arguments)` on every rank, under a launcher that holds the store.
 
     Args:
@@ -63,7 +67,7 @@ def run_forked(job: Callable[..., None], *arguments: Any, world_size: int = 2, u
         world_size: Number of ranks.
         unwaited: A rank that is killed when all others have ended.
     """
-    (ended,) = _warm_process().run(_launch, job, arguments, world_size, unwaited, world_size=1, timeout=_SECONDS + 10)
+    (ended,) = _warm_process().run(_launch, job, arguments, world_size, unwaited, world_size=1, timeout=_SECONDS + 60)
     return ended
 
 
@@ -142,13 +146,17 @@ def _be_rank(
         os.environ.update({name: str(value) for name, value in variables.items()})
         # The pool's rank handles it in native code; a job starts without.
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        multiprocessing.current_process().daemon = False  # may have data workers, as the pool's rank may not
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-        sys.__stderr__ = sys.stderr  # ty: ignore[invalid-assignment]  (the fork server's is not ours)
+        sys.__stderr__ = sys.stderr  # the fork server's is not ours
         torch.set_num_threads(1)
         job(place, *arguments)
         code = 0
     except SystemExit as leave:
         code = int(leave.code or 0)
     except BaseException:
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        )  # it may be the fault
         os.write(2, traceback.format_exc().encode())
     os._exit(code)

@@ -1,5 +1,4 @@
 import dataclasses
-import logging
 
 import pytest
 import torch
@@ -51,13 +50,12 @@ def _check(bad: int | None) -> str:
             assert [rank.rank for rank in report.ranks] == [0, 1, 2]
             assert all(rank.link_seconds > 0 and rank.all_reduce_seconds > 0 for rank in report.ranks)
             return ""
-        matmul, torch.Tensor.__matmul__ = torch.Tensor.__matmul__, _out_of_memory
-        try:
-            check_health(_SMALL, ctx=ctx)
-        except HealthError as error:
-            return str(error)
-        finally:
-            torch.Tensor.__matmul__ = matmul
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "__matmul__", _out_of_memory)
+            try:
+                check_health(_SMALL, ctx=ctx)
+            except HealthError as error:
+                return str(error)
     raise AssertionError("the health check found nothing")
 
 

@@ -38,7 +38,7 @@ class _Layer(nn.Module):
         return x + y
 
 
-def _model(faults: dict[int, str]) -> nn.Module:
+def _model(faults: dict[int, str]) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(_Layer(faults.get(index)) for index in range(3)))
 
@@ -81,7 +81,7 @@ def test_the_first_place_is_found(
 def test_a_parameter_that_is_not_finite_is_found_before_what_it_spoils(ctx: DistributedContext) -> None:
     model = _model({})
     with torch.no_grad():
-        model[2].inner.weight[1, 1] = torch.nan
+        dict(model.named_parameters())["2.inner.weight"][1, 1] = torch.nan
     found = find_non_finite(model, _replay(model, torch.ones(2, 4)), ctx=ctx)
     assert found is not None
     assert (found.module, found.tensor) == ("2.inner", "weight")

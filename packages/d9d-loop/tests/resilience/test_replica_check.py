@@ -51,15 +51,13 @@ def _flipped(where: str, culprit: int, replicate: int) -> str:
             nn.init.constant_(parameter, 0.5)
         if where != "plain":
             dense = ctx.mesh_for("dense")
-            parallelize_hsdp(
-                model, dense["dp_replicate", "dp_cp_shard", "cp_replicate"], shard_axis="dp_cp_shard"
-            )
+            parallelize_hsdp(model, dense["dp_replicate", "dp_cp_shard", "cp_replicate"], shard_axis="dp_cp_shard")
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         check_replicas(model, optimizer, step=1, ctx=ctx)
-        parameter = model[1].weight
+        parameter = dict(model.named_parameters())["1.weight"]
         tensor = optimizer.state[parameter]["exp_avg"] if where == "moment" else parameter.detach()
         if ctx.rank == culprit and where != "nowhere":
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

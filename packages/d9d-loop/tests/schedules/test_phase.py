@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from d9d_dist import UserError
 from d9d_loop.schedules import (
@@ -50,7 +50,7 @@ def test_a_configuration_tells_them_apart() -> None:
 
 
 def test_two_lengths_are_refused() -> None:
-    with pytest.raises(UserError, match=r"steps = 3 and percent = 5\.0; expected one of them, or neither"):
+    with pytest.raises(ValidationError, match=r"steps = 3 and percent = 5\.0; expected one of them, or neither"):
         ConstantPhase(steps=3, percent=5)
 
 

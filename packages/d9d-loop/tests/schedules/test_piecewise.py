@@ -24,15 +24,22 @@ def test_from_another_start_the_first_step_is_there() -> None:
     assert _values([LinearPhase(steps=2, to=1.0), LinearPhase(to=0.0)], 5, 0.5) == pytest.approx([0.5, 0.75, 1, 0.5, 0])
 
 
+def test_a_last_phase_of_one_step_has_no_time_to_leave_its_start() -> None:
+    assert _values([LinearPhase(steps=2, to=1.0), LinearPhase(to=0.0)], 3) == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert _values([LinearPhase(to=0.0)], 1, 1.0) == [1.0]
+
+
 def test_it_stays_at_its_end() -> None:
     assert piecewise([CosinePhase(to=0.3)], num_steps=4, start=1.0)(1000) == pytest.approx(0.3)
 
 
-@given(parts=st.lists(st.integers(1, 40), min_size=1, max_size=6), num_steps=st.integers(6, 500), rest=st.booleans())
+@given(parts=st.lists(st.integers(5, 40), min_size=1, max_size=6), num_steps=st.integers(200, 500), rest=st.booleans())
 def test_parts_of_a_job_fill_it_and_are_off_by_less_than_a_step(parts: list[int], num_steps: int, rest: bool) -> None:
-    """Constants between jumps of a line of one step would hide a gap, so lines to the index of the phase show it."""
+    """Lines lead to the number of their phase, so that values tell how many steps each has."""
     scale = 100 / (sum(parts) + 20 * rest)
-    phases: list[PhaseSettings] = [LinearPhase(percent=part * scale, to=index + 1) for index, part in enumerate(parts)]
+    phases: list[PhaseSettings] = [
+        LinearPhase(percent=min(part * scale, 100.0), to=index + 1) for index, part in enumerate(parts)
+    ]
     if rest:
         phases.append(LinearPhase(to=len(parts) + 1))
     values = _values(phases, num_steps)

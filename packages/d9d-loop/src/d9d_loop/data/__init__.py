@@ -15,10 +15,10 @@ from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
 from d9d_loop.data.sharded_samples import ShardedSamples
 from d9d_loop.data.shuffled_stream import ShuffledStream
 from d9d_loop.data.stream_loader import Share, StreamLoader
+from d9d_loop.data.text_tokens import TextFiles, is_held_out, tokenize_text, train_tokenizer
 from d9d_loop.data.token_file import TokenFile, TokenManifest
 from d9d_loop.data.token_file_writer import TokenFileWriter
 from d9d_loop.data.token_samples import PackedSamples, TokenWindows
-from d9d_loop.data.tokenize_text import TextFiles, is_held_out, tokenize_text, train_tokenizer
 
 __all__ = [
     "BucketedStream",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from d9d_dist import UserError
 from d9d_loop.command_line import command_line
-from d9d_loop.data.tokenize_text import END_TOKEN, TextFiles, is_held_out, tokenize_text, train_tokenizer
+from d9d_loop.data.text_tokens import END_TOKEN, TextFiles, is_held_out, tokenize_text, train_tokenizer
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

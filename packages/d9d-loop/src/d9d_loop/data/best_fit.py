@@ -19,17 +19,14 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     Returns:
         For each row the numbers of its items, the longest first; a function of the arguments alone.
     """
-    items_of: dict[int, list[int]] = {}
+    items_of: list[list[int]] = [[] for _ in range(capacity + 1)]  # by length
     for item, length in enumerate(lengths):
-        if length in items_of:
-            items_of[length].append(item)
-        else:
-            items_of[length] = [item]
+        items_of[length].append(item)
     rows: list[list[int]] = []
     rows_with: list[list[list[int]]] = [[] for _ in range(capacity + 1)]  # by room that is left
     rooms = 0  # the bit of each room that a row has
-    for length in sorted(items_of, reverse=True):
-        assert 0 < length <= capacity
+    assert not items_of[0]
+    for length in range(capacity, 0, -1):
         items = items_of[length]
         while items:
             if large_enough := rooms >> length:

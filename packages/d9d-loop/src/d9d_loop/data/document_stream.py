@@ -17,6 +17,9 @@ from d9d_loop.sample_order import SampleOrder
 if TYPE_CHECKING:
     from d9d_loop.data.token_file import TokenFile
 
+_MOST_AHEAD = 64
+"""Documents that are looked up together; of long ones, all parts are kept."""
+
 
 class Document(TypedDict):
     """A document, or a part of one.
@@ -115,33 +118,32 @@ class _DocumentCursor(Cursor):
         place = _Place() if state is None else _PLACE.validate_python(state)
         self._file, self._max_length = file, max_length
         self._order = OrderCursor(order, {"position": place.document})
-        self._parts: list[tuple[int, int, int]] = []
-        self._used = 0
+        self._ahead: list[tuple[int, tuple[int, int, int]]] = []  # parts, each with the position of its document
         if place.part:
-            self._next_document()
-            self._used = place.part
+            self._look_ahead(1)
+            self._ahead = self._ahead[place.part :]
 
     def take(self, num_entries: int) -> list[tuple[int, int, int]]:
         """The next parts of documents."""
-        taken: list[tuple[int, int, int]] = []
-        while (missing := num_entries - len(taken)) > 0:
-            if self._used == len(self._parts):
-                self._next_document()
-            stop = min(self._used + missing, len(self._parts))
-            taken += self._parts[self._used : stop]
-            self._used = stop
-        return taken
+        while (missing := num_entries - len(self._ahead)) > 0:
+            self._look_ahead(min(missing, _MOST_AHEAD))
+        taken, self._ahead = self._ahead[:num_entries], self._ahead[num_entries:]
+        return [part for _, part in taken]
 
     def state_dict(self) -> JsonValue:
         """Which document comes next, or which part of the last one."""
-        inside = self._used < len(self._parts)
-        return asdict(_Place(self._order.position - inside, self._used if inside else 0))
+        if not self._ahead:
+            return asdict(_Place(self._order.position))
+        position, (_, first, _) = self._ahead[0]
+        return asdict(_Place(position, first // self._max_length))
 
-    def _next_document(self) -> None:
-        (document,) = self._order.take(1)
-        start, stop = self._file.bounds(document)
-        self._parts = [(document, first, last) for first, last in cut(stop - start, self._max_length)]
-        self._used = 0
+    def _look_ahead(self, num_documents: int) -> None:
+        position = self._order.position
+        for document in self._order.take(num_documents):
+            start, stop = self._file.bounds(document)
+            parts = cut(stop - start, self._max_length)
+            self._ahead += [(position, (document, first, last)) for first, last in parts]
+            position += 1
 
 
 @final

@@ -96,7 +96,7 @@ class StreamLoader:
         device: torch.device | str = "cpu",
         num_workers: int = 0,
         prefetch: int = 2,
-        timeout: float | None = None,
+        timeout: float | None = 600.0,
     ) -> None:
         for name, value, least in (("num_workers", num_workers, 0), ("prefetch", prefetch, 1)):
             if value < least:

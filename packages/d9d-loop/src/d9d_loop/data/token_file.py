@@ -25,6 +25,7 @@ TokenDtype = Literal["uint16", "uint32"]
 MANIFEST, TOKENS, DOCUMENTS = "manifest.json", "tokens.bin", "documents.bin"
 TORCH_DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 _OFFSET_BYTES = 8
+_BOUNDS = struct.Struct("<2q")
 _BLOCK = 1 << 24
 
 
@@ -105,7 +106,7 @@ class TokenFile:
         """The tokens at which a document begins and before which it ends."""
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of {len(self)} in {self._folder}")
-        start, stop = struct.unpack_from("<2q", self._offsets, document * _OFFSET_BYTES)
+        start, stop = _BOUNDS.unpack_from(self._offsets, document * _OFFSET_BYTES)
         return start, stop
 
     def tokens(self, start: int, stop: int) -> Tensor:

@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import ParamsT
 
 from d9d_dist import UserError
 from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_part
-from d9d_loop.optimizers.local_box import own_part, whole_of
+from d9d_loop.optimizers.matrix_owners import map_matrices
 
 Scale: TypeAlias = Literal["match_rms_adamw", "original"]
 """How the step of a matrix depends on its shape."""
@@ -36,12 +36,11 @@ class Muon(GroupwiseOptimizer):
         u = mu m + (1 - mu) g with Nesterov, else m
         w = (1 - lr wd) w - lr scale orthogonalize(u)
 
-    The whole matrix is made orthogonal: a matrix that is split over ranks is gathered first, one at a time. So results
-    do not depend on the layout. Parameters of more than two dims are stacks of matrices, the last two dims; a stack
-    that is only split between its matrices, such as that of a rank's experts, is not gathered.
-
-    Collectives: an all-gather for each matrix and each axis that splits it, on the ranks of its mesh. Ranks of a mesh
-    must have gradients for the same parameters, as they do after they were reduced.
+    The whole matrix is made orthogonal, so that results do not depend on the layout. Matrices that are split over an
+    axis of the mesh are dealt out to its ranks, each of which makes its own orthogonal; see `map_matrices` for the
+    collectives. Parameters of more than two dims are stacks of matrices, the last two dims; a stack that is only split
+    between its matrices, such as that of a rank's experts, stays where it is. Ranks of a mesh must have gradients for
+    the same parameters, as they do after they were reduced.
 
     Args:
         params: Parameters of two or more dims, or groups of them.
@@ -74,8 +73,9 @@ class Muon(GroupwiseOptimizer):
             _check_matrices(group)
 
     def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Follow the equations above, one parameter after the other."""
+        """Follow the equations above."""
         lr, mu = group["lr"], group["momentum"]
+        updates: list[Tensor] = []
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -83,10 +83,12 @@ class Muon(GroupwiseOptimizer):
             gradient, momentum = local_part(parameter.grad), local_part(self.state[parameter]["momentum_buffer"])
             momentum.lerp_(gradient, 1.0 - mu)
             update = gradient.lerp(momentum, mu) if group["nesterov"] else momentum
-            direction = _orthogonal_part(update, parameter, group["num_iterations"])
-            weight = local_part(parameter)
+            updates.append(update.to(_compute_dtype(update)))
+        compute = partial(orthogonalize, num_iterations=group["num_iterations"])
+        for index, direction in map_matrices(compute, updates, parameters):
+            weight, shape = local_part(parameters[index]), parameters[index].shape[-2:]
             weight.mul_(1.0 - lr * group["weight_decay"])
-            weight.add_(direction, alpha=-lr * _SCALES[group["scale"]](*parameter.shape[-2:]))
+            weight.add_(direction, alpha=-lr * _SCALES[group["scale"]](*shape))
 
 
 @torch.no_grad()
@@ -106,7 +108,7 @@ def orthogonalize(matrices: Tensor, *, num_iterations: int = 5) -> Tensor:
         A tensor of the same shape, in the dtype of the computation.
     """
     a, b, c = _COEFFICIENTS
-    x = matrices.to(torch.float64 if matrices.dtype == torch.float64 else torch.bfloat16, copy=True)
+    x = matrices.to(_compute_dtype(matrices))
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
     x = x.flatten(0, -3) if x.ndim > 3 else x
@@ -119,21 +121,8 @@ def orthogonalize(matrices: Tensor, *, num_iterations: int = 5) -> Tensor:
     return x.view(matrices.shape) if matrices.ndim > 3 else x
 
 
-def _orthogonal_part(update: Tensor, parameter: Tensor, num_iterations: int) -> Tensor:
-    """What this rank holds of the orthogonal matrices next to an update, of which every rank gives its part."""
-    if not _splits_matrices(parameter):
-        return orthogonalize(update, num_iterations=num_iterations)
-    return own_part(orthogonalize(whole_of(update, parameter), num_iterations=num_iterations), parameter)
-
-
-def _splits_matrices(parameter: Tensor) -> bool:
-    if not isinstance(parameter, DTensor):
-        return False
-    return any(
-        # A strided shard is none of Shard's subclasses in every torch; it has a dim, as whatever splits has.
-        not placement.is_replicate() and not (isinstance(placement, Shard) and placement.dim < parameter.ndim - 2)
-        for placement in parameter.placements
-    )
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.bfloat16
 
 
 def _check_matrices(group: Mapping[str, Any]) -> None:

@@ -150,6 +150,8 @@ def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: AdamWNumbers) ->
 
 
 def _names_of(group: Mapping[str, Any]) -> dict[Tensor, str]:
+    if not group["params"]:
+        return {}
     if "param_names" not in group:
         raise UserError(
             "StochasticAdamW got parameters without names, on which depends what is drawn; expected "

@@ -1,9 +1,9 @@
 """Keeps a bad step away from the parameters: one whose loss or gradient is not finite, or whose loss is a spike.
 
-All ranks decide together, on the device: the optimizer's update is left out there, and the host learns of it a step later,
-so that it never waits for the device. This needs an optimizer whose kernels take a flag, as torch's fused ones do
-(`found_inf`, the protocol of `torch.amp.GradScaler`). For others the host waits for the flag on an accelerator; on a CPU
-there is nothing to wait for.
+All ranks decide together, on the device: the optimizer's update is left out there, and the host learns of it a step
+later, so that it never waits for the device. This needs an optimizer whose kernels take a flag, as torch's fused ones
+do (`found_inf`, the protocol of `torch.amp.GradScaler`). For others the host waits for the flag on an accelerator; on a
+CPU there is nothing to wait for.
 
 A loss is a spike if it exceeds
 
@@ -135,9 +135,9 @@ class StepGuard:
         self._in_a_row = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON: recent losses, exact, and what to leave out. After `verdict(settle=True)`."""
+        """What a checkpoint keeps, as JSON: recent losses and what to leave out. After `verdict(settle=True)`."""
         return {
-            "losses": [[step, loss.hex()] for step, loss in self._losses],
+            "losses": [[step, float(loss).hex()] for step, loss in self._losses],
             "left_out": sorted(self._left_out),
             "in_a_row": self._in_a_row,
         }
@@ -195,7 +195,7 @@ class StepGuard:
 
 
 def spike_limit(losses: Sequence[float], config: BadStepConfig) -> float:
-    """The loss from which on one is a spike after others; infinite if there are too few of them, or nobody wants to know.
+    """The loss from which on one is a spike after others; infinite if they are too few, or nobody wants to know.
 
     See the equation at the top of this file.
     """

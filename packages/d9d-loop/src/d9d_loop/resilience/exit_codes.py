@@ -1,4 +1,4 @@
-"""How a job that did not come to its end leaves, for the scripts that start it: what to do next follows from the code."""
+"""How a job that did not come to its end leaves, for the scripts that start it: the code says what to do next."""
 
 from enum import IntEnum
 

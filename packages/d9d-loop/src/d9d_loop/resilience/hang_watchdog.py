@@ -30,7 +30,8 @@ from d9d_loop.resilience.rank_place import RankPlace, main_thread_place
 
 _INTERVAL = 0.25  # seconds between looks
 _ANSWER_INTERVALS = 3.2  # in which other ranks say where they are
-_REPORT_INTERVALS = 4.8  # in which the asker hears what came of an alarm
+_HEAR_INTERVALS = 5.0  # in which the report of the rank that rang the alarm is there
+_REPORT_INTERVALS = 6.0  # in which the asker hears what came of an alarm
 _LEAVE_SECONDS = 1.5  # for the main thread to leave by itself when a peer has failed
 _LOCKED_SECONDS = 1.5  # over the timeout, for a process whose interpreter is locked
 _ALARM, _LOST = "alarm", "lost: "  # the key of an alarm, which holds the rank that rang it, or this and who is lost
@@ -52,11 +53,11 @@ class HangWatchdog:
     """Watches a job from `with` to the end of its block, on every rank.
 
     What is watched is `beat`, called once a step by the main thread: it costs an assignment. The process ends with
-    `ExitCode.HANG` at most 2 seconds after the timeout, or with `ExitCode.PEER_LOST` at most 2 seconds after another rank
-    failed or its process of the same machine is gone, if the main thread has not left by itself by then.
+    `ExitCode.HANG` at most 2 seconds after the timeout, or with `ExitCode.PEER_LOST` at most 2 seconds after another
+    rank failed or its process of the same machine is gone, if the main thread has not left by itself by then.
 
-    Beyond 1024 ranks these 2 seconds grow with the number of ranks, so that the store is not asked too often. Ranks enter
-    phases together: the first one whose timeout is over ends the job.
+    Beyond 1024 ranks these 2 seconds grow with the number of ranks, so that the store is not asked too often. Ranks
+    enter phases together: the first one whose timeout is over ends the job.
 
     Args:
         ctx: The job's context, whose timeouts are used: that of start-up until the first beat.
@@ -148,8 +149,8 @@ class HangWatchdog:
             self._end_process(describe_hang({self._rank: self.place()}, seconds=self.stuck_seconds()), ExitCode.HANG)
             return
         self._asker.alarm.set()
-        self._asker.report.wait(_REPORT_INTERVALS * self._asker.interval)
-        self._end_process(self._asker.text, ExitCode.HANG)
+        heard = self._asker.report.wait(_REPORT_INTERVALS * self._asker.interval)
+        self._end_process(self._asker.text if heard else self._asker.describe_silence(), ExitCode.HANG)
 
     def _end_process(self, text: str, code: ExitCode) -> None:
         """Say why, show all stacks, and end without waiting for anything."""
@@ -175,16 +176,14 @@ class _Asker:
 
     def __init__(self, ctx: DistributedContext, watchdog: HangWatchdog) -> None:
         self.alarm, self.report = threading.Event(), threading.Event()
-        self.text = (
-            "no progress, and the job's store does not answer either: the process that holds it, which is rank 0 or "
-            "the launcher, is stopped or gone."
-        )
+        self.text = ""
         self.lost: str | None = None
         self._rank, self._ranks = ctx.rank, range(ctx.world_size)
         self._watchdog = watchdog
         self._channel = SideChannel(ctx, name="watchdog")
         self.interval = _INTERVAL * max(1.0, ctx.world_size / _LARGE_WORLD)
         self._end = threading.Event()
+        self._here: list[Peer] = []
         self._thread = threading.Thread(target=self._ask, name="d9d-hang-asker", daemon=True)
 
     def start(self) -> None:
@@ -214,9 +213,19 @@ class _Asker:
             return
         try:
             self._tell_and_hear()
-        except RuntimeError:  # the store is gone: then the text is what it was made with, and what is known here
-            self.text = "\n".join([self.text, *map(_describe_gone, self._gone())])
+        except RuntimeError:  # the store is gone
+            self.text = self.describe_silence()
         self.report.set()
+
+    def describe_silence(self) -> str:
+        """What can be said when the store does not answer: what this machine shows. No collectives, no network."""
+        lines = [
+            "no progress, and the job's store does not answer either: the process that holds it, which is rank 0 or "
+            "the launcher, is stopped, gone, or too slow."
+        ]
+        states = [(peer, peer.state()) for peer in self._here]
+        lines += [f"Rank {peer.rank} is missing: its {peer.describe()} {now}." for peer, now in states if now != "runs"]
+        return "\n".join([*lines, f"This rank is {self._watchdog.place().describe()}."])
 
     def _look_for_lost(self, alarm: str | None) -> None:
         """Hear of a rank that failed; or find one whose process is gone without having left, and tell the others."""
@@ -237,15 +246,15 @@ class _Asker:
         seconds = self._watchdog.stuck_seconds()
         self._channel.write(f"place/{self._rank}", dump_place(self._watchdog.place()))
         if self._channel.write_first(_ALARM, str(self._rank)) == str(self._rank):
-            self._wait_for(*(f"place/{rank}" for rank in self._ranks))
+            self._wait_for(*(f"place/{rank}" for rank in self._ranks), intervals=_ANSWER_INTERVALS)
             self.text = describe_hang(self._places(), seconds=seconds, states=self._states())
             self._channel.write("report", self.text)
         else:
-            self._wait_for("report")
+            self._wait_for("report", intervals=_HEAR_INTERVALS)
             self.text = self._channel.read("report") or f"rank {self._channel.read(_ALARM)} says that nothing moves."
 
-    def _wait_for(self, *keys: str) -> None:
-        deadline = time.monotonic() + _ANSWER_INTERVALS * self.interval
+    def _wait_for(self, *keys: str, intervals: float) -> None:
+        deadline = time.monotonic() + intervals * self.interval
         while not self._channel.has(*keys) and time.monotonic() < deadline:
             time.sleep(_INTERVAL / 10)
 

@@ -1,19 +1,19 @@
 """Looks at every rank's device and links before anything is built: one slow or wrong one makes all ranks slow or wrong.
 
-A device multiplies matrices of small integers, whose product is exact in float32 in any order of adding up, and writes and
-reads memory. Links carry a message around the ring of all ranks, where the time of each is its own; then an all-reduce of as
-much over all ranks, which is as fast as the slowest.
+A device multiplies matrices of small integers, whose product is exact in float32 in any order of adding up, and writes
+and reads memory. Links carry a message around the ring of all ranks, where the time of each is its own; then an
+all-reduce of as much over all ranks, which is as fast as the slowest.
 """
 
-import json
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from d9d_dist import DistributedContext, all_gather_variadic
 from d9d_loop.resilience.resilience_config import HealthConfig
@@ -51,6 +51,9 @@ class RankHealth:
     link_seconds: float
     all_reduce_seconds: float
     wrong: tuple[str, ...]
+
+
+_RANK_HEALTH = TypeAdapter(RankHealth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,7 @@ def _compute(size: int, ctx: DistributedContext) -> tuple[float, bool]:
 def _memory(size: int, ctx: DistributedContext) -> tuple[float, bool]:
     """Write a pattern and its complement, and read them."""
     pattern = torch.arange(size, dtype=torch.int32, device=ctx.device)
-    seconds, copy = _fastest(lambda: pattern.bitwise_not(), ctx)
+    seconds, copy = _fastest(pattern.bitwise_not, ctx)
     return seconds, torch.equal(copy.bitwise_not_(), pattern)
 
 
@@ -237,6 +240,5 @@ def _gather(mine: RankHealth, ctx: DistributedContext) -> list[RankHealth]:
     """What was measured on all ranks, as bytes of JSON: nothing of a peer is unpickled."""
     if ctx.world_size == 1:
         return [mine]
-    data = torch.tensor(list(json.dumps(asdict(mine)).encode()), dtype=torch.uint8, device=ctx.device)
-    values = [json.loads(bytes(each.tolist())) for each in all_gather_variadic(data)]
-    return [RankHealth(**{**value, "wrong": tuple(value["wrong"])}) for value in values]
+    data = torch.tensor(list(_RANK_HEALTH.dump_json(mine)), dtype=torch.uint8, device=ctx.device)
+    return [_RANK_HEALTH.validate_json(bytes(each.tolist())) for each in all_gather_variadic(data)]

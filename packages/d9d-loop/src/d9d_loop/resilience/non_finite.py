@@ -1,17 +1,17 @@
 """Finds where a number that is not finite comes from: the first module, tensor and rank, by doing a bad step again.
 
 Behind a reduction every rank has the same NaN, and a module that gets one gives one. So the step's batches are run once
-more, with every input, output, parameter gradient and loss looked at on its own rank, in the order in which they come to
-be. That costs a few times the step, and nothing on any other step.
+more, with every input, output, parameter gradient and loss looked at on its own rank, in the order in which they come
+to be. That costs a few times the step, and nothing on any other step.
 """
 
-import json
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, final
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -52,9 +52,10 @@ class NonFinite:
         return f"the first tensor that is not finite is {self.tensor}{where}, in the {self.phase} pass of {ranks}"
 
 
-def find_non_finite(
-    model: nn.Module, replay: Callable[[Watch], None], *, ctx: DistributedContext
-) -> NonFinite | None:
+_NON_FINITE = TypeAdapter(NonFinite)
+
+
+def find_non_finite(model: nn.Module, replay: Callable[[Watch], None], *, ctx: DistributedContext) -> NonFinite | None:
     """Do a bad step again, and find where what is not finite comes from.
 
     Collective over all ranks: what `replay` does, and two small all-gathers. Parameters are to be as they were in the
@@ -81,7 +82,7 @@ def find_non_finite(
 
 
 def _order(found: NonFinite) -> tuple[int, int, int]:
-    """Which of several ranks' was first: stages pass on what is not finite, forward to later, backward to earlier ones."""
+    """Which rank's was first: stages pass on what is not finite, forward to later, backward to earlier ones."""
     return (0, found.stage, found.number) if found.phase == "forward" else (1, -found.stage, found.number)
 
 
@@ -150,10 +151,10 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _gather(found: NonFinite | None, ctx: DistributedContext) -> list[NonFinite]:
     """What all ranks found, as bytes of JSON: nothing of a peer is unpickled."""
-    mine = b"" if found is None else json.dumps(asdict(found)).encode()
+    mine = b"" if found is None else _NON_FINITE.dump_json(found)
     if ctx.world_size == 1:
         texts = [mine]
     else:
         data = torch.tensor(list(mine), dtype=torch.uint8, device=ctx.device)
         texts = [bytes(each.tolist()) for each in all_gather_variadic(data)]
-    return [NonFinite(**{**json.loads(text), "ranks": (rank,)}) for rank, text in enumerate(texts) if text]
+    return [replace(_NON_FINITE.validate_json(text), ranks=(rank,)) for rank, text in enumerate(texts) if text]

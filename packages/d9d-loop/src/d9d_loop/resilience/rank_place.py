@@ -36,7 +36,7 @@ class RankPlace:
 
     def describe(self) -> str:
         """As a part of a sentence that begins with the rank."""
-        what = f"in {self.collective}" if self.collective else "in no collective"
+        what = "in no collective" if self.collective is None else f"in {self.collective}"
         return f"in {self.doing}, step {self.step}, {what}, at {self.at}"
 
     def as_json(self) -> dict[str, str | int | None]:

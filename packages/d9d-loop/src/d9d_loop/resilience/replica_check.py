@@ -1,7 +1,7 @@
 """Finds replicas that are no longer equal, before they have trained apart for days: a flipped bit, a lost reduction.
 
-What several ranks hold is equal bit for bit, or there is a fault: all of them get the same sum of gradients and do the same
-arithmetic. So a checksum of each tensor tells, and 8 bytes of a tensor travel.
+What several ranks hold is equal bit for bit, or there is a fault: all of them get the same sum of gradients and do the
+same arithmetic. So a checksum of each tensor tells, and 8 bytes of a tensor travel.
 
 The checksum of the 64-bit words w of a tensor's bytes is sum_i (2i + 1) w_i mod 2^64. A change of one word changes it,
 because 2i + 1 is odd; so do most exchanges of words.
@@ -70,8 +70,8 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: Di
         shown = "\n".join(f"- {problem}" for problem in found[:_SHOWN])
         more = f"\nand {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
         raise ReplicaError(
-            f"replicas are not equal after step {step}:\n{shown}{more}\nGo back to a checkpoint from before; if the same "
-            "rank is named again, its machine is at fault."
+            f"replicas are not equal after step {step}:\n{shown}{more}\nGo back to a checkpoint from before; if the "
+            "same rank is named again, its machine is at fault."
         )
 
 
@@ -143,7 +143,9 @@ def _odd_ones(checksums: Mapping[int, int]) -> str:
         return f"ranks {', '.join(map(str, checksums))} have {len(set(checksums.values()))} different values"
     odd = [rank for rank, checksum in checksums.items() if checksum != value]
     others = [rank for rank, checksum in checksums.items() if checksum == value]
-    return f"rank{'s' if odd[1:] else ''} {', '.join(map(str, odd))} differ{'' if odd[1:] else 's'} from rank {others[0]}"
+    return (
+        f"rank{'s' if odd[1:] else ''} {', '.join(map(str, odd))} differ{'' if odd[1:] else 's'} from rank {others[0]}"
+    )
 
 
 def _share(problems: list[str], ctx: DistributedContext) -> list[list[str]]:

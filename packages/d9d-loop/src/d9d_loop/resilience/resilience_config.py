@@ -1,4 +1,4 @@
-"""What a job does about what goes wrong, as configured: each section has a switch, and defaults a person would choose."""
+"""What a job does about what goes wrong, as configured: every part can be switched off."""
 
 from datetime import timedelta
 from signal import Signals

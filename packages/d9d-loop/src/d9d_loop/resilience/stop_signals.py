@@ -1,8 +1,8 @@
 """A scheduler that wants its machines back sends a signal: all ranks agree on the step at which they save and leave.
 
-A rank that acted on its own signal alone would save while the others compute. So at the end of every step ranks take the
-maximum of what they got, over their hosts, and look at the result a step later: by then it is there, and nobody waits,
-neither a host for its device nor, but for one step, a host for another.
+A rank that acted on its own signal alone would save while the others compute. So at the end of every step ranks take
+the maximum of what they got, over their hosts, and look at the result a step later: by then it is there, and nobody
+waits, neither a host for its device nor, but for one step, a host for another.
 """
 
 import faulthandler
@@ -147,6 +147,7 @@ class StopSignals:
                 data = self._reader.recv(64)
             except TimeoutError:
                 self._end_process(self._received, "the grace period is over")
+                return
             if not data:
                 return
             for number in data:

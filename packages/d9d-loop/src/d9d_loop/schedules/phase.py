@@ -4,16 +4,15 @@ import math
 from abc import ABC, abstractmethod
 from typing import Annotated, Literal, Self, TypeAlias, final
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic import model_validator as validator
 
 from d9d_dist import UserError
+from d9d_loop.section import Section
 
 
-class PhaseSettings(BaseModel, ABC):
+class PhaseSettings(Section, ABC):
     """How long a phase is: a number of steps, a part of the job, or, with neither, what the others leave."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     steps: PositiveInt | None = Field(None, description="Its length in steps.")
     percent: Annotated[float, Field(gt=0, le=100)] | None = Field(

@@ -13,8 +13,8 @@ def piecewise(phases: Sequence[PhaseSettings], *, num_steps: int, start: float =
     """Put phases together.
 
     Each phase starts at the value to which the one before leads, on its first step; the last one gets to its end on
-    the last step of the job, and stays there where a job goes on. From a start of 0 the first phase counts from one
-    step before the job, since a step at a learning rate of 0 would be lost.
+    the last step of the job, if it has more than one, and stays there where a job goes on. From a start of 0 the first
+    phase counts from one step before the job, since a step at a learning rate of 0 would be lost.
 
     Args:
         phases: One or more. Lengths in percent are rounded so that their sum is not off by more than half a step.

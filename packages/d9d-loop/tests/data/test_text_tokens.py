@@ -98,7 +98,7 @@ def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path: Path, tokenizer: Path
         tokenize_text(TEXTS, tmp_path / "tokens", tokenizer=tmp_path / "bad.json")
     with pytest.raises(UserError, match=r"has no token '</s>' to end documents with"):
         tokenize_text(TEXTS, tmp_path / "tokens", tokenizer=tokenizer, end_token="</s>")  # noqa: S106
-    with pytest.raises(UserError, match=r"tokenizer.json exists; leave --train-vocab-size out"):
+    with pytest.raises(UserError, match=r"tokenizer.json exists already; leave --train-vocab-size out"):
         main([str(tmp_path), "--output=x", f"--tokenizer={tokenizer}", "--train-vocab-size=300"])
     with pytest.raises(UserError, match=r"vocab_size = 256; expected at least 257"):
         train_tokenizer(TEXTS, vocab_size=256)
@@ -107,6 +107,6 @@ def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path: Path, tokenizer: Path
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("d9d_loop.data.tokenize_text.find_spec", lambda _name: None)
+    monkeypatch.setattr("d9d_loop.data.text_tokens.find_spec", lambda _name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'd9d-loop\[tokenizers\]'"):
         train_tokenizer(TEXTS, vocab_size=300)

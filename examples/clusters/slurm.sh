@@ -1,0 +1,29 @@
+#!/bin/bash
+# A job that Slurm may stop at any time, and that goes on by itself: sbatch examples/clusters/slurm.sh
+#
+# Two minutes before the end of the time limit, and when the job is preempted, every rank gets SIGUSR1. They agree on a
+# step, save, and end with exit code 75; then this script asks Slurm for the same job once more.
+#SBATCH --job-name=pretrain
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+
+# One task a rank: srun signals tasks, but not what a launcher has started in them. The name of the run stays that of the
+# job, so the requeued job finds its checkpoints.
+srun --kill-on-bad-exit=1 python examples/pretrain.py --run.name "pretrain-$SLURM_JOB_ID"
+code=$?
+
+case $code in
+    75) scontrol requeue "$SLURM_JOB_ID" ;;  # stopped by a signal, and saved
+    124 | 125)  # a rank hung or was lost: once more, but not for ever
+        if [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; then scontrol requeue "$SLURM_JOB_ID"; fi ;;
+esac
+exit $code

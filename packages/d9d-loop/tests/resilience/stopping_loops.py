@@ -1,0 +1,49 @@
+"""Loops that are asked to stop by signals."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from forked_faults import Place
+
+from d9d_dist import MeshConfig
+from d9d_loop.resilience import Stopped, StopSignals
+
+
+def stops(place: Place, signals: dict[int, tuple[int, str]], every: int) -> None:
+    """Ranks get signals before the end of steps; each says after which step it stops, and which signal it heard of."""
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        with StopSignals(ctx, every=every) as stop:
+            for step in range(1, 100):
+                dist.barrier()
+                if ctx.rank in signals and signals[ctx.rank][0] == step:
+                    os.kill(os.getpid(), signal.Signals[signals[ctx.rank][1]])
+                if (by := stop.agreed()) is not None:
+                    break
+        assert by is not None
+    stopped = Stopped(by, step=step)
+    os.write(2, f"{stopped}".encode())
+    raise stopped
+
+
+def saves_for_ever(place: Place, grace: float | None, second: str | None) -> None:
+    """A save that never ends, as when a disk hangs; a second signal after half a second."""
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        limit = None if grace is None else timedelta(seconds=grace)
+        with StopSignals(ctx, grace=limit, repeat=timedelta(seconds=0.3)) as stop:
+            dist.barrier()
+            place.fault_is_now()
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)  # at once: the same once more
+            while stop.agreed() is None:
+                dist.barrier()
+            if second is not None:
+                # A child sends it while the main thread is in native code, where no handler of Python's runs.
+                child = os.fork()
+                if child == 0:
+                    time.sleep(0.5)
+                    os.kill(os.getppid(), signal.Signals[second])
+                    os._exit(0)
+            time.sleep(30)

@@ -1,0 +1,81 @@
+import os
+import signal
+import threading
+
+import pytest
+from forked_faults import run_forked
+from stopping_loops import saves_for_ever, stops
+
+from d9d_dist import DistributedContext, UserError
+from d9d_loop.resilience import ExitCode, Stopped, StopSignals
+
+
+def test_one_process_hears_at_once_and_forgets_afterwards(ctx: DistributedContext) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals(ctx) as stop:
+        assert stop.agreed() is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agreed() is signal.SIGTERM
+        assert stop.agreed() is signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_only_the_signals_asked_for_are_caught(ctx: DistributedContext) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    with StopSignals(ctx, signals=()):
+        assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_another_thread_catches_nothing_and_fails_at_nothing(ctx: DistributedContext) -> None:
+    heard: list[signal.Signals | None] = []
+
+    def work() -> None:
+        with StopSignals(ctx) as stop:
+            heard.append(stop.agreed())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert heard == [None]
+
+
+def test_steps_between_questions_are_positive(ctx: DistributedContext) -> None:
+    with pytest.raises(UserError, match="got every = 0; expected a positive number of steps"):
+        StopSignals(ctx, every=0)
+
+
+def test_to_be_stopped_is_an_exit_code_of_its_own() -> None:
+    stopped = Stopped(signal.SIGTERM, step=7)
+    assert stopped.code == ExitCode.STOPPED == 75
+    assert str(stopped) == "stopped by SIGTERM after step 7, which is saved. The same command continues."
+
+
+@pytest.mark.parametrize(
+    ("signals", "every", "expected"),
+    [
+        ({1: (3, "SIGTERM")}, 1, "SIGTERM after step 4"),
+        ({0: (3, "SIGTERM"), 1: (4, "SIGUSR1")}, 1, "SIGTERM after step 4"),
+        ({1: (4, "SIGUSR1")}, 3, "SIGUSR1 after step 9"),
+    ],
+)
+def test_all_ranks_stop_after_one_step(signals: dict[int, tuple[int, str]], every: int, expected: str) -> None:
+    ended = run_forked(stops, signals, every)
+    assert [rank.code for rank in ended] == [ExitCode.STOPPED] * 2
+    assert all(f"stopped by {expected}" in rank.errors for rank in ended)
+
+
+@pytest.mark.parametrize(
+    ("grace", "second", "why", "code"),
+    [
+        (0.5, None, r"the grace period is over \(SIGTERM\)", 143),
+        (None, "SIGUSR1", r"a second signal came \(SIGUSR1\)", 138),
+    ],
+)
+def test_what_never_ends_ends_by_a_second_signal_or_after_the_grace_period(
+    grace: float | None, second: str | None, why: str, code: int
+) -> None:
+    ended = run_forked(saves_for_ever, grace, second)
+    for rank in ended:
+        assert rank.code == code, rank
+        assert f"ends without saving: {why}".replace("\\", "") in rank.errors
+        assert "in saves_for_ever" in rank.errors  # its stacks
