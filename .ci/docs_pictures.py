@@ -1,12 +1,23 @@
-"""Draws the pictures of the documentation while it is built: what the code of this checkout makes of each schedule."""
+"""Draws the pictures of the documentation while it is built: what the code of this checkout does."""
 
 import io
+import math
 from typing import Any
 
 import matplotlib as mpl
+import torch
 from matplotlib.figure import Figure
 from mkdocs.structure.files import File, Files
 
+from d9d_modules import (
+    AttentionOptions,
+    DynamicNtkScaling,
+    EagerBackend,
+    LinearScaling,
+    Llama3Scaling,
+    RotaryScaling,
+    YarnScaling,
+)
 from d9d_pipeline import (
     Costs,
     DualPipeV,
@@ -40,6 +51,15 @@ GALLERY: dict[str, tuple[str, Schedule]] = {
 
 def pictures() -> dict[str, str]:
     """All pictures, as SVG by name."""
+    return {
+        **schedules(),
+        "attention_masks": as_svg(attention_masks()),
+        "rope_scalings": as_svg(rope_scalings()),
+    }
+
+
+def schedules() -> dict[str, str]:
+    """Each schedule, and one with transfers that take time."""
     drawn = {}
     for name, (title, schedule) in GALLERY.items():
         program = build(schedule, num_ranks=NUM_RANKS, num_microbatches=NUM_MICROBATCHES)
@@ -54,6 +74,54 @@ def pictures() -> dict[str, str]:
     )
     drawn["one_forward_one_backward_transfers"] = as_svg(figure)
     return drawn
+
+
+def attention_masks(length: int = 16) -> Figure:
+    """Attention probabilities where queries and keys are equal, which are those of the mask."""
+    documents_BS = torch.tensor([[0] * 6 + [1] * (length - 6)])
+    window = AttentionOptions(window=4)
+    cases = {
+        "causal": (AttentionOptions(), None),
+        "a window of 4": (window, None),
+        "documents of 6 and 10": (AttentionOptions(), documents_BS),
+        "both": (window, documents_BS),
+    }
+    figure = Figure(figsize=(10.0, 2.9), layout="constrained")
+    same = torch.zeros(1, length, 1, length)
+    each_its_own = torch.eye(length).view(1, length, 1, length)
+    for axes, (title, (options, documents)) in zip(
+        figure.subplots(1, len(cases), sharey=True), cases.items(), strict=True
+    ):
+        seen = EagerBackend().attend(same, same, each_its_own, options=options, documents_BS=documents, sinks_H=None)
+        axes.imshow(seen[0, :, 0].tolist(), cmap="Blues", vmin=0.0, vmax=0.5)
+        axes.set(title=title, xlabel="key")
+    figure.axes[0].set(ylabel="query")
+    return figure
+
+
+def rope_scalings() -> Figure:
+    """How many times longer each scaling makes the wavelength of each pair."""
+    theta, rotary_dim, original, factor = 500_000.0, 128, 8192, 8.0
+    length = torch.tensor(int(factor) * original)
+    scalings: dict[str, RotaryScaling] = {
+        "linear": LinearScaling(factor=factor),
+        f"dynamic NTK, at length {length:,}": DynamicNtkScaling(factor=factor, original_max_positions=original),
+        "YaRN": YarnScaling(factor=factor, original_max_positions=original),
+        "Llama 3": Llama3Scaling(
+            factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=original
+        ),
+    }
+    plain_R = LinearScaling(factor=1.0).frequencies(theta, rotary_dim=rotary_dim, length=length)
+    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for name, scaling in scalings.items():
+        stretch_R = plain_R / scaling.frequencies(theta, rotary_dim=rotary_dim, length=length)
+        axes.plot((2 * math.pi / plain_R).tolist(), stretch_R.tolist(), label=name, marker=".", markersize=3)
+    axes.axvline(original, color="0.5", linestyle=":")
+    axes.set(xscale="log", yscale="log", xlabel="wavelength without scaling, in positions", ylabel="times longer")
+    axes.set_yticks([1, 2, 4, 8, 16, 32, 64], labels=["1", "2", "4", "8", "16", "32", "64"])
+    axes.legend(frameon=False)
+    return figure
 
 
 def as_svg(figure: Figure) -> str:

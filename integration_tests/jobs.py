@@ -5,11 +5,15 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
+
+import torch
 
 from d9d_dist.testing import run_ranks
 from d9d_loop import command_line
@@ -30,6 +34,9 @@ TINY_MODEL = {
 }
 """Overrides that make the main job take a second."""
 
+_NEW_TOKENS = 40
+"""How much a trained model writes: more than fits into the context of `TINY_MODEL`, which then moves on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -46,19 +53,31 @@ class Ended:
 
 
 def script(name: str, arguments: Sequence[str]) -> Ended:
-    """Run an example's `main` in this process, as `python examples/name.py ARGUMENTS` does."""
+    """Run an example's `main` in this process, as `python examples/name.py ARGUMENTS` does; its text is shorter."""
     module = importlib.import_module(name)
     output, errors = StringIO(), StringIO()
     before, sys.argv = sys.argv, [f"{name}.py", *arguments]
     code = 0
     try:
-        with redirect_stdout(output), redirect_stderr(errors), command_line():
+        with redirect_stdout(output), redirect_stderr(errors), _shorter_text(module), command_line():
             module.main()
     except SystemExit as leave:
         code = int(leave.code or 0)
     finally:
         sys.argv = before
     return Ended(code, output.getvalue(), errors.getvalue())
+
+
+def _shorter_text(module: ModuleType) -> AbstractContextManager[object]:
+    """Each token is a forward pass on all ranks: of a tiny job, the usual two hundred are the larger part."""
+    if "generate" not in vars(module):
+        return nullcontext()
+    generate = vars(module)["generate"]
+
+    def fewer(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return generate(*args, **{**kwargs, "max_new_tokens": _NEW_TOKENS})
+
+    return mock.patch.object(module, "generate", fewer)
 
 
 def options(*parts: Mapping[str, Any], **more: Any) -> list[str]:

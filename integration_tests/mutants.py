@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from unittest import mock
 
 import torch
@@ -31,6 +31,7 @@ import d9d_dist.tensor_styles
 import d9d_dist.vocab_parallel
 import d9d_loop.train_step
 import d9d_loop.trainer
+import d9d_modules.chunked_cross_entropy
 import d9d_pipeline._channel
 import d9d_pipeline._stage
 import d9d_pipeline.executor
@@ -60,25 +61,37 @@ class Mutant:
         name: What is wrong.
         bug: The bug.
         cell: The name of a cell of the oracle, or of one like them.
+        num_steps: After how many optimizer steps it shows.
     """
 
     name: str
     bug: Bug
     cell: str
+    num_steps: int = 1
+
+
+class Listed(Protocol):
+    """A decorator: puts a bug on a list, with the cell that must catch it."""
+
+    def __call__(self, cell: str, *, num_steps: int = 1) -> Callable[[Bug], Bug]: ...
+
+
+def list_in(mutants: list[Mutant]) -> Listed:
+    """The decorator for a list."""
+
+    def caught_by(cell: str, *, num_steps: int = 1) -> Callable[[Bug], Bug]:
+        def put(bug: Bug) -> Bug:
+            name = getattr(bug, "__name__", repr(bug)).replace("_", " ")
+            mutants.append(Mutant(name, bug, cell, num_steps))
+            return bug
+
+        return put
+
+    return caught_by
 
 
 MUTANTS: list[Mutant] = []
-
-
-def caught_by(cell: str) -> Callable[[Bug], Bug]:
-    """Put a bug on the list."""
-
-    def put(bug: Bug) -> Bug:
-        name = getattr(bug, "__name__", repr(bug)).replace("_", " ")
-        MUTANTS.append(Mutant(name, bug, cell))
-        return bug
-
-    return put
+caught_by = list_in(MUTANTS)
 
 
 @contextmanager
@@ -309,7 +322,7 @@ def a_loss_normalises_over_its_part_of_the_vocabulary() -> AbstractContextManage
         if kwargs.get("op") is dist.ReduceOp.MAX:
             dist.all_reduce(tensor, **kwargs)
 
-    return _collective(d9d_dist.vocab_parallel, all_reduce=only_the_largest)
+    return _collective(d9d_modules.chunked_cross_entropy, all_reduce=only_the_largest)
 
 
 @caught_by("tied,tp=2")
@@ -338,7 +351,7 @@ def the_head_keeps_its_share_of_a_tied_gradient() -> AbstractContextManager[obje
     return mock.patch.object(SharedParameters, "add_gradients")
 
 
-@caught_by("tied,pp=2,schedule=zbv")
+@caught_by("tied,pp=2,schedule=zbv", num_steps=2)
 def the_head_keeps_its_value_of_a_tied_weight() -> AbstractContextManager[object]:
     return mock.patch.object(SharedParameters, "copy_values")
 

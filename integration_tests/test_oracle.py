@@ -1,25 +1,30 @@
-"""The grid of the oracle: every layout computes what one process computes, in float64, number by number."""
+"""The grids of the oracle: every layout computes what one process computes, in float64, number by number."""
 
 from collections.abc import Iterator
 from itertools import combinations
 
 import pytest
 import torch
-from oracle import DEGREES, FACTORS, Cell, grid, is_complete, is_paired, is_possible, main, parse_cell
+from oracle import GRIDS, MAIN_JOB, cells, main, parse_cell
+from oracle_decoders import DECODERS
+from oracle_grid import DEGREES, Cell, Grid, Values
 
-from d9d_dist import UserError
-from d9d_dist.testing import accelerators_for
+from d9d_dist import MeshConfig, StageInfo, UserError
+from d9d_dist.testing import accelerators_for, run_ranks
+from d9d_loop import ModelProvider
 from d9d_loop.testing import parse_layout
 
+ALL = [cell for grid in GRIDS for cell in cells(grid)]
 
-@pytest.mark.parametrize("cell", grid(), ids=lambda cell: cell.name)
+
+@pytest.mark.parametrize("cell", ALL, ids=lambda cell: cell.name)
 def test_equals_one_process(cell: Cell) -> None:
     found = list(cell.differences())
     assert not found, f"{len(found)} differences. First: {found[0]}"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cell", grid(), ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", ALL, ids=lambda cell: cell.name)
 def test_accelerators_equal_one_process_on_the_cpu(cell: Cell) -> None:
     ranks = parse_layout(cell.layout).world_size
     if not accelerators_for(ranks):
@@ -28,31 +33,31 @@ def test_accelerators_equal_one_process_on_the_cpu(cell: Cell) -> None:
     assert not found, f"{len(found)} differences. First: {found[0]}"
 
 
-def test_the_grid_has_every_pair_that_can_stand_together() -> None:
-    covered = {pair for cell in grid() for pair in combinations(cell.values, 2)}
-    every_value = [(key, value) for key, values in FACTORS.items() for value in values]
-    paired = {pair for pair in combinations(every_value, 2) if is_paired(pair)}
+@pytest.mark.parametrize(("grid", "least"), [(MAIN_JOB, 200), (DECODERS, 250)], ids=["main job", "decoders"])
+def test_the_grid_has_every_pair_that_can_stand_together(grid: Grid, least: int) -> None:
+    covered = {pair for cell in cells(grid) for pair in combinations(cell.values, 2)}
+    paired = set(grid.pairs())
     for pair in paired - covered:
-        assert not any(map(is_complete, _with(dict(pair)))), pair
-    assert len(paired & covered) > 200
+        assert not any(map(grid.is_complete, _with(grid, dict(pair)))), pair
+    assert len(paired & covered) > least
 
 
-def _with(values: dict[str, str]) -> Iterator[dict[str, str]]:
+def _with(grid: Grid, values: dict[str, str]) -> Iterator[Values]:
     """Every choice of the other factors' values, as far as it is possible."""
-    key = next((key for key in FACTORS if key not in values), None)
-    if not is_possible(values):
+    key = next((key for key in grid.factors if key not in values), None)
+    if not grid.is_possible(values):
         return
     if key is None:
         yield values
         return
-    for value in FACTORS[key]:
-        yield from _with({**values, key: value})
+    for value in grid.factors[key]:
+        yield from _with(grid, {**values, key: value})
 
 
 def test_the_grid_has_every_axis_at_2_4_and_8_ranks() -> None:
     found = {
         (axis, parse_layout(cell.layout).world_size)
-        for cell in grid()
+        for cell in cells(MAIN_JOB)
         for axis in DEGREES
         if dict(cell.values)[axis] != "1"
     }
@@ -61,16 +66,51 @@ def test_the_grid_has_every_axis_at_2_4_and_8_ranks() -> None:
     assert found >= {("cp_replicate", 2), ("cp_replicate", 8)}
 
 
+REFUSED = {
+    "classifier,cp_shard=2": "2 context-parallel ranks share each row out; expected one.",
+    "heads,cp_replicate=2": "2 context-parallel ranks share each row out; expected one.",
+    "delta,cp_shard=2": "backbone.layers.0.attention, a GatedDeltaNet, takes its state through a row from the first ",
+    "qwen3,cp_shard=2,method=ring,window=5": "expected sdpa_attention or one whose is_plain is true, which the ring ",
+    "sinks,cp_shard=2,method=ring": "expected sdpa_attention or one whose is_plain is true, which the ring ",
+}
+"""What `parallelize_decoder` refuses, and how; the grid leaves it out."""
+
+
+def test_what_the_grid_leaves_out_is_refused() -> None:
+    refused = {name: parse_cell(name) for name in REFUSED}
+    assert not any(cell.grid.is_possible(dict(cell.values)) for cell in refused.values())
+    layouts = [(cell.experiment.model, parse_layout(cell.layout).mesh) for cell in refused.values()]
+    for messages in run_ranks(_refusals, layouts, world_size=2):
+        for (name, expected), message in zip(REFUSED.items(), messages, strict=True):
+            assert expected in message, name
+
+
+def _refusals(layouts: list[tuple[ModelProvider, MeshConfig]]) -> list[str]:
+    messages = []
+    for provider, mesh in layouts:
+        with mesh.build() as ctx, torch.device("meta"):
+            model = provider.build(StageInfo())
+            try:
+                provider.parallelize(model, ctx)
+            except UserError as error:
+                messages.append(str(error))
+            else:
+                messages.append("not refused")
+    return messages
+
+
 def test_a_name_leads_to_its_cell() -> None:
-    for cell in grid():
+    assert len({cell.name for cell in ALL}) == len(ALL)
+    for cell in ALL:
         assert parse_cell(cell.name) == cell
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sparse,tp=2", "got model=sparse; expected one of dense, tied, moe, plain."),
+        ("sparse,tp=2", "got model=sparse; expected one of dense, tied, moe, plain, qwen3, llama3, classifier,"),
         ("dense,tp=3", "got tp=3; expected one of 1, 2, 4."),
+        ("llama3,tp=4", "got tp=4; expected one of 1, 2."),
         ("dense,fsdp=2", "got fsdp=2; expected one of model, pp, schedule, dp_replicate,"),
     ],
 )
@@ -81,6 +121,6 @@ def test_a_wrong_name_is_refused(name: str, message: str) -> None:
 
 def test_the_command_line_lists_and_runs_cells(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
-    assert capsys.readouterr().out.splitlines() == [cell.name for cell in grid()]
+    assert capsys.readouterr().out.splitlines() == [cell.name for cell in ALL]
     assert main(["plain,tp=2"]) == 0
     assert capsys.readouterr().out == "plain,tp=2: same\n"

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +20,7 @@ from d9d_dist import (
     TensorStyle,
     TokenLoss,
     UserError,
+    VocabParallelCrossEntropy,
     VocabParallelEmbedding,
     VocabParallelHead,
     materialize,
@@ -368,6 +370,30 @@ def test_a_head_with_another_loss_must_say_how_it_is_split() -> None:
         model.head.token_loss = _smoothed
         with pytest.raises(UserError, match=r"a _Head whose token_loss is .*_smoothed.*; expected token_cross_entropy"):
             parallelize_tensor(model, ctx.mesh_for("dense")["tp"], {"head": VocabParallelHead()})
+
+
+class _Smoothed:
+    """A loss that knows its form over ranks."""
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.mesh = mesh
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return _smoothed(logits, labels)
+
+    def vocab_parallel(self, mesh: DeviceMesh) -> "_Smoothed":
+        return _Smoothed(mesh)
+
+
+def test_a_loss_that_knows_its_form_over_ranks_takes_it() -> None:
+    with MeshConfig().build() as ctx:
+        mesh, head = ctx.mesh_for("dense")["tp"], _Head()
+        head.token_loss = _Smoothed()
+        VocabParallelHead().prepare(head, mesh)
+        assert isinstance(head.token_loss, _Smoothed)
+        assert head.token_loss.mesh is mesh
+        VocabParallelHead(token_loss=VocabParallelCrossEntropy).prepare(head, mesh)
+        assert isinstance(head.token_loss, VocabParallelCrossEntropy)
 
 
 def test_an_embedding_with_options_is_refused() -> None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from d9d_dist import MeshConfig, VocabParallelCrossEntropy
+from d9d_dist import MeshConfig, UserError, VocabParallelCrossEntropy
 from d9d_dist.testing import Device, run_ranks
 from d9d_dist.vocab_parallel import embed_vocab_shard
 
@@ -86,3 +86,28 @@ def test_ranks_embeddings_add_up(world_size: int, device: Device) -> None:
     torch.testing.assert_close(sum(rows for rows, _ in ranks), expected.detach(), rtol=0, atol=0)
     assert table.grad is not None
     torch.testing.assert_close(torch.cat([gradient for _, gradient in ranks]), table.grad, rtol=1e-14, atol=0)
+
+
+def _out_of_range() -> list[str]:
+    messages = []
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        mesh = ctx.mesh_for("dense")["tp"]
+        for function, wrong in ((VocabParallelCrossEntropy(mesh), VOCAB), (VocabParallelCrossEntropy(mesh), -1)):
+            with pytest.raises(UserError) as caught:
+                function(torch.zeros(2, VOCAB // mesh.size()), torch.tensor([wrong, -100]))
+            messages.append(str(caught.value))
+        with pytest.raises(UserError) as caught:
+            embed_vocab_shard(torch.tensor([0, VOCAB]), torch.zeros(VOCAB // mesh.size(), SIZE), mesh)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_ids_of_no_rank_are_refused() -> None:
+    """They would count as zero on every rank."""
+    labels = "expected labels within 0 ... 11 or -100."
+    expected = [
+        f"got labels from 12 to 12; {labels}",
+        f"got labels from -1 to -1; {labels}",
+        "got token ids from 12 to 12; expected token ids within 0 ... 11.",
+    ]
+    assert run_ranks(_out_of_range) == [expected] * 2

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d9d_modules import language_model_head
-from d9d_modules.rms_norm import add_rms_norm, rms_norm
+from d9d_modules.norm import add_rms_norm, rms_norm
 from d9d_modules.swiglu import silu_mul
 
 Function: TypeAlias = Callable[..., Tensor | tuple[Tensor, ...]]

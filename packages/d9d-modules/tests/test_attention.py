@@ -11,23 +11,26 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
 from d9d_dist import (
-    ColumnParallel,
+    ContextMethod,
     ContextSplit,
     MeshConfig,
-    RowParallel,
-    TensorRegion,
     UserError,
     materialize,
     parallelize_context,
     parallelize_fsdp,
     parallelize_tensor,
-    sdpa_attention,
     sync_gradients,
 )
 from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
-from d9d_modules import GroupedQueryAttention, RMSNorm, apply_rotary, checkpoint_activations, rotary_tables
+from d9d_modules import (
+    GroupedQueryAttention,
+    RMSNorm,
+    apply_rotary,
+    attention_tensor_plan,
+    checkpoint_activations,
+    rotary_tables,
+)
 from d9d_modules.attention_backends import AttentionOptions, ChosenAttention
-from d9d_modules.attention_sinks import HeadParallel
 from d9d_modules.rope import RotaryLayout
 
 
@@ -219,9 +222,10 @@ def _nothing(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Te
 
 def test_a_plain_layer_stands_open_for_replacement() -> None:
     plain = GroupedQueryAttention(12, num_heads=4, num_kv_heads=2, head_dim=8)
-    assert plain.attention_function is sdpa_attention
     chosen = GroupedQueryAttention(12, num_heads=4, num_kv_heads=2, head_dim=8, backends=["eager"])
-    assert isinstance(chosen.attention_function, ChosenAttention)
+    for attention, is_plain in ((plain, True), (chosen, False), (_everything(), False)):
+        assert isinstance(attention.attention_function, ChosenAttention)
+        assert attention.attention_function.is_plain is is_plain
     x, tables = torch.randn(1, 3, 12), rotary_tables(torch.arange(3).unsqueeze(0), head_dim=8, theta=100.0)
     chosen.load_state_dict(plain.state_dict())
     torch.testing.assert_close(chosen(x, tables), plain(x, tables))
@@ -282,15 +286,7 @@ def test_tables_and_documents_that_do_not_fit_are_refused() -> None:
             attention(x, tables, documents_BL=documents)
 
 
-PLAN = {
-    "": TensorRegion(),
-    **{f"{name}_proj": ColumnParallel(input=None, head_dim=8) for name in ("q", "k", "v", "gate")},
-    "o_proj": RowParallel(),
-    "sinks": HeadParallel(),
-}
-
-
-def _train(parallelism: str) -> tuple[Tensor, dict[str, Tensor]]:
+def _train(parallelism: str, method: ContextMethod = "all_gather") -> tuple[Tensor, dict[str, Tensor]]:
     """The output over whole rows, and gradients, of a layer with everything, over packed documents."""
     draws = torch.Generator().manual_seed(0)
     x = torch.randn(2, 8, 12, dtype=torch.float64, generator=draws)
@@ -300,8 +296,8 @@ def _train(parallelism: str) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.device("meta"):
             model = torch.nn.ModuleDict({"attention": _everything()}).double()
         tp, cp = ctx.mesh_for("dense")["tp"], ctx.mesh_for("batch")["cp"]
-        parallelize_tensor(model, tp, {f"attention.{name}".rstrip("."): style for name, style in PLAN.items()})
-        parallelize_context(model, cp, method="all_gather")
+        parallelize_tensor(model, tp, attention_tensor_plan("attention", head_dim=8))
+        parallelize_context(model, cp, method=method)
         if cp.size() > 1:
             parallelize_fsdp(model["attention"], ctx.mesh_for("dense")["dp_cp_shard"])
         materialize(model, device=ctx.device, seed=0)
@@ -314,9 +310,16 @@ def _train(parallelism: str) -> tuple[Tensor, dict[str, Tensor]]:
         return split.join(out.detach()), full_gradients(model)
 
 
-@pytest.mark.parametrize("parallelism", ["tensor_parallel", "context_parallel_shard"])
-def test_two_ranks_equal_one(parallelism: str) -> None:
-    ((expected, gradients),) = run_ranks(_train, parallelism, world_size=1)
-    for got, found in run_ranks(_train, parallelism):
+@pytest.mark.parametrize(
+    ("parallelism", "method"),
+    [
+        ("tensor_parallel", "all_gather"),
+        ("context_parallel_shard", "all_gather"),
+        ("context_parallel_shard", "all_to_all"),
+    ],
+)
+def test_two_ranks_equal_one(parallelism: str, method: ContextMethod) -> None:
+    ((expected, gradients),) = run_ranks(_train, parallelism, method, world_size=1)
+    for got, found in run_ranks(_train, parallelism, method):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
         assert_trees_close(found, gradients, rtol=1e-11)

@@ -8,11 +8,8 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from d9d_dist import (
-    ColumnParallel,
     ContextSplit,
     MeshConfig,
-    RowParallel,
-    TensorRegion,
     UserError,
     materialize,
     parallelize_context,
@@ -23,7 +20,7 @@ from d9d_dist import (
 from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
 from d9d_modules import rotary_tables
 from d9d_modules.attention_backends import AttentionOptions
-from d9d_modules.latent_attention import MultiHeadLatentAttention
+from d9d_modules.latent_attention import MultiHeadLatentAttention, latent_attention_tensor_plan
 from d9d_modules.rope_scaling import YarnScaling
 
 THEIR_NAMES = {
@@ -114,12 +111,7 @@ def _layer(**options: Any) -> MultiHeadLatentAttention:
     )
 
 
-PLAN = {
-    "attention": TensorRegion(),
-    "attention.q_up_proj": ColumnParallel(input=None, head_dim=6),
-    "attention.kv_up_proj": ColumnParallel(input=None, head_dim=7),
-    "attention.o_proj": RowParallel(),
-}
+PLAN = latent_attention_tensor_plan("attention", head_dim=4, rotary_dim=2, value_dim=3)
 
 
 def _train(parallelism: str) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,9 +1,15 @@
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from d9d_dist import UserError
+from d9d_dist import MeshConfig, UserError, VocabParallelHead, materialize, parallelize_tensor, sync_gradients
+from d9d_dist.testing import full_gradients, run_ranks
 from d9d_modules import LanguageModelHead
 from d9d_modules.cross_entropy import CrossEntropy
 from d9d_modules.lm_head import SplitLanguageModelHead
@@ -13,6 +19,19 @@ def _reference(logits: Tensor, labels: Tensor) -> Tensor:
     log_probabilities = logits.log_softmax(-1)
     losses = -log_probabilities.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return losses.masked_fill(labels == -100, 0.0)
+
+
+class _Largest(TorchDispatchMode):
+    """The largest tensor that an operator gave."""
+
+    numel = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))])
+        return out
 
 
 def test_without_labels_it_gives_logits() -> None:
@@ -76,6 +95,36 @@ def test_bad_splits_are_refused() -> None:
         SplitLanguageModelHead(4, {"a.b": 3})
     with pytest.raises(UserError, match=r"vocabulary split 'new' of 0 tokens; expected an identifier and 1 token or"):
         SplitLanguageModelHead(4, {"orig": 3, "new": 0})
+
+
+def _on_ranks(loss: CrossEntropy) -> tuple[Tensor, list[Tensor], int, str]:
+    """Losses and gradients of a head that ranks share, the largest tensor on the way, and a message."""
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        head = LanguageModelHead(4, 64, softcap=3.0, token_loss=loss).double()
+        parallelize_tensor(head, ctx.mesh_for("dense")["tp"], {"": VocabParallelHead()})
+        materialize(head, device=ctx.device, seed=0)
+        draws = torch.Generator().manual_seed(0)
+        hidden = torch.randn(2, 48, 4, dtype=torch.float64, generator=draws).requires_grad_()
+        labels = torch.randint(0, 64, (2, 48), generator=draws)
+        labels[0, :3] = -100
+        with patch("d9d_modules.chunked_cross_entropy._TILE_LOGITS", 256), _Largest() as largest:
+            losses = head(hidden, labels=labels)
+            losses.sum().backward()
+        sync_gradients(head)
+        assert hidden.grad is not None
+        with pytest.raises(UserError) as caught:
+            head(hidden, labels=labels + 63)
+        return losses.detach(), [hidden.grad, *full_gradients(head).values()], largest.numel, str(caught.value)
+
+
+@pytest.mark.parametrize("loss", [CrossEntropy(), CrossEntropy(z_loss=0.1, label_smoothing=0.2)])
+def test_ranks_that_share_the_vocabulary_never_hold_their_logits(loss: CrossEntropy) -> None:
+    ((losses, gradients, *_),) = run_ranks(_on_ranks, loss, world_size=1)
+    for found_losses, found_gradients, largest, message in run_ranks(_on_ranks, loss, world_size=2):
+        torch.testing.assert_close(found_losses, losses, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found_gradients, gradients, rtol=1e-11, atol=1e-12)
+        assert largest < 2 * 48 * 32  # the logits of a rank's part
+        assert "expected labels within 0 ... 63 or -100" in message
 
 
 @pytest.mark.parametrize("bad", [-1, 5, -101])

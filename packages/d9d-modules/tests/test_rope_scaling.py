@@ -4,11 +4,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from d9d_dist import UserError
+from d9d_modules import RopeScaling
 from d9d_modules.rope_scaling import (
     DynamicNtkScaling,
     LinearScaling,
@@ -229,3 +231,57 @@ def test_sizes_that_do_not_fit_a_scaling_are_refused() -> None:
         DynamicNtkScaling(factor=2.0, original_max_positions=16).frequencies(
             100.0, rotary_dim=2, length=torch.tensor(3)
         )
+
+
+@pytest.mark.parametrize(
+    ("written", "scaling"),
+    [
+        ({"kind": "linear", "factor": 2.0}, LinearScaling(factor=2.0)),
+        (
+            {"kind": "dynamic", "factor": 2.0, "original_max_positions": 8},
+            DynamicNtkScaling(factor=2.0, original_max_positions=8),
+        ),
+        (
+            {"kind": "yarn", "factor": 2.0, "original_max_positions": 8, "truncate": False},
+            YarnScaling(factor=2.0, original_max_positions=8, truncate=False),
+        ),
+        (
+            {
+                "kind": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_positions": 8,
+            },
+            Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8),
+        ),
+        (
+            {
+                "kind": "longrope",
+                "short_factors": [1, 2.0],
+                "long_factors": [3.0, 4.0],
+                "factor": 2.0,
+                "original_max_positions": 8,
+            },
+            LongRopeScaling(short_factors=(1.0, 2.0), long_factors=(3.0, 4.0), factor=2.0, original_max_positions=8),
+        ),
+    ],
+)
+def test_a_configuration_selects_one_by_its_kind(written: dict[str, Any], scaling: RopeScaling) -> None:
+    found = TypeAdapter(RopeScaling).validate_python(written)
+    assert type(found) is type(scaling)
+    assert found == scaling
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"kind": "yarm", "factor": 2.0}, r"'yarm' found using 'kind' does not match any of the expected tags"),
+        ({"factor": 2.0}, r"Unable to extract tag using discriminator 'kind'"),
+        ({"kind": "linear", "factor": 0.0}, r"LinearScaling got factor = 0\.0; expected above 0\."),
+        ({"kind": "linear", "factor": 2.0, "beta_fast": 3.0}, r"linear\.beta_fast\n  Unexpected keyword argument"),
+    ],
+)
+def test_a_configuration_of_no_scaling_is_refused(written: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(RopeScaling, config=ConfigDict(extra="forbid")).validate_python(written)

@@ -1,6 +1,9 @@
 import pytest
 import torch
 
+from d9d_dist import MeshConfig, UserError, parallelize_context
+from d9d_dist.testing import run_ranks
+from d9d_modules.attention import GroupedQueryAttention
 from d9d_modules.pooling import Pooling, pool
 from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
 
@@ -28,6 +31,25 @@ def test_embeddings_have_length_one(embedding_size: int | None) -> None:
     torch.testing.assert_close(embedding, raw.float() / raw.float().norm(dim=-1, keepdim=True))
     head.normalize = False
     assert torch.equal(head(hidden, mask_BL=MASK), raw)
+
+
+def _ask_for_context_parallelism() -> list[str]:
+    messages = []
+    attention = GroupedQueryAttention(4, num_heads=2, num_kv_heads=1, head_dim=2)
+    with MeshConfig(context_parallel_shard=-1).build() as ctx:
+        for head in (ClassificationHead(4, 3), EmbeddingHead(4)):
+            model = torch.nn.ModuleDict({"attention": attention, "head": head})
+            with pytest.raises(UserError) as caught:
+                parallelize_context(model, ctx.mesh_for("batch")["cp"])
+            messages.append(str(caught.value))
+    return messages
+
+
+def test_rows_that_are_pooled_are_not_shared_out() -> None:
+    rest = "pools whole rows, and 2 context-parallel ranks share each row out; expected one. Use tensor or pipeline"
+    for messages in run_ranks(_ask_for_context_parallelism, world_size=2):
+        for message, name in zip(messages, ("ClassificationHead", "EmbeddingHead"), strict=True):
+            assert message.startswith(f"head, a {name}, {rest}")
 
 
 def test_a_causal_model_is_pooled_at_its_last_token() -> None:

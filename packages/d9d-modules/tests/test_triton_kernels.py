@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from d9d_modules.rms_norm import add_rms_norm, rms_norm
+from d9d_modules.norm import add_rms_norm, rms_norm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = ["cpu"] if INTERPRETED else [pytest.param("accelerator", marks=pytest.mark.gpu)]

@@ -17,9 +17,12 @@ from d9d_dist.context_parallel import (
     AllGatherAttention,
     AllToAllAttention,
     Attention,
+    AttentionOfHeads,
     ContextMethod,
     ContextSplit,
+    DeclaresPlain,
     HasAttention,
+    NeedsWholeRows,
     RingAttention,
     context_parallel_attention,
     parallelize_context,
@@ -62,6 +65,7 @@ from d9d_dist.tensor_styles import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
+from d9d_dist.token_ids import check_token_ids
 from d9d_dist.tree_sharding import (
     ShardOn,
     ShardSpec,
@@ -73,25 +77,35 @@ from d9d_dist.tree_sharding import (
     unshard_tree,
 )
 from d9d_dist.trees import Scalar, ScalarTree, TensorTree, Tree
-from d9d_dist.vocab_parallel import HasTokenLoss, TokenLoss, VocabParallelCrossEntropy, token_cross_entropy
+from d9d_dist.vocab_parallel import (
+    HasTokenLoss,
+    HasVocabParallelForm,
+    TokenLoss,
+    VocabParallelCrossEntropy,
+    token_cross_entropy,
+)
 
 __all__ = [
     "AllGatherAttention",
     "AllToAllAttention",
     "Attention",
+    "AttentionOfHeads",
     "ColumnParallel",
     "ContextMethod",
     "ContextSplit",
+    "DeclaresPlain",
     "DistributedContext",
     "GradientSlot",
     "GradientSync",
     "HasAttention",
     "HasTokenLoss",
+    "HasVocabParallelForm",
     "LaterGradients",
     "Launch",
     "MeshConfig",
     "ModuleLateInit",
     "ModuleOffloader",
+    "NeedsWholeRows",
     "Offloadable",
     "Offloaded",
     "Precision",
@@ -123,6 +137,7 @@ __all__ = [
     "all_to_all",
     "broadcast_object",
     "canonical_name",
+    "check_token_ids",
     "clip_grad_norm_",
     "context_parallel_attention",
     "defer_gradient_sync",

@@ -6,6 +6,7 @@ no others, and a job starts from the same model whatever its layout.
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -61,7 +62,8 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
             its mesh: ranks of two axes that split one dim hold other parts than its placements say.
     """
     shared = _shared_tensors(model)
-    model.to_empty(device=device)
+    with torch.no_grad():
+        model._apply(partial(_empty_on, device))
     for (first, first_name), (other, other_name) in shared:
         setattr(other, other_name, getattr(first, first_name))
     versions = {name: (tensor, _version(tensor)) for name, tensor in _named_tensors(model)}
@@ -201,11 +203,20 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor._version, tensor._local_tensor._version if isinstance(tensor, DTensor) else 0
 
 
+def _empty_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """What `Module.to_empty` makes, without asking DTensor how placements propagate: seconds on a mesh of many axes."""
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device=device)
+    local = torch.empty_like(tensor.to_local(), device=device)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
 _Slot = tuple[nn.Module, str]
 
 
 def _shared_tensors(model: nn.Module) -> list[tuple[_Slot, _Slot]]:
-    """Pairs of places in a model that hold the same tensor; `to_empty` would give each its own."""
+    """Pairs of places in a model that hold the same tensor; `_apply` would give each its own."""
     first: dict[int, _Slot] = {}
     pairs: list[tuple[_Slot, _Slot]] = []
     for module in model.modules():

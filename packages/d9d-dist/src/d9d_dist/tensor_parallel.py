@@ -27,9 +27,10 @@ def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, T
         module: On `meta`, or with equal values on all ranks. Parameters that its submodules share stay shared: give the
             module that holds all of them.
         mesh: A mesh of one axis, e.g. `ctx.mesh_for("dense")["tp"]`.
-        plan: Styles by the names of submodules; a `*` stands for one part of a name, as in `layers.*.attention`. A
-            submodule that is `None` (on this pipeline stage) may be named. What lies below a named submodule, and is
-            not named itself, follows its `has_partial_gradients`; everything else computes the same on every rank.
+        plan: Styles by the names of submodules, empty for `module` itself; a `*` stands for one part of a name, as in
+            `layers.*.attention`. A submodule that is `None` (on this pipeline stage) may be named. What lies below a
+            named submodule, and is not named itself, follows its `has_partial_gradients`; everything else computes the
+            same on every rank.
 
     Raises:
         UserError: If a name of the plan matches nothing, two of them match one submodule, a style does not fit its

@@ -20,6 +20,7 @@ from d9d_dist.differentiable import enter_partial, gather_shards, scatter_partia
 from d9d_dist.errors import UserError
 from d9d_dist.vocab_parallel import (
     HasTokenLoss,
+    HasVocabParallelForm,
     TokenLoss,
     VocabParallelCrossEntropy,
     embed_vocab_shard,
@@ -216,8 +217,9 @@ class VocabParallelHead(TensorStyle):
 
     Attributes:
         input: How the hidden states arrive: equal on all ranks, or split on a dim.
-        token_loss: Makes the loss over a split vocabulary, of the mesh axis. `None` for cross entropy, where the head
-            computes `token_cross_entropy`; a head with another loss needs one.
+        token_loss: Makes the loss over a split vocabulary, of the mesh axis. `None` for the form that the head's own
+            loss has there (`HasVocabParallelForm`), or cross entropy, where the head computes `token_cross_entropy`; a
+            head with another loss needs one.
     """
 
     input: Placement = REPLICATE
@@ -236,17 +238,19 @@ class VocabParallelHead(TensorStyle):
                 "ColumnParallel(output=Replicate())."
             )
         present = module.token_loss
-        if self.token_loss is None and not _is_cross_entropy(present):
+        if self.token_loss is None and _vocab_parallel_form(present) is None:
             raise UserError(
                 f"VocabParallelHead got a {type(module).__name__} whose token_loss is {present!r}; expected "
-                "token_cross_entropy. Say how your loss is computed over a split vocabulary: "
-                "VocabParallelHead(token_loss=...)."
+                "token_cross_entropy, or a loss with a method vocab_parallel (d9d_dist.HasVocabParallelForm). Say how "
+                "your loss is computed over a split vocabulary: VocabParallelHead(token_loss=...)."
             )
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """See `TensorStyle.prepare`."""
         assert isinstance(module, HasTokenLoss)
-        module.token_loss = (self.token_loss or VocabParallelCrossEntropy)(mesh)
+        make_loss = self.token_loss or _vocab_parallel_form(module.token_loss)
+        assert make_loss is not None, "check has refused it"
+        module.token_loss = make_loss(mesh)
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `TensorStyle.forward`."""
@@ -255,8 +259,10 @@ class VocabParallelHead(TensorStyle):
         return gather_shards(outputs, mesh, dim=-1, gradient="equal") if labels is None else outputs
 
 
-def _is_cross_entropy(loss: TokenLoss) -> bool:
-    return loss is token_cross_entropy
+def _vocab_parallel_form(loss: TokenLoss) -> Callable[[DeviceMesh], TokenLoss] | None:
+    if loss is token_cross_entropy:
+        return VocabParallelCrossEntropy
+    return loss.vocab_parallel if isinstance(loss, HasVocabParallelForm) else None
 
 
 def _first(args: tuple[Any, ...], style: TensorStyle, module: nn.Module) -> Any:

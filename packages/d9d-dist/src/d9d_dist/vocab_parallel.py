@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from d9d_dist.token_ids import check_token_ids
+
 TokenLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Maps logits [T, V] and labels [T], int64, to the negative log-likelihood of each label [T], in nats."""
 
@@ -27,6 +29,19 @@ class HasTokenLoss(Protocol):
     token_loss: TokenLoss
 
 
+@runtime_checkable
+class HasVocabParallelForm(Protocol):
+    """A `TokenLoss` that knows how it is computed over a vocabulary that is shared out."""
+
+    def vocab_parallel(self, mesh: DeviceMesh) -> TokenLoss:
+        """The loss of this rank's logits.
+
+        Args:
+            mesh: A mesh of one axis, over which the vocabulary is split, evenly, in the order of the ranks.
+        """
+        ...
+
+
 def token_cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     """The `TokenLoss` of one process: the negative log-likelihood [T] in nats, 0 where a label is -100."""
     return F.cross_entropy(logits_TV, labels_T, reduction="none")
@@ -39,7 +54,11 @@ def embed_vocab_shard(ids: Tensor, weight_VD: Tensor, mesh: DeviceMesh) -> Tenso
         ids: Token ids of any shape, int64, below V.
         weight_VD: This rank's rows [V_local, D].
         mesh: A mesh of one axis, over which the rows are split.
+
+    Raises:
+        UserError: If an id is out of range; on an accelerator the device fails instead, later.
     """
+    check_token_ids(ids, mesh.size() * len(weight_VD), what="token ids")
     local_ids, is_here = _local_ids(ids, weight_VD.shape[0], mesh)
     return F.embedding(local_ids, weight_VD).masked_fill(~is_here.unsqueeze(-1), 0.0)
 
@@ -60,7 +79,13 @@ class VocabParallelCrossEntropy:
         self._mesh, self._ignored_label = mesh, ignored_label
 
     def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-        """Losses [T], equal on all ranks, of this rank's logits [T, V_local] and labels [T], equal on all ranks."""
+        """Losses [T], equal on all ranks, of this rank's logits [T, V_local] and labels [T], equal on all ranks.
+
+        Raises:
+            UserError: If a label is out of range; on an accelerator the device fails instead, later.
+        """
+        vocab_size = self._mesh.size() * logits_TV.shape[-1]
+        check_token_ids(labels_T, vocab_size, what="labels", ignored=self._ignored_label)
         return _CrossEntropy.apply(logits_TV, labels_T, self._mesh, self._ignored_label)
 
 

@@ -28,6 +28,33 @@ def _calls(heads: int, kv_heads: int) -> tuple[list[tuple[int, ...]], int]:
         return shapes, exchanges.call_count
 
 
+class _Scaled:
+    """Each query head has a factor of its own."""
+
+    def __init__(self, factors_H: Tensor) -> None:
+        self.factors_H = factors_H
+
+    def of_heads(self, heads: slice) -> "_Scaled":
+        return _Scaled(self.factors_H[heads])
+
+    def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
+        attended = sdpa_attention(q_BLHK, k_BSGK, v_BSGK, documents_BS=documents_BS)
+        return attended * self.factors_H.unsqueeze(-1)
+
+
+def _scaled_and_plain() -> tuple[Tensor, Tensor]:
+    with MeshConfig(context_parallel_shard=-1).build() as ctx:
+        mesh, factors = ctx.mesh_for("batch")["cp"], torch.arange(1.0, 5.0, device=ctx.device)
+        inputs = [torch.randn(1, 4, heads, 3, device=ctx.device) for heads in (4, 2, 2)]
+        scaled, plain = (AllToAllAttention(each, mesh)(*inputs) for each in (_Scaled(factors), sdpa_attention))
+        return scaled.cpu(), (plain * factors.unsqueeze(-1)).cpu()
+
+
+def test_what_belongs_to_a_head_goes_with_it() -> None:
+    for scaled, expected in run_ranks(_scaled_and_plain, world_size=2):
+        torch.testing.assert_close(scaled, expected)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "local_kv_heads"), [(8, 4, 2), (4, 2, 1), (6, 1, 1)])
 def test_ranks_share_the_heads_out(heads: int, kv_heads: int, local_kv_heads: int) -> None:
     for shapes, num_exchanges in run_ranks(_calls, heads, kv_heads, world_size=2):

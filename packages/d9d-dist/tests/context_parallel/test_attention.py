@@ -119,6 +119,17 @@ def test_a_prefix_under_selective_checkpointing() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize(("batch", "length", "key_length"), [(0, 3, 3), (2, 0, 0), (2, 0, 3)])
+def test_empty_rows(batch: int, length: int, key_length: int, has_documents: bool) -> None:
+    shapes = [(batch, length, 4, 8)] + 2 * [(batch, key_length, 2, 8)]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    documents = torch.zeros(batch, key_length, dtype=torch.int64) if has_documents else None
+    out = sdpa_attention(*inputs, documents_BS=documents)
+    assert out.shape == shapes[0]
+    assert not any(gradient.any() for gradient in torch.autograd.grad(out.sum(), inputs))
+
+
 def test_a_prefix_needs_no_mask() -> None:
     inputs = _inputs(128, 1024, (1, 1, 8), torch.float32)
     with _Operators() as operators:

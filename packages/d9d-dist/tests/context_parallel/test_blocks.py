@@ -36,6 +36,18 @@ def _with_documents(block: AttentionBlock) -> AttentionBlock:
 CASES = [(CpuFlashKernel(), False), (MathKernel(), False), (MathKernel(), True)]
 
 
+@pytest.mark.parametrize("keys", [0, 3])
+def test_no_queries_are_no_trouble(keys: int) -> None:
+    whole = _block(2, causal=False, keys=keys)
+    block = replace(whole, q=whole.q[:, :, :0])
+    kernel = default_kernel(block.q, has_documents=False)
+    out, lse = kernel.forward(block)
+    assert (out.shape, lse.shape) == (block.q.shape, block.q.shape[:3])
+    gradients = kernel.backward(block, grad_BHLK=out, out_BHLK=out, lse_BHL=lse)
+    assert [x.shape for x in gradients] == [x.shape for x in (block.q, block.k, block.v)]
+    assert not any(x.any() for x in gradients)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(("kernel", "has_documents"), CASES, ids=["flash", "math", "documents"])
 def test_kernels_attend_and_differentiate(kernel: BlockKernel, has_documents: bool, kv_heads: int) -> None:

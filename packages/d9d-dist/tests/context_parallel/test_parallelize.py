@@ -15,6 +15,7 @@ from d9d_dist.context_parallel import (
     Attention,
     ContextSplit,
     HasAttention,
+    RingAttention,
     context_parallel_attention,
     parallelize_context,
     sdpa_attention,
@@ -197,10 +198,27 @@ def test_one_rank_is_left_as_it_is() -> None:
         parallelize_context(model, ctx.mesh_for("batch")["cp"], method="ring")
         functions = [each.attention_function for each in model.modules() if isinstance(each, HasAttention)]
         assert functions == [sdpa_attention, sdpa_attention]
+        model.layers.append(_Recurrence())
+        for each in (model, _Recurrence()):
+            parallelize_context(each, ctx.mesh_for("batch")["cp"])
 
 
 def _other_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
     return sdpa_attention(q_BLHK, k_BSGK, v_BSGK, documents_BS=documents_BS)
+
+
+class _Declared:
+    """A function of a user, who says that others may compute it."""
+
+    def __init__(self, *, is_plain: bool) -> None:
+        self.is_plain = is_plain
+
+    def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
+        return sdpa_attention(q_BLHK, k_BSGK, v_BSGK, documents_BS=documents_BS)
+
+
+class _Recurrence(nn.Module):
+    why_whole_rows = "reads from left to right"
 
 
 class _AttentionModule(nn.Module):
@@ -214,12 +232,17 @@ def _messages() -> list[str]:
         parallelize_context(twice, mesh)
         half_other = _Model()
         half_other.blocks[1].attention_function = _other_attention
+        not_plain, hybrid = _Model(), _Model()
+        not_plain.blocks[1].attention_function = _Declared(is_plain=False)
+        hybrid.layers.append(_Recurrence())
         other.blocks[1].attention_function = _AttentionModule()
         unknown = "striped"
         calls: list[Callable[[], object]] = [
             lambda: parallelize_context(nn.Linear(1, 1), mesh),
             lambda: parallelize_context(twice, mesh, method="ring"),
             lambda: parallelize_context(half_other, mesh, method="ring"),
+            lambda: parallelize_context(not_plain, mesh, method="ring"),
+            lambda: parallelize_context(hybrid, mesh),
             lambda: parallelize_context(other, mesh),
             lambda: parallelize_context(model, mesh, method=unknown),  # ty: ignore[invalid-argument-type]
             lambda: parallelize_context(model, ctx.mesh_for("batch")),
@@ -236,8 +259,10 @@ def _messages() -> list[str]:
             with pytest.raises(UserError) as caught:
                 call()
             messages.append(str(caught.value))
+        declared = context_parallel_attention(_Declared(is_plain=True), mesh, method="ring")
+        assert isinstance(declared, RingAttention)
         # A failed call has replaced nothing.
-        for each in (*model.modules(), half_other.blocks[0], other.blocks[0]):
+        for each in (*model.modules(), *hybrid.modules(), half_other.blocks[0], other.blocks[0]):
             assert not isinstance(each, HasAttention) or each.attention_function is sdpa_attention
         return messages
 
@@ -247,7 +272,9 @@ def test_messages() -> None:
     expected = [
         "no submodule of Linear is a HasAttention; expected .* attribute attention_function. Give your attention",
         "got the attention function AllGatherAttention, which is context parallel already; .* Apply .* once",
-        "got the attention function .*_other_attention.* with method = 'ring'; expected sdpa_attention",
+        "got the attention function .*_other_attention.* with method = 'ring'; expected sdpa_attention or one whose",
+        "got the attention function .*_Declared.* with method = 'ring'; expected sdpa_attention or one whose is_plain",
+        "layers.2, a _Recurrence, reads from left to right, and 2 context-parallel ranks share each row out; expected",
         "the attention_function of layers.1 is the module _AttentionModule; expected a function",
         "got method = 'striped'; expected 'all_gather', 'all_to_all' or 'ring'",
         r"got a mesh with the axes \(pp, dp, cp, tp\); expected exactly one. Slice it: mesh\['cp'\]",

@@ -1,10 +1,12 @@
 import contextlib
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from d9d_dist import MeshConfig, UserError
 from d9d_dist.testing import Device, RankError, RankPool, accelerators_for, run_ranks
+from d9d_dist.testing.pool import _imported_siblings
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,23 @@ def test_processes_are_reused() -> None:
     assert run_ranks(_pid, world_size=2) == first[:2]
     assert len(set(first)) == 4
     assert os.getpid() not in first
+
+
+def _has_dynamo() -> bool:
+    return "torch._dynamo" in sys.modules
+
+
+def test_a_new_rank_has_what_optimizers_import_late() -> None:
+    with RankPool() as pool:
+        assert pool.run(_has_dynamo, world_size=1) == [True]
+
+
+def test_ranks_are_forked_with_the_packages_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("d9d_other", "d9d_other.part", "d9d_other._kernel", "d9dish"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    found = _imported_siblings()
+    assert {"d9d_dist", "d9d_dist.testing", "d9d_other", "d9d_other.part"} <= set(found)
+    assert not {"d9d_other._kernel", "d9dish", "d9d_dist.testing._worker"} & set(found)
 
 
 def _fail_on_rank_1() -> None:

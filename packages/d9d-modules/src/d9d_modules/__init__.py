@@ -1,6 +1,6 @@
 """White-box transformer blocks and models for PyTorch."""
 
-from d9d_modules.attention import GroupedQueryAttention
+from d9d_modules.attention import GroupedQueryAttention, attention_tensor_plan
 from d9d_modules.attention_backends import (
     BACKEND_VARIABLE,
     AttentionBackend,
@@ -12,12 +12,12 @@ from d9d_modules.attention_backends import (
     Flash4Backend,
     FlexBackend,
     SdpaBackend,
-    attention_backends,
+    choose_backend,
     chosen_attention,
+    default_attention_backends,
     documents_of_lengths,
 )
 from d9d_modules.attention_sinks import AttentionSinks, HeadParallel
-from d9d_modules.causal_convolution import CausalConvolution, causal_convolution
 from d9d_modules.checkpointing import (
     CheckpointPolicy,
     Operator,
@@ -25,19 +25,20 @@ from d9d_modules.checkpointing import (
     checkpoint_layers,
     costly_operators,
 )
+from d9d_modules.chunked_cross_entropy import linear_cross_entropy
 from d9d_modules.compiling import compile_layers
-from d9d_modules.cross_entropy import CrossEntropy
+from d9d_modules.convolution import CausalConvolution, causal_convolution
+from d9d_modules.cross_entropy import PLAIN_CROSS_ENTROPY, CrossEntropy
 from d9d_modules.decay_gate import DecayGate, DecayParallel
 from d9d_modules.decoder import DecoderLayer
+from d9d_modules.delta_rule import DeltaRuleBackend, gated_delta_rule
 from d9d_modules.embedding import SplitTokenEmbedding, TokenEmbedding
 from d9d_modules.gated_delta_net import GatedDeltaNet, gated_delta_tensor_plan
-from d9d_modules.gated_delta_rule import DeltaRuleBackend, gated_delta_rule
-from d9d_modules.gated_rms_norm import GatedRMSNorm
-from d9d_modules.generate import generate
-from d9d_modules.latent_attention import MultiHeadLatentAttention
+from d9d_modules.gated_norm import GatedRMSNorm
+from d9d_modules.generation import generate
+from d9d_modules.latent_attention import MultiHeadLatentAttention, latent_attention_tensor_plan
 from d9d_modules.layer_means import LayerMeans
 from d9d_modules.linear import Linear
-from d9d_modules.linear_cross_entropy import linear_cross_entropy
 from d9d_modules.lm_head import (
     IGNORED_LABEL,
     LanguageModelHead,
@@ -93,8 +94,8 @@ from d9d_modules.models.qwen3_hugging_face import (
     qwen3_params_from_hugging_face,
 )
 from d9d_modules.models.qwen3_tensor_plan import qwen3_attention_tensor_plan, qwen3_tensor_plan
+from d9d_modules.norm import RMSNorm, add_rms_norm, rms_norm
 from d9d_modules.pooling import Pooling, pool
-from d9d_modules.rms_norm import RMSNorm, add_rms_norm, rms_norm
 from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, rotary_tables
 from d9d_modules.rope_scaling import (
     DynamicNtkScaling,
@@ -110,6 +111,7 @@ from d9d_modules.swiglu import SwiGLU, silu_mul
 __all__ = [
     "BACKEND_VARIABLE",
     "IGNORED_LABEL",
+    "PLAIN_CROSS_ENTROPY",
     "WHOLE_MODEL",
     "AttentionBackend",
     "AttentionBackendName",
@@ -181,10 +183,11 @@ __all__ = [
     "YarnScaling",
     "add_rms_norm",
     "apply_rotary",
-    "attention_backends",
+    "attention_tensor_plan",
     "causal_convolution",
     "checkpoint_activations",
     "checkpoint_layers",
+    "choose_backend",
     "chosen_attention",
     "compile_layers",
     "config_value",
@@ -194,11 +197,13 @@ __all__ = [
     "decoder_lm_head",
     "decoder_params_from_hugging_face",
     "decoder_tensor_plan",
+    "default_attention_backends",
     "documents_of_lengths",
     "gated_delta_rule",
     "gated_delta_tensor_plan",
     "generate",
     "language_model_head",
+    "latent_attention_tensor_plan",
     "linear_cross_entropy",
     "llama3_from_hugging_face",
     "llama3_hugging_face_config",

@@ -30,7 +30,7 @@ def chunked_delta_rule(
     state_BGRKV: Tensor,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """See `d9d_modules.gated_delta_rule.gated_delta_rule`.
+    """See `d9d_modules.gated_delta_rule`.
 
     Args:
         q_BLGK: Scaled queries; all tensors are of one dtype, float32 or float64.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from d9d_dist.errors import UserError
-from d9d_modules.cross_entropy import IGNORED_LABEL, CrossEntropy
+from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY
 
 
 def why_not_cut_cross_entropy(hidden_TD: Tensor, num_weights: int, loss: object) -> str | None:
@@ -26,7 +26,7 @@ def why_not_cut_cross_entropy(hidden_TD: Tensor, num_weights: int, loss: object)
         return f"it needs bfloat16 or float16, the hidden states are {hidden_TD.dtype}"
     if num_weights > 1:
         return f"it takes one weight, the vocabulary is in {num_weights} splits"
-    if loss != CrossEntropy():
+    if loss != PLAIN_CROSS_ENTROPY:
         return f"it computes plain cross entropy, not {loss}"
     return None
 

@@ -49,7 +49,7 @@ def fla_delta_rule(
     state_BHKV: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """See `d9d_modules.gated_delta_rule.gated_delta_rule`.
+    """See `d9d_modules.gated_delta_rule`.
 
     Documents need no lengths, which the device would have to be waited for: a decay of almost zero forgets.
 

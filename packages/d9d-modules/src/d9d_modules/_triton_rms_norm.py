@@ -28,7 +28,7 @@ _NUM_PROGRAMS = 256
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float, zero_centered: bool) -> Tensor:
-    """`x / rms(x) * weight`; see `d9d_modules.rms_norm.rms_norm`.
+    """`x / rms(x) * weight`; see `d9d_modules.rms_norm`.
 
     Args:
         x: float32, bfloat16 or float16 [..., D] of any strides; a program holds whole rows in registers.

@@ -8,13 +8,14 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 
-from d9d_dist import Attention, UserError, sdpa_attention
+from d9d_dist import Attention, ColumnParallel, RowParallel, TensorRegion, TensorStyle, UserError
 from d9d_modules.attention_backends import AttentionBackend, AttentionBackendName, AttentionOptions, chosen_attention
 from d9d_modules.attention_backends.visibility import check_documents
-from d9d_modules.attention_sinks import AttentionSinks
+from d9d_modules.attention_sinks import AttentionSinks, HeadParallel
 from d9d_modules.linear import Linear
-from d9d_modules.rms_norm import RMSNorm
+from d9d_modules.norm import RMSNorm
 from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, check_tables
 
 
@@ -40,8 +41,7 @@ class GroupedQueryAttention(nn.Module):
 
     Attributes:
         attention_function: Computes attention from queries, keys and values: the place for another kernel, or for a
-            context-parallel form (`d9d_dist.parallelize_context`). It is `d9d_dist.sdpa_attention` in a layer without
-            options and sinks, and then stands for whatever backend is chosen.
+            context-parallel form (`d9d_dist.parallelize_context`). At first it chooses a backend for each call.
 
     Raises:
         UserError: If `num_kv_heads` does not divide `num_heads`, or a name in `backends` is unknown.
@@ -81,10 +81,7 @@ class GroupedQueryAttention(nn.Module):
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
         self.gate_proj = Linear(hidden_size, num_heads * head_dim, init_std=init_std) if output_gate else None
         self.sinks = AttentionSinks(num_heads, init_std=init_std) if sinks else None
-        self._chosen_attention = chosen_attention(options, sinks=self.sinks, backends=backends)
-        self.attention_function: Attention = (
-            sdpa_attention if self._chosen_attention.is_plain else self._chosen_attention
-        )
+        self.attention_function: Attention = chosen_attention(options, sinks=self.sinks, backends=backends)
 
     def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, documents_BL: Tensor | None = None) -> Tensor:
         """Let each position attend to itself and to those before it in its row.
@@ -110,9 +107,7 @@ class GroupedQueryAttention(nn.Module):
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK = apply_rotary(q_BLHK, rotary, layout=self.rotary_layout)
         k_BLGK = apply_rotary(k_BLGK, rotary, layout=self.rotary_layout)
-        # Nobody has replaced it, so any backend may compute what it stands for.
-        attend = self._chosen_attention if self.attention_function is sdpa_attention else self.attention_function
-        attended = attend(q_BLHK, k_BLGK, v_BLGK, documents_BS=documents_BL).flatten(start_dim=-2)
+        attended = self.attention_function(q_BLHK, k_BLGK, v_BLGK, documents_BS=documents_BL).flatten(start_dim=-2)
         if self.gate_proj is not None:
             attended = attended * torch.sigmoid(self.gate_proj(x_BLD))
         return self.o_proj(attended)
@@ -120,3 +115,26 @@ class GroupedQueryAttention(nn.Module):
     def _split_heads(self, x: Tensor) -> Tensor:
         # The number of heads is inferred, so that a tensor-parallel projection may give only this rank's heads.
         return x.view(*x.shape[:-1], -1, self.head_dim)
+
+
+def attention_tensor_plan(name: str, *, head_dim: int, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
+    """The part of a plan for `parallelize_tensor` that splits a `GroupedQueryAttention` by heads.
+
+    The degree divides the number of key/value heads. Output gate and sinks are split with them where there are any.
+
+    Args:
+        name: What the layer is called in the model, as in `layers.*.attention`.
+        head_dim: That of the layer.
+        sequence_parallel: Whether hidden states come and go with a part of the sequence on each rank, or equal on all.
+    """
+    activation = Shard(1) if sequence_parallel else Replicate()
+    heads = ColumnParallel(input=None, head_dim=head_dim)
+    return {
+        name: TensorRegion(input=activation),
+        f"{name}.q_proj": heads,
+        f"{name}.k_proj": heads,
+        f"{name}.v_proj": heads,
+        f"{name}.gate_proj": heads,
+        f"{name}.sinks": HeadParallel(),
+        f"{name}.o_proj": RowParallel(output=activation),
+    }

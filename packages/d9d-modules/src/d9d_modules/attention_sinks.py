@@ -43,7 +43,7 @@ class AttentionSinks(nn.Module):
 @final
 @dataclass(frozen=True)
 class HeadParallel(TensorStyle):
-    """A module with one number for each attention head, split like the heads: weight [H] is `Shard(0)`."""
+    """A module with a part for each attention head, split like the heads: weight [H, ...] is `Shard(0)`."""
 
     def placements(self) -> Mapping[str, Placement]:
         """See `d9d_dist.TensorStyle.placements`."""

@@ -3,7 +3,7 @@
 Shape legend: T tokens, V vocabulary (of this rank, where it is shared out).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from torch import Tensor
@@ -21,9 +21,9 @@ IGNORED_LABEL = -100
 class CrossEntropy:
     """`lse - (1 - s) * x[label] - s * mean(x) + z * lse ** 2` for the logits `x` of a token, with `lse = logsumexp(x)`.
 
-    A `d9d_dist.TokenLoss`. The language-model head knows it and computes it without ever holding all logits. Label
-    smoothing is that of "Rethinking the Inception Architecture", arXiv:1512.00567, section 7; the z-loss, which keeps
-    `lse` near 0, that of "PaLM", arXiv:2204.02311, section 5.
+    A `d9d_dist.TokenLoss`, with a form over ranks (`d9d_dist.HasVocabParallelForm`). The language-model head knows it
+    and computes it without ever holding all logits. Label smoothing is that of "Rethinking the Inception Architecture",
+    arXiv:1512.00567, section 7; the z-loss, which keeps `lse` near 0, that of "PaLM", arXiv:2204.02311, section 5.
 
     Attributes:
         z_loss: The factor `z`; 0 for none, 1e-4 is usual.
@@ -46,6 +46,10 @@ class CrossEntropy:
         if not 0.0 <= self.label_smoothing < 1.0:
             raise UserError(f"label_smoothing = {self.label_smoothing}; expected 0 (for none) or more, below 1.")
 
+    def vocab_parallel(self, mesh: DeviceMesh) -> "CrossEntropy":
+        """The same over a vocabulary that the ranks of a mesh share; a mesh of one rank shares nothing."""
+        return self if mesh.size() == 1 else replace(self, mesh=mesh)
+
     def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
         """The equation itself, by torch's operators, on a vocabulary that is not shared out.
 
@@ -64,3 +68,7 @@ class CrossEntropy:
             lse_T = logits_TV.logsumexp(dim=-1).masked_fill(labels_T == IGNORED_LABEL, 0.0)
             losses_T = losses_T + self.z_loss * lse_T.square()
         return losses_T
+
+
+PLAIN_CROSS_ENTROPY = CrossEntropy()
+"""The negative log-likelihood of each label, and nothing else."""

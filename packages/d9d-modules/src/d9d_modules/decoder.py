@@ -4,7 +4,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from d9d_modules.rms_norm import RMSNorm
+from d9d_modules.norm import RMSNorm
 from d9d_modules.rope import RotaryTables
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from d9d_modules._token_ids import check_token_ids
+from d9d_dist.token_ids import check_token_ids
 from d9d_modules._vocabulary_splits import register_splits
 
 

@@ -11,20 +11,18 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 from d9d_dist import (
-    Attention,
     ColumnParallel,
     RowParallel,
     TensorRegion,
     TensorStyle,
     UserError,
-    sdpa_attention,
 )
 from d9d_modules.attention_backends.visibility import check_documents
 from d9d_modules.attention_sinks import HeadParallel
-from d9d_modules.causal_convolution import CausalConvolution
+from d9d_modules.convolution import CausalConvolution
 from d9d_modules.decay_gate import DecayGate, DecayParallel
-from d9d_modules.gated_delta_rule import DeltaRuleBackend, gated_delta_rule
-from d9d_modules.gated_rms_norm import GatedRMSNorm
+from d9d_modules.delta_rule import DeltaRuleBackend, gated_delta_rule
+from d9d_modules.gated_norm import GatedRMSNorm
 from d9d_modules.linear import Linear
 from d9d_modules.rope import RotaryTables
 
@@ -96,22 +94,9 @@ class GatedDeltaNet(nn.Module):
         self.o_proj = Linear(value_size, hidden_size, init_std=init_std)
 
     @property
-    def attention_function(self) -> Attention:
-        """What `parallelize_context` would replace: of a recurrence there is no such function, so this one is unused.
-
-        Raises:
-            UserError: On setting another one.
-        """
-        return sdpa_attention
-
-    @attention_function.setter
-    def attention_function(self, function: Attention) -> None:
-        if function is not sdpa_attention:
-            raise UserError(
-                f"got {type(function).__name__} for a GatedDeltaNet, which has no context-parallel form: its state "
-                "goes through a row from the first position to the last. Use a context-parallel degree of 1, and "
-                "tensor or pipeline parallelism for long rows."
-            )
+    def why_whole_rows(self) -> str:
+        """See `d9d_dist.NeedsWholeRows`."""
+        return "takes its state through a row from the first position to the last"
 
     def forward(
         self, x_BLD: Tensor, rotary: RotaryTables | None = None, *, documents_BL: Tensor | None = None

@@ -10,13 +10,14 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
-from d9d_dist import Attention, sdpa_attention
+from d9d_dist import Attention, ColumnParallel, RowParallel, TensorRegion, TensorStyle
 from d9d_modules.attention_backends import AttentionBackend, AttentionBackendName, AttentionOptions, chosen_attention
 from d9d_modules.attention_backends.visibility import check_documents
 from d9d_modules.linear import Linear
-from d9d_modules.rms_norm import RMSNorm
+from d9d_modules.norm import RMSNorm
 from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, check_tables
 
 
@@ -27,8 +28,7 @@ class MultiHeadLatentAttention(nn.Module):
     Keys and values are expanded for every head, as in training; nothing is absorbed into the queries. Queries and keys
     have N features of their own and R that are rotated; the rotated part of the key is one for all heads.
 
-    For tensor parallelism the `up` projections (and `q_proj`) are column parallel with the head dim that their
-    `out_features` are made of, `o_proj` is row parallel, and everything else is whole, in one `TensorRegion`.
+    For tensor parallelism see `latent_attention_tensor_plan`.
 
     Args:
         hidden_size: Size of the last dim of input and output.
@@ -88,10 +88,7 @@ class MultiHeadLatentAttention(nn.Module):
         options = AttentionOptions() if options is None else options
         if options.scale is None and value_dim > head_dim + rotary_dim:
             options = replace(options, scale=(head_dim + rotary_dim) ** -0.5)  # not that of the filled-up queries
-        self._chosen_attention = chosen_attention(options, backends=backends)
-        self.attention_function: Attention = (
-            sdpa_attention if self._chosen_attention.is_plain else self._chosen_attention
-        )
+        self.attention_function: Attention = chosen_attention(options, backends=backends)
 
     def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, documents_BL: Tensor | None = None) -> Tensor:
         """Let each position attend to itself and to those before it in its row.
@@ -114,9 +111,7 @@ class MultiHeadLatentAttention(nn.Module):
         missing = v_BLHV.shape[-1] - q_BLHK.shape[-1]
         v_BLHK = F.pad(v_BLHV, (0, max(-missing, 0)))
         q_BLHK, k_BLHK = (F.pad(x, (0, missing)) if missing > 0 else x for x in (q_BLHK, k_BLHK))
-        # Nobody has replaced it, so any backend may compute what it stands for.
-        attend = self._chosen_attention if self.attention_function is sdpa_attention else self.attention_function
-        attended_BLHK = attend(q_BLHK, k_BLHK, v_BLHK, documents_BS=documents_BL)
+        attended_BLHK = self.attention_function(q_BLHK, k_BLHK, v_BLHK, documents_BS=documents_BL)
         return self.o_proj(attended_BLHK[..., : self.value_dim].flatten(start_dim=-2))
 
     def _queries(self, x_BLD: Tensor, rotary: RotaryTables) -> Tensor:
@@ -139,3 +134,28 @@ class MultiHeadLatentAttention(nn.Module):
         k_BL1R = apply_rotary(k_BLR.unsqueeze(-2), rotary, layout=self.rotary_layout)
         k_BLHR = k_BL1R.expand(*k_BLHN.shape[:-1], -1)
         return torch.cat((k_BLHN, k_BLHR), dim=-1), v_BLHV
+
+
+def latent_attention_tensor_plan(
+    name: str, *, head_dim: int, rotary_dim: int, value_dim: int, sequence_parallel: bool = False
+) -> dict[str, TensorStyle]:
+    """The part of a plan for `parallelize_tensor` that splits a `MultiHeadLatentAttention` by heads.
+
+    The degree divides the number of heads. What makes the latent vectors is whole on every rank.
+
+    Args:
+        name: What the layer is called in the model, as in `layers.*.attention`.
+        head_dim: N of the layer.
+        rotary_dim: R of the layer.
+        value_dim: V of the layer.
+        sequence_parallel: Whether hidden states come and go with a part of the sequence on each rank, or equal on all.
+    """
+    activation = Shard(1) if sequence_parallel else Replicate()
+    queries = ColumnParallel(input=None, head_dim=head_dim + rotary_dim)
+    return {
+        name: TensorRegion(input=activation),
+        f"{name}.q_proj": queries,
+        f"{name}.q_up_proj": queries,
+        f"{name}.kv_up_proj": ColumnParallel(input=None, head_dim=head_dim + value_dim),
+        f"{name}.o_proj": RowParallel(output=activation),
+    }

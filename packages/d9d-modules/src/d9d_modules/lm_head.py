@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
+from d9d_dist.token_ids import check_token_ids
 from d9d_dist.vocab_parallel import TokenLoss, token_cross_entropy
 from d9d_modules._chunked_token_loss import chunked_token_loss, soft_cap
 from d9d_modules._cut_cross_entropy import cut_cross_entropy, require_cut_cross_entropy, why_not_cut_cross_entropy
-from d9d_modules._token_ids import check_token_ids
 from d9d_modules._vocabulary_splits import register_splits
-from d9d_modules.cross_entropy import IGNORED_LABEL, CrossEntropy
-from d9d_modules.linear_cross_entropy import linear_cross_entropy
+from d9d_modules.chunked_cross_entropy import linear_cross_entropy
+from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
 
 LossBackend: TypeAlias = Literal["chunked", "cut_cross_entropy"]
 """Who computes losses: our own `linear_cross_entropy`, or the package `cut-cross-entropy`."""
@@ -31,13 +31,14 @@ class LanguageModelHead(nn.Module):
         hidden_size: Size of the last dim of the hidden states.
         vocab_size: Number of token ids.
         softcap: `c` of `c * tanh(x / c)`, which takes the place of each logit `x`; None for none.
-        token_loss: Maps logits [T, V] and labels [T] to losses [T]; a `CrossEntropy` for z-loss or label smoothing.
+        token_loss: Maps logits [T, V] and labels [T] to losses [T]; a `CrossEntropy` with numbers for z-loss or label
+            smoothing.
+        loss_backend: Who computes it; None for the fastest that can. See `language_model_head`.
         init_std: Standard deviation of the initial weight [V, D].
 
     Attributes:
-        token_loss: The loss; another one takes its place where the vocabulary is shared out to ranks
-            (`d9d_dist.VocabParallelHead`).
-        loss_backend: Who computes it; None for the fastest that can. See `language_model_head`.
+        token_loss: The loss. Where the vocabulary is shared out to ranks (`d9d_dist.VocabParallelHead`), its form over
+            them takes its place: that of a `CrossEntropy` never holds the logits either.
 
     Raises:
         UserError: If the soft-cap is not above 0.
@@ -49,7 +50,8 @@ class LanguageModelHead(nn.Module):
         vocab_size: int,
         *,
         softcap: float | None = None,
-        token_loss: TokenLoss = token_cross_entropy,
+        token_loss: TokenLoss = PLAIN_CROSS_ENTROPY,
+        loss_backend: LossBackend | None = None,
         init_std: float = 0.02,
     ) -> None:
         super().__init__()
@@ -58,7 +60,7 @@ class LanguageModelHead(nn.Module):
         self.softcap = softcap
         self.init_std = init_std
         self.token_loss: TokenLoss = token_loss
-        self.loss_backend: LossBackend | None = None
+        self.loss_backend: LossBackend | None = loss_backend
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.reset_parameters()
 
@@ -91,7 +93,7 @@ class SplitLanguageModelHead(nn.Module):
         vocab_sizes: Number of token ids of each split, such as `{"orig": 32000, "special": 8}`. The parameter of the
             split `special` is `weight_special`; that of the only one is `weight`.
         softcap: See `LanguageModelHead`.
-        loss: What is computed where labels are given; None for plain cross entropy.
+        loss: What is computed where labels are given.
         init_std: Standard deviation of the initial weights.
 
     Raises:
@@ -104,14 +106,14 @@ class SplitLanguageModelHead(nn.Module):
         vocab_sizes: Mapping[str, int],
         *,
         softcap: float | None = None,
-        loss: CrossEntropy | None = None,
+        loss: CrossEntropy = PLAIN_CROSS_ENTROPY,
         init_std: float = 0.02,
     ) -> None:
         super().__init__()
         _check_softcap(softcap)
         self.vocab_size = sum(vocab_sizes.values())
         self.softcap = softcap
-        self.loss = loss or CrossEntropy()
+        self.loss = loss
         self.init_std = init_std
         self._names = register_splits(self, vocab_sizes, hidden_size)
         self.reset_parameters()
@@ -140,7 +142,7 @@ def language_model_head(
     *,
     labels: Tensor | None = None,
     vocab_size: int | None = None,
-    token_loss: TokenLoss = token_cross_entropy,
+    token_loss: TokenLoss = PLAIN_CROSS_ENTROPY,
     softcap: float | None = None,
     backend: LossBackend | None = None,
 ) -> Tensor:
@@ -152,9 +154,9 @@ def language_model_head(
         labels: The token to predict at each position [B, L], int64; `IGNORED_LABEL` leaves a position out.
         vocab_size: Number of token ids, of which the weight may be this rank's part; None for its rows. Labels have to
             be below.
-        token_loss: Maps logits [T, V] and labels [T] to losses [T], each of the logits of its token alone.
-            `token_cross_entropy` and a `CrossEntropy` are computed by `linear_cross_entropy`, any other from the logits
-            of some tokens at a time.
+        token_loss: Maps logits [T, V] and labels [T] to losses [T], each of the logits of its token alone. A
+            `CrossEntropy`, and `d9d_dist.token_cross_entropy`, are computed by `linear_cross_entropy`, any other from
+            the logits of some tokens at a time.
         softcap: `c` of `c * tanh(x / c)`, which takes the place of each logit `x`; None for none.
         backend: Who computes a cross entropy. None takes Cut Cross Entropy where it is installed and can, unless
             deterministic algorithms are asked for, which it has none of; else `"chunked"`.
@@ -179,7 +181,7 @@ def language_model_head(
     num_rows = sum(len(weight) for weight in weights_VD)
     check_token_ids(labels, vocab_size or num_rows, what="labels", ignored=IGNORED_LABEL)
     hidden_TD, labels_T = hidden_BLD.flatten(0, -2), labels.flatten()
-    loss = CrossEntropy() if token_loss is token_cross_entropy else token_loss
+    loss = PLAIN_CROSS_ENTROPY if token_loss is token_cross_entropy else token_loss
     if isinstance(loss, CrossEntropy):
         losses_T = _cross_entropy(hidden_TD, weights_VD, labels_T, loss=loss, softcap=softcap, backend=backend)
     else:

@@ -150,5 +150,5 @@ def _check_positions(position_ids: Tensor, max_positions: int | None) -> None:
         expected = "0 or more" if max_positions is None else f"from 0 to {max_positions - 1}"
         raise UserError(
             f"position_ids go from {low.item()} to {high.item()}; expected {expected}. Split or truncate longer "
-            "rows, or scale the positions."
+            "rows, scale the positions, or raise the maximum (max_position_embeddings)."
         )

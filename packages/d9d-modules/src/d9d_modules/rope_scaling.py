@@ -7,7 +7,7 @@ Shape legend: R rotated pairs, half the rotated features.
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Literal, Protocol, final
 
 import torch
 from torch import Tensor
@@ -46,12 +46,14 @@ class LinearScaling:
     """Positions closer together by a factor: "Position Interpolation" (arXiv:2306.15595), equation 4.
 
     Attributes:
+        kind: Tells the scalings apart in a configuration.
         factor: How many times longer sequences become; above 0.
 
     Raises:
         UserError: If the factor is not above 0.
     """
 
+    kind: Literal["linear"] = "linear"
     factor: float
 
     def __post_init__(self) -> None:
@@ -76,6 +78,7 @@ class DynamicNtkScaling:
     As `transformers` has it: `theta * (factor * length / original - (factor - 1)) ** (rotary_dim / (rotary_dim - 2))`.
 
     Attributes:
+        kind: Tells the scalings apart in a configuration.
         factor: How strongly the base grows; above 0.
         original_max_positions: Longest sequence of the first training; shorter ones are not scaled.
 
@@ -83,6 +86,7 @@ class DynamicNtkScaling:
         UserError: If a value is not above 0.
     """
 
+    kind: Literal["dynamic"] = "dynamic"
     factor: float
     original_max_positions: int
 
@@ -114,6 +118,7 @@ class YarnScaling:
     """Long wavelengths are interpolated, short ones are kept: "YaRN" (arXiv:2309.00071), section 3.2 and equation 22.
 
     Attributes:
+        kind: Tells the scalings apart in a configuration.
         factor: How many times longer sequences become; above 0.
         original_max_positions: Longest sequence of the first training.
         beta_fast: Wavelengths that turn at least this often within it are kept (the paper's beta).
@@ -127,6 +132,7 @@ class YarnScaling:
         UserError: If a value is not above 0, or `beta_fast` is below `beta_slow`.
     """
 
+    kind: Literal["yarn"] = "yarn"
     factor: float
     original_max_positions: int
     beta_fast: float = 32.0
@@ -190,6 +196,7 @@ class Llama3Scaling:
     The formula is that of the released model code; the paper has only the larger base.
 
     Attributes:
+        kind: Tells the scalings apart in a configuration.
         factor: How many times longer sequences become; above 0.
         low_freq_factor: Wavelengths above `original_max_positions / low_freq_factor` are interpolated fully.
         high_freq_factor: Wavelengths below `original_max_positions / high_freq_factor` are kept.
@@ -199,6 +206,7 @@ class Llama3Scaling:
         UserError: If a value is not above 0, or `high_freq_factor` is not above `low_freq_factor`.
     """
 
+    kind: Literal["llama3"] = "llama3"
     factor: float
     low_freq_factor: float
     high_freq_factor: float
@@ -239,6 +247,7 @@ class LongRopeScaling:
     """Each frequency is divided by a factor of its own, found by search: "LongRoPE" (arXiv:2402.13753), section 3.
 
     Attributes:
+        kind: Tells the scalings apart in a configuration.
         short_factors: R factors, for sequences up to `original_max_positions`.
         long_factors: R factors, for longer ones.
         factor: How many times longer sequences become; decides the attention factor.
@@ -249,6 +258,7 @@ class LongRopeScaling:
         UserError: If there are not equally many short and long factors, or a value is not above 0.
     """
 
+    kind: Literal["longrope"] = "longrope"
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
     factor: float

@@ -31,6 +31,11 @@ class ClassificationHead(nn.Module):
         self.pooling: Pooling = pooling
         self.score = Linear(hidden_size, num_classes, init_std=init_std)
 
+    @property
+    def why_whole_rows(self) -> str:
+        """See `d9d_dist.NeedsWholeRows`."""
+        return "pools whole rows"
+
     def forward(self, hidden_BLD: Tensor, *, mask_BL: Tensor | None = None) -> Tensor:
         """Logits [B, C] of hidden states [B, L, D]; the mask [B, L] says where there is a token (see `pool`)."""
         return self.score(pool(hidden_BLD, mask_BL, pooling=self.pooling))
@@ -61,6 +66,11 @@ class EmbeddingHead(nn.Module):
         self.pooling: Pooling = pooling
         self.normalize = normalize
         self.projection = None if embedding_size is None else Linear(hidden_size, embedding_size, init_std=init_std)
+
+    @property
+    def why_whole_rows(self) -> str:
+        """See `d9d_dist.NeedsWholeRows`."""
+        return "pools whole rows"
 
     def forward(self, hidden_BLD: Tensor, *, mask_BL: Tensor | None = None) -> Tensor:
         """Embeddings of hidden states [B, L, D]; the mask [B, L] says where there is a token (see `pool`).

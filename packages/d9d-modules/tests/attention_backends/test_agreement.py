@@ -15,7 +15,7 @@ from d9d_modules.attention_backends import (
     EagerBackend,
     FlexBackend,
     SdpaBackend,
-    attention_backends,
+    default_attention_backends,
 )
 from d9d_modules.attention_backends.request import request_of
 
@@ -133,7 +133,7 @@ def test_all_on_an_accelerator(
 ) -> None:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
-    for backend in attention_backends():
+    for backend in default_attention_backends():
         for lengths in ((300, 300), (130, 300)):
             case = Case(
                 lengths=lengths,

@@ -12,9 +12,9 @@ from d9d_modules.attention_backends import (
     AttentionRequest,
     EagerBackend,
     SdpaBackend,
-    attention_backends,
     choose_backend,
     chosen_attention,
+    default_attention_backends,
 )
 
 NO_ENVIRONMENT: Mapping[str, str] = {}
@@ -26,7 +26,7 @@ def _request(device: str = "cpu", **changes: Any) -> AttentionRequest:
 
 
 def _torch_backends() -> list[AttentionBackend]:
-    return [backend for backend in attention_backends() if not backend.name.startswith("flash")]
+    return [backend for backend in default_attention_backends() if not backend.name.startswith("flash")]
 
 
 @pytest.mark.parametrize(
@@ -178,5 +178,6 @@ def test_unknown_names_are_refused() -> None:
 def test_sinks_are_those_of_the_heads_that_are_here() -> None:
     attend = chosen_attention(AttentionOptions(), sinks=lambda: torch.zeros(4), environment=NO_ENVIRONMENT)
     assert attend(*(torch.randn(1, 3, heads, 8) for heads in (4, 2, 2))).shape == (1, 3, 4, 8)
-    with pytest.raises(UserError, match=r"got sinks of the shape \(4,\) for 2 heads; .* 'all_gather', which leaves"):
+    attend.of_heads(slice(0, 2))(*(torch.randn(1, 3, heads, 8) for heads in (2, 2, 2)))
+    with pytest.raises(UserError, match=r"got sinks of the shape \(4,\) for 2 heads; .* Split them as the query heads"):
         attend(*(torch.randn(1, 3, heads, 8) for heads in (2, 2, 2)))

@@ -116,7 +116,10 @@ def test_what_both_refuse(make: Callable[[], AttentionBackend]) -> None:
         "is_prefix": True,
     }
     assert _rejection(make, _request(**everything)) is None
-    assert _rejection(make, _request(device=torch.device("cpu"))) == "does not compute on cpu"
+    for device in ("cpu", "meta", "mps"):
+        assert _rejection(make, _request(device=torch.device(device))) == f"does not compute on {device}"
+    with patch("torch.xpu.get_device_capability", return_value={}):  # other devices say other things
+        assert _rejection(make, _request(device=torch.device("xpu"))) == "does not compute on xpu"
     assert _rejection(make, _request(dtype=torch.float32)) == ("computes in bfloat16 and float16, not in torch.float32")
     assert "and a multiple of 8, not 20" in str(_rejection(make, _request(head_dim=20)))
     assert "needs a head dim of at most" in str(_rejection(make, _request(head_dim=264)))

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,7 +31,7 @@ from d9d_modules import (
     qwen3_hugging_face_config,
     rotary_tables,
 )
-from d9d_state import JsonValue, StateMapper
+from d9d_state import JsonValue, StateMapper, load_model_state, save_model_state
 
 MAX_POSITIONS = 16
 
@@ -61,30 +63,35 @@ FAMILIES = {
 }
 
 
-@st.composite
-def rope_scalings(draw: st.DrawFn, head_dim: int) -> RopeScaling | None:
-    factor = draw(st.floats(1.0, 8.0))
-    original = draw(st.sampled_from([4, 15]))
-    factors = st.tuples(*[st.floats(0.5, 4.0)] * (head_dim // 2))
-    scalings: list[RopeScaling | None] = [
-        None,
-        LinearScaling(factor=factor),
-        YarnScaling(factor=factor, original_max_positions=original, beta_fast=draw(st.sampled_from([32.0, 2.0]))),
-        Llama3Scaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=original),
-        LongRopeScaling(
-            short_factors=draw(factors), long_factors=draw(factors), factor=factor, original_max_positions=original
-        ),
-        *([DynamicNtkScaling(factor=factor, original_max_positions=MAX_POSITIONS)] if head_dim > 2 else []),
-    ]
-    return draw(st.sampled_from(scalings))
+SCALINGS: tuple[type[RopeScaling] | None, ...] = (None, *get_args(get_args(RopeScaling)[0]))
 
 
 @st.composite
-def decoder_params(draw: st.DrawFn, family: str) -> Any:
+def rope_scalings(draw: st.DrawFn, kind: type[RopeScaling] | None, head_dim: int) -> RopeScaling | None:
+    factor, original = draw(st.floats(1.0, 8.0)), draw(st.sampled_from([4, 15]))
+    if kind is None:
+        return None
+    if kind is LinearScaling:
+        return LinearScaling(factor=factor)
+    if kind is DynamicNtkScaling:
+        return DynamicNtkScaling(factor=factor, original_max_positions=MAX_POSITIONS)
+    if kind is YarnScaling:
+        beta_fast = draw(st.sampled_from([32.0, 2.0]))
+        return YarnScaling(factor=factor, original_max_positions=original, beta_fast=beta_fast)
+    if kind is Llama3Scaling:
+        return Llama3Scaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=original)
+    assert kind is LongRopeScaling
+    short, long = draw(st.tuples(*2 * [st.tuples(*[st.floats(0.5, 4.0)] * (head_dim // 2))]))
+    return LongRopeScaling(short_factors=short, long_factors=long, factor=factor, original_max_positions=original)
+
+
+@st.composite
+def decoder_params(draw: st.DrawFn, family: str, scaling_kind: type[RopeScaling] | None) -> Any:
     num_layers = draw(st.integers(1, 3))
     num_kv_heads = draw(st.integers(1, 3))
     num_heads = num_kv_heads * draw(st.integers(1, 3))
-    head_dim = 2 * draw(st.integers(1, 8))
+    head_dim = 2 * draw(st.integers(2 if scaling_kind is DynamicNtkScaling else 1, 8))
+    scaling = draw(rope_scalings(scaling_kind, head_dim))
     sliding: dict[str, Any] = {}
     if family == "qwen3":
         hidden_size = draw(st.integers(2, 24))
@@ -103,9 +110,10 @@ def decoder_params(draw: st.DrawFn, family: str) -> Any:
         intermediate_size=draw(st.integers(1, 32)),
         tie_word_embeddings=draw(st.booleans()),
         rope_theta=draw(st.sampled_from([100.0, 10_000.0, 1_000_000.0])),
-        rope_scaling=draw(rope_scalings(head_dim)),
+        rope_scaling=scaling,
         rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
-        max_position_embeddings=MAX_POSITIONS,
+        # A dynamic scaling begins where the positions of the first training end.
+        max_position_embeddings=MAX_POSITIONS if isinstance(scaling, DynamicNtkScaling) else 64,
         **sliding,
     )
 
@@ -157,12 +165,33 @@ def _relative_error(got: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(data=st.data(), batch=st.integers(1, 3), length=st.integers(1, 12), seed=st.integers(0, 1000))
-def test_logits_losses_and_gradients_match(
-    *, name: str, dtype: torch.dtype, tolerance: float, data: st.DataObject, batch: int, length: int, seed: int
+def test_logits_losses_and_gradients_match(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    drawn: list[Any] = []
+    for kind in SCALINGS:
+
+        @settings(max_examples=6, deadline=None, derandomize=True, database=None)
+        @given(
+            params=decoder_params(name, kind),
+            shape=st.tuples(st.integers(1, 3), st.integers(1, 12)),
+            seed=st.integers(0, 1000),
+        )
+        def match(params: DecoderParams, shape: tuple[int, int], seed: int) -> None:
+            drawn.append(params)
+            _compare(FAMILIES[name], params, dtype=dtype, tolerance=tolerance, shape=shape, seed=seed)
+
+        match()
+    assert len(drawn) >= 30
+    assert {params.tie_word_embeddings for params in drawn} == {False, True}
+    heads = {(params.num_kv_heads == 1, params.num_heads == params.num_kv_heads) for params in drawn}
+    assert heads == {(False, False), (False, True), (True, False), (True, True)}
+    assert len({params.head_dim for params in drawn}) > 4
+    windows = {params.window(index) is None for params in drawn for index in range(params.num_layers)}
+    assert windows == ({False, True} if name == "qwen3" else {True})
+
+
+def _compare(
+    family: Family, params: Any, *, dtype: torch.dtype, tolerance: float, shape: tuple[int, int], seed: int
 ) -> None:
-    family, params = FAMILIES[name], data.draw(decoder_params(name))
     torch.manual_seed(seed)
     reference = _reference(family, params, dtype)
     mapper = family.mapper(params)
@@ -170,14 +199,14 @@ def test_logits_losses_and_gradients_match(
     state = _apply(mapper, reference.state_dict())
     ours.load_state_dict(state, strict=False)
     assert state.keys() == dict(ours.named_parameters()).keys()
-    input_ids, labels = torch.randint(0, params.vocab_size, (2, batch, length))
+    input_ids, labels = torch.randint(0, params.vocab_size, (2, *shape))
     labels[:, 1::3] = -100
-    position_ids = torch.arange(length) + torch.randint(0, 50, (batch, 1))
+    position_ids = torch.arange(shape[1]) + torch.randint(0, 50, (shape[0], 1))
 
     expected_logits = reference(input_ids, position_ids=position_ids).logits
     assert _relative_error(ours(input_ids, position_ids=position_ids), expected_logits) <= tolerance
 
-    expected = F.cross_entropy(expected_logits.flatten(0, 1), labels.flatten(), reduction="none").view(batch, length)
+    expected = F.cross_entropy(expected_logits.flatten(0, 1), labels.flatten(), reduction="none").view(shape)
     losses = ours(input_ids, position_ids=position_ids, labels=labels)
     assert _relative_error(losses, expected) <= tolerance
 
@@ -193,3 +222,50 @@ def test_logits_losses_and_gradients_match(
         # Relative to the whole gradient: a single tensor may be zero but for rounding (one token has no one to attend).
         difference = (gradient - expected_gradients[parameter_name]).abs().max()
         assert difference <= tolerance * largest, parameter_name
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def _assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_what_was_imported_is_exported_bit_for_bit(tmp_path: Path, name: str, tied: bool, dtype: torch.dtype) -> None:
+    family = FAMILIES[name]
+    params = family.build(
+        vocab_size=21,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        intermediate_size=24,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+    )
+    reference: Any = family.reference(family.reference_config.from_dict(family.config(params)))
+    reference.to(dtype).save_pretrained(tmp_path / "theirs")
+    ours, mapper = DecoderForCausalLM(params).to(dtype), family.mapper(params)
+    load_model_state(ours, tmp_path / "theirs", mapper)
+    config = family.config(params)
+    save_model_state(ours, tmp_path / "ours", mapper.inverse(), extra_files={"config.json": config})
+
+    _assert_same_bits(_tensors(tmp_path / "ours"), _tensors(tmp_path / "theirs"))
+    original, exported = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f) for f in ("theirs", "ours"))
+    assert exported.dtype == dtype
+    _assert_same_bits(exported.state_dict(), original.state_dict())
+    input_ids = torch.randint(0, params.vocab_size, (2, 9))
+    assert torch.equal(exported(input_ids).logits, original(input_ids).logits)
+    # And what transformers saves of it is read again.
+    exported.save_pretrained(tmp_path / "again")
+    again = DecoderForCausalLM(params).to(dtype)
+    load_model_state(again, tmp_path / "again", mapper)
+    _assert_same_bits(dict(again.state_dict()), dict(ours.state_dict()))

@@ -86,6 +86,25 @@ def _compiled() -> list[bool]:
     return found
 
 
+def test_every_second_block_is_checkpointed_where_asked_for() -> None:
+    (checkpointed,) = run_ranks(_checkpointed, world_size=1)
+    assert checkpointed == [True, False]
+
+
+def _checkpointed() -> list[bool]:
+    """For each block, whether its backward pass runs it again."""
+    with MeshConfig().build() as ctx:
+        model = DecoderForCausalLM(QWEN3)
+        plan = decoder_tensor_plan(QWEN3)
+        parallelize_decoder(model, ctx, plan=plan, checkpointing="full", checkpoint_every=2)
+        calls = dict.fromkeys(model.layers, 0)
+        for name, layer in model.layers.items():
+            assert isinstance(layer, DecoderLayer)
+            layer.attention.register_forward_hook(lambda *_, name=name: calls.update({name: calls[name] + 1}))
+        model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+        return [count == 2 for count in calls.values()]
+
+
 def _pooled() -> str:
     with MeshConfig(context_parallel_shard=2).build() as ctx:
         model = DecoderForClassification(QWEN3, num_classes=2)

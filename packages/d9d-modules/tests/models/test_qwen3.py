@@ -252,8 +252,27 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         last(torch.zeros(2, 3, 8))
     with pytest.raises(UserError, match=r"position_ids have shape \(3,\); expected \(2, 3\) or \(1, 3\)"):
         first(ids, position_ids=torch.arange(3))
+    with pytest.raises(UserError, match=r"got token ids from 19 to 19; expected token ids within 0 \.\.\. 18\."):
+        first(ids + 19)
     with pytest.raises(UserError, match=r"labels have shape \(2, 4\); expected \(2, 3\)"):
         last(torch.zeros(2, 3, 12), labels=torch.zeros(2, 4, dtype=torch.int64))
+
+
+def test_positions_out_of_range_are_refused() -> None:
+    short = replace(PARAMS, max_position_embeddings=4)
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    position_ids = torch.arange(5).unsqueeze(0)
+    for index, hidden in enumerate((ids[:, :4], torch.zeros(2, 4, PARAMS.hidden_size))):
+        stage = Qwen3ForCausalLM(short, StageInfo(index, 2))
+        stage(hidden, position_ids=position_ids[:, :4])
+        with pytest.raises(UserError, match=r"position_ids go from 1 to 4; expected from 0 to 3\. Split or truncate"):
+            stage(hidden, position_ids=position_ids[:, 1:])
+        with pytest.raises(UserError, match=r"position_ids go from -1 to 2; expected from 0 to 3\."):
+            stage(hidden, position_ids=position_ids[:, :4] - 1)
+    with pytest.raises(UserError, match=r"got rows of 5 tokens; expected at most max_position_embeddings = 4\."):
+        Qwen3ForCausalLM(short)(ids)
+    beyond = replace(short, rope_scaling=DynamicNtkScaling(factor=2.0, original_max_positions=4))
+    assert Qwen3ForCausalLM(beyond)(ids, position_ids=position_ids + 100).shape == (2, 5, 19)
 
 
 def _sharded_run(params: Qwen3Params, input_ids: Tensor) -> tuple[dict[str, Tensor], Tensor]:

@@ -3,8 +3,8 @@
 from typing import final
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from d9d_modules import silu_mul
 from d9d_moe.grouped_linear import GroupedLinear
 
 
@@ -35,5 +35,4 @@ class GroupedSwiGLU(nn.Module):
         Returns:
             Rows [N, hidden_size], in the same order and dtype.
         """
-        gated = F.silu(self.gate_proj(rows, counts)) * self.up_proj(rows, counts)
-        return self.down_proj(gated, counts)
+        return self.down_proj(silu_mul(self.gate_proj(rows, counts), self.up_proj(rows, counts)), counts)

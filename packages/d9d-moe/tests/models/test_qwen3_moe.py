@@ -46,6 +46,16 @@ def test_chained_stages_are_the_whole_model() -> None:
     torch.testing.assert_close(split, {name: p.grad for name, p in whole.named_parameters()}, rtol=1e-10, atol=1e-12)
 
 
+def test_packed_documents_are_as_if_alone() -> None:
+    model = Qwen3MoeForCausalLM(PARAMS).double()
+    first, second = torch.randint(0, 19, (2, 4)), torch.randint(0, 19, (2, 3))
+    alone = torch.cat((model(first), model(second)), dim=1)
+    packed, documents_BL = torch.cat((first, second), dim=1), torch.tensor([0] * 4 + [1] * 3).expand(2, 7)
+    # Positions count on: only distances within a document matter.
+    torch.testing.assert_close(model(packed, documents_BL=documents_BL), alone, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(model(packed), alone, atol=1e-2)
+
+
 def test_dense_layers_stay_dense_at_their_global_index() -> None:
     stage = Qwen3MoeForCausalLM(PARAMS, StageInfo(0, 2))
     blocks = [layer.feed_forward for layer in stage.layers.values()]

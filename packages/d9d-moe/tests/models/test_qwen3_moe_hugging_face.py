@@ -1,6 +1,7 @@
 """Against an independent implementation: `transformers`' Qwen3-MoE."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -32,6 +34,7 @@ def qwen3_moe_params(draw: st.DrawFn) -> Qwen3MoeParams:
     num_kv_heads = draw(st.integers(1, 2))
     num_layers = draw(st.integers(1, 3))
     num_experts = draw(st.integers(1, 6))
+    window = draw(st.sampled_from([None, 1, 3]))
     decoder = Qwen3Params(
         vocab_size=draw(st.integers(3, 40)),
         # Multiples of 4 take the grouped kernel in float32, the others the loop.
@@ -43,6 +46,8 @@ def qwen3_moe_params(draw: st.DrawFn) -> Qwen3MoeParams:
         intermediate_size=draw(st.integers(1, 20)),
         tie_word_embeddings=draw(st.booleans()),
         rope_theta=10_000.0,
+        sliding_window=window,
+        sliding_layers=() if window is None else tuple(range(num_layers)),
     )
     return Qwen3MoeParams(
         decoder=decoder,
@@ -208,12 +213,43 @@ def test_a_checkpoint_of_the_reference_loads_in_stages(tmp_path: Path, tied: boo
     assert _relative_error(hidden, reference(input_ids).logits) <= 1e-5
 
 
-def test_the_config_survives_the_round_trip() -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_was_imported_is_exported_bit_for_bit(tmp_path: Path, tied: bool) -> None:
+    """The reference fuses the experts in memory, so this goes through its fusion in both directions."""
+    params = _params(tied=tied)
+    _reference(params, torch.float32).save_pretrained(tmp_path / "theirs")
+    ours, mapper = Qwen3MoeForCausalLM(params), qwen3_moe_from_hugging_face(params)
+    load_model_state(ours, tmp_path / "theirs", mapper)
+    config = qwen3_moe_hugging_face_config(params)
+    save_model_state(ours, tmp_path / "ours", mapper.inverse(), extra_files={"config.json": config})
+    original, exported = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("theirs", "ours"))
+    exported.save_pretrained(tmp_path / "again")
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours", "again")]
+    for found, expected in ((files[1], files[0]), (files[2], files[0]), (exported.state_dict(), original.state_dict())):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    input_ids = torch.randint(0, 21, (2, 9))
+    assert torch.equal(exported(input_ids).logits, original(input_ids).logits)
+
+
+WINDOWS = {"sliding_window": 3, "sliding_layers": (0, 1, 2)}
+
+
+@pytest.mark.parametrize("changes", [{}, WINDOWS])
+def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
     params = _params()
+    params = replace(params, decoder=replace(params.decoder, **changes))
     written = json.loads(json.dumps(qwen3_moe_hugging_face_config(params)))
     assert qwen3_moe_params_from_hugging_face(written) == params
     # As `transformers` writes it itself.
     assert qwen3_moe_params_from_hugging_face(Qwen3MoeConfig.from_dict(written).to_diff_dict()) == params
+
+
+def test_a_window_of_some_layers_has_no_place_in_the_config() -> None:
+    params = _params()
+    params = replace(params, decoder=replace(params.decoder, sliding_window=3, sliding_layers=(0, 2)))
+    with pytest.raises(UserError, match=r"sliding_layers = \(0, 2\) of 3 layers; .*: expected all of them, or none\."):
+        qwen3_moe_hugging_face_config(params)
 
 
 def test_the_sparse_step_names_dense_layers() -> None:
@@ -226,6 +262,7 @@ def test_the_sparse_step_names_dense_layers() -> None:
     [
         ({"model_type": "qwen3"}, r"config\.json has model_type = 'qwen3'; only 'qwen3_moe' is supported"),
         ({"attention_bias": True}, r"config\.json has attention_bias = True; only False is supported"),
+        ({"use_sliding_window": True}, r"config\.json has no 'sliding_window'"),
         ({"num_experts": None}, r"config\.json has no 'num_experts'"),
         ({"mlp_only_layers": "0"}, r"config\.json has mlp_only_layers = '0'; expected a list of layer indices"),
     ],

@@ -2,11 +2,12 @@
 
 from d9d_dist.context_parallel.all_gather import AllGatherAttention
 from d9d_dist.context_parallel.all_to_all import AllToAllAttention
-from d9d_dist.context_parallel.attention import Attention, sdpa_attention
+from d9d_dist.context_parallel.attention import Attention, AttentionOfHeads, DeclaresPlain, sdpa_attention
 from d9d_dist.context_parallel.blocks import AttentionBlock, BlockKernel, CpuFlashKernel, FlashKernel, MathKernel
 from d9d_dist.context_parallel.parallelize import (
     ContextMethod,
     HasAttention,
+    NeedsWholeRows,
     context_parallel_attention,
     parallelize_context,
 )
@@ -18,13 +19,16 @@ __all__ = [
     "AllToAllAttention",
     "Attention",
     "AttentionBlock",
+    "AttentionOfHeads",
     "BlockKernel",
     "ContextMethod",
     "ContextSplit",
     "CpuFlashKernel",
+    "DeclaresPlain",
     "FlashKernel",
     "HasAttention",
     "MathKernel",
+    "NeedsWholeRows",
     "RingAttention",
     "context_parallel_attention",
     "parallelize_context",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_dist.context_parallel._chunk_order import check_part, to_natural_order, to_rank_order
-from d9d_dist.context_parallel.attention import Attention
+from d9d_dist.context_parallel.attention import Attention, AttentionOfHeads
 from d9d_dist.differentiable import exchange, gather_shards
 from d9d_dist.errors import UserError
 
@@ -24,7 +24,8 @@ class AllToAllAttention:
     they travel and are attended to as often as it takes for each rank to have one; the paper has no grouped queries.
 
     Args:
-        attention: Computes the attention of whole rows, here always called with L = S.
+        attention: Computes the attention of whole rows, here always called with L = S. What it has of its own for each
+            query head (`AttentionOfHeads`) is asked for by this rank's heads.
         mesh: A mesh of one axis, over which rows are split by `ContextSplit`.
     """
 
@@ -51,9 +52,15 @@ class AllToAllAttention:
         if documents_BS is not None:
             gathered = gather_shards(documents_BS, self._mesh, dim=1, gradient="equal")
             documents_BS = to_natural_order(gathered, num_ranks, dim=1)
-        attended_BSHK = self._attention(q_BSHK, k_BSGK, v_BSGK, documents_BS=documents_BS)
+        attended_BSHK = self._attention_of_own_heads(q_BSHK.shape[2])(q_BSHK, k_BSGK, v_BSGK, documents_BS=documents_BS)
         attended_BSHK = to_rank_order(attended_BSHK, num_ranks, dim=1)
         return exchange(attended_BSHK, self._mesh, scatter_dim=1, gather_dim=2)
+
+    def _attention_of_own_heads(self, num_heads: int) -> Attention:
+        if not isinstance(self._attention, AttentionOfHeads):
+            return self._attention
+        first = self._mesh.get_local_rank() * num_heads
+        return self._attention.of_heads(slice(first, first + num_heads))
 
 
 def _copies_of_kv_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:

@@ -3,11 +3,12 @@
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from d9d_dist.context_parallel._prefix_attention import prefix_attention
 from d9d_dist.context_parallel.blocks import has_flash_kernel
@@ -35,6 +36,32 @@ class Attention(Protocol):
         ...
 
 
+@runtime_checkable
+class DeclaresPlain(Protocol):
+    """An `Attention` that says whether kernels of others may take its place.
+
+    Attributes:
+        is_plain: Whether it computes what `sdpa_attention` does, and by no means that the user insists on.
+    """
+
+    @property
+    def is_plain(self) -> bool: ...  # noqa: D102  (see Attributes)
+
+
+@runtime_checkable
+class AttentionOfHeads(Protocol):
+    """An `Attention` with something of its own for each query head, such as sinks."""
+
+    def of_heads(self, heads: slice) -> Attention:
+        """The same for some of the query heads; a collective form calls it where a rank attends with those alone."""
+        ...
+
+
+def is_plain(attention: Attention) -> bool:
+    """Whether a function computes what `sdpa_attention` does, by what it says itself (`DeclaresPlain`)."""
+    return attention is sdpa_attention or (isinstance(attention, DeclaresPlain) and attention.is_plain)
+
+
 def sdpa_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
     """`Attention` through `torch.nn.functional.scaled_dot_product_attention`, with no other work where L = S.
 
@@ -52,7 +79,11 @@ def sdpa_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_
     """
     length, key_length = q_BLHK.shape[1], k_BSGK.shape[1]
     q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
-    if documents_BS is None and length == key_length:
+    if q_BLHK.numel() == 0:
+        # torch's flash kernel for CPUs divides by the length, which ends the process.
+        with sdpa_kernel(SDPBackend.MATH):
+            out_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BGSK, v_BGSK, enable_gqa=True)
+    elif documents_BS is None and length == key_length:
         out_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=True)
     elif documents_BS is None and has_flash_kernel(q_BLHK):
         # torch's own causal_lower_right fails under dispatch modes, and so under selective checkpointing.

@@ -67,7 +67,9 @@ class BlockKernel(Protocol):
 
 
 def has_flash_kernel(q: Tensor) -> bool:
-    """Whether torch has a flash kernel for queries of this device, dtype and head dim; [..., K]."""
+    """Whether torch has a flash kernel for queries of this shape, device and dtype; [..., K]."""
+    if q.numel() == 0:
+        return False  # that for CPUs divides by the length, which ends the process
     if q.device.type == "cpu":
         return True
     return q.dtype in {torch.bfloat16, torch.float16} and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256

@@ -1,6 +1,7 @@
 """What the fork server imports once for all ranks: forking costs milliseconds, importing seconds."""
 
 import torch
+import torch._dynamo  # what optimizers import at their first step
 import torch.distributed
 import torch.distributed.checkpoint
 import torch.distributed.fsdp

@@ -1,7 +1,7 @@
 """Runs a function on N ranks in warm, reused processes: a distributed test costs what its collectives cost.
 
-A fork server imports torch once; ranks are forked from it and kept. A rank that fails or hangs takes its pool's
-processes with it, and the next run forks new ones, so that no test can poison another.
+A fork server imports torch and the caller's d9d packages once; ranks are forked from it and kept. A rank that fails or
+hangs takes its pool's processes with it, and the next run forks new ones, so that no test can poison another.
 """
 
 import atexit
@@ -73,7 +73,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["d9d_dist.testing._preload"])
+        self._context.set_forkserver_preload(["d9d_dist.testing._preload", *_imported_siblings()])
         self._folder = tempfile.TemporaryDirectory(prefix="d9d-ranks-")
         self._workers: list[_Worker] = []
 
@@ -233,6 +233,11 @@ def run_ranks(
 def accelerators_for(world_size: int) -> bool:
     """Whether this machine has an accelerator for each of so many ranks."""
     return torch.accelerator.is_available() and torch.accelerator.device_count() >= world_size
+
+
+def _imported_siblings() -> list[str]:
+    """The public modules of all d9d packages that this process has imported: ranks are going to need them too."""
+    return sorted(name for name in sys.modules if name.startswith("d9d_") and "._" not in name)
 
 
 def _files_of(pickled: bytes) -> dict[str, str]:

@@ -5,9 +5,9 @@ from d9d_modules.attention_backends.choice import (
     BACKEND_VARIABLE,
     AttentionBackendName,
     ChosenAttention,
-    attention_backends,
     choose_backend,
     chosen_attention,
+    default_attention_backends,
 )
 from d9d_modules.attention_backends.eager import EagerBackend
 from d9d_modules.attention_backends.flash import Flash2Backend, Flash4Backend
@@ -28,8 +28,8 @@ __all__ = [
     "Flash4Backend",
     "FlexBackend",
     "SdpaBackend",
-    "attention_backends",
     "choose_backend",
     "chosen_attention",
+    "default_attention_backends",
     "documents_of_lengths",
 ]

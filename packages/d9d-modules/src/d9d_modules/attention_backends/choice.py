@@ -5,7 +5,7 @@ Shape legend: B batch, L query length, S key length, H query heads, G key/value 
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, final
 
 from torch import Tensor
@@ -25,7 +25,7 @@ BACKEND_VARIABLE = "D9D_ATTENTION"
 """Environment variable that takes the place of every layer's `backends`: names separated by commas."""
 
 
-def attention_backends() -> tuple[AttentionBackend, ...]:
+def default_attention_backends() -> tuple[AttentionBackend, ...]:
     """All backends of this package, in the order in which `choose_backend` prefers them."""
     # FlexAttention comes last, because where it is not fast, on the CPU, it is the slowest.
     return Flash4Backend(), Flash2Backend(), SdpaBackend(), EagerBackend(), FlexBackend()
@@ -83,6 +83,11 @@ class ChosenAttention:
             and (not self.in_given_order or isinstance(self.backends[0], SdpaBackend))
         )
 
+    def of_heads(self, heads: slice) -> "ChosenAttention":
+        """See `d9d_dist.AttentionOfHeads`: with the sinks of some of the heads."""
+        sinks = self.sinks
+        return self if sinks is None else replace(self, sinks=lambda: sinks()[heads])
+
     def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
         """See `d9d_dist.Attention`; with the options and sinks of this layer. No collectives.
 
@@ -93,8 +98,7 @@ class ChosenAttention:
         if sinks_H is not None and sinks_H.shape != q_BLHK.shape[2:3]:
             raise UserError(
                 f"got sinks of the shape {tuple(sinks_H.shape)} for {q_BLHK.shape[2]} heads; expected one for each "
-                "head of this rank. Split them as the query heads are split (tensor parallelism: `HeadParallel`), or "
-                "use the context-parallel method 'all_gather', which leaves the heads together."
+                "head of this rank. Split them as the query heads are split (tensor parallelism: `HeadParallel`)."
             )
         options = self.options.within(k_BSGK.shape[1])
         request = request_of(
@@ -135,7 +139,7 @@ def chosen_attention(
     variable = (os.environ if environment is None else environment).get(BACKEND_VARIABLE, "")
     names = tuple(name.strip() for name in variable.split(",") if name.strip())
     wanted: Sequence[str | AttentionBackend] | None = names or backends
-    known = {backend.name: backend for backend in attention_backends()}
+    known = {backend.name: backend for backend in default_attention_backends()}
     if wanted is None:
         return ChosenAttention(options, sinks, tuple(known.values()), in_given_order=False)
     unknown = [name for name in wanted if isinstance(name, str) and name not in known]

@@ -136,16 +136,25 @@ def _is_installed(distribution: str) -> bool:
 
 
 def _rejection(request: AttentionRequest, *, oldest_capability: int, largest_head_dim: int) -> str | None:
-    if request.device.type != "cuda":
+    capability = _compute_capability(request.device)
+    if capability is None:
         return f"does not compute on {request.device.type}"
     if request.dtype not in {torch.bfloat16, torch.float16}:
         return f"computes in bfloat16 and float16, not in {request.dtype}"
     if request.head_dim % 8 or request.head_dim > largest_head_dim:
         return f"needs a head dim of at most {largest_head_dim} and a multiple of 8, not {request.head_dim}"
-    capability, _ = torch.cuda.get_device_capability(request.device)
     if capability < oldest_capability:
         return f"needs a device of compute capability {oldest_capability}.0, not {capability}"
     return None
+
+
+def _compute_capability(device: torch.device) -> int | None:
+    """The generation of a device, of the only kind that has such a number and that the packages are for."""
+    if device.type in {"cpu", "meta"}:
+        return None
+    module: Any = torch.get_device_module(device)
+    capability = module.get_device_capability(device) if hasattr(module, "get_device_capability") else None
+    return capability[0] if isinstance(capability, tuple) else None
 
 
 def _by_lengths(

@@ -13,14 +13,16 @@ from torch import Tensor, nn
 
 from d9d_dist.errors import UserError
 from d9d_dist.stage import StageInfo
+from d9d_dist.token_ids import check_token_ids
 from d9d_modules.attention import GroupedQueryAttention
 from d9d_modules.attention_backends import AttentionOptions
 from d9d_modules.decoder import DecoderLayer
 from d9d_modules.embedding import TokenEmbedding
 from d9d_modules.lm_head import LanguageModelHead
 from d9d_modules.models.decoder_params import DecoderParams
-from d9d_modules.rms_norm import RMSNorm
+from d9d_modules.norm import RMSNorm
 from d9d_modules.rope import rotary_tables
+from d9d_modules.rope_scaling import DynamicNtkScaling
 from d9d_modules.swiglu import SwiGLU
 
 FeedForwardFactory: TypeAlias = Callable[[int], nn.Module]
@@ -47,6 +49,9 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.params = params
         self.stage = stage
+        # A dynamic scaling is for what is beyond.
+        is_bounded = not isinstance(params.rope_scaling, DynamicNtkScaling)
+        self._max_positions = params.max_position_embeddings if is_bounded else None
         self.embedding = (
             TokenEmbedding(params.vocab_size, params.hidden_size, init_std=params.initializer_range)
             if stage.is_first or (stage.is_last and params.tie_word_embeddings)
@@ -64,8 +69,9 @@ class DecoderModel(nn.Module):
 
         Args:
             hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
-            position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row. Where tensor-parallel
-                ranks pass on their parts of the sequence, later stages cannot count: pass the positions.
+            position_ids: Positions [B, L] or [1, L], integer, below `max_position_embeddings` (but with dynamic NTK
+                scaling); None counts from 0 in each row. Where tensor-parallel ranks pass on their parts of the
+                sequence, later stages cannot count: pass the positions.
             documents_BL: Which document each position belongs to [B, L], integers, for rows into which several are
                 packed: a position attends within its document only. It does not change the positions. Padding on the
                 left of a row is kept out in the same way, as a document of its own. None: each row is one document.
@@ -74,7 +80,9 @@ class DecoderModel(nn.Module):
             Hidden states [B, L, D], normalised on the last stage.
 
         Raises:
-            UserError: If the input is not what this stage takes, or positions or documents do not fit it.
+            UserError: If the input is not what this stage takes, positions or documents do not fit it, or token ids or
+                positions are out of range; on an accelerator the device fails for ids instead, later, and for positions
+                nothing does.
         """
         self._check_inputs(hidden, position_ids)
         if position_ids is None:
@@ -85,6 +93,7 @@ class DecoderModel(nn.Module):
             theta=self.params.rope_theta,
             scaling=self.params.rope_scaling,
             length=self.params.rope_length,
+            max_positions=self._max_positions,
         )
         x_BLD = self.embedding(hidden) if self.stage.is_first and self.embedding is not None else hidden
         for layer in self.layers.values():
@@ -96,12 +105,18 @@ class DecoderModel(nn.Module):
         if self.stage.is_first:
             if hidden.dim() != 2 or hidden.is_floating_point():
                 raise UserError(f"the first stage got {got}; expected token ids [batch, length] of torch.int64.")
+            check_token_ids(hidden, self.params.vocab_size, what="token ids")
         elif hidden.dim() != 3 or hidden.shape[-1] != self.params.hidden_size:
             raise UserError(
                 f"stage {self.stage.index} got {got}; expected the hidden states of the stage before it, "
                 f"[batch, length, {self.params.hidden_size}]."
             )
         batch, length = hidden.shape[:2]
+        if position_ids is None and self._max_positions is not None and length > self._max_positions:
+            raise UserError(
+                f"got rows of {length} tokens; expected at most max_position_embeddings = {self._max_positions}. Split "
+                "or truncate longer rows, or raise it."
+            )
         if not self.stage.is_first and position_ids is not None:
             length = position_ids.shape[-1]  # hidden states may be a tensor-parallel rank's part of the sequence
         if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):

@@ -26,6 +26,7 @@ def parallelize_decoder(
     plan: Mapping[str, TensorStyle],
     context_method: ContextMethod = "all_gather",
     checkpointing: CheckpointPolicy = "none",
+    checkpoint_every: int = 1,
     compile_blocks: bool = False,
     precision: Precision | None = None,
 ) -> None:
@@ -41,6 +42,8 @@ def parallelize_decoder(
         plan: How the model is tensor parallel, e.g. `qwen3_tensor_plan(params)`.
         context_method: How context-parallel ranks see each other's keys and values.
         checkpointing: What each block keeps for its backward pass.
+        checkpoint_every: Which blocks that is for: those whose index in the whole model it divides; the others keep
+            everything.
         compile_blocks: Whether each block is compiled.
         precision: dtypes of computation and reduction; None for those of the parameters.
 
@@ -56,7 +59,7 @@ def parallelize_decoder(
 
     parallelize_tensor(model, dense["tp"], plan)
     parallelize_context(model, cp, method=context_method)
-    checkpoint_layers(layers, policy=checkpointing)
+    checkpoint_layers(layers, policy=checkpointing, every=checkpoint_every)
     if compile_blocks:
         compile_layers(layers)
     for layer in layers.values():

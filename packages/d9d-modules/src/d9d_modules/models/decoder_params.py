@@ -1,6 +1,8 @@
 """What a decoder has to know of its family: the sizes that all families share, and where they differ."""
 
-from typing import Protocol, TypeAlias
+from typing import Annotated, Protocol, TypeAlias
+
+from pydantic import Field
 
 from d9d_dist.errors import UserError
 from d9d_modules.rope_scaling import (
@@ -11,8 +13,10 @@ from d9d_modules.rope_scaling import (
     YarnScaling,
 )
 
-RopeScaling: TypeAlias = LinearScaling | YarnScaling | Llama3Scaling | LongRopeScaling | DynamicNtkScaling
-"""The scalings of rotary positions that a configuration can name."""
+RopeScaling: TypeAlias = Annotated[
+    LinearScaling | YarnScaling | Llama3Scaling | LongRopeScaling | DynamicNtkScaling, Field(discriminator="kind")
+]
+"""The scalings of rotary positions that a configuration can name, such as `{kind = "linear", factor = 2.0}`."""
 
 
 class DecoderParams(Protocol):
@@ -85,7 +89,7 @@ class DecoderParams(Protocol):
 
     @property
     def max_position_embeddings(self) -> int:
-        """Longest sequence that the model is meant for; written to exported configurations."""
+        """Longest sequence that the model is meant for: positions are below it; written to exported configurations."""
         ...
 
     @property

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
 from d9d_dist.stage import StageInfo
-from d9d_modules._token_ids import check_token_ids
+from d9d_dist.token_ids import check_token_ids
 from d9d_modules.cross_entropy import IGNORED_LABEL
 from d9d_modules.models.decoder_model import WHOLE_MODEL, DecoderModel
 from d9d_modules.models.decoder_params import DecoderParams

@@ -18,6 +18,7 @@ from d9d_dist import (
     VocabParallelHead,
     gather_shards,
 )
+from d9d_modules.attention import attention_tensor_plan
 from d9d_modules.models.decoder_params import DecoderParams
 
 SEQUENCE = Shard(1)
@@ -72,16 +73,10 @@ def decoder_attention_tensor_plan(
         lm_heads: Names of the language-model heads.
         pooled_heads: Names of the heads that pool.
     """
-    attention = "backbone.layers.*.attention"
-    heads = ColumnParallel(input=None, head_dim=params.head_dim)
     return {
         "backbone.embedding": VocabParallelEmbedding(output=SEQUENCE),
         "backbone.layers": SequenceParallel(),
-        attention: TensorRegion(input=SEQUENCE),
-        f"{attention}.q_proj": heads,
-        f"{attention}.k_proj": heads,
-        f"{attention}.v_proj": heads,
-        f"{attention}.o_proj": RowParallel(output=SEQUENCE),
+        **attention_tensor_plan("backbone.layers.*.attention", head_dim=params.head_dim, sequence_parallel=True),
         "backbone.norm": SequenceParallel(),
         **{name: VocabParallelHead(input=SEQUENCE) for name in lm_heads},
         **{name: WholeRows() for name in pooled_heads},

@@ -33,7 +33,8 @@ class Llama3Params:
             longest of each call, as `transformers` does: results then depend on how a batch is split.
         rms_norm_eps: Epsilon of every norm.
         initializer_range: Standard deviation of the initial weights.
-        max_position_embeddings: Longest sequence that the model is meant for; written to exported configurations.
+        max_position_embeddings: Longest sequence that the model is meant for: positions are below it. Written to
+            exported configurations.
     """
 
     vocab_size: int

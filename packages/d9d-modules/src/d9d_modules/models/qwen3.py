@@ -36,7 +36,8 @@ class Qwen3Params:
         sliding_layers: Indices of the layers with a sliding window; all others attend to everything before.
         rms_norm_eps: Epsilon of every norm.
         initializer_range: Standard deviation of the initial weights.
-        max_position_embeddings: Longest sequence that the model is meant for; written to exported configurations.
+        max_position_embeddings: Longest sequence that the model is meant for: positions are below it. Written to
+            exported configurations.
     """
 
     vocab_size: int

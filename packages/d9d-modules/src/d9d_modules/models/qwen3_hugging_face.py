@@ -45,7 +45,7 @@ def qwen3_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3Params:
         UserError: If it describes another family, lacks a size, or asks for what is not implemented.
     """
     require_value(config, "model_type", "qwen3", required=True)
-    params = decoder_params_from_hugging_face({**config, "use_sliding_window": False})
+    params = decoder_params_from_hugging_face(config)
     layers = _sliding_layers(config, params.num_layers)
     if not layers:
         return params
@@ -53,14 +53,13 @@ def qwen3_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3Params:
 
 
 def decoder_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3Params:
-    """The part of the configuration that the dense and the sparse family share.
+    """The part of the configuration that the dense and the sparse family share: all but sliding windows.
 
     Raises:
         UserError: If it lacks a size, or asks for what is not implemented.
     """
     require_value(config, "hidden_act", "silu")
     require_value(config, "attention_bias", supported=False)
-    require_value(config, "use_sliding_window", supported=False)
     theta, scaling = rope_from_hugging_face(config)
     return Qwen3Params(
         vocab_size=config_value(config, "vocab_size", int),

@@ -73,21 +73,29 @@ class Qwen3MoeForCausalLM(nn.Module):
         """The decoder layers of this stage, by their index in the whole model."""
         return self.backbone.layers
 
-    def forward(self, hidden: Tensor, *, position_ids: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        documents_BL: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
         """Run this stage; arguments and result are those of `d9d_modules.Qwen3ForCausalLM.forward`.
 
         Args:
             hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
             position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
+            documents_BL: Which document each position belongs to [B, L], integers; None: each row is one.
             labels: The token to predict at each position [B, L], int64; -100 leaves a position out.
 
         Returns:
             On the last stage losses [B, L] or logits [B, L, V]; hidden states [B, L, D] on every other stage.
 
         Raises:
-            UserError: If the input is not what this stage takes, or positions or labels do not fit it.
+            UserError: If the input is not what this stage takes, or positions, documents or labels do not fit it.
         """
-        hidden_BLD = self.backbone(hidden, position_ids=position_ids)
+        hidden_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL)
         return hidden_BLD if self.lm_head is None else self.lm_head(hidden_BLD, labels=labels)
 
 

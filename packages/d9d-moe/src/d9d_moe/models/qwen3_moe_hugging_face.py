@@ -1,8 +1,11 @@
 """Qwen3-MoE in the Hugging Face layout, where each expert has its own matrices: names and `config.json`, both ways."""
 
+from dataclasses import replace
+
 from d9d_dist.errors import UserError
 from d9d_modules import (
     HuggingFaceConfig,
+    Qwen3Params,
     config_value,
     decoder_params_from_hugging_face,
     qwen3_from_hugging_face,
@@ -24,8 +27,12 @@ def qwen3_moe_from_hugging_face(params: Qwen3MoeParams) -> StateMapper:
 
 
 def qwen3_moe_hugging_face_config(params: Qwen3MoeParams) -> dict[str, JsonValue]:
-    """The `config.json` with which `transformers` and inference engines load an exported `Qwen3MoeForCausalLM`."""
-    return qwen3_hugging_face_config(params.decoder) | {
+    """The `config.json` with which `transformers` and inference engines load an exported `Qwen3MoeForCausalLM`.
+
+    Raises:
+        UserError: If the layout has no place for the scaling of the positions, or for windows of some layers only.
+    """
+    return qwen3_hugging_face_config(replace(params.decoder, sliding_window=None, sliding_layers=())) | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "num_experts": params.num_experts,
@@ -34,6 +41,7 @@ def qwen3_moe_hugging_face_config(params: Qwen3MoeParams) -> dict[str, JsonValue
         "norm_topk_prob": params.renormalize,
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(params.dense_layers),
+        **_sliding_entries(params.decoder),
     }
 
 
@@ -45,6 +53,9 @@ def qwen3_moe_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3MoePar
     """
     require_value(config, "model_type", "qwen3_moe", required=True)
     decoder = decoder_params_from_hugging_face(config)
+    if config_value(config, "use_sliding_window", bool, default=False):
+        window = config_value(config, "sliding_window", int)
+        decoder = replace(decoder, sliding_window=window, sliding_layers=tuple(range(decoder.num_layers)))
     # The library that wrote the file names the experts so since its fifth version.
     experts_key = "num_local_experts" if "num_local_experts" in config else "num_experts"
     return Qwen3MoeParams(
@@ -55,6 +66,18 @@ def qwen3_moe_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3MoePar
         renormalize=config_value(config, "norm_topk_prob", bool, default=False),
         dense_layers=_dense_layers(config, decoder.num_layers),
     )
+
+
+def _sliding_entries(decoder: Qwen3Params) -> dict[str, JsonValue]:
+    """The layout of this family has no types of layers: all of them have the window, or none."""
+    if decoder.sliding_window is None:
+        return {}
+    if len(set(decoder.sliding_layers)) < decoder.num_layers:
+        raise UserError(
+            f"sliding_layers = {decoder.sliding_layers} of {decoder.num_layers} layers; a config.json of Qwen3-MoE has "
+            "one window for all layers: expected all of them, or none."
+        )
+    return {"use_sliding_window": True, "sliding_window": decoder.sliding_window, "max_window_layers": 0}
 
 
 def _dense_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, ...]:

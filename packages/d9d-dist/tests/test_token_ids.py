@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from d9d_dist import UserError
-from d9d_modules._token_ids import check_token_ids
+from d9d_dist.token_ids import check_token_ids
 
 
 def test_ids_in_range_pass_and_others_are_named() -> None:

@@ -5,7 +5,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from d9d_modules.rms_norm import rms_norm
+from d9d_modules.norm import rms_norm
 from d9d_modules.swiglu import silu_mul
 
 

@@ -1,6 +1,5 @@
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -13,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from d9d_dist import UserError
+from d9d_modules import delta_rule
 from d9d_modules._fla_delta_rule import why_not_fla
-from d9d_modules.gated_delta_rule import gated_delta_rule
+from d9d_modules.delta_rule import gated_delta_rule
 
-RULE = import_module(gated_delta_rule.__module__)
 BATCH, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 2, 4, 3, 5
 
 
@@ -223,7 +222,7 @@ def test_the_kernels_of_the_package_are_called_with_its_arguments(
     backend: Any, is_packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _install(monkeypatch)
-    monkeypatch.setattr(RULE, "why_not_fla", lambda *_, **__: None)  # as on an accelerator
+    monkeypatch.setattr(delta_rule, "why_not_fla", lambda *_, **__: None)  # as on an accelerator
     inputs, documents = _inputs(26, dtype=torch.float32), _documents(26) if is_packed else None
     with torch.no_grad():
         inputs["log_decay_BLH"][:, 3] = -1e6
@@ -237,7 +236,7 @@ class _Shape(Tensor):
 
 
 def test_tensors_of_other_kinds_are_not_given_to_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RULE, "why_not_fla", lambda *_, **__: None)
+    monkeypatch.setattr(delta_rule, "why_not_fla", lambda *_, **__: None)
     inputs = {name: x.detach() for name, x in _inputs(3).items()}
     expected = gated_delta_rule(**inputs, backend="chunked")[0]
     found = gated_delta_rule(**{name: x.as_subclass(_Shape) for name, x in inputs.items()})[0]

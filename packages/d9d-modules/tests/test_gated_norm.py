@@ -1,7 +1,7 @@
 import torch
 from torch.nn import functional as F
 
-from d9d_modules.gated_rms_norm import GatedRMSNorm
+from d9d_modules.gated_norm import GatedRMSNorm
 
 
 def test_values_and_gradients_are_those_of_torch() -> None:

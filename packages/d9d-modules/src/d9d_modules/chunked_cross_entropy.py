@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from d9d_dist.split_backward import GradientSlot, take_weight
-from d9d_modules.cross_entropy import IGNORED_LABEL, CrossEntropy
+from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
 
 _TILE_LOGITS = 2**22
 """Logits alive at once, 16 MiB in float32: enough to keep a device busy."""
@@ -42,7 +42,7 @@ def linear_cross_entropy(
     weights_VD: Sequence[Tensor],
     labels_T: Tensor,
     *,
-    loss: CrossEntropy | None = None,
+    loss: CrossEntropy = PLAIN_CROSS_ENTROPY,
     softcap: float | None = None,
 ) -> Tensor:
     """Losses of the logits `hidden @ concat(weights).T`.
@@ -55,7 +55,7 @@ def linear_cross_entropy(
         hidden_TD: Hidden states [T, D].
         weights_VD: Rows of the vocabulary [V_i, D], one tensor after the other, in the dtype of the hidden states.
         labels_T: Token ids [T], int64: `IGNORED_LABEL` or within the vocabulary, which is not checked here.
-        loss: What is computed; None for plain cross entropy.
+        loss: What is computed.
         softcap: Takes `softcap * tanh(x / softcap)` for each logit `x`; None leaves them as they are.
 
     Returns:
@@ -64,7 +64,7 @@ def linear_cross_entropy(
     with_gradient = torch.is_grad_enabled() and hidden_TD.requires_grad
     taken = [take_weight(weight_VD, hidden_TD) for weight_VD in weights_VD]
     slots = tuple(slot for _, slot in taken)
-    options = _Options(loss or CrossEntropy(), softcap, with_gradient)
+    options = _Options(loss, softcap, with_gradient)
     losses_T: Tensor = _LinearCrossEntropy.apply(hidden_TD, labels_T, options, slots, *(weight for weight, _ in taken))
     return losses_T
 

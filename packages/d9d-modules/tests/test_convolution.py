@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import UserError
-from d9d_modules.causal_convolution import CausalConvolution, causal_convolution
+from d9d_modules.convolution import CausalConvolution, causal_convolution
 
 
 def _by_hand(x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:

@@ -1,0 +1,265 @@
+"""Deliberate bugs in what decoders are made of, each of which turns a cell of the oracle red; see `mutants.py`."""
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from mutants import Mutant, list_in
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import d9d_dist.context_parallel.all_to_all
+import d9d_dist.context_parallel.ring
+import d9d_dist.tensor_styles
+import d9d_modules.chunked_cross_entropy
+import d9d_modules.models.decoder_model
+import d9d_modules.models.decoder_tensor_plan
+import d9d_modules.pooling
+from d9d_dist import gather_shards
+from d9d_dist.context_parallel.all_to_all import AllToAllAttention
+from d9d_modules import (
+    AttentionOptions,
+    AttentionSinks,
+    CrossEntropy,
+    DecayGate,
+    DecayParallel,
+    DecoderModel,
+    GatedDeltaNet,
+    HeadParallel,
+    RMSNorm,
+)
+from d9d_pipeline import SharedParameters
+
+DECODER_MUTANTS: list[Mutant] = []
+caught_by = list_in(DECODER_MUTANTS)
+
+
+# --- positions, documents and windows of decoders
+
+
+def _of_a_decoder(change: Callable[..., None]) -> AbstractContextManager[object]:
+    """Change the keyword arguments of a backbone's forward."""
+    real = DecoderModel.forward
+
+    def forward(self: DecoderModel, hidden: Tensor, **places: Any) -> Tensor:
+        change(self, places)
+        return real(self, hidden, **places)
+
+    return mock.patch.object(DecoderModel, "forward", forward)
+
+
+@caught_by("llama3,cp_shard=2,rows=packed")
+def given_positions_start_anew_on_every_rank() -> AbstractContextManager[object]:
+    return _of_a_decoder(lambda self, places: places.pop("position_ids"))
+
+
+@caught_by("qwen3,pp=2,rows=packed")
+def documents_stay_on_the_first_stage() -> AbstractContextManager[object]:
+    return _of_a_decoder(lambda self, places: None if self.stage.is_first else places.pop("documents_BL"))
+
+
+@caught_by("llama3,cp_shard=2,method=ring,rows=packed")
+def a_ring_takes_documents_of_other_ranks_for_its_own() -> AbstractContextManager[object]:
+    def own_everywhere(x: Tensor, mesh: DeviceMesh, *, dim: int, gradient: str) -> Tensor:
+        return torch.cat([x] * mesh.size(), dim=dim)
+
+    return mock.patch.object(d9d_dist.context_parallel.ring, "gather_shards", own_everywhere)
+
+
+@caught_by("llama3,cp_shard=2,method=all_to_all,rows=packed")
+def documents_are_exchanged_in_the_order_of_ranks() -> AbstractContextManager[object]:
+    real = d9d_dist.context_parallel.all_to_all.to_natural_order
+
+    def forgetful(x: Tensor, num_ranks: int, dim: int) -> Tensor:
+        return x if x.ndim == 2 else real(x, num_ranks, dim=dim)
+
+    return mock.patch.object(d9d_dist.context_parallel.all_to_all, "to_natural_order", forgetful)
+
+
+def _with_scaling(stage_has_it: Callable[[Any], bool]) -> AbstractContextManager[object]:
+    real = DecoderModel.__init__
+
+    def build(self: DecoderModel, params: Any, stage: Any, **options: Any) -> None:
+        real(self, params if stage_has_it(stage) else replace(params, rope_scaling=None), stage, **options)
+
+    return mock.patch.object(DecoderModel, "__init__", build)
+
+
+@caught_by("llama3,pp=2,rope=llama3")
+def the_second_stage_forgets_the_scaling_of_positions() -> AbstractContextManager[object]:
+    return _with_scaling(lambda stage: stage.is_first)
+
+
+@caught_by("qwen3,cp_shard=2,window=5")
+def a_window_is_one_too_wide() -> AbstractContextManager[object]:
+    real = AttentionOptions.within
+
+    def wider(self: AttentionOptions, key_length: int) -> AttentionOptions:
+        return real(self if self.window is None else replace(self, window=self.window + 1), key_length)
+
+    return mock.patch.object(AttentionOptions, "within", wider)
+
+
+@caught_by("qwen3,pp=2,window=5")
+def a_window_belongs_to_the_layer_of_the_stage_not_of_the_model() -> AbstractContextManager[object]:
+    real = d9d_modules.models.decoder_model._decoder_layer
+
+    def from_zero(params: Any, index: int, feed_forward: Any) -> nn.Module:
+        return real(params, 0, feed_forward)
+
+    return mock.patch.object(d9d_modules.models.decoder_model, "_decoder_layer", from_zero)
+
+
+# --- norms and heads
+
+
+@caught_by("llama3,tp=2")
+def a_fused_norm_drops_the_residual() -> AbstractContextManager[object]:
+    real = RMSNorm.forward
+
+    def forgetful(self: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Any:
+        return real(self, x) if residual is None else (real(self, x), x)
+
+    return mock.patch.object(RMSNorm, "forward", forgetful)
+
+
+@caught_by("sinks,tp=2")
+def a_zero_centred_weight_is_taken_plainly() -> AbstractContextManager[object]:
+    real = RMSNorm.forward
+
+    def plain(self: RMSNorm, *args: Tensor) -> Any:
+        self.zero_centered = False
+        return real(self, *args)
+
+    return mock.patch.object(RMSNorm, "forward", plain)
+
+
+@caught_by("sinks,tp=2")
+@contextmanager
+def every_rank_has_the_sinks_of_the_first_heads() -> Generator[None]:
+    def first(self: AttentionSinks) -> Tensor:
+        return self.weight[: len(self.weight) // 2]
+
+    with (
+        mock.patch.object(HeadParallel, "placements", return_value={}),
+        mock.patch.object(AttentionSinks, "forward", first),
+    ):
+        yield
+
+
+@caught_by("sinks,cp_shard=2,method=all_to_all")
+def exchanged_heads_have_the_sinks_of_the_first() -> AbstractContextManager[object]:
+    real = AllToAllAttention._attention_of_own_heads
+
+    def first(self: Any, num_heads: int) -> Any:
+        with mock.patch.object(self._mesh, "get_local_rank", return_value=0):
+            return real(self, num_heads)
+
+    return mock.patch.object(AllToAllAttention, "_attention_of_own_heads", first)
+
+
+@caught_by("delta,tp=2")
+@contextmanager
+def every_rank_has_the_decay_of_the_first_heads() -> Generator[None]:
+    real = DecayGate.forward
+
+    def first(self: Any, x_BLH: Tensor) -> Tensor:
+        whole = torch.cat((x_BLH, torch.zeros_like(x_BLH)), dim=-1)
+        return real(self, whole)[..., : x_BLH.shape[-1]]
+
+    with (
+        mock.patch.object(DecayParallel, "placements", return_value={}),
+        mock.patch.object(DecayGate, "forward", first),
+    ):
+        yield
+
+
+@caught_by("delta,dp_shard=2,rows=packed")
+def a_state_goes_through_from_document_to_document() -> AbstractContextManager[object]:
+    real = GatedDeltaNet.forward
+    return mock.patch.object(GatedDeltaNet, "forward", lambda self, x, rotary=None, documents_BL=None: real(self, x))
+
+
+@caught_by("classifier,tp=2,rows=padded")
+def the_last_position_is_pooled_also_where_it_is_padding() -> AbstractContextManager[object]:
+    real = d9d_modules.pooling._token_at
+
+    def last(hidden_BLD: Tensor, index_B: Tensor, is_token_BL: Tensor) -> Tensor:
+        return real(hidden_BLD, torch.full_like(index_B, hidden_BLD.shape[1] - 1), is_token_BL)
+
+    return mock.patch.object(d9d_modules.pooling, "_token_at", last)
+
+
+@caught_by("embedder,tp=2")
+def every_rank_counts_the_gradient_of_pooled_rows() -> AbstractContextManager[object]:
+    def partial(x: Tensor, mesh: Any, *, dim: int, gradient: str) -> Tensor:
+        return gather_shards(x, mesh, dim=dim, gradient="partial")
+
+    return mock.patch.object(d9d_modules.models.decoder_tensor_plan, "gather_shards", partial)
+
+
+@caught_by("heads,pp=2,head=tied")
+def a_tied_head_among_others_keeps_its_share_of_the_gradient() -> AbstractContextManager[object]:
+    return mock.patch.object(SharedParameters, "add_gradients")
+
+
+@caught_by("llama3,tp=2,head=tied")
+def of_a_tied_weight_only_the_head_has_a_gradient() -> AbstractContextManager[object]:
+    real = d9d_dist.tensor_styles.embed_vocab_shard
+
+    def detached(ids: Tensor, weight_VD: Tensor, mesh: DeviceMesh) -> Tensor:
+        return real(ids, weight_VD.detach(), mesh).requires_grad_()
+
+    return mock.patch.object(d9d_dist.tensor_styles, "embed_vocab_shard", detached)
+
+
+# --- losses without logits
+
+
+@caught_by("sinks,dp_shard=2")
+def the_z_loss_is_counted_on_every_rank() -> AbstractContextManager[object]:
+    return _with_loss(lambda loss: replace(loss, z_loss=loss.z_loss * dist.get_world_size()))
+
+
+@caught_by("latent,tp=2")
+def labels_are_smoothed_over_the_part_of_a_rank() -> AbstractContextManager[object]:
+    vocabulary = d9d_modules.chunked_cross_entropy._Vocabulary
+    real = vocabulary.__init__
+
+    def own(self: Any, weights_VD: Any, loss: CrossEntropy, softcap: float | None) -> None:
+        real(self, weights_VD, loss, softcap)
+        self.size = sum(len(weight) for weight in weights_VD)
+
+    return mock.patch.object(vocabulary, "__init__", own)
+
+
+def _with_loss(change: Callable[[CrossEntropy], CrossEntropy]) -> AbstractContextManager[object]:
+    """A chunked loss that computes another one than the head asks for."""
+    vocabulary = d9d_modules.chunked_cross_entropy._Vocabulary
+    real = vocabulary.__init__
+
+    def changed(self: Any, weights_VD: Any, loss: CrossEntropy, softcap: float | None) -> None:
+        real(self, weights_VD, change(loss), softcap)
+
+    return mock.patch.object(vocabulary, "__init__", changed)
+
+
+@caught_by("llama3,dp_replicate=2")
+@contextmanager
+def a_chunked_loss_leaves_out_the_last_block_of_the_vocabulary() -> Generator[None]:
+    vocabulary = d9d_modules.chunked_cross_entropy._Vocabulary
+    real = vocabulary.blocks
+
+    def without_the_last(self: Any, index: int, **options: Any) -> Any:
+        blocks = list(real(self, index, **options))
+        return blocks[: max(1, len(blocks) - 1)]
+
+    with (
+        mock.patch.object(d9d_modules.chunked_cross_entropy, "_TILE_LOGITS", 512),
+        mock.patch.object(vocabulary, "blocks", without_the_last),
+    ):
+        yield
