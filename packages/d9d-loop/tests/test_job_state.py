@@ -32,7 +32,8 @@ class _Job:
             optimizer=self.optimizer,
             metrics=metrics,
             config={"steps": 3},
-            num_samples=8,
+            parts={},
+            data_identity={"samples": 8},
             seed=5,
             ctx=ctx,
             on_saved=on_saved,
@@ -85,7 +86,8 @@ def test_people_can_read_the_record_and_the_configuration(tmp_path: Path, ctx: D
     assert info.state == {
         "record": {"step": 2, "train_loss": 0.5, "evaluation": {"loss": 0.25}, "weight_per_second": 3.0},
         "config": {"steps": 3},
-        "num_samples": 8,
+        "data_identity": {"samples": 8},
+        "parts": {},
     }
 
 
@@ -100,7 +102,8 @@ def test_metrics_that_were_not_saved_start_anew(tmp_path: Path, ctx: Distributed
         optimizer=job.optimizer,
         metrics={"added": added},
         config={},
-        num_samples=8,
+        parts={},
+        data_identity={"samples": 8},
         seed=5,
         ctx=ctx,
     )

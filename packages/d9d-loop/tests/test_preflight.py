@@ -11,11 +11,13 @@ from torch import nn
 
 from d9d_dist import Launch, StageInfo, UserError
 from d9d_loop import FunctionProvider, Loss, ModelProvider, Task, Trainer, TrainerConfig, validate_config
+from d9d_loop.data import DatasetProvider
 from d9d_loop.preflight import check_job
 from d9d_metrics import Metric, Sum
 from d9d_state import CheckpointStore, JsonValue, Retention, StateMapper, model_tensors, rename, save_model_state
 
 DATA = [torch.zeros(3)] * 8
+IDENTITY: JsonValue = {"indexed": {"samples": 8, "seed": 0, "shuffle": True}}
 
 
 class _Nothing(Task):
@@ -86,7 +88,7 @@ def test_a_job_that_fits_is_planned(tmp_path: Path, world: Callable[[int], None]
         batch={"global_size": 24, "microbatch_size": 2},
         mesh={"data_parallel_replicate": 2, "data_parallel_shard": -1},
     )
-    plan = check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DATA, evaluation_data=None)
+    plan = check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
     assert (plan.dp_size, plan.microbatch_size, plan.num_microbatches) == (4, 2, 3)
     assert (plan.mesh.data_parallel_replicate, plan.mesh.data_parallel_shard) == (2, 2)
     assert plan.launch == Launch(0, 4, 0, 4, 0, has_launcher=True)
@@ -95,7 +97,10 @@ def test_a_job_that_fits_is_planned(tmp_path: Path, world: Callable[[int], None]
 
 def test_all_samples_of_a_rank_are_a_microbatch_by_default(tmp_path: Path) -> None:
     plan = check_job(
-        _config(tmp_path), provider=FunctionProvider(_linear), task=_Nothing(), data=DATA, evaluation_data=DATA
+        _config(tmp_path),
+        provider=FunctionProvider(_linear),
+        task=_Nothing(),
+        data=DatasetProvider(DATA, evaluation=DATA),
     )
     assert (plan.launch, plan.microbatch_size, plan.num_microbatches) == (Launch(), 8, 1)
 
@@ -201,7 +206,7 @@ def test_a_folder_that_may_not_be_looked_into_counts_as_absent(tmp_path: Path, m
 
 
 def _save_checkpoint(folder: Path, step: int) -> None:
-    state: JsonValue = {"config": _config(folder).model_dump(mode="json"), "num_samples": len(DATA)}
+    state: JsonValue = {"config": _config(folder).model_dump(mode="json"), "data_identity": IDENTITY}
     CheckpointStore(folder / "runs" / "run" / "checkpoints").save(step, model_tensors(nn.Linear(3, 2)), state=state)
 
 
@@ -226,50 +231,41 @@ def test_a_run_may_not_have_done_more_steps(tmp_path: Path) -> None:
 
 def test_a_run_may_have_done_all_steps(tmp_path: Path) -> None:
     _save_checkpoint(tmp_path, 3)
-    check_job(_config(tmp_path), provider=FunctionProvider(_linear), task=_Nothing(), data=DATA, evaluation_data=None)
+    check_job(_config(tmp_path), provider=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "shuffle", "message"),
     [
-        (
-            {"seed": 5},
-            r"seed = 5, but the run in .* was started with 0, .* Use --seed 0, or --run\.name for a new run\.",
-        ),
-        (
-            {"batch": {"global_size": 16}},
-            r"batch\.global_size = 16, but .* started with 8, .* --batch\.global_size 8, or",
-        ),
-        (
-            {"data": {"shuffle": False}},
-            r"data\.shuffle = false, but .* started with true, .* Use --data\.shuffle true, or",
-        ),
+        ({"seed": 5}, True, r"data\.indexed\.seed was 0, and is 5\n.* or --run\.name for a new run\."),
+        ({}, False, r"data\.indexed\.shuffle was true, and is false\n"),
     ],
 )
-def test_a_run_keeps_the_order_of_its_samples(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_run_keeps_the_order_of_its_samples(
+    tmp_path: Path, change: dict[str, Any], shuffle: bool, message: str
+) -> None:
     _save_checkpoint(tmp_path, 2)
     with pytest.raises(UserError, match=message):
         check_job(
             _config(tmp_path, **change),
             provider=FunctionProvider(_linear),
             task=_Nothing(),
-            data=DATA,
-            evaluation_data=None,
+            data=DatasetProvider(DATA, shuffle=shuffle),
         )
 
 
 def test_a_run_keeps_its_data(tmp_path: Path) -> None:
     _save_checkpoint(tmp_path, 2)
     message = (
-        r"the training data have 9 samples, but the run in .* was started with 8, .*Use the same data, or another --ru"
+        r"the run in .* was started with other training data, or another order of them:\n"
+        r"  data\.indexed\.samples was 8, and is 9\n"
     )
     with pytest.raises(UserError, match=message):
         check_job(
             _config(tmp_path),
             provider=FunctionProvider(_linear),
             task=_Nothing(),
-            data=[*DATA, DATA[0]],
-            evaluation_data=None,
+            data=DatasetProvider([*DATA, DATA[0]]),
         )
 
 
@@ -306,9 +302,9 @@ def test_initial_weights_must_fit(tmp_path: Path) -> None:
 def test_initial_weights_are_checked_through_the_mapper(tmp_path: Path) -> None:
     save_model_state(nn.Linear(3, 2, bias=False), tmp_path / "weights", rename("weight", "w"))
     config = _config(tmp_path, initial_weights=tmp_path / "weights")
-    check_job(config, provider=_Renamed(), task=_Nothing(), data=DATA, evaluation_data=None)
+    check_job(config, provider=_Renamed(), task=_Nothing(), data=DatasetProvider(DATA))
     with pytest.raises(UserError, match=r"(?s)weight.*bias|bias.*weight"):
-        check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DATA, evaluation_data=None)
+        check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
 
 
 @pytest.mark.parametrize(

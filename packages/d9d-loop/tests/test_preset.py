@@ -74,7 +74,7 @@ def test_a_preset_is_checked_as_any_configuration(tmp_path: Path, monkeypatch: p
     with pytest.raises(UserError, match="modle is not a configuration key; did you mean model"):
         validate_config(PresetConfig, {**values, "modle": {}})
     del values["task"]
-    with pytest.raises(UserError, match="task.use is missing"):
+    with pytest.raises(UserError, match=r"^task\.use is missing"):
         validate_config(PresetConfig, values)
     values["task"] = {"use": "preset_of_a_test:Regression", "size": 3}
     with pytest.raises(UserError, match=r"^task: preset_of_a_test:Regression cannot be called with size: "):

@@ -23,7 +23,7 @@ def _train(folder: Path, config: ProfileConfig, *, first_step: int = 0, steps: i
         events = Events()
         with Profiler(config, folder, ctx) as profiler:
             events.subscribe(profiler)
-            events.emit(DataReady(first_step, 8, 1, 1))
+            events.emit(DataReady(first_step, 1, 1))
             for step in range(first_step, first_step + steps):
                 torch.mm(torch.ones(64, 64), torch.ones(64, 64))
                 if ctx.world_size > 1:

@@ -52,7 +52,14 @@ class _Run:
         self.total = Sum()
         program = build(OneForwardOneBackward(), num_ranks=1, num_microbatches=1)
         self.reports = Reports(
-            config, {"steps": 10}, record=self.record, weight_unit="tokens", program=program, schedule="", ctx=ctx
+            config,
+            {"steps": 10},
+            record=self.record,
+            weight_unit="tokens",
+            program=program,
+            schedule="",
+            lr_schedule=lambda _step: 1.0,
+            ctx=ctx,
         )
 
     def steps(self, count: int) -> StepOutcome:

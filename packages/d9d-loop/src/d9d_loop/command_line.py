@@ -1,4 +1,4 @@
-"""How a script ends: a user's mistake is one message and exit code 2, Ctrl-C is exit code 130, a bug is a traceback."""
+"""How a script ends: a user's mistake is one message and exit code 2, Ctrl-C is 130, a bug is a traceback."""
 
 import os
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from d9d_dist import UserError
+from d9d_loop.resilience import Stopped
 
 
 @contextmanager
@@ -13,7 +14,8 @@ def command_line() -> Generator[None]:
     """Run a script's main part in a `with` statement, and end the process as its outcome deserves.
 
     A `UserError` is printed as one message to the standard error, once on each node, and ends the process with exit
-    code 2. Ctrl-C ends it with 130: what was saved is kept, and the same command continues from there.
+    code 2. Ctrl-C ends it with 130: what was saved is kept, and the same command continues from there. A job that a
+    signal asked to stop says so, and ends it with 75 (`ExitCode.STOPPED`).
     """
     try:
         yield
@@ -21,6 +23,9 @@ def command_line() -> Generator[None]:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         _say(f"{error}{notes}", everywhere=bool(notes))
         raise SystemExit(2) from None
+    except Stopped as stopped:
+        _say(str(stopped))
+        raise
     except KeyboardInterrupt:
         _say("interrupted. The same command continues from the last checkpoint.")
         raise SystemExit(130) from None

@@ -15,6 +15,7 @@ from d9d_loop.lr_schedule import LrScheduleConfig, WarmupCosineConfig
 from d9d_loop.optimizer import AdamWConfig, OptimizerConfig
 from d9d_loop.pipeline_schedule import PipelineScheduleConfig, ScheduleConfig
 from d9d_loop.profiler import ProfileConfig
+from d9d_loop.resilience import ResilienceConfig
 from d9d_loop.section import Section
 from d9d_metrics import JsonlTrackerConfig, TrackerConfig
 from d9d_state import Retention
@@ -68,6 +69,10 @@ class DataConfig(Section):
 
     shuffle: bool = Field(True, description="Whether each epoch has a random order of its own.")
     num_workers: int = Field(0, ge=0, description="Processes that read samples; 0 reads in the training process.")
+    prefetch: PositiveInt = Field(2, description="Steps that workers keep ready.")
+    worker_timeout: PositiveFloat | None = Field(
+        600.0, description="Seconds that a worker may take for a batch; null for any time."
+    )
 
 
 class GradientConfig(Section):
@@ -126,6 +131,10 @@ class LoggingConfig(Section):
 
     every: PositiveInt = Field(10, description="Steps between tracked values; the first and last step are tracked too.")
     progress: bool = Field(True, description="Whether to draw a progress bar, where there is a terminal.")
+    draw_lr_schedule: bool = Field(
+        False,
+        description="Whether to draw the learning rate of all steps before the first, as `lr_schedule.png`.",
+    )
 
 
 class HostConfig(Section):
@@ -155,6 +164,7 @@ class TrainerConfig(JobConfig):
     logging: LoggingConfig = LoggingConfig()
     host: HostConfig = HostConfig()
     profile: ProfileConfig = ProfileConfig.model_validate({})
+    resilience: ResilienceConfig = ResilienceConfig.model_validate({})
     trackers: tuple[TrackerConfig, ...] = Field((JsonlTrackerConfig(),), description="Where values are tracked.")
     initial_weights: Path | None = Field(
         None, description="Folder in the Hugging Face layout to start from, instead of random weights."

@@ -73,12 +73,10 @@ class DataReady(Event):
     """The training data are about to be read, from the first sample that steps before did not see.
 
     Attributes:
-        num_samples: Samples of an epoch.
         num_microbatches: Microbatches of a step on this rank.
         microbatch_size: Samples of a microbatch.
     """
 
-    num_samples: int
     num_microbatches: int
     microbatch_size: int
 
@@ -140,6 +138,21 @@ class StepDone(Event):
     grad_norm: torch.Tensor
     learning_rate: float
     asleep: Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class BadStepFound(Event):
+    """A step was not finite, or its loss a spike; comes before the `StepDone` of a step that the job goes on from.
+
+    Attributes:
+        kind: `non-finite` or `spike`.
+        decision: What all ranks do about it: `report`, `skip`, `rewind` or `stop`.
+        why: The same for people, with the first tensor that was not finite.
+    """
+
+    kind: str
+    decision: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import field
+from typing import Any, Protocol
 
 import torch
 from pydantic import ConfigDict, JsonValue, TypeAdapter
@@ -14,6 +15,7 @@ from d9d_dist import DistributedContext, seed_everything
 from d9d_metrics import Metric
 from d9d_state import (
     CheckpointStore,
+    StateError,
     group_values,
     model_tensors,
     optimizer_numbers,
@@ -43,6 +45,11 @@ class Record:
     evaluation: dict[str, float] = field(default_factory=dict)
     weight_per_second: float | None = None
 
+    def take(self, other: "Record") -> None:
+        """Stand where another record does."""
+        self.step, self.train_loss = other.step, other.train_loss
+        self.evaluation, self.weight_per_second = other.evaluation, other.weight_per_second
+
 
 @dataclass(frozen=True, slots=True)
 class _RankState:
@@ -57,6 +64,18 @@ _RECORD = TypeAdapter(Record)
 _RANK_STATE = TypeAdapter(_RankState)
 
 
+class Stateful(Protocol):
+    """A part of a job with a state of its own, which is JSON and the same on every rank."""
+
+    def state_dict(self) -> JsonValue:
+        """What it is to continue from."""
+        ...
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from what `state_dict` gave."""
+        ...
+
+
 class JobState:
     """The model, the optimizer, the metrics and the record of a job, saved and restored together.
 
@@ -66,7 +85,8 @@ class JobState:
         optimizer: Over its parameters, as its provider built it.
         metrics: Those that gather values between two reports, on this rank.
         config: The resolved configuration, kept in each checkpoint for people to read.
-        num_samples: Number of samples of the training data, on which their order depends.
+        parts: What else continues where it was, by name; equal on every rank, and kept as JSON.
+        data_identity: What the order of samples follows from.
         seed: The job's seed.
         ctx: The job's context.
         on_saved: Called with the step of each checkpoint that is complete: at the end of `save`, or for one that was
@@ -81,13 +101,15 @@ class JobState:
         optimizer: Optimizer,
         metrics: Mapping[str, Metric],
         config: JsonValue,
-        num_samples: int,
+        parts: Mapping[str, Stateful],
+        data_identity: JsonValue,
         seed: int,
         ctx: DistributedContext,
         on_saved: Callable[[int], None] = lambda _step: None,
     ) -> None:
         self._store, self._model, self._optimizer = store, model, optimizer
-        self._metrics, self._config, self._num_samples = metrics, config, num_samples
+        self._metrics, self._config = metrics, config
+        self._parts, self._data_identity = parts, data_identity
         self._seed, self._ctx = seed, ctx
         self._built_groups = group_values(optimizer)
         self._on_saved = on_saved
@@ -112,8 +134,12 @@ class JobState:
         state = info.state
         assert isinstance(state, dict)
         record = _RECORD.validate_python(state["record"])
+        for name, part in self._parts.items():
+            part.load_state_dict(state["parts"][name])
         rank_states = [_RANK_STATE.validate_python(rank_state) for rank_state in info.rank_states]
         set_optimizer_numbers(self._model, self._optimizer, [rank_state.optimizer for rank_state in rank_states])
+        for metric in self._metrics.values():
+            metric.reset()
         for rank_state in rank_states[self._ctx.rank :: self._ctx.world_size]:
             _gather_into(self._metrics, rank_state.metrics)
         if len(rank_states) == self._ctx.world_size:
@@ -121,6 +147,20 @@ class JobState:
         else:
             seed_everything(self._seed, self._ctx, step=record.step)
         return record
+
+    def rewind(self) -> Record:
+        """Go back to the newest sound checkpoint. Collective.
+
+        Raises:
+            StateError: On every rank, if there is none.
+        """
+        self._store.wait()
+        if not self._store.complete():
+            raise StateError(
+                "there is no checkpoint to go back to; expected one. Set checkpoint.every to fewer steps, or the "
+                "policy for bad steps to skip or stop."
+            )
+        return self.restore()
 
     def prepare(self) -> None:
         """Make room for saves in the background, once the optimizer has all of its state. Collective."""
@@ -148,7 +188,8 @@ class JobState:
             state={
                 "record": json.loads(_RECORD.dump_json(record)),
                 "config": self._config,
-                "num_samples": self._num_samples,
+                "data_identity": self._data_identity,
+                "parts": {name: part.state_dict() for name, part in self._parts.items()},
             },
             rank_state={
                 "random": rng_state(),

@@ -1,17 +1,17 @@
 """Everything that a user can get wrong about a job, found before a process group starts or a file is written."""
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from d9d_dist import StageInfo, UserError, read_launch
-from d9d_loop.batches import Collate, Samples
 from d9d_loop.config import TrainerConfig
+from d9d_loop.data import DataProvider, SampleStream
 from d9d_loop.job_check import check_data, check_degrees, check_weights, check_writable
 from d9d_loop.model_plan import ModelPlan, build_program, check_stages
 from d9d_loop.model_provider import ModelProvider
@@ -33,10 +33,12 @@ class JobPlan(ModelPlan):
     Attributes:
         microbatch_size: Samples of a microbatch on one rank.
         num_microbatches: Microbatches of a step on one rank.
+        stream: The training data in their order.
     """
 
     microbatch_size: int
     num_microbatches: int
+    stream: SampleStream
 
 
 def check_job(
@@ -44,9 +46,8 @@ def check_job(
     *,
     provider: ModelProvider,
     task: Task,
-    data: Samples,
-    evaluation_data: Samples | None,
-    collate: Collate = default_collate,
+    data: DataProvider,
+    optimizer_check: Callable[[nn.Module], None] = lambda _model: None,
     schedule: Schedule | None = None,
 ) -> JobPlan:
     """Check a job, without collectives and without writing anything.
@@ -55,9 +56,8 @@ def check_job(
         config: The job's configuration.
         provider: Builds the model.
         task: Makes inputs and losses.
-        data: The training data.
-        evaluation_data: The evaluation data, if there are any.
-        collate: Makes a batch of a list of samples.
+        data: Makes the data.
+        optimizer_check: Refuses a model, on `meta`, that the optimizer would not fit.
         schedule: In which order pipeline ranks compute; by default, what the configuration says.
 
     Returns:
@@ -74,14 +74,15 @@ def check_job(
     num_microbatches = config.batch.global_size // (dp_size * microbatch_size)
     schedule = schedule or config.pipeline.schedule.build()
     program = build_program(schedule, num_ranks=mesh.pipeline_parallel, num_microbatches=num_microbatches)
-    check_data(data, "training data")
+    stream, evaluation_data = data.training(seed=config.seed), data.evaluation()
     if evaluation_data is not None:
         check_data(evaluation_data, "evaluation data")
     _check_retention(config, task, evaluates=evaluation_data is not None)
     check_writable(config.run.dir)
     with torch.device("meta"):
         model = provider.build(StageInfo())
-    has_checkpoint = _check_checkpoint(config, model, num_samples=len(data))
+    optimizer_check(model)
+    has_checkpoint = _check_checkpoint(config, model, data_identity=stream.identity())
     mapper = provider.state_mapper(model) if config.export or config.initial_weights is not None else None
     if config.initial_weights is not None and not has_checkpoint:
         check_weights("initial_weights", config.initial_weights, mapper, model)
@@ -91,9 +92,13 @@ def check_job(
         model,
         program,
         stages_per_rank=schedule.stages_per_rank,
-        inputs=None if cuts else lambda: task.inputs(collate([data[n % len(data)] for n in range(microbatch_size)])),
+        inputs=None if cuts else lambda: task.inputs(_first_batch(stream, data, microbatch_size)),
     )
-    return JobPlan(launch, mesh, schedule, program, mapper, shared_names, microbatch_size, num_microbatches)
+    return JobPlan(launch, mesh, schedule, program, mapper, shared_names, microbatch_size, num_microbatches, stream)
+
+
+def _first_batch(stream: SampleStream, data: DataProvider, size: int) -> Any:
+    return data.collate([stream.read(entry) for entry in stream.cursor().take(size)])
 
 
 def _check_batch(config: TrainerConfig, dp_size: int) -> int:
@@ -139,7 +144,7 @@ def _check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> N
         )
 
 
-def _check_checkpoint(config: TrainerConfig, model: nn.Module, *, num_samples: int) -> bool:
+def _check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity: JsonValue) -> bool:
     """Whether there is a checkpoint to continue from, which then has to fit."""
     info = next(filter(_is_readable, CheckpointStore(checkpoint_folder(config)).complete()), None)
     if info is None:
@@ -150,7 +155,7 @@ def _check_checkpoint(config: TrainerConfig, model: nn.Module, *, num_samples: i
             f"steps = {config.steps}, but the run in {config.run.dir} has done {info.step} already. "
             f"Use --steps {info.step} or more to continue it, or --run.name for a new run."
         )
-    _check_same_samples(config, info, num_samples)
+    _check_same_order(config, info, data_identity)
     return True
 
 
@@ -162,30 +167,24 @@ def _is_readable(info: CheckpointInfo) -> bool:
         return False
 
 
-def _check_same_samples(config: TrainerConfig, info: CheckpointInfo, num_samples: int) -> None:
+def _check_same_order(config: TrainerConfig, info: CheckpointInfo, identity: JsonValue) -> None:
     """Refuse a change of what the order of samples follows from: some would be lost, others seen twice."""
     state: Any = info.state
-    if state["num_samples"] != num_samples:
+    lines = list(_differences(state["data_identity"], identity, "data"))
+    if lines:
         raise UserError(
-            f"the training data have {num_samples} samples, but the run in {config.run.dir} was started with "
-            f"{state['num_samples']}, and their order follows from that. Use the same data, or another --run.name."
+            f"the run in {config.run.dir} was started with other training data, or another order of them:\n"
+            + "\n".join(lines)
+            + "\nWhich samples it has seen follows from that. Use the same data and seed, or --run.name for a new run."
         )
-    before = _what_orders_samples(state["config"])
-    for name, now in _what_orders_samples(config.model_dump(mode="json")).items():
-        if now != before[name]:
-            then = json.dumps(before[name])
-            raise UserError(
-                f"{name} = {json.dumps(now)}, but the run in {config.run.dir} was started with {then}, and which "
-                f"samples it has seen follows from that. Use --{name} {then}, or --run.name for a new run."
-            )
 
 
-def _what_orders_samples(config: Any) -> dict[str, JsonValue]:
-    return {
-        "seed": config["seed"],
-        "batch.global_size": config["batch"]["global_size"],
-        "data.shuffle": config["data"]["shuffle"],
-    }
+def _differences(before: JsonValue, now: JsonValue, name: str) -> Iterator[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in dict.fromkeys([*before, *now]):
+            yield from _differences(before.get(key), now.get(key), f"{name}.{key}")
+    elif before != now:
+        yield f"  {name} was {json.dumps(before)}, and is {json.dumps(now)}"
 
 
 def check_metric_names(task: Task) -> None:

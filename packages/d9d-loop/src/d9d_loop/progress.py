@@ -27,6 +27,11 @@ class Progress:
         self._step += 1
         self._bar.update()
 
+    def go_to(self, step: int) -> None:
+        """Stand at another step."""
+        self._step = self._bar.n = step
+        self._bar.refresh()
+
     def values(self, values: Mapping[str, float]) -> None:
         """Show values behind the bar, or on a line of their own where there is none."""
         shown = {name: f"{value:.4g}" for name, value in values.items()}

@@ -13,8 +13,10 @@ from pydantic import JsonValue
 from d9d_dist import DistributedContext
 from d9d_loop.config import TrainerConfig
 from d9d_loop.job_state import Record
+from d9d_loop.lr_schedule import LrSchedule
 from d9d_loop.progress import Progress
 from d9d_loop.schedule_pictures import draw_measured, draw_program
+from d9d_loop.schedules import draw_lr_schedule
 from d9d_loop.train_step import StepOutcome
 from d9d_metrics import Metric, MultiTracker, build_trackers, compute_metrics
 from d9d_pipeline import Program
@@ -33,6 +35,7 @@ class Reports:
         weight_unit: What the loss's weight counts, e.g. tokens.
         program: What the ranks of the pipeline do in a step.
         schedule: The name of what that follows from.
+        lr_schedule: Factor of the peak learning rate by step.
         ctx: The job's context.
     """
 
@@ -45,6 +48,7 @@ class Reports:
         weight_unit: str,
         program: Program,
         schedule: str,
+        lr_schedule: LrSchedule,
         ctx: DistributedContext,
     ) -> None:
         self._config, self._record, self._ctx, self._schedule = config, record, ctx, schedule
@@ -52,6 +56,9 @@ class Reports:
         self._tracker = _open_trackers(config, resolved, record.step) if ctx.is_main_process else MultiTracker([])
         if ctx.is_main_process and len(program.ranks) > 1:
             draw_program(program, config.run.dir, title=schedule)
+        if ctx.is_main_process and config.logging.draw_lr_schedule:
+            peak = config.optimizer.learning_rate
+            draw_lr_schedule(lr_schedule, config.run.dir, num_steps=config.steps, peak=peak)
         self._progress = Progress(
             num_steps=config.steps, done=record.step, visible=ctx.is_main_process, bar=config.logging.progress
         )
@@ -104,6 +111,15 @@ class Reports:
         self._tracker.log(self._record.step, {f"evaluation_{name}": value for name, value in values.items()})
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         self._progress.line(f"step {self._record.step}: held-out {shown}")
+
+    def line(self, text: str) -> None:
+        """Show a line to people."""
+        self._progress.line(text)
+
+    def rewound(self) -> None:
+        """The record stands at an earlier step now: what was tracked since then is forgotten."""
+        self._tracker.resume(self._record.step)
+        self._progress.go_to(self._record.step)
 
     def settle(self, outcome: StepOutcome) -> None:
         """Bring the record up to date before it is saved."""

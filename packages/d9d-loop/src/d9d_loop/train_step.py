@@ -14,6 +14,7 @@ from d9d_loop.event_bus import Events
 from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
 from d9d_loop.lr_schedule import LrSchedule
 from d9d_loop.pipeline import Pipeline
+from d9d_loop.resilience import StepGuard, Watch
 from d9d_loop.task import Task, to_inputs
 from d9d_metrics import Metric
 from d9d_pipeline import Timeline
@@ -51,6 +52,7 @@ class TrainStep:
         num_microbatches: Microbatches of a step on this rank.
         ctx: The job's context.
         events: Told what happens within a step.
+        guard: Takes the optimizer's steps, but for bad ones; `None` takes them all.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class TrainStep:
         num_microbatches: int,
         ctx: DistributedContext,
         events: Events,
+        guard: StepGuard | None = None,
     ) -> None:
         pipeline = model if isinstance(model, Pipeline) else Pipeline({0: model}, ctx=ctx)
         self._model, self._shared = pipeline.model, pipeline.shared
@@ -78,7 +81,7 @@ class TrainStep:
         self._gradient_sync = pipeline.gradient_sync(num_microbatches)
         if ctx.size("regular", "pp") > 1:  # stages may reduce over different ranks, or have nothing to reduce
             ctx.align_groups()
-        self._ctx, self._events = ctx, events
+        self._ctx, self._events, self._guard = ctx, events, guard
         self._losses_group = ctx.group_for("batch", "pp", "dp", "cp")
 
     def __call__(self, step: int, batches: Sequence[Any], *, measured: bool = False) -> StepOutcome:
@@ -120,8 +123,31 @@ class TrainStep:
         factor = self._lr_schedule(step)
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
-        self._optimizer.step()
+        loss = total * per_weight
+        if self._guard is None:
+            self._optimizer.step()
+        else:
+            self._guard.step(step + 1, loss=loss, grad_norm=grad_norm)
         self._shared.copy_values()
         self._events.emit(OptimizerDone(step + 1, self._model, self._optimizer))
         self._model.zero_grad()  # also what the optimizer does not have, which would add up forever
-        return StepOutcome(total * per_weight, weight, grad_norm, self._peaks[0] * factor, timeline)
+        return StepOutcome(loss, weight, grad_norm, self._peaks[0] * factor, timeline)
+
+    def replay(self, batches: Sequence[Any], watch: Watch) -> None:
+        """Do the forward and backward of a step once more, to look at it, and forget its gradients.
+
+        Collectives: those of the model and of its gradients.
+
+        Args:
+            batches: This rank's microbatches of the step.
+            watch: Called with the loss of each microbatch.
+        """
+
+        def take_loss(outputs: Any, microbatch: int) -> torch.Tensor:
+            loss = self._task.loss(outputs, batches[microbatch])
+            watch("the loss", loss.total)
+            return loss.total
+
+        self._executor.step([to_inputs(self._task.inputs(batch)) for batch in batches], take_loss)
+        self._gradient_sync.finish()
+        self._model.zero_grad()

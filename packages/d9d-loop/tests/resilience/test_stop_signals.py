@@ -1,6 +1,8 @@
+import multiprocessing
 import os
 import signal
 import threading
+import time
 
 import pytest
 from forked_faults import run_forked
@@ -37,6 +39,22 @@ def test_another_thread_catches_nothing_and_fails_at_nothing(ctx: DistributedCon
     thread.start()
     thread.join()
     assert heard == [None]
+
+
+def test_processes_that_are_forked_meanwhile_have_signals_of_their_own(ctx: DistributedContext) -> None:
+    fork = multiprocessing.get_context("fork")
+    stays, goes = (fork.Process(target=time.sleep, args=(60,), daemon=True) for _ in range(2))
+    with StopSignals(ctx) as stop:
+        stays.start()
+        goes.start()
+        goes.terminate()
+        goes.join(30)
+        assert goes.exitcode == -signal.SIGTERM
+        assert stop.agreed() is None
+    # Here already: nobody waits for the one that still has what it inherited.
+    assert stays.is_alive()
+    stays.kill()
+    stays.join(30)
 
 
 def test_steps_between_questions_are_positive(ctx: DistributedContext) -> None:

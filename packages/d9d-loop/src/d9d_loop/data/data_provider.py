@@ -5,7 +5,8 @@ from typing import Any, final
 
 from torch.utils.data import default_collate
 
-from d9d_loop.batches import Samples
+from d9d_dist import UserError
+from d9d_loop.batches import Collate, Samples
 from d9d_loop.data.indexed_stream import IndexedStream
 from d9d_loop.data.sample_stream import SampleStream
 
@@ -37,11 +38,33 @@ class DatasetProvider(DataProvider):
     Args:
         samples: The training data.
         shuffle: Whether each epoch has a random order of its own.
+        evaluation: Held-out data, if there are any.
+        collate: Makes a batch of a list of samples.
     """
 
-    def __init__(self, samples: Samples, *, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        shuffle: bool = True,
+        evaluation: Samples | None = None,
+        collate: Collate = default_collate,
+    ) -> None:
         self._samples, self._shuffle = samples, shuffle
+        self._evaluation, self._collate = evaluation, collate
 
     def training(self, *, seed: int) -> SampleStream:
         """The samples, shuffled anew in each epoch if they are at all."""
+        if len(self._samples) == 0:
+            raise UserError(
+                "the training data are empty; expected at least one sample. Check where they are read from."
+            )
         return IndexedStream(self._samples, seed=seed, shuffle=self._shuffle)
+
+    def evaluation(self) -> Samples | None:
+        """The held-out data."""
+        return self._evaluation
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Make a batch as told."""
+        return self._collate(samples)

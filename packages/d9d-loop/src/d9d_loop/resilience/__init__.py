@@ -4,7 +4,7 @@ from d9d_loop.resilience.bad_steps import BadStep, StepGuard
 from d9d_loop.resilience.exit_codes import ExitCode
 from d9d_loop.resilience.hang_watchdog import HangWatchdog
 from d9d_loop.resilience.health_check import HealthError, HealthReport, check_health
-from d9d_loop.resilience.non_finite import NonFinite, find_non_finite
+from d9d_loop.resilience.non_finite import NonFinite, Watch, find_non_finite
 from d9d_loop.resilience.replica_check import ReplicaError, check_replicas
 from d9d_loop.resilience.resilience_config import (
     BadStepConfig,
@@ -32,6 +32,7 @@ __all__ = [
     "StopConfig",
     "StopSignals",
     "Stopped",
+    "Watch",
     "WatchdogConfig",
     "check_health",
     "check_replicas",

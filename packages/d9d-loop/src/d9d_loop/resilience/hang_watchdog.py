@@ -61,9 +61,11 @@ class HangWatchdog:
 
     Args:
         ctx: The job's context, whose timeouts are used: that of start-up until the first beat.
+        enabled: Whether to watch at all.
     """
 
-    def __init__(self, ctx: DistributedContext) -> None:
+    def __init__(self, ctx: DistributedContext, *, enabled: bool = True) -> None:
+        self._enabled = enabled
         self._rank, self._timeout = ctx.rank, ctx.timeouts.step.total_seconds()
         self._progress = _Progress(0, "start-up", time.monotonic(), ctx.timeouts.startup.total_seconds())
         self._end = threading.Event()
@@ -72,13 +74,16 @@ class HangWatchdog:
 
     def __enter__(self) -> Self:
         """Begin to watch."""
-        if self._asker is not None:
-            self._asker.start()
-        self._decider.start()
+        if self._enabled:
+            if self._asker is not None:
+                self._asker.start()
+            self._decider.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """End watching. The other ranks are told that this one has left in good order, or that it has not."""
+        if not self._enabled:
+            return
         self._end.set()
         self._decider.join()
         faulthandler.cancel_dump_traceback_later()

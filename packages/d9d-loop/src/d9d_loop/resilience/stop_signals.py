@@ -12,8 +12,10 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Self, TypeAlias, final
 
@@ -25,6 +27,7 @@ from d9d_loop.resilience.exit_codes import ExitCode
 
 _Handler: TypeAlias = "signal._HANDLER"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_END = b"\0"  # no signal has this number
 
 
 @final
@@ -93,18 +96,22 @@ class StopSignals:
             self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
             caught = [each for each in self._signals if signal.getsignal(each) is not None]
             self._handlers = {each: signal.signal(each, self._receive) for each in caught}
+            os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
             self._thread = threading.Thread(target=self._watch, name="d9d-stop-signals", daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Let signals do what they did before."""
-        if self._handlers or threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._wakeup_before)
-            self._writer.close()
+            self._handlers = {}
+            # Not by closing it: a process that was forked meanwhile may hold it open.
+            self._writer.send(_END)
             self._thread.join()
+            self._writer.close()
             self._reader.close()
         if error is None and self._asked is not None:
             self._asked[1].wait()  # nobody leaves while others may still need it
@@ -148,7 +155,7 @@ class StopSignals:
             except TimeoutError:
                 self._end_process(self._received, "the grace period is over")
                 return
-            if not data:
+            if _END in data:
                 return
             for number in data:
                 if number not in self._signals:
@@ -167,6 +174,16 @@ class StopSignals:
         print(f"d9d: rank {self._rank} ends without saving: {why} ({name}).", file=out, flush=True)
         faulthandler.dump_traceback(file=out, all_threads=True)
         os._exit(128 + number)
+
+
+def _forget(parent: "weakref.ref[StopSignals]") -> None:
+    """In a forked process, such as one that reads data: its signals are its own, and none of the job's."""
+    signals = parent()
+    if signals is not None and signals._handlers:
+        signal.set_wakeup_fd(-1)
+        for number, handler in signals._handlers.items():
+            signal.signal(number, handler)
+        signals._handlers = {}
 
 
 def _signal(number: int) -> signal.Signals | None:

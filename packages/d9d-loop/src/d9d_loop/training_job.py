@@ -1,0 +1,351 @@
+"""A training job under way: what it is built of, in order, and what is done with that, step by step."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from d9d_dist import DistributedContext, seed_everything
+from d9d_loop.batch_placement import BatchPlacement
+from d9d_loop.config import TrainerConfig
+from d9d_loop.data import DataProvider, Share, StreamLoader
+from d9d_loop.evaluation import Evaluator
+from d9d_loop.event_bus import Events
+from d9d_loop.events import (
+    BadStepFound,
+    CheckpointSaved,
+    CheckpointStarted,
+    DataReady,
+    EvaluationDone,
+    EvaluationStarted,
+    Finished,
+    ModelExported,
+    ModelReady,
+    OptimizerReady,
+    StepDone,
+)
+from d9d_loop.garbage import GarbageCollection
+from d9d_loop.job_state import JobState
+from d9d_loop.lr_schedule import LrSchedule
+from d9d_loop.model_build import build_pipeline
+from d9d_loop.model_provider import ModelProvider
+from d9d_loop.optimizer import OptimizerProvider
+from d9d_loop.optimizers import evaluation_weights
+from d9d_loop.own_random import own_random
+from d9d_loop.preflight import JobPlan
+from d9d_loop.profiler import Profiler
+from d9d_loop.reports import Reports
+from d9d_loop.resilience import (
+    BadStep,
+    HangWatchdog,
+    StepGuard,
+    Stopped,
+    StopSignals,
+    check_replicas,
+    find_non_finite,
+)
+from d9d_loop.sleep import Sleep
+from d9d_loop.task import Task
+from d9d_loop.train_result import TrainResult
+from d9d_loop.train_step import StepOutcome, TrainStep
+from d9d_state import CheckpointStore, load_model_state, save_model_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobParts:
+    """What a user gives to a job.
+
+    Attributes:
+        model: Builds the model.
+        data: Makes the data.
+        task: Makes inputs and losses.
+        optimizer: Builds the optimizer.
+        lr_schedule: Factor of the peak learning rate by step.
+    """
+
+    model: ModelProvider
+    data: DataProvider
+    task: Task
+    optimizer: OptimizerProvider
+    lr_schedule: LrSchedule
+
+
+class BadStepError(RuntimeError):
+    """A step was not as it should be, and the policy says that the job ends. Raised on all ranks together."""
+
+
+@final
+class TrainingJob:
+    """Builds a job, or what its newest checkpoint says of it, and runs it to its end. Collective.
+
+    Args:
+        config: The job's configuration.
+        parts: What the user gave.
+        plan: What was found to fit together.
+        store: Where checkpoints are.
+        ctx: The job's context.
+        events: Told what happens.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        parts: JobParts,
+        *,
+        plan: JobPlan,
+        store: CheckpointStore,
+        ctx: DistributedContext,
+        events: Events,
+    ) -> None:
+        self._config, self._parts, self._plan = config, parts, plan
+        self._ctx, self._events = ctx, events
+        resolved = config.model_dump(mode="json")
+        self._pipeline = pipeline = build_pipeline(parts.model, plan, ctx, seed=config.seed)
+        self._model = model = pipeline.model
+        seed_everything(config.seed, ctx)
+        self._optimizer = parts.optimizer(model)
+        self._metrics = {name: metric.to(ctx.device) for name, metric in parts.task.metrics().items()}
+        self._loader = self._data_loader()
+        self._guard = StepGuard(self._optimizer, config=config.resilience.bad_steps, ctx=ctx)
+        self._state = JobState(
+            store,
+            model=model,
+            optimizer=self._optimizer,
+            metrics=self._metrics,
+            parts={"data": self._loader, "bad_steps": self._guard},
+            config=resolved,
+            data_identity=plan.stream.identity(),
+            seed=config.seed,
+            ctx=ctx,
+            on_saved=lambda step: events.emit(CheckpointSaved(step)),
+        )
+        self._record = record = self._state.restore()
+        if record.step == 0 and config.initial_weights is not None:
+            load_model_state(
+                model,
+                config.initial_weights,
+                plan.mapper,
+                unused="ignore" if len(plan.program.ranks) > 1 else "error",  # of a stage; the model was checked
+                progress=config.logging.progress,
+            )
+        pipeline.shared.copy_values()
+        events.emit(ModelReady(record.step, model, ctx))
+        events.emit(OptimizerReady(record.step, self._optimizer))
+        self._take_step = TrainStep(
+            pipeline,
+            self._optimizer,
+            task=parts.task,
+            metrics=self._metrics,
+            lr_schedule=parts.lr_schedule,
+            max_norm=config.gradients.max_norm,
+            num_microbatches=plan.num_microbatches,
+            ctx=ctx,
+            events=events,
+            guard=self._guard,
+        )
+        self._evaluate = self._evaluator()
+        self._sleep = Sleep(model, self._optimizer, events=events)
+        self._reports = Reports(
+            config,
+            resolved,
+            record=record,
+            weight_unit=parts.task.weight_unit,
+            program=plan.program,
+            schedule=type(plan.schedule).__name__,
+            lr_schedule=parts.lr_schedule,
+            ctx=ctx,
+        )
+        self._garbage = GarbageCollection(config.host.collect_garbage_every)
+        self._profiler = Profiler(config.profile, config.run.dir, ctx)
+        self._watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled)
+        stop = config.resilience.stop
+        self._stop = StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat)
+
+    def run(self, *, on_step: Callable[[int], None]) -> TrainResult | Stopped:
+        """Take the steps that are left. Collective.
+
+        Args:
+            on_step: Called with the number of steps done, at the start and after each.
+
+        Returns:
+            What came of it; or that a signal asked the job to stop.
+
+        Raises:
+            BadStepError: On every rank, if the policy for bad steps says so.
+        """
+        config, plan, record = self._config, self._plan, self._record
+        on_step(record.step)
+        first_step = record.step
+        ready = DataReady(first_step, plan.num_microbatches, plan.microbatch_size)
+        self._events.emit(ready)
+        with self._reports, self._loader, self._garbage, self._profiler, self._watchdog, self._stop:
+            self._profiler.step(ready)
+            batches: list[Any] = []
+            while record.step < config.steps:
+                self._watchdog.beat(record.step + 1)
+                before, batches = batches, next(self._loader)
+                # The second step: the first one makes kernels, process groups and shapes known.
+                is_measured = len(plan.program.ranks) > 1 and record.step == first_step + 1
+                outcome = self._take_step(record.step, batches, measured=is_measured)
+                record.step += 1
+                on_step(record.step)
+                if record.step == first_step + 1:
+                    self._end_startup()
+                bad = self._guard.verdict(settle=self._is_saved_after(record.step))
+                if bad is not None and self._heed(bad, batches if bad.step == record.step else before):
+                    continue
+                self._after_step(outcome)
+                if (signal := self._stop.agreed()) is not None and record.step < config.steps:
+                    self._guard.verdict(settle=True)
+                    self._save(outcome, background=False)
+                    return Stopped(signal, step=record.step)
+            return self._finish()
+
+    def _end_startup(self) -> None:
+        """The first step makes kernels and process groups; from then on a rank that is late is lost."""
+        self._ctx.set_timeout(self._ctx.timeouts.step)
+        if self._config.checkpoint.background:
+            self._state.prepare()
+
+    def _heed(self, bad: BadStep, batches: list[Any]) -> bool:
+        """Do what all ranks decided about a bad step; whether the job has gone back."""
+        why = bad.why
+        if bad.kind == "non-finite":
+            with own_random(self._config.seed, "replay", bad.step, device=True):
+                found = find_non_finite(self._model, partial(self._take_step.replay, batches), ctx=self._ctx)
+            why += f" {found}." if found else " Done again, everything is finite."
+        self._events.emit(BadStepFound(bad.step, bad.kind, bad.decision, why))
+        self._reports.line(why)
+        if bad.decision == "stop":
+            raise BadStepError(why)
+        if bad.decision != "rewind":
+            return False
+        with self._watchdog.phase("going back to a checkpoint"):
+            restored = self._state.rewind()
+        self._guard.rewound()
+        self._record.take(restored)
+        self._pipeline.shared.copy_values()
+        self._reports.rewound()
+        return True
+
+    def _after_step(self, outcome: StepOutcome) -> None:
+        """Tell of a step, and do what is due after it."""
+        config, record = self._config, self._record
+        self._state.raise_if_failed()
+        done = StepDone(
+            record.step,
+            outcome.loss,
+            outcome.grad_norm,
+            outcome.learning_rate,
+            asleep=partial(self._sleep, record.step),
+        )
+        self._events.emit(done)
+        # Not through the bus, whose care for what handlers do takes time.
+        self._profiler.step(done)
+        self._garbage.collect(done)
+        self._reports.step(outcome, self._metrics)
+        is_last = record.step == config.steps
+        is_evaluated = self._evaluate is not None and (is_last or record.step % config.evaluation.every == 0)
+        if is_evaluated:
+            self._run_evaluation()
+        every = config.resilience.replicas.every
+        if every is not None and record.step % every == 0:
+            with self._reports.not_training(), self._watchdog.phase("the check of replicas"):
+                check_replicas(self._model, self._optimizer, step=record.step, ctx=self._ctx)
+        if self._is_saved_after(record.step):
+            self._save(outcome, background=config.checkpoint.background and not is_last, is_evaluated=is_evaluated)
+
+    def _is_saved_after(self, step: int) -> bool:
+        return step == self._config.steps or step % self._config.checkpoint.every == 0
+
+    def _run_evaluation(self) -> None:
+        assert self._evaluate is not None
+        record = self._record
+        self._events.emit(EvaluationStarted(record.step))
+        with self._reports.not_training(), self._watchdog.phase("an evaluation"), self._result_in_place():
+            record.evaluation = self._evaluate()
+        self._reports.evaluation()
+        self._events.emit(EvaluationDone(record.step, record.evaluation))
+
+    def _save(self, outcome: StepOutcome, *, background: bool, is_evaluated: bool = False) -> None:
+        self._reports.settle(outcome)
+        self._events.emit(CheckpointStarted(self._record.step))
+        metric = self._record.evaluation.get(self._config.checkpoint.best_by) if is_evaluated else None
+        with self._reports.not_training(), self._watchdog.phase("a save"):
+            self._state.save(self._record, metric=metric, background=background)
+
+    def _finish(self) -> TrainResult:
+        config, record = self._config, self._record
+        with self._result_in_place():
+            export_dir = self._export() if config.export else None
+            assert record.train_loss is not None
+            assert record.weight_per_second is not None
+            result = TrainResult(
+                steps=record.step,
+                train_loss=record.train_loss,
+                evaluation=record.evaluation,
+                weight_per_second=record.weight_per_second,
+                run_dir=config.run.dir,
+                export_dir=export_dir,
+            )
+            self._events.emit(Finished(record.step, result, self._model, self._pipeline.callable(), self._ctx))
+        return result
+
+    @contextmanager
+    def _result_in_place(self) -> Generator[None]:
+        """Let the model hold what the training has come to, which with some optimizers is not what it trains with."""
+        with evaluation_weights(self._model, self._optimizer):
+            self._pipeline.shared.copy_values()
+            yield
+        self._pipeline.shared.copy_values()
+
+    def _data_loader(self) -> StreamLoader:
+        config, plan, ctx = self._config, self._plan, self._ctx
+        share = Share(
+            plan.microbatch_size,
+            plan.num_microbatches,
+            dp_rank=ctx.coordinate("batch", "dp"),
+            dp_size=ctx.size("batch", "dp"),
+        )
+        return StreamLoader(
+            plan.stream,
+            share,
+            seed=config.seed,
+            collate=self._parts.data.collate,
+            place=BatchPlacement(self._parts.task, ctx),
+            device=ctx.device,
+            num_workers=config.data.num_workers,
+            prefetch=config.data.prefetch,
+            timeout=config.data.worker_timeout,
+        )
+
+    def _evaluator(self) -> Evaluator | None:
+        samples = self._parts.data.evaluation()
+        if samples is None:
+            return None
+        return Evaluator(
+            self._pipeline,
+            samples,
+            task=self._parts.task,
+            collate=self._parts.data.collate,
+            num_samples=self._config.evaluation.num_samples,
+            batch_size=self._plan.microbatch_size,
+            ctx=self._ctx,
+        )
+
+    def _export(self) -> Path:
+        folder = self._config.run.dir / "export"
+        mapper = self._plan.mapper
+        with self._watchdog.phase("the export", timeout=self._ctx.timeouts.startup):
+            save_model_state(
+                self._model,
+                folder,
+                mapper and mapper.inverse(),
+                self._ctx,
+                extra_files=self._parts.model.export_files(),
+                progress=self._config.logging.progress,
+            )
+        self._events.emit(ModelExported(self._config.steps, folder))
+        return folder
