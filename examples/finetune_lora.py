@@ -14,9 +14,11 @@ from d9d_state import StateMapper, save_model_state, sequential
 
 
 class Lora(Section):
-    pattern: str
+    target: str
     rank: int = 8
     alpha: float = 16.0
+    dropout: float = 0.0
+    rank_stabilized: bool = False
 
 
 class FinetuneConfig(TrainerConfig):
@@ -33,7 +35,7 @@ class LoraDecoder(ModelProvider):
 
     def build(self, stage: StageInfo) -> nn.Module:
         model = self.base.build(stage)
-        injected = inject(self.lora, model)
+        injected = inject(self.lora, model, is_part=stage.count > 1)
         if stage.count == 1:  # files are read and written with the names of the whole model, which is built first
             self.injected = injected
         return model
@@ -49,7 +51,7 @@ def finish(done: Finished, provider: LoraDecoder) -> None:
     """Save the adapters alone, then the model with the adapters merged into its weights."""
     run_dir, model, ctx = done.result.run_dir, done.model, done.ctx
     save_adapters(model, run_dir / "adapters", provider.base.state_mapper(model), ctx)
-    merge_(model)
+    merge_(model, ctx)
     mapper = provider.state_mapper(model).inverse()
     save_model_state(model, run_dir / "export", mapper, ctx, extra_files=provider.base.export_files())
     if ctx.is_main_process:
@@ -68,8 +70,7 @@ def main() -> None:
     if not config.initial_weights.is_dir():
         raise UserError(f"initial_weights = {config.initial_weights} is not there; run examples/pretrain.py first.")
     params = qwen3_params_from_hugging_face(read_config_file(config.initial_weights / "config.json"))
-    lora = LoRA(config.lora.pattern, rank=config.lora.rank, alpha=config.lora.alpha)
-    provider = LoraDecoder(Decoder(params), lora)
+    provider = LoraDecoder(Decoder(params), LoRA(**config.lora.model_dump()))
     train, held_out = read_text(config.text)
     trainer = Trainer(config, model=provider, data=train, evaluation_data=held_out, task=NextByte())
     trainer.events.on(Finished, lambda done: finish(done, provider))

@@ -11,14 +11,30 @@ from torch.distributed.device_mesh import init_device_mesh
 from d9d_dist.testing import run_ranks
 from d9d_metrics import (
     Accumulator,
+    BinaryAUROC,
+    BinaryClassification,
     BitsPerByte,
+    Compose,
+    ConfusionMatrix,
     Max,
     Metric,
+    MetricSync,
     Min,
+    ModelFlops,
+    MulticlassClassification,
+    MultilabelClassification,
     Perplexity,
+    StepSeconds,
+    StepTime,
     Sum,
+    Throughput,
     WeightedMean,
+    accuracy,
     compute_metrics,
+    f_beta,
+    precision,
+    read_values,
+    recall,
     sync_metrics,
 )
 
@@ -47,6 +63,14 @@ def every_metric(values: Sequence[float]) -> dict[str, Metric]:
     """All of the catalogue, fed with values one by one."""
     total, mean, largest, smallest = Sum(), WeightedMean(), Max(), Min()
     bits, perplexity = BitsPerByte(), Perplexity()
+    scores = {"a": accuracy("macro"), "p": precision("weighted"), "r": recall(None), "f": f_beta(2.0, "macro")}
+    binary, labels, classes = (
+        BinaryClassification(scores, threshold=0.0),
+        MultilabelClassification(3, scores, threshold=0.0),
+        Compose({"scores": MulticlassClassification(3, scores, top_k=2), "matrix": ConfusionMatrix(3)}),
+    )
+    binned, exact = BinaryAUROC(num_bins=16, logits=True), BinaryAUROC(num_bins=16, exact_samples=6, logits=True)
+    steps = StepTime()
     for value in values:
         total.update(value)
         mean.update(value, abs(value) + 1)
@@ -54,7 +78,28 @@ def every_metric(values: Sequence[float]) -> dict[str, Metric]:
         smallest.update(value)
         bits.update(abs(value), 3)
         perplexity.update(abs(value) / 1e3, 2)
-    return {"sum": total, "mean": mean, "max": largest, "min": smallest, "bits": bits, "perplexity": perplexity}
+        steps.update(StepSeconds(abs(value), abs(value) / 4, abs(value) / 2))
+        predictions_N3 = torch.tensor([[value, -value / 2, 100 - abs(value)]], dtype=torch.float64)
+        is_true = torch.tensor([int(value * 7) % 2])
+        binary.update(predictions_N3[:, 0], is_true)
+        labels.update(predictions_N3, predictions_N3.int() % 2)
+        classes.update(predictions_N3, torch.tensor([int(value * 7) % 3]))
+        for auroc in (binned, exact):
+            auroc.update(predictions_N3[:, 0], is_true)
+    return {
+        "sum": total,
+        "mean": mean,
+        "max": largest,
+        "min": smallest,
+        "bits": bits,
+        "perplexity": perplexity,
+        "binary": binary,
+        "labels": labels,
+        "classes": classes,
+        "binned": binned,
+        "exact": exact,
+        "steps": steps,
+    }
 
 
 def computed_on_ranks(cases: list[list[Values]]) -> list[dict[str, float]]:
@@ -63,19 +108,26 @@ def computed_on_ranks(cases: list[list[Values]]) -> list[dict[str, float]]:
     return [compute_metrics(every_metric(case[rank]), group) for case in cases]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@settings(max_examples=8, deadline=None)
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_equals_one_process_however_the_data_is_split(world_size: int, data: st.DataObject) -> None:
     values = st.lists(st.floats(-1e3, 1e3, width=32), max_size=6)
     split = st.lists(values, min_size=world_size, max_size=world_size)
-    cases = data.draw(st.lists(split, min_size=5, max_size=30))
+    cases = data.draw(st.lists(split, min_size=3, max_size=12))
     results = run_ranks(computed_on_ranks, cases, world_size=world_size)
     for rank_results in results:
         for case, result in zip(cases, rank_results, strict=True):
             expected = compute_metrics(every_metric([value for part in case for value in part]), None)
-            assert result == pytest.approx(expected, rel=1e-12, abs=1e-10)
-    assert all(result == results[0] for result in results), "ranks disagree"
+            # All samples of one process do not fit where those of each rank do: then only the ranks' value is exact.
+            fits = sum(map(len, case)) <= 6
+            left_out = () if fits else ("exact/value", "exact/error_bound")
+            for name in left_out:
+                del expected[name]
+            assert {k: v for k, v in result.items() if k not in left_out} == pytest.approx(
+                expected, rel=1e-12, abs=1e-10, nan_ok=True
+            )
+    assert all(repr(result) == repr(results[0]) for result in results), "ranks disagree"
 
 
 def count_collectives() -> tuple[int, list[float], list[float]]:
@@ -89,9 +141,9 @@ def count_collectives() -> tuple[int, list[float], list[float]]:
     return num_collectives, synced["count"].compute().tolist(), count.counts.value.flatten().tolist()
 
 
-def test_all_metrics_take_two_collectives_whatever_their_shapes() -> None:
+def test_all_metrics_take_one_collective_whatever_their_shapes() -> None:
     first, second = run_ranks(count_collectives, world_size=2)
-    assert first[0] == second[0] == 2
+    assert first[0] == second[0] == 1
     assert first[1] == second[1] == [-3.0, -4.0, -5.0]
     assert first[2] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "the local state changed"
 
@@ -131,3 +183,44 @@ def test_alone_it_copies() -> None:
 def test_no_metrics_are_no_values() -> None:
     assert sync_metrics({}, None) == {}
     assert compute_metrics({}, None) == {}
+
+
+def work_of_uneven_ranks() -> list[dict[str, float]]:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    throughput, flops = Throughput(), ModelFlops(peak=100.0)
+    if rank != 1:  # one rank does nothing
+        for _ in range(2):
+            throughput.update(30, 0.5 + rank)
+            flops.update(30, 0.5 + rank)
+    metrics: dict[str, Metric] = {"throughput": throughput, "flops": flops}
+    before = compute_metrics(metrics, dist.group.WORLD)
+    throughput.reset()
+    throughput.update(1, 2.0)
+    return [before, compute_metrics(metrics, dist.group.WORLD)]
+
+
+def test_rates_are_those_of_all_ranks_over_the_longest_time() -> None:
+    for before, after in run_ranks(work_of_uneven_ranks, world_size=3):
+        expected = {"throughput": 120 / 5, "flops/flops_per_second": 120 / 5, "flops/mfu": 120 / (100 * (1 + 5))}
+        assert before == pytest.approx(expected, rel=1e-12)
+        assert after["throughput"] == 3 / 2
+
+
+def sync_again_and_again() -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    total = Sum()
+    metrics: dict[str, Metric] = {"sum": total, "min": Min(), "auroc": BinaryAUROC(exact_samples=2)}
+    sync, values = MetricSync(metrics, mesh), []
+    for step in range(3):
+        total.update(step)
+        pending = sync.start()
+        total.update(1000.0)
+        reduced = pending.wait()
+        values.append(read_values({"sum": reduced["sum"].compute()})["sum"])
+        total.reset()
+    return values
+
+
+def test_a_sync_is_used_again_and_takes_the_state_at_its_start() -> None:
+    assert run_ranks(sync_again_and_again, world_size=4) == [[0.0, 4.0, 8.0]] * 4

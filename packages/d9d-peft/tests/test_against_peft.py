@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -10,12 +11,23 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from d9d_peft import LoRA, PeftMethod, Stack, inject, load_adapters, merge_, save_adapters
-from d9d_state import save_model_state
+from d9d_moe import GroupedLinear
+from d9d_peft import DoRA, FullTune, LoRA, PeftMethod, Stack, inject, load_adapters, merge_, save_adapters
+from d9d_state import save_model_state, stack
 
 TOKENS = torch.arange(12).view(2, 6)
 TARGETS = r"self_attn\.(q|v)_proj|down_proj"
-PEFT_CONFIG = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"])
+OPTIONS: Any = {"rank": 4, "alpha": 6}
+# What is injected here, and what it is called there.
+METHODS: dict[str, tuple[PeftMethod, dict[str, Any]]] = {
+    "LoRA": (LoRA(TARGETS, **OPTIONS), {}),
+    "rsLoRA": (LoRA(TARGETS, rank_stabilized=True, **OPTIONS), {"use_rslora": True}),
+    "DoRA": (DoRA(TARGETS, **OPTIONS), {"use_dora": True}),
+    "LoRA and norms": (
+        Stack(LoRA(TARGETS, **OPTIONS), FullTune(r"model\.norm$|input_layernorm")),
+        {"modules_to_save": ["model.norm", "input_layernorm"]},
+    ),
+}
 
 
 def qwen(dtype: torch.dtype = torch.float64) -> Qwen3ForCausalLM:
@@ -28,18 +40,18 @@ def qwen(dtype: torch.dtype = torch.float64) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config).to(dtype)
 
 
-def ours(method: PeftMethod | None = None, dtype: torch.dtype = torch.float64) -> nn.Module:
+def ours(method: PeftMethod, dtype: torch.dtype = torch.float64) -> nn.Module:
     model = qwen(dtype)
-    inject(method or LoRA(TARGETS, rank=4, alpha=6), model)
+    inject(method, model)
     return model
 
 
 def perturb(model: nn.Module) -> None:
-    """Take the adapters away from their start, where B is zero."""
+    """Take what is trained away from its start."""
     torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter, std=0.3)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, mean=0.2, std=0.3)
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -47,61 +59,104 @@ def logits(model: nn.Module) -> Tensor:
     return result
 
 
-@pytest.fixture
-def theirs() -> peft.PeftModel:
-    model = peft.get_peft_model(qwen(), PEFT_CONFIG)
+def theirs(name: str) -> peft.PeftModel:
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"], **METHODS[name][1])
+    model = peft.get_peft_model(qwen(), config)
     assert isinstance(model, peft.PeftModel)
     perturb(model)
     return model
 
 
+def their_name(name: str) -> str:
+    """The name in `peft` of what is trained here."""
+    layer, is_adapter, parameter = name.partition(".adapter.")
+    if not is_adapter:
+        module, _, parameter = name.rpartition(".")
+        return f"base_model.model.{module}.modules_to_save.default.{parameter}"
+    part = {"lora_a": "lora_A", "lora_b": "lora_B", "magnitude_offset": "lora_magnitude_vector"}[parameter]
+    return f"base_model.model.{layer}.{part}.default.weight"
+
+
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_same_outputs_gradients_and_merged_weights_as_peft(
-    theirs: peft.PeftModel, tmp_path: Path, dtype: torch.dtype
-) -> None:
-    theirs.save_pretrained(str(tmp_path))
-    theirs = theirs.to(dtype)
-    model = ours(dtype=dtype)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", METHODS)
+def test_same_outputs_gradients_and_merged_weights_as_peft(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    reference = theirs(name)
+    reference.save_pretrained(str(tmp_path))
+    reference = reference.to(dtype)
+    model = ours(METHODS[name][0], dtype)
     load_adapters(model, tmp_path)
     assert_close = partial(torch.testing.assert_close, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    assert_close(logits(model), logits(theirs))
+    assert_close(logits(model), logits(reference))
 
-    logits(model).square().sum().backward()
-    logits(theirs).square().sum().backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert len(gradients) == 2 * 2 * 3
-    for name, gradient in gradients.items():
-        module, matrix = name.removesuffix(".lora_a").removesuffix(".lora_b"), name[-1].upper()
-        expected = theirs.get_parameter(f"base_model.model.{module}.lora_{matrix}.default.weight").grad
-        assert_close(gradient, expected)
+    (logits(model).square().mean()).backward()
+    (logits(reference).square().mean()).backward()
+    gradients = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(gradients) == sum(parameter.requires_grad for parameter in reference.parameters())
+    for key, gradient in gradients.items():
+        assert_close(gradient, reference.get_parameter(their_name(key)).grad)
 
     merge_(model)
-    merged = theirs.merge_and_unload().state_dict()
-    for name, tensor in merged.items():
-        path = name.removesuffix(".weight")
-        ours_name = f"{path}.base.weight" if f"{path}.base.weight" in model.state_dict() else name
-        assert_close(model.state_dict()[ours_name], tensor)
+    state = model.state_dict()
+    for key, tensor in reference.merge_and_unload().state_dict().items():
+        assert_close(state[key], tensor)
 
 
-def test_peft_loads_what_we_save(tmp_path: Path) -> None:
-    model = ours(Stack(LoRA("self_attn.(q|v)_proj", rank=4, alpha=6), LoRA("down_proj", rank=2, alpha=9)))
+STACKS: dict[str, PeftMethod] = {
+    "different ranks": Stack(LoRA("self_attn.(q|v)_proj", **OPTIONS), LoRA("down_proj", rank=2, alpha=9)),
+    "different rules": Stack(LoRA("q_proj", rank_stabilized=True, **OPTIONS), LoRA("down_proj", rank=2, alpha=9)),
+    **{name: method for name, (method, _) in METHODS.items()},
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_peft_loads_what_we_save(tmp_path: Path, name: str) -> None:
+    model = ours(STACKS[name])
     perturb(model)
     save_adapters(model, tmp_path)
-    theirs = peft.PeftModel.from_pretrained(qwen(), tmp_path)
-    torch.testing.assert_close(logits(theirs), logits(model), rtol=1e-12, atol=1e-12)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    reference = peft.PeftModel.from_pretrained(qwen(), tmp_path)
+    torch.testing.assert_close(logits(reference), logits(model), rtol=1e-12, atol=1e-12)
 
 
-def test_transformers_loads_the_merged_export(theirs: peft.PeftModel, tmp_path: Path) -> None:
-    theirs.save_pretrained(str(tmp_path / "adapters"))
+class Experts(nn.Module):
+    """Experts as a checkpoint has them: a linear layer each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(6, 5, bias=False) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([expert(rows) for expert, rows in zip(self.experts, x.split([3, 0, 4]), strict=True)])
+
+
+def test_peft_loads_what_we_save_of_stacked_experts_and_we_what_peft_saves(tmp_path: Path) -> None:
+    apart, together = Experts().double(), nn.ModuleDict({"experts": GroupedLinear(3, 6, 5).double()})
+    mapper = stack([f"experts.{index}.weight" for index in range(3)], "experts.weight")
+    together.load_state_dict(mapper.apply(apart.state_dict()))
+    inject(LoRA(GroupedLinear, rank=2, alpha=3), together)
+    perturb(together)
+    save_adapters(together, tmp_path / "ours", mapper)
+    x = torch.randn(7, 6, dtype=torch.float64)
+    expected = together["experts"](x, torch.tensor([3, 0, 4]))
+    reference = peft.PeftModel.from_pretrained(apart, tmp_path / "ours")
+    torch.testing.assert_close(reference(x), expected, rtol=1e-12, atol=1e-12)
+
+    reference.save_pretrained(str(tmp_path / "theirs"))
+    nn.init.zeros_(together.get_parameter("experts.adapter.lora_b"))
+    load_adapters(together, tmp_path / "theirs", mapper)
+    torch.testing.assert_close(together["experts"](x, torch.tensor([3, 0, 4])), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_transformers_loads_the_merged_export(tmp_path: Path) -> None:
+    reference = theirs("DoRA")
+    reference.save_pretrained(str(tmp_path / "adapters"))
     model = qwen()
-    mapper = inject(LoRA(TARGETS, rank=4, alpha=6), model)
+    mapper = inject(METHODS["DoRA"][0], model)
     load_adapters(model, tmp_path / "adapters")
     merge_(model)
     config = json.loads(model.config.to_json_string(use_diff=False))
     save_model_state(model, tmp_path / "export", mapper.inverse(), extra_files={"config.json": config})
     exported = Qwen3ForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float64)
-    torch.testing.assert_close(logits(exported), logits(theirs), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(logits(exported), logits(reference), rtol=1e-10, atol=1e-10)

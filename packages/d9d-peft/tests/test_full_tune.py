@@ -1,18 +1,25 @@
 import pytest
+import torch
 from torch import nn
 
 from d9d_dist import UserError
-from d9d_peft import FullTune, inject
+from d9d_modules import SplitTokenEmbedding
+from d9d_peft import FullTune, Target, inject
 
 
 def model() -> nn.Sequential:
     return nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.LayerNorm(2))
 
 
-def test_claims_everything_inside_what_matches() -> None:
-    plan = FullTune("^0$").plan(model())
+@pytest.mark.parametrize("target", ["^0$", nn.Linear, (nn.Linear, nn.ReLU), r"^0\.0\.(weight|bias)$"])
+def test_claims_everything_inside_what_matches(target: Target) -> None:
+    plan = FullTune(target).plan(model())
     assert plan.claimed == plan.trainable == {"0.0.weight", "0.0.bias"}
-    assert plan.replacements == {}
+    assert plan.adapters == {}
+
+
+def test_takes_the_model_itself_by_its_type() -> None:
+    assert FullTune(nn.LayerNorm).plan(nn.LayerNorm(2)).trainable == {"weight", "bias"}
 
 
 def test_a_tied_parameter_is_trained_under_its_first_name() -> None:
@@ -26,10 +33,21 @@ def test_a_tied_parameter_is_trained_under_its_first_name() -> None:
     assert FullTune("head").plan(tied).claimed == {"embedding.weight", "head.bias"}
 
 
-@pytest.mark.parametrize("pattern", ["absent", r"0\.1"])
-def test_refuses_to_match_no_parameter(pattern: str) -> None:
-    with pytest.raises(UserError, match=r"matches no module with parameters\. This model has 0\.0, 1\."):
-        FullTune(pattern).plan(model())
+def test_the_rows_of_new_tokens_are_trained_alone() -> None:
+    embedding = nn.ModuleDict({"tokens": SplitTokenEmbedding({"orig": 7, "new": 2}, 4)})
+    inject(FullTune(r"tokens\.weight_new"), embedding)
+    before = {name: tensor.clone() for name, tensor in embedding.state_dict().items()}
+    embedding["tokens"](torch.arange(9)).square().sum().backward()
+    torch.optim.SGD([p for p in embedding.parameters() if p.requires_grad], lr=0.1).step()
+    after = embedding.state_dict()
+    assert {name for name in after if not torch.equal(after[name], before[name])} == {"tokens.weight_new"}
+
+
+@pytest.mark.parametrize("target", ["absent", r"0\.1", nn.Embedding])
+def test_refuses_to_match_no_parameter(target: Target) -> None:
+    message = r"matches neither a parameter nor a module with parameters\. This model has 0\.0, 1\."
+    with pytest.raises(UserError, match=message):
+        inject(FullTune(target), model())
 
 
 def test_refuses_what_is_no_regular_expression() -> None:

@@ -2,10 +2,12 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
 
-from d9d_dist import UserError
-from d9d_peft import LoRA, LoraLinear, inject
+from d9d_dist import SplitBackward, UserError
+from d9d_moe import GroupedLinear, grouped_matmul
+from d9d_peft import LoRA, LoraAdapter, LowRank, inject
 
 
 class Attention(nn.Module):
@@ -14,91 +16,178 @@ class Attention(nn.Module):
         self.q, self.k, self.act = nn.Linear(4, 4), nn.Linear(4, 4), nn.SiLU()
 
 
-def layer(**kwargs: float) -> LoraLinear:
-    return LoraLinear(nn.Linear(6, 5, dtype=torch.float64), rank=2, alpha=3.0, **kwargs)
+def layer(method: LoRA | None = None) -> tuple[nn.Linear, LoraAdapter]:
+    linear = nn.Linear(6, 5, dtype=torch.float64)
+    inject(method or LoRA(nn.Linear, rank=2, alpha=3.0), linear)
+    adapter = linear.get_submodule("adapter")
+    assert isinstance(adapter, LoraAdapter)
+    return linear, adapter
 
 
-def test_starts_as_the_layer_it_wraps() -> None:
-    lora = layer()
+def without_adapter(linear: nn.Linear, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, linear.weight, linear.bias)
+
+
+def test_starts_as_the_layer_it_is_in() -> None:
+    linear, _ = layer()
     x = torch.randn(3, 6, dtype=torch.float64)
-    assert torch.equal(lora(x), lora.base(x))
+    assert torch.equal(linear(x), without_adapter(linear, x))
 
 
-def test_adds_the_scaled_low_rank_update() -> None:
-    lora = layer()
-    nn.init.normal_(lora.lora_b)
+@pytest.mark.parametrize(("stabilized", "scaling"), [(False, 3.0 / 2), (True, 3.0 / math.sqrt(2))])
+def test_adds_the_scaled_low_rank_update(stabilized: bool, scaling: float) -> None:
+    linear, adapter = layer(LoRA(nn.Linear, rank=2, alpha=3.0, rank_stabilized=stabilized))
+    nn.init.normal_(adapter.lora_b)
     x = torch.randn(2, 3, 6, dtype=torch.float64)
-    weight = lora.base.weight + 3.0 / 2 * lora.lora_b @ lora.lora_a
-    torch.testing.assert_close(lora(x), x @ weight.T + lora.base.bias, rtol=1e-12, atol=1e-12)
+    weight = linear.weight + scaling * adapter.lora_b @ adapter.lora_a
+    torch.testing.assert_close(linear(x), x @ weight.T + linear.bias, rtol=1e-12, atol=1e-12)
 
 
 def test_shapes_and_start() -> None:
-    lora = LoraLinear(nn.Linear(100, 50), rank=40, alpha=1.0)
-    assert lora.lora_a.shape == (40, 100)
-    assert lora.lora_b.shape == (50, 40)
-    assert not lora.lora_b.any()
-    assert lora.lora_a.abs().max().item() == pytest.approx(1 / math.sqrt(100), rel=1e-2)
+    linear = nn.Linear(100, 50)
+    adapter = LoraAdapter(linear, LowRank(rank=40, alpha=1.0))
+    assert adapter.lora_a.shape == (40, 100)
+    assert adapter.lora_b.shape == (50, 40)
+    assert not adapter.lora_b.any()
+    assert adapter.lora_a.abs().max().item() == pytest.approx(1 / math.sqrt(100), rel=1e-2)
 
 
-def test_reset_leaves_the_base_alone() -> None:
-    lora = layer()
-    base = lora.base.weight.detach().clone()
-    nn.init.ones_(lora.lora_b)
-    lora.reset_parameters()
-    assert not lora.lora_b.any()
-    assert torch.equal(lora.base.weight, base)
+def test_reset_leaves_the_layer_alone() -> None:
+    linear, adapter = layer()
+    weight = linear.weight.detach().clone()
+    nn.init.ones_(adapter.lora_b)
+    adapter.reset_parameters()
+    assert not adapter.lora_b.any()
+    assert torch.equal(linear.weight, weight)
 
 
 def test_dropout_acts_on_the_update_only_and_only_while_training() -> None:
-    lora = layer(dropout=0.999999)
-    nn.init.normal_(lora.lora_b)
+    linear, adapter = layer(LoRA(nn.Linear, dropout=0.999999))
+    nn.init.normal_(adapter.lora_b)
     x = torch.randn(4, 6, dtype=torch.float64)
-    assert torch.equal(lora(x), lora.base(x)), "with nearly every input dropped, nothing is left of the update"
-    lora.eval()
-    assert not torch.equal(lora(x), lora.base(x))
+    assert torch.equal(linear(x), without_adapter(linear, x)), "with nearly every input dropped, no update is left"
+    linear.eval()
+    assert not torch.equal(linear(x), without_adapter(linear, x))
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's own name)
+        return 2 * super().forward(input)
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
+    doubled = Doubled(3, 2)
+    inject(LoRA(Doubled, rank=1), doubled)
+    x = torch.randn(4, 3)
+    nn.init.normal_(doubled.get_parameter("adapter.lora_b"))
+    update = doubled(x) - Doubled.forward(doubled, x)
+    expected = 16 * x @ (doubled.get_parameter("adapter.lora_b") @ doubled.get_parameter("adapter.lora_a")).T
+    torch.testing.assert_close(update, expected)
+
+
+def test_backward_in_two_halves_gives_the_same_gradients() -> None:
+    linear, adapter = layer()
+    nn.init.normal_(adapter.lora_b)
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    gradient = torch.randn(4, 5, dtype=torch.float64)
+    expected = torch.autograd.grad(linear(x), [x, adapter.lora_a, adapter.lora_b], gradient)
+    split = SplitBackward()
+    with split.forward():
+        y = linear(x)
+    later = split.backward([y], [gradient])
+    assert adapter.lora_a.grad is adapter.lora_b.grad is None
+    assert len(later) == 2
+    later.compute()
+    torch.testing.assert_close([x.grad, adapter.lora_a.grad, adapter.lora_b.grad], list(expected), rtol=0, atol=1e-12)
+    assert linear.weight.grad is None
+
+
+COUNTS = torch.tensor([3, 0, 4])
+
+
+def test_each_group_of_rows_has_its_own_update() -> None:
+    grouped = GroupedLinear(3, 6, 5, init_std=0.5).double()
+    inject(LoRA(GroupedLinear, rank=2, alpha=3.0), grouped)
+    a, b = grouped.get_parameter("adapter.lora_a"), grouped.get_parameter("adapter.lora_b")
+    assert (a.shape, b.shape) == ((3, 2, 6), (3, 5, 2))
+    x = torch.randn(7, 6, dtype=torch.float64)
+    assert torch.equal(grouped(x, COUNTS), grouped_matmul(x, grouped.weight, COUNTS))
+    nn.init.normal_(b)
+    weight = grouped.weight + 1.5 * b @ a
+    expected = torch.cat([rows @ each.T for rows, each in zip(x.split([3, 0, 4]), weight, strict=True)])
+    torch.testing.assert_close(grouped(x, COUNTS), expected, rtol=1e-12, atol=1e-12)
+    grouped(x, COUNTS).sum().backward()
+    assert a.grad is not None
+    assert [bool(each.any()) for each in a.grad] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        (Shard(0), {"lora_b": Shard(0)}),
+        (Shard(1), {"lora_a": Shard(1)}),
+        (Replicate(), {}),
+    ],
+)
+def test_factors_are_split_with_the_weight(weight: Placement, expected: dict[str, Placement]) -> None:
+    _, adapter = layer()
+    assert adapter.tensor_placements(weight) == expected
+
+
+def test_factors_of_groups_are_split_with_the_groups() -> None:
+    adapter = LoraAdapter(GroupedLinear(3, 6, 5), LowRank(rank=2, alpha=1.0))
+    assert adapter.tensor_placements(Shard(0)) == {"lora_a": Shard(0), "lora_b": Shard(0)}
+    assert adapter.tensor_placements(Shard(1)) == {"lora_b": Shard(1)}
+    assert adapter.tensor_placements(Shard(2)) == {"lora_a": Shard(2)}
 
 
 def test_says_what_it_is() -> None:
-    assert "rank=2, alpha=3.0, dropout=0.5" in repr(layer(dropout=0.5))
+    method = LoRA(nn.Linear, rank=2, alpha=3.0, dropout=0.5, rank_stabilized=True)
+    assert "(adapter): LoraAdapter(rank=2, alpha=3.0, dropout=0.5, rank_stabilized=True)" in repr(layer(method)[0])
 
 
-def test_takes_linear_layers_and_passes_others_over() -> None:
+@pytest.mark.parametrize("target", ["attention", nn.Linear, (nn.Linear, nn.SiLU)])
+def test_takes_linear_layers_and_passes_others_over(
+    target: str | type[nn.Module] | tuple[type[nn.Module], ...],
+) -> None:
     model = nn.ModuleDict({"attention": Attention()})
-    inject(LoRA("attention", rank=3, alpha=5, dropout=0.25), model)
-    for name in ("attention.q", "attention.k"):
-        module = model.get_submodule(name)
-        assert isinstance(module, LoraLinear)
-        assert (module.rank, module.alpha, module.dropout) == (3, 5, 0.25)
-    assert isinstance(model.get_submodule("attention.act"), nn.SiLU)
+    inject(LoRA(target, rank=3, alpha=5, dropout=0.25), model)
+    adapters = {name: module for name, module in model.named_modules() if isinstance(module, LoraAdapter)}
+    assert adapters.keys() == {"attention.q.adapter", "attention.k.adapter"}
+    assert {adapter.low_rank for adapter in adapters.values()} == {LowRank(rank=3, alpha=5, dropout=0.25)}
 
 
 def test_refuses_a_pattern_that_matches_nothing() -> None:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(10)))
     message = (
-        r"LoRA got the pattern 'q_proj', which matches no module; expected nn\.Linear layers\. "
+        r"LoRA got the pattern 'q_proj', which matches no module; expected nn\.Linear or d9d_moe\.GroupedLinear\. "
         r"This model has 0, 1, 2, 3, 4, 5, 6, 7 and 2 more\."
     )
     with pytest.raises(UserError, match=message):
         inject(LoRA("q_proj"), model)
 
 
-def test_refuses_a_pattern_that_matches_other_modules_only() -> None:
-    with pytest.raises(
-        UserError, match=r"matches only act \(SiLU\); expected nn\.Linear layers\. This model has q, k\."
-    ):
-        inject(LoRA("act"), Attention())
-
-
-def test_refuses_to_be_injected_twice() -> None:
-    model = Attention()
-    inject(LoRA("q"), model)
-    with pytest.raises(UserError, match="q is a LoRA layer already; inject one Stack"):
-        inject(LoRA("k"), model)
+@pytest.mark.parametrize(
+    ("target", "what"),
+    [("act", "the pattern 'act'"), (nn.SiLU, "the type SiLU"), ((nn.SiLU, nn.GELU), "the types SiLU, GELU")],
+)
+def test_refuses_a_target_that_matches_other_modules_only(
+    target: str | type[nn.Module] | tuple[type[nn.Module], ...], what: str
+) -> None:
+    message = rf"LoRA got {what}, which matches only act \(SiLU\); expected nn\.Linear or .* This model has q, k\."
+    with pytest.raises(UserError, match=message):
+        inject(LoRA(target), Attention())
 
 
 def test_refuses_a_rank_below_one() -> None:
     with pytest.raises(UserError, match="LoRA got rank = 0; expected at least 1"):
         LoRA("q", rank=0)
+
+
+@pytest.mark.parametrize("alpha", [math.inf, math.nan])
+def test_refuses_a_scale_that_is_no_number(alpha: float) -> None:
+    with pytest.raises(UserError, match=f"LoRA got alpha = {alpha}; expected a finite number"):
+        LoRA("q", alpha=alpha)
 
 
 @pytest.mark.parametrize("dropout", [-0.1, 1.0, math.nan])
@@ -112,3 +201,9 @@ def test_refuses_what_is_no_regular_expression() -> None:
         UserError, match=r"LoRA got the pattern '\*', which is no regular expression: nothing to repeat"
     ):
         LoRA("*")
+
+
+@pytest.mark.parametrize("target", [(), 3, (nn.Linear, int)])
+def test_refuses_what_is_no_target(target: object) -> None:
+    with pytest.raises(UserError, match=r"LoRA got the target .*; expected a regular expression or types of modules"):
+        LoRA(target)  # ty: ignore[invalid-argument-type]  (on purpose)

@@ -1,60 +1,90 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from d9d_dist import UserError
-from d9d_dist.testing import run_ranks
-from d9d_peft import LoRA, LoraLinear, inject, merge_
+from d9d_dist import (
+    ColumnParallel,
+    MeshConfig,
+    RowParallel,
+    UserError,
+    parallelize_hsdp,
+    parallelize_tensor,
+    sync_gradients,
+)
+from d9d_dist.testing import full_gradients, full_parameters, run_ranks
+from d9d_moe import GroupedLinear
+from d9d_peft import DoRA, LoRA, PeftMethod, Stack, inject, merge_
+from d9d_peft._sharded import fill
+
+METHODS: dict[str, PeftMethod] = {
+    "LoRA": LoRA("0|2", rank=3, alpha=6),
+    "DoRA": DoRA("0|2", rank=3, alpha=6),
+    "both": Stack(LoRA("0", rank=3, alpha=6), DoRA("2", rank=2)),
+}
 
 
-def adapted(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def adapted(method: PeftMethod = METHODS["LoRA"], dtype: torch.dtype = torch.float64) -> nn.Sequential:
     """A small model whose adapters are not at their start; the same on every call."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 9, dtype=dtype), nn.Tanh(), nn.Linear(9, 5, bias=False, dtype=dtype))
-    inject(LoRA("0|2", rank=3, alpha=6), model)
-    for module in model.modules():
-        if isinstance(module, LoraLinear):
-            nn.init.normal_(module.lora_b)
+    model = nn.Sequential(nn.Linear(8, 12, dtype=dtype), nn.Tanh(), nn.Linear(12, 4, dtype=dtype))
+    inject(method, model)
+    for name, parameter in model.named_parameters():
+        if "adapter" in name:
+            nn.init.normal_(parameter)
     return model
 
 
-X = torch.linspace(-1, 1, 28, dtype=torch.float64).view(4, 7)
+X = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)
 
 
-def test_the_merged_model_is_the_same_function() -> None:
-    model = adapted()
+@pytest.mark.parametrize("method", METHODS)
+def test_the_merged_model_is_the_same_function(method: str) -> None:
+    model = adapted(METHODS[method])
     before = model(X)
     merge_(model)
     torch.testing.assert_close(model(X), before, rtol=1e-12, atol=1e-12)
-    plain = nn.Sequential(model.get_submodule("0.base"), model[1], model.get_submodule("2.base"))
+    plain = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)).double()
+    plain.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if "adapter" not in name})
     torch.testing.assert_close(plain(X), before, rtol=1e-12, atol=1e-12)
 
 
-def test_merging_twice_is_merging_once() -> None:
-    model = adapted()
+@pytest.mark.parametrize("method", METHODS)
+def test_merging_twice_is_merging_once(method: str) -> None:
+    model = adapted(METHODS[method])
     merge_(model)
     once = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     merge_(model)
-    torch.testing.assert_close(model.state_dict(), once, rtol=0, atol=0)
+    torch.testing.assert_close(model.state_dict(), once, rtol=1e-15, atol=0)
 
 
 def test_a_low_precision_weight_is_rounded_once() -> None:
-    model = adapted(torch.bfloat16)
-    lora = model[0]
-    assert isinstance(lora, LoraLinear)
-    expected = (lora.base.weight.float() + 2 * lora.lora_b.float() @ lora.lora_a.float()).bfloat16()
+    model = adapted(dtype=torch.bfloat16)
+    weight, a, b = (model.get_parameter(f"0.{name}") for name in ("weight", "adapter.lora_a", "adapter.lora_b"))
+    expected = (weight.float() + 2 * b.float() @ a.float()).bfloat16()
     merge_(model)
-    assert torch.equal(lora.base.weight, expected)
+    assert torch.equal(model.get_parameter("0.weight"), expected)
 
 
-def test_the_parameters_stay_the_same_objects() -> None:
-    model = adapted()
-    before = [id(parameter) for parameter in model.parameters()]
+def test_the_parameters_stay_the_same_objects_in_the_same_memory() -> None:
+    model = adapted(METHODS["both"])
+    before = [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()]
     merge_(model)
-    assert [id(parameter) for parameter in model.parameters()] == before
+    assert [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()] == before
+
+
+def test_each_group_gets_its_own_update() -> None:
+    grouped = GroupedLinear(3, 6, 5, init_std=0.5).double()
+    inject(LoRA(GroupedLinear), grouped)
+    nn.init.normal_(grouped.get_parameter("adapter.lora_b"))
+    x, counts = torch.randn(7, 6, dtype=torch.float64), torch.tensor([3, 0, 4])
+    before = grouped(x, counts)
+    merge_(grouped)
+    torch.testing.assert_close(grouped(x, counts), before, rtol=1e-12, atol=1e-12)
+    assert not grouped.get_parameter("adapter.lora_b").any()
 
 
 def test_refuses_a_model_without_adapters() -> None:
@@ -64,50 +94,67 @@ def test_refuses_a_model_without_adapters() -> None:
 
 def test_refuses_a_tied_weight_and_changes_nothing() -> None:
     model = adapted()
-    model.append(nn.Linear(9, 5, bias=False))
-    model[3].weight = model.get_parameter("2.base.weight")
+    model.append(nn.Linear(12, 4, bias=False))
+    model[3].weight = model.get_parameter("2.weight")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(UserError, match=r"2\.base\.weight is tied to a parameter of another module.*; untie them"):
+    with pytest.raises(UserError, match=r"2\.weight is tied to a parameter of another module.*; untie them"):
         merge_(model)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-def whole(tensor: Tensor | None) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.full_tensor().detach()
+def traced(method: str, mesh: dict[str, int]) -> dict[str, Any]:
+    """Outputs, gradients and merged weights of a model in a layout, as whole tensors."""
+    with MeshConfig(**mesh).build() as ctx:
+        model = adapted(METHODS[method])
+        dense = ctx.mesh_for("dense")
+        parallelize_tensor(model, dense["tp"], {"0": ColumnParallel(), "2": RowParallel()})
+        data = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
+        for layer in (model[0], model[2]):
+            parallelize_hsdp(layer, data, shard_axis="dp_cp_shard")
+        parallelize_hsdp(model, data, shard_axis="dp_cp_shard")
+        rank, size = ctx.coordinate("batch", "dp"), ctx.size("batch", "dp")
+        outputs = model(X.chunk(size)[rank])
+        outputs.square().sum().backward()
+        sync_gradients(model)
+        gradients = full_gradients(model)
+        merge_(model, ctx)
+        merged = model(X.chunk(size)[rank])
+        torch.testing.assert_close(merged, outputs, rtol=1e-11, atol=1e-11)
+        return {"gradients": gradients, "merged": full_parameters(model)}
 
 
-def sharded_over(shape: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Gradients, merged weights and outputs of the sharded model, as whole tensors."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    model = adapted()
-    for module in model:
-        if isinstance(module, LoraLinear):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model(X).square().sum().backward()
-    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.requires_grad}
-    merge_(model)
-    return (
-        gradients,
-        {name: whole(parameter) for name, parameter in model.named_parameters()},
-        {"outputs": model(X).detach()},
-    )
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    return {method: run_ranks(traced, method, {}, world_size=1)[0] for method in ("LoRA", "DoRA")}
 
 
-def alone() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    model = adapted()
-    model(X).square().sum().backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    outputs = model(X).detach()
-    merge_(model)
-    return gradients, {name: parameter.detach() for name, parameter in model.named_parameters()}, {"outputs": outputs}
+LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
+    "sharded": ({"data_parallel_shard": 2}, 2),
+    "tensor": ({"tensor_parallel": 2}, 2),
+    "sharded and tensor": ({"data_parallel_shard": 2, "tensor_parallel": 2}, 4),
+}
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
-def test_a_sharded_model_trains_and_merges_like_one_process(shape: tuple[int, ...]) -> None:
-    expected = alone()
-    assert set(expected[0]) == {f"{i}.lora_{x}" for i in (0, 2) for x in "ab"}
-    for result in run_ranks(sharded_over, shape, world_size=len(shape) * 2):
-        for got, wanted in zip(result, expected, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("method", ["LoRA", "DoRA"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_and_merges_like_one_process(
+    layout: str, method: str, alone: dict[str, dict[str, Any]]
+) -> None:
+    mesh, world_size = LAYOUTS[layout]
+    expected = alone[method]
+    assert any(name.endswith("lora_b") for name in expected["gradients"])
+    assert not any(name.endswith("0.weight") for name in expected["gradients"])
+    for result in run_ranks(traced, method, mesh, world_size=world_size):
+        torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-11)
+
+
+def fill_uneven() -> Tensor:
+    mesh = init_device_mesh("cpu", (3,))
+    tensor = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+    fill(tensor, torch.arange(8.0).view(4, 2))
+    return tensor.full_tensor()
+
+
+def test_parts_of_uneven_shards_are_found() -> None:
+    for result in run_ranks(fill_uneven, world_size=3):
+        assert torch.equal(result, torch.arange(8.0).view(4, 2))

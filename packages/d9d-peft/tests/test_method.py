@@ -1,11 +1,16 @@
+import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
-from d9d_dist import UserError, materialize
-from d9d_peft import FullTune, LoRA, PeftMethod, Stack, first_names, inject
+from d9d_dist import MeshConfig, UserError, materialize
+from d9d_dist.testing import run_ranks
+from d9d_peft import Adapter, DoRA, FullTune, LoRA, PeftMethod, Plan, Stack, first_names, inject, merge_
 from d9d_state import identity_of, load_model_state, save_model_state, scope, sequential
 
 
@@ -49,8 +54,8 @@ def test_trains_what_the_method_says_and_nothing_else() -> None:
     model = Model()
     inject(METHOD, model)
     assert trainable(model) == {
-        *(f"blocks.{i}.up.lora_{x}" for i in range(2) for x in "ab"),
-        *(f"blocks.1.down.lora_{x}" for x in "ab"),
+        *(f"blocks.{i}.up.adapter.lora_{x}" for i in range(2) for x in "ab"),
+        *(f"blocks.1.down.adapter.lora_{x}" for x in "ab"),
         *(f"blocks.{i}.norm.{x}" for i in range(2) for x in ("weight", "bias")),
     }
 
@@ -86,8 +91,8 @@ def test_a_model_of_meta_is_materialised_and_loaded(tmp_path: Path) -> None:
     materialize(model, device=torch.device("cpu"), seed=0)
     load_model_state(model, tmp_path, mapper)
     torch.testing.assert_close(model.eval()(TOKENS), original.eval()(TOKENS), rtol=0, atol=0)
-    assert model.get_parameter("blocks.0.up.lora_a").std() > 0
-    assert not model.get_parameter("blocks.0.up.lora_b").any()
+    assert model.get_parameter("blocks.0.up.adapter.lora_a").std() > 0
+    assert not model.get_parameter("blocks.0.up.adapter.lora_b").any()
 
 
 def test_new_parameters_take_dtype_and_device_from_the_layer() -> None:
@@ -122,17 +127,128 @@ def test_a_pipeline_stage_loads_its_part_of_the_original_checkpoint(tmp_path: Pa
     mapper = inject(LoRA("up"), stage)
     mapper = sequential(base_mapper.restrict(outputs=mapper.inputs), mapper)
     load_model_state(stage, tmp_path, mapper, unused="ignore")
-    assert torch.equal(stage.get_parameter("blocks.1.up.base.weight"), original.get_parameter("blocks.1.up.weight"))
+    assert torch.equal(stage.get_parameter("blocks.1.up.weight"), original.get_parameter("blocks.1.up.weight"))
 
 
 def test_a_tied_tensor_goes_by_its_first_name() -> None:
     mapper = inject(LoRA("head", rank=2), model := Model())
     assert "embedding.weight" in mapper.inputs
     assert "head.weight" not in mapper.inputs
-    assert "head.base.weight" not in mapper.outputs
-    assert {"head.lora_a", "head.lora_b"} <= set(mapper.outputs)
-    assert model.get_parameter("head.base.weight") is model.embedding.weight
-    assert first_names(model)["head.base.weight"] == "embedding.weight"
+    assert "head.weight" not in mapper.outputs
+    assert {"head.adapter.lora_a", "head.adapter.lora_b"} <= set(mapper.outputs)
+    assert model.head.weight is model.embedding.weight
+    assert first_names(model)["head.weight"] == "embedding.weight"
+
+
+def test_layers_stay_where_they_are_under_their_names() -> None:
+    model = Model()
+    before = dict(model.named_parameters())
+    layers = list(model.modules())
+    inject(METHOD, model)
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert set(layers) <= set(model.modules())
+
+
+def test_a_copy_of_a_model_has_adapters_of_its_own() -> None:
+    model = Model().eval()
+    inject(METHOD, model)
+    copied = copy.deepcopy(model)
+    nn.init.ones_(copied.get_parameter("blocks.0.up.adapter.lora_b"))
+    assert not torch.equal(copied(TOKENS), model(TOKENS))
+    copied.load_state_dict(model.state_dict())
+    assert torch.equal(copied(TOKENS), model(TOKENS))
+
+
+def test_compiles_like_the_model_without_adapters() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    inject(Stack(LoRA("0"), DoRA("1")), model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_optimizer_state_is_that_of_the_adapters_alone() -> None:
+    model = Model()
+    inject(METHOD, model)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    model(TOKENS).square().sum().backward()
+    optimizer.step()
+    held = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    assert sum(tensor.nbytes for tensor in held) == 2 * trained
+
+
+class Shift(Adapter):
+    """An adapter of somebody else's method: adds a trained constant."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(layer.weight.new_empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.shift)
+
+    def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any) -> Tensor:
+        return inner(*args) + self.shift
+
+    @torch.no_grad()
+    def merge_(self, layer: nn.Module) -> None:
+        layer.get_parameter("bias").add_(self.shift)
+        self.shift.zero_()
+
+
+class Shifts:
+    def plan(self, model: nn.Module) -> Plan:
+        layers = {name: module for name, module in model.named_modules() if name.endswith("up")}
+        adapters = {name: Shift(layer) for name, layer in layers.items() if isinstance(layer, nn.Linear)}
+        return Plan(claimed=frozenset(f"{name}.bias" for name in adapters), adapters=adapters)
+
+
+def test_a_method_of_ones_own_is_injected_stacked_and_merged() -> None:
+    model = Model().eval()
+    before = model(TOKENS)
+    inject(Stack(Shifts(), LoRA("down")), model)
+    torch.testing.assert_close(model(TOKENS), before)
+    nn.init.ones_(model.get_parameter("blocks.0.up.adapter.shift"))
+    shifted = model(TOKENS)
+    assert not torch.equal(shifted, before)
+    merge_(model)
+    assert not model.get_parameter("blocks.0.up.adapter.shift").any()
+    torch.testing.assert_close(model(TOKENS), shifted)
+
+
+def test_a_part_of_a_model_need_not_have_what_a_method_is_for() -> None:
+    stage = nn.ModuleDict({"blocks": nn.ModuleDict({"1": Block()})})
+    inject(Stack(LoRA(r"blocks\.0"), LoRA("down"), FullTune("head")), stage, is_part=True)
+    assert trainable(stage) == {f"blocks.1.down.adapter.lora_{x}" for x in "ab"}
+    inject(LoRA("head"), frozen := Block(), is_part=True)
+    assert not trainable(frozen)
+
+
+def test_all_that_a_stack_does_not_find_is_named_at_once() -> None:
+    with pytest.raises(UserError, match=r"LoRA got the pattern 'q', .* FullTune got the target 'absent'"):
+        inject(Stack(LoRA("q"), LoRA("up"), FullTune("absent")), Model())
+
+
+def test_refuses_to_be_injected_twice() -> None:
+    model = Model()
+    inject(LoRA("up"), model)
+    with pytest.raises(UserError, match=r"blocks\.0\.up has an adapter already; inject one Stack of methods"):
+        inject(LoRA("down"), model)
+
+
+def sharded() -> None:
+    with MeshConfig().build() as ctx:
+        model = nn.Sequential(nn.Linear(2, 2))
+        fully_shard(model, mesh=ctx.mesh_for("flat"))
+        with pytest.raises(UserError, match=r"0 is parallelised already; expected inject\(\) to come first"):
+            inject(LoRA("0"), model)
+
+
+def test_refuses_a_parallelised_model() -> None:
+    run_ranks(sharded, world_size=1)
 
 
 def test_a_module_of_two_names_stays_one() -> None:
@@ -141,7 +257,7 @@ def test_a_module_of_two_names_stays_one() -> None:
     mapper = inject(LoRA("0|2", rank=1), model)
     assert model[0] is model[2]
     assert set(mapper.inputs) == {"0.weight", "0.bias"}
-    assert set(mapper.outputs) == {"0.base.weight", "0.base.bias", "0.lora_a", "0.lora_b"}
+    assert set(mapper.outputs) == {"0.weight", "0.bias", "0.adapter.lora_a", "0.adapter.lora_b"}
 
 
 @pytest.mark.parametrize(

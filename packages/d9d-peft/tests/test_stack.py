@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from d9d_dist import UserError
-from d9d_peft import FullTune, LoRA, Stack
+from d9d_peft import DoRA, FullTune, LoRA, Stack
 
 
 class Layer(nn.Module):
@@ -19,15 +19,15 @@ def tied() -> nn.ModuleDict:
 
 
 def test_joins_the_plans() -> None:
-    plan = Stack(LoRA("up"), Stack(FullTune("norm"), LoRA("down"))).plan(Layer())
-    assert plan.replacements.keys() == {"up", "down"}
+    plan = Stack(LoRA("up"), Stack(FullTune("norm"), DoRA("down"))).plan(Layer())
+    assert plan.adapters.keys() == {"up", "down"}
     assert plan.trainable == {"norm.weight", "norm.bias"}
     assert plan.claimed == {f"{name}.{part}" for name in ("up", "down", "norm") for part in ("weight", "bias")}
 
 
 def test_refuses_two_methods_on_one_layer() -> None:
     message = (
-        r"LoRA\(pattern='up\|down', .*\) and FullTune\(pattern='down'\) both claim down\.bias, down\.weight; "
+        r"LoRA\(target='up\|down', .*\) and FullTune\(target='down'\) both claim down\.bias, down\.weight; "
         "narrow one of their patterns"
     )
     with pytest.raises(UserError, match=message):

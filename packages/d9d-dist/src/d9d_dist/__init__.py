@@ -38,6 +38,7 @@ from d9d_dist.differentiable import (
     take_shard,
 )
 from d9d_dist.errors import UserError
+from d9d_dist.follows_weight import FollowsWeight
 from d9d_dist.gradient_norm import global_grad_norm, grad_norm_parts
 from d9d_dist.gradient_sync import GradientSync, sync_gradients
 from d9d_dist.gradients import (
@@ -95,6 +96,7 @@ __all__ = [
     "ContextSplit",
     "DeclaresPlain",
     "DistributedContext",
+    "FollowsWeight",
     "GradientSlot",
     "GradientSync",
     "HasAttention",

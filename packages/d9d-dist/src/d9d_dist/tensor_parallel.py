@@ -12,6 +12,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from d9d_dist._local_parameters import compute_locally, distribute_parameters
 from d9d_dist._mesh_axes import axes_of, axis_names, only_axis
 from d9d_dist.errors import UserError
+from d9d_dist.follows_weight import WEIGHT, followers
 from d9d_dist.tensor_styles import Replicated, TensorStyle
 
 
@@ -20,8 +21,9 @@ def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, T
 
     All parameters become DTensors on the axis: `Shard(0)` or `Shard(1)` where a style splits them, else `Replicate()`.
     Forward computes with plain tensors. Gradients of replicated parameters are reduced where ranks compute different
-    parts of them (`GradientSync`; FSDP does it by itself). Call it before checkpointing activations, before compiling,
-    and before data parallelism. On a mesh of one rank the plan is only checked.
+    parts of them (`GradientSync`; FSDP does it by itself). What a fine-tuning method has put into a layer is split with
+    it (`FollowsWeight`). Call it before checkpointing activations, before compiling, and before data parallelism. On a
+    mesh of one rank the plan is only checked.
 
     Args:
         module: On `meta`, or with equal values on all ranks. Parameters that its submodules share stay shared: give the
@@ -54,6 +56,7 @@ def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, T
     for name, style in styles.items():
         submodule = modules[name]
         style.prepare(submodule, mesh)
+        _prepare_followers(submodule, style, mesh)
         # The instance's forward hides the class's; the hooks that put local parameters in place stand around it.
         submodule.forward = partial(style.forward, submodule, mesh, submodule.forward)
 
@@ -157,10 +160,7 @@ def _placements(
     """How parameters are split, by their ids; those left out are replicated."""
     placements: dict[int, tuple[str, Placement]] = {}
     for module_name, style in styles.items():
-        for name, placement in style.placements().items():
-            parameter = modules[module_name]._parameters.get(name)
-            if parameter is None:
-                continue
+        for name, parameter, placement in _placed(modules[module_name], style):
             full_name = f"{module_name}.{name}"
             if isinstance(placement, Shard):
                 _check_divides(full_name, parameter, placement.dim, style.block, mesh)
@@ -171,3 +171,23 @@ def _placements(
                     f"{placement}; expected one placement."
                 )
     return {key: placement for key, (_, placement) in placements.items()}
+
+
+def _placed(layer: nn.Module, style: TensorStyle) -> Iterator[tuple[str, nn.Parameter, Placement]]:
+    """What a style splits: the layer's own parameters, and those of its children that follow its weight."""
+    split = style.placements()
+    places = [(layer, "", split)]
+    if WEIGHT in split:
+        places += [(child, f"{name}.", it.tensor_placements(split[WEIGHT])) for name, child, it in followers(layer)]
+    for module, prefix, placements in places:
+        for name, placement in placements.items():
+            parameter = module._parameters.get(name)
+            if parameter is not None:
+                yield prefix + name, parameter, placement
+
+
+def _prepare_followers(layer: nn.Module, style: TensorStyle, mesh: DeviceMesh) -> None:
+    split = style.placements()
+    if WEIGHT in split:
+        for _, _, follower in followers(layer):
+            follower.prepare_tensor(split[WEIGHT], mesh)

@@ -2,13 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Self
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from d9d_dist import UserError
 from d9d_metrics.accumulator import Accumulator
+
+MetricValue: TypeAlias = Tensor | Mapping[str, "MetricValue"]
+"""What a metric computes: a tensor of any shape, usually a scalar; or several by name, which may be nested."""
 
 
 class Metric(ABC):
@@ -40,10 +43,11 @@ class Metric(ABC):
         """Return the accumulators that this metric holds, the same objects in the same order on every call."""
 
     @abstractmethod
-    def compute(self) -> Tensor:
-        """Turn the state into the value: a float64 tensor on the metric's device, without waiting for it.
+    def compute(self) -> MetricValue:
+        """Turn the state into the value: float64 tensors on the metric's device, without waiting for it.
 
-        Must give a value for the empty state as well, since a rank or a step may have seen nothing.
+        Must give a value for the empty state as well, since a rank or a step may have seen nothing. The value must not
+        change when the metric does.
         """
 
     def reset(self) -> None:

@@ -1,8 +1,9 @@
 """Reduces all metrics of a job over ranks in one fused collective, instead of a few small ones for each metric."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -10,19 +11,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from d9d_metrics.accumulator import Accumulator
-from d9d_metrics.metric import Metric
+from d9d_metrics.accumulator import Accumulator, Reduction
+from d9d_metrics.metric import Metric, MetricValue
 
 M = TypeVar("M", bound=Metric)
-_AllReduce = Callable[[Tensor, Sequence[ProcessGroup]], Tensor]
+_ORDER: tuple[Reduction, ...] = ("sum", "max", "min", "concat")
 
 
 def sync_metrics(metrics: Mapping[str, M], over: ProcessGroup | DeviceMesh | None) -> dict[str, M]:
     """Reduce metrics over ranks, and leave the local ones as they are.
 
-    Collectives: one float64 all-reduce for all sums and one for all maxima and minima, of those that occur; on a mesh,
-    that many for each axis of more than one rank. Pass a mesh flattened to one axis for the fewest. Ranks that
-    saw nothing take part with the identity of each reduction.
+    Collectives: one float64 all-reduce for everything; on a mesh, one for each axis of more than one rank. Pass a mesh
+    flattened to one axis for the fewest. Ranks that saw nothing take part with the identity of each reduction.
+
+    The message has a place for each sum, and one *for each rank* for each element of a maximum, a minimum or a
+    concatenation: a rank fills its own, so that the sum over ranks is a gather. These are few, so one longer message
+    costs less than two.
 
     Args:
         metrics: The same names and kinds of metrics on every rank, on the device of the group's backend. Their order
@@ -32,29 +36,210 @@ def sync_metrics(metrics: Mapping[str, M], over: ProcessGroup | DeviceMesh | Non
     Returns:
         Copies of the metrics that hold the reduced state, equal on every rank, in the order of `metrics`.
     """
-    accumulators = [accumulator for name in sorted(metrics) for accumulator in metrics[name].accumulators().values()]
-    reduced = _reduce(accumulators, _groups(over))
-    replacement: dict[int, object] = {id(local): copied for local, copied in zip(accumulators, reduced, strict=True)}
-    # deepcopy takes an object found in its memo instead of copying it: exactly the accumulators are swapped.
-    return copy.deepcopy(dict(metrics), replacement)
+    return MetricSync(metrics, over).start().wait()
 
 
 def compute_metrics(metrics: Mapping[str, Metric], over: ProcessGroup | DeviceMesh | None) -> dict[str, float]:
-    """Reduce scalar metrics over ranks and bring their values to the host.
+    """Reduce metrics over ranks and bring their values to the host.
 
-    Issues the collectives of `sync_metrics` and waits for the device once, however many metrics there are.
+    Issues the collective of `sync_metrics` and waits for the device once, however many metrics there are.
 
     Args:
-        metrics: As for `sync_metrics`; each computes a scalar.
+        metrics: As for `sync_metrics`.
         over: The ranks to reduce over; `None` for this process alone.
 
     Returns:
-        The value of each metric over all ranks, in the order of `metrics`.
+        The values over all ranks, in the order of `metrics`. A metric that computes a scalar has its own name; one that
+        computes a mapping has `name/key` for each of its keys, and a tensor has `name/0`, `name/1` and so on.
     """
-    if not metrics:
+    return read_values({name: metric.compute() for name, metric in sync_metrics(metrics, over).items()})
+
+
+def read_values(values: Mapping[str, MetricValue]) -> dict[str, float]:
+    """Bring computed values to the host, waiting for their device once.
+
+    Args:
+        values: Tensors of any shape on one device, or mappings of such, by name.
+
+    Returns:
+        Numbers by the names that `compute_metrics` describes.
+    """
+    tensors = dict(_flattened(values))
+    if not tensors:
         return {}
-    values = torch.stack([metric.compute() for metric in sync_metrics(metrics, over).values()])
-    return dict(zip(metrics, values.tolist(), strict=True))
+    numbers = iter(torch.cat([tensor.reshape(-1).double() for tensor in tensors.values()]).tolist())
+    return {
+        name if tensor.dim() == 0 else f"{name}/{index}": next(numbers)
+        for name, tensor in tensors.items()
+        for index in range(tensor.numel())
+    }
+
+
+def _flattened(values: Mapping[str, MetricValue]) -> Iterator[tuple[str, Tensor]]:
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            yield name, value
+        else:
+            yield from ((f"{name}/{key}", tensor) for key, tensor in _flattened(value))
+
+
+@final
+class MetricSync(Generic[M]):
+    """Reduces the same metrics again and again: what does not change from time to time is worked out once.
+
+    Args:
+        metrics: As for `sync_metrics`.
+        over: The ranks to reduce over; `None` for this process alone.
+    """
+
+    def __init__(self, metrics: Mapping[str, M], over: ProcessGroup | DeviceMesh | None) -> None:
+        found = [each for name in sorted(metrics) for each in metrics[name].accumulators().values()]
+        # Scalars of one reduction stand together: they are packed and unpacked by one operation.
+        self._local = sorted(found, key=lambda each: (_ORDER.index(each.reduction), each.value.dim() > 0))
+        self._layout = _Layout.of(self._local)
+        reduced = [each.holding(each.value) for each in self._local]
+        # deepcopy takes an object found in its memo instead of copying it: exactly the accumulators are swapped.
+        memo: dict[int, object] = {id(a): b for a, b in zip(self._local, reduced, strict=True)}
+        self._reduced, self._copies = reduced, copy.deepcopy(dict(metrics), memo)
+        self._groups = _groups(over)
+
+    def start(self) -> "PendingSync[M]":
+        """Take the state as it is now, and let its reduction begin.
+
+        The metrics may be updated and reset from here on. On a mesh of several axes all but the last collective are
+        waited for here.
+        """
+        layout, flat = self._layout, self._layout.pack(self._local)
+        for group in self._groups[:-1]:
+            wire = layout.to_wire(flat, group)
+            dist.all_reduce(wire, group=group)
+            flat, layout = layout.from_wire(wire, group), layout.after(group)
+        last = self._groups[-1] if self._groups else None
+        wire = flat if last is None else layout.to_wire(flat, last)
+        work = None if last is None else dist.all_reduce(wire, group=last, async_op=True)
+        return PendingSync(layout, wire, last, work, into=(self._reduced, self._copies))
+
+
+@final
+class PendingSync(Generic[M]):
+    """A reduction under way."""
+
+    def __init__(
+        self,
+        layout: "_Layout",
+        wire: Tensor,
+        group: ProcessGroup | None,
+        work: dist.Work | None,
+        *,
+        into: tuple[Sequence[Accumulator], dict[str, M]],
+    ) -> None:
+        self._layout, self._wire, self._group, self._work = layout, wire, group, work
+        self._accumulators, self._metrics = into
+
+    def wait(self) -> dict[str, M]:
+        """Wait for the collective (on an accelerator, let the current stream wait for it).
+
+        Returns:
+            Metrics that hold the reduced state. The next `wait` of the same `MetricSync` changes them.
+        """
+        layout, flat = self._layout, self._wire
+        if self._work is not None and self._group is not None:
+            self._work.wait()
+            flat, layout = layout.from_wire(self._wire, self._group), layout.after(self._group)
+        for accumulator, value in zip(self._accumulators, layout.unpack(flat), strict=True):
+            accumulator.value = value
+        return self._metrics
+
+
+class _Run(NamedTuple):
+    """Accumulators that stand together: several scalars, or one tensor."""
+
+    reduction: Reduction
+    length: int
+    shape: tuple[int, ...] | None
+
+
+class _Layout(NamedTuple):
+    """How all accumulators are one flat tensor: first the sums, then the maxima, the minima and the concatenations."""
+
+    runs: tuple[_Run, ...]
+
+    @staticmethod
+    def of(accumulators: Sequence[Accumulator]) -> "_Layout":
+        runs = []
+        for (reduction, is_scalar), group in itertools.groupby(
+            accumulators, lambda each: (each.reduction, each.value.dim() == 0)
+        ):
+            members = list(group)
+            if is_scalar:
+                runs.append(_Run(reduction, len(members), None))
+            else:
+                runs += [_Run(reduction, each.value.numel(), tuple(each.value.shape)) for each in members]
+        return _Layout(tuple(runs))
+
+    def pack(self, accumulators: Sequence[Accumulator]) -> Tensor:
+        """A new tensor that holds the values of the accumulators that the layout was made of."""
+        values = iter([each.value for each in accumulators])
+        pieces = [
+            torch.stack(list(itertools.islice(values, run.length))) if run.shape is None else next(values).reshape(-1)
+            for run in self.runs
+        ]
+        if len(pieces) == 1 and self.runs[0].shape is None:
+            return pieces[0]  # stacked, so it is new
+        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.float64)
+
+    def unpack(self, flat: Tensor) -> list[Tensor]:
+        """Views of the value of each accumulator."""
+        views: list[Tensor] = []
+        pieces = [flat] if len(self.runs) == 1 else flat.split([run.length for run in self.runs])
+        for run, piece in zip(self.runs, pieces, strict=True):
+            views += piece.unbind() if run.shape is None else [piece.view(run.shape)]
+        return views
+
+    def length(self, *reductions: Reduction) -> int:
+        return sum(run.length for run in self.runs if run.reduction in reductions)
+
+    def to_wire(self, flat: Tensor, group: ProcessGroup) -> Tensor:
+        """What an all-reduce by sum makes the sums of, and a gather of everything else: every rank has places."""
+        num_sums, num_others = self.length("sum"), self.length("max", "min", "concat")
+        if num_others == 0:
+            return flat
+        wire = flat.new_zeros(num_sums + group.size() * num_others)
+        wire[:num_sums] = flat[:num_sums]
+        own = num_sums + group.rank() * num_others
+        wire[own : own + num_others] = flat[num_sums:]
+        return wire
+
+    def from_wire(self, wire: Tensor, group: ProcessGroup) -> Tensor:
+        """The flat tensor of the layout `after` the group, from what the all-reduce made of what `to_wire` gave."""
+        num_sums, num_others = self.length("sum"), self.length("max", "min", "concat")
+        if num_others == 0:
+            return wire
+        pieces = [wire[:num_sums]]
+        places, start = wire[num_sums:].view(group.size(), num_others), 0
+        for reduction, runs in itertools.groupby(self.runs, lambda run: run.reduction):
+            if reduction == "sum":
+                continue
+            for length in [run.length for run in runs] if reduction == "concat" else [self.length(reduction)]:
+                block, start = places[:, start : start + length], start + length
+                match reduction:
+                    case "max":
+                        pieces.append(block.amax(0))
+                    case "min":
+                        pieces.append(block.amin(0))
+                    case "concat":
+                        pieces.append(block.reshape(-1))
+        return torch.cat(pieces)
+
+    def after(self, group: ProcessGroup) -> "_Layout":
+        """The layout of what is reduced over a group: concatenations hold what all of its ranks had."""
+        size = group.size()
+        return _Layout(
+            tuple(
+                _Run("concat", size * run.length, (size * run.length,)) if run.reduction == "concat" else run
+                for run in self.runs
+            )
+        )
 
 
 def _groups(over: ProcessGroup | DeviceMesh | None) -> list[ProcessGroup]:
@@ -67,39 +252,3 @@ def _groups(over: ProcessGroup | DeviceMesh | None) -> list[ProcessGroup]:
         case _:
             groups = [over]
     return [group for group in groups if group.size() > 1]
-
-
-def _reduce(accumulators: Sequence[Accumulator], groups: Sequence[ProcessGroup]) -> list[Accumulator]:
-    """Reduced copies of the accumulators, in their order."""
-    sums = _fused([a.value for a in accumulators if a.reduction == "sum"], groups, _all_reduce_sum)
-    # min(x) = -max(-x): minima travel with the maxima.
-    extremes = _fused([_as_max(a, a.value) for a in accumulators if a.reduction != "sum"], groups, _all_reduce_max)
-    return [a.holding(next(sums) if a.reduction == "sum" else _as_max(a, next(extremes))) for a in accumulators]
-
-
-def _as_max(accumulator: Accumulator, value: Tensor) -> Tensor:
-    return -value if accumulator.reduction == "min" else value
-
-
-def _fused(values: Sequence[Tensor], groups: Sequence[ProcessGroup], all_reduce: _AllReduce) -> Iterator[Tensor]:
-    """All-reduce tensors as one flat tensor; views of the result in the shapes of `values`."""
-    if not values:
-        return iter(())
-    flat = all_reduce(torch.cat([value.reshape(-1) for value in values]), groups)
-    pieces = flat.split([value.numel() for value in values])
-    return (piece.view(value.shape) for piece, value in zip(pieces, values, strict=True))
-
-
-def _all_reduce_sum(flat: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
-    for group in groups:
-        dist.all_reduce(flat, dist.ReduceOp.SUM, group=group)
-    return flat
-
-
-def _all_reduce_max(flat: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
-    """All-reduce by maximum where NaN wins: backends disagree about it, so it travels as a flag beside the numbers."""
-    is_nan = flat.isnan()
-    both = torch.stack([flat.masked_fill(is_nan, -torch.inf), is_nan.to(flat.dtype)])
-    for group in groups:
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    return both[0].masked_fill(both[1] > 0, torch.nan)

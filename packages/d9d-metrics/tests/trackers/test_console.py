@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from d9d_metrics import ConsoleTracker, ConsoleTrackerConfig
+from d9d_metrics import ConsoleTracker, ConsoleTrackerConfig, Histogram, Text
 
 
 def test_lines_of_a_run_are_aligned() -> None:
@@ -28,6 +28,15 @@ def test_says_where_a_run_goes_on() -> None:
 
 
 def test_config_chooses_the_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ConsoleTrackerConfig().build(tmp_path).log(2, {})
+    tracker = ConsoleTrackerConfig().build(tmp_path)
+    tracker.log(2, {})
+    tracker.close()
     assert capsys.readouterr().out == "step        2\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_shows_text_and_leaves_out_what_a_line_cannot_show() -> None:
+    lines: list[str] = []
+    tracker = ConsoleTracker(lines.append)
+    tracker.log(1, {"sample": Text("to be"), "weights": Histogram(0.0, 1.0, (1.0,))})
+    assert lines == ["step        1  sample: to be"]

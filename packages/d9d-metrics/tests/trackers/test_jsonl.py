@@ -1,6 +1,7 @@
 import itertools
 import json
 import math
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d9d_dist import UserError
-from d9d_metrics import JsonlTracker, JsonlTrackerConfig, read_metrics
+from d9d_metrics import Histogram, JsonlTracker, JsonlTrackerConfig, Picture, Text, read_metrics
 
 
 def tracker_with_steps(path: Path, *steps: int) -> JsonlTracker:
@@ -112,5 +113,62 @@ def test_refuses_a_value_named_like_a_field_of_the_line(tmp_path: Path) -> None:
 
 
 def test_config_names_the_file_in_the_run_folder(tmp_path: Path) -> None:
-    JsonlTrackerConfig(file="curves.jsonl").build(tmp_path).log(1, {})
+    tracker = JsonlTrackerConfig(file="curves.jsonl").build(tmp_path)
+    tracker.log(1, {})
+    tracker.close()
     assert steps_in(tmp_path / "curves.jsonl") == [1]
+
+
+def test_a_run_of_the_config_forgets_at_once_when_it_is_resumed(tmp_path: Path) -> None:
+    tracker_with_steps(tmp_path / "metrics.jsonl", 1, 2, 3).close()
+    tracker = JsonlTrackerConfig().build(tmp_path)
+    tracker.resume(2)
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2]
+    tracker.log(3, {})
+    tracker.flush()
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3]
+    tracker.close()
+
+
+def test_other_kinds_of_values_stand_beside_the_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path, clock=lambda: 0.0)
+    values = {"h": Histogram(0.0, 1.0, (2.0,)), "a/t": Text("nan"), "a/p": Picture(b"png"), "loss": 1.0}
+    tracker.log(4, values)
+    tracker.close()
+    assert json.loads(path.read_text()) == {
+        "step": 4,
+        "time": 0.0,
+        "h": {"histogram": {"low": 0.0, "high": 1.0, "counts": [2.0]}},
+        "a/t": {"text": "nan"},
+        "a/p": {"picture": "metrics-pictures/a_p-4.png"},
+        "loss": 1.0,
+    }
+    assert (tmp_path / "metrics-pictures" / "a_p-4.png").read_bytes() == b"png"
+    assert read_metrics(path) == [{"step": 4, "time": 0.0, "loss": 1.0}]
+
+
+def test_no_secret_is_written(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log_config({"hub": {"token": "canary"}})
+    tracker.close()
+    assert "canary" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_full_disk_leaves_no_torn_line_between_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = tracker_with_steps(path, 1)
+
+    class Full:
+        def __init__(self, file: FileIO) -> None:
+            self.file, self.close = file, file.close
+
+        def write(self, line: bytes) -> int:
+            return self.file.write(line[:9])
+
+    monkeypatch.setattr(tracker, "_file", Full(tracker._file))
+    with pytest.raises(OSError, match="the disk seems to be full"):
+        tracker.log(2, {"loss": 1.0})
+    assert path.read_bytes().endswith(b'{"step": ')
+    tracker_with_steps(path, 2).close()
+    assert steps_in(path) == [1, 2]

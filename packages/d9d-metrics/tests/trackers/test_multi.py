@@ -3,24 +3,31 @@ from collections.abc import Mapping
 import pytest
 from pydantic import JsonValue
 
-from d9d_metrics import MultiTracker
+from d9d_metrics import MultiTracker, Tracked
 
 
 class Recorder:
     """A tracker of a user's own: no base class."""
 
-    def __init__(self, calls: list[tuple[str, object]], *, fails: bool = False) -> None:
+    def __init__(self, calls: list[tuple[str, object]], *, fails: bool = False, state: str | None = None) -> None:
         self.calls = calls
         self.fails = fails
+        self.state = state
 
-    def resume(self, step: int) -> None:
-        self.calls.append(("resume", step))
+    def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
+        self.calls.append(("resume", (step, dict(state))))
 
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
         self.calls.append(("config", config))
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Tracked]) -> None:
         self.calls.append(("log", (step, values)))
+
+    def flush(self) -> None:
+        self.calls.append(("flush", None))
+
+    def state_dict(self) -> dict[str, JsonValue]:
+        return {} if self.state is None else {"id": self.state}
 
     def close(self) -> None:
         self.calls.append(("close", None))
@@ -34,8 +41,9 @@ def test_hands_everything_to_every_tracker() -> None:
     tracker.resume(3)
     tracker.log_config({"a": 1})
     tracker.log(4, {"loss": 1.0})
+    tracker.flush()
     tracker.close()
-    once = [("resume", 3), ("config", {"a": 1}), ("log", (4, {"loss": 1.0})), ("close", None)]
+    once = [("resume", (3, {})), ("config", {"a": 1}), ("log", (4, {"loss": 1.0})), ("flush", None), ("close", None)]
     assert calls == [call for call in once for _ in range(2)]
 
 
@@ -45,3 +53,13 @@ def test_closes_the_others_when_one_fails() -> None:
     with pytest.raises(OSError, match="disk full"):
         tracker.close()
     assert first == [("close", None)]
+
+
+def test_every_tracker_gets_its_own_state_back() -> None:
+    first: list[tuple[str, object]] = []
+    third: list[tuple[str, object]] = []
+    tracker = MultiTracker([Recorder(first, state="a"), Recorder([]), Recorder(third, state="c")])
+    state = tracker.state_dict()
+    assert state == {"0": {"id": "a"}, "2": {"id": "c"}}
+    tracker.resume(5, state)
+    assert (first, third) == ([("resume", (5, {"id": "a"}))], [("resume", (5, {"id": "c"}))])

@@ -1,21 +1,29 @@
 """Composable parameter-efficient fine-tuning for PyTorch."""
 
-from d9d_peft.adapters import load_adapters, save_adapters
+from d9d_peft._targets import Target
+from d9d_peft.adapter import Adapter
+from d9d_peft.adapter_load import load_adapters
+from d9d_peft.adapter_save import save_adapters
+from d9d_peft.dora import DoRA, DoraAdapter
 from d9d_peft.full_tune import FullTune
-from d9d_peft.lora import LoRA, LoraLinear
-from d9d_peft.merge import MergeableAdapter, merge_
-from d9d_peft.method import PeftMethod, Plan, Replacement, first_names, inject
+from d9d_peft.lora import LoRA, LoraAdapter
+from d9d_peft.low_rank import LowRank
+from d9d_peft.merge import merge_
+from d9d_peft.method import PeftMethod, Plan, first_names, inject
 from d9d_peft.stack import Stack
 
 __all__ = [
+    "Adapter",
+    "DoRA",
+    "DoraAdapter",
     "FullTune",
     "LoRA",
-    "LoraLinear",
-    "MergeableAdapter",
+    "LoraAdapter",
+    "LowRank",
     "PeftMethod",
     "Plan",
-    "Replacement",
     "Stack",
+    "Target",
     "first_names",
     "inject",
     "load_adapters",

@@ -1,54 +1,54 @@
-"""Full tuning of chosen modules: norms or a head, usually beside LoRA in a stack."""
+"""Full tuning of chosen modules: norms, a head or the rows of new tokens, usually beside LoRA in a stack."""
 
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
 from torch import nn
 
-from d9d_dist import UserError
-from d9d_peft._pattern import check_pattern, shorten
+from d9d_peft._targets import Target, check_target, is_target, shorten
 from d9d_peft.method import Plan, first_names
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class FullTune:
-    """Trains every parameter of the modules whose name a pattern is found in, of what is inside them too.
+    r"""Trains every parameter of the modules that a target matches, of what is inside them too.
 
     Attributes:
-        pattern: Regular expression, searched in the qualified names of the model's modules: `r"norm$"`.
+        target: Regular expression, searched in the qualified names of the model's modules, `r"norm$"`, and of its
+            parameters, `r"embedding\.weight_special$"`; or types of modules: `nn.LayerNorm`.
     """
 
-    pattern: str
+    target: Target
 
     def __post_init__(self) -> None:
         """Refuse what cannot be.
 
         Raises:
-            UserError: If the pattern is no regular expression.
+            UserError: If the target is neither a regular expression nor types.
         """
-        check_pattern(self.pattern, "FullTune")
+        check_target(self.target, "FullTune")
 
     def plan(self, model: nn.Module) -> Plan:
-        """Leave the parameters of the modules that match trainable.
-
-        Raises:
-            UserError: If no module that matches has parameters.
-        """
+        """Leave the parameters of what matches trainable."""
         first = first_names(model)
-        parameters = frozenset(
-            first[f"{name}.{parameter}"]
-            for name, module in model.named_modules(remove_duplicate=False)
-            if name and re.search(self.pattern, name)
-            for parameter, _ in module.named_parameters()
+        parameters = frozenset(first[name] for name in self._matches(model))
+        message = (
+            f"FullTune got the target {self.target!r}, which matches neither a parameter nor a module with parameters. "
+            f"This model has {shorten(_owners(model))}."
         )
-        if not parameters:
-            raise UserError(
-                f"FullTune got the pattern {self.pattern!r}, which matches no module with parameters. "
-                f"This model has {shorten(_owners(model))}."
-            )
-        return Plan(claimed=parameters, trainable=parameters)
+        return Plan(claimed=parameters, trainable=parameters, unmatched=() if parameters else (message,))
+
+    def _matches(self, model: nn.Module) -> Iterator[str]:
+        """The names of parameters that match, by their own name or by that of a module around them."""
+        for name, module in model.named_modules(remove_duplicate=False):
+            if is_target(self.target, name, module):
+                yield from (f"{name}.{parameter}".lstrip(".") for parameter, _ in module.named_parameters())
+        if isinstance(self.target, str):
+            for name, _ in model.named_parameters(remove_duplicate=False):
+                if is_target(self.target, name, model):
+                    yield name
 
 
 def _owners(model: nn.Module) -> list[str]:

@@ -1,169 +1,129 @@
-r"""Low-rank adaptation of linear layers.
+r"""Low-rank adaptation of linear layers and of grouped experts.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (https://arxiv.org/abs/2106.09685), equation 3:
 $h = W x + \frac{\alpha}{r} B A x$, where $W$ stays as it is.
 """
 
-import math
-import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Placement
 from torch.nn import functional as F
 
-from d9d_dist import UserError
-from d9d_peft._pattern import check_pattern, shorten
-from d9d_peft.method import Plan, Replacement, first_names
-from d9d_state import keep, parallel, rename
+from d9d_peft._grouped import Product, grouped_product
+from d9d_peft._sharded import local_region
+from d9d_peft._targets import Target, check_target, claims, find_layers
+from d9d_peft.adapter import Adapter
+from d9d_peft.low_rank import LowRank, factor_placements, low_rank_part, new_factors, reset_factors
+from d9d_peft.method import Plan, first_names
 
 
 @final
-class LoraLinear(nn.Module):
-    """A linear layer with a trainable low-rank update beside it.
-
-    It starts as the layer it wraps, because `lora_b` starts at zero.
+class LoraAdapter(Adapter):
+    """Adds a trained low-rank product to what a layer computes. It starts as nothing, because `lora_b` starts at zero.
 
     Attributes:
-        base: The wrapped layer, `nn.Linear(in, out)`.
-        lora_a: $A$, of shape [rank, in].
-        lora_b: $B$, of shape [out, rank].
-        rank: Rank of the update.
-        alpha: What the update is scaled by, times the rank.
-        dropout: Probability that an input of the update is zeroed while training.
+        lora_a: $A$, of shape [rank, in]; [groups, rank, in] in a layer of groups.
+        lora_b: $B$, of shape [out, rank]; [groups, out, rank] in a layer of groups.
+        low_rank: Rank and scale.
     """
 
-    def __init__(self, base: nn.Linear, *, rank: int, alpha: float, dropout: float = 0.0) -> None:
-        """Wrap a layer; the new parameters are on its device and of its dtype.
+    def __init__(self, layer: nn.Module, low_rank: LowRank) -> None:
+        """Make one for a layer; its parameters are on the device of the layer's weight and of its dtype.
 
         Args:
-            base: The layer to wrap; it is kept, not copied.
-            rank: Rank of the update.
-            alpha: Scale of the update, times the rank.
-            dropout: Probability that an input of the update is zeroed while training.
+            layer: An `nn.Linear` or a `d9d_moe.GroupedLinear`.
+            low_rank: Rank and scale.
         """
         super().__init__()
-        self.base = base
-        self.rank = rank
-        self.alpha = alpha
-        self.dropout = dropout
-        self.lora_a = nn.Parameter(base.weight.new_empty(rank, base.in_features))
-        self.lora_b = nn.Parameter(base.weight.new_empty(base.out_features, rank))
+        product, weight = product_of(layer), layer._parameters["weight"]
+        assert product is not None
+        assert weight is not None
+        self.low_rank = low_rank
+        self.lora_a, self.lora_b = new_factors(weight, low_rank.rank)
+        self._product = product
         self.reset_parameters()
-
-    @property
-    def scaling(self) -> float:
-        """The factor alpha / rank."""
-        return self.alpha / self.rank
 
     def reset_parameters(self) -> None:
         """Set A as a linear layer's weight is set (uniform within 1 / sqrt(in)) and B to zero."""
-        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
-        nn.init.zeros_(self.lora_b)
+        reset_factors(self.lora_a, self.lora_b)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer and its update.
-
-        Args:
-            x: [..., in].
-
-        Returns:
-            [..., out].
-        """
-        low = F.linear(F.dropout(x, self.dropout, self.training), self.lora_a)
-        return self.base(x) + self.scaling * F.linear(low, self.lora_b)
+    def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any) -> Tensor:
+        """`inner(x) + s B A x`, where `x` is the first of the arguments; see `Adapter.forward`."""
+        x, *rest = args
+        dropped = F.dropout(x, self.low_rank.dropout, self.training)
+        update = self._product(self._product(dropped, self.lora_a, *rest), self.lora_b, *rest)
+        return inner(x, *rest) + self.low_rank.scaling * update
 
     @torch.no_grad()
-    def merge_adapter(self) -> None:
-        """Add the update to the base weight, in place, and set B to zero: the same function, but for rounding.
-
-        The update is computed in float32 at least. Sharded parameters stay sharded; A is gathered for a moment.
-        """
-        dtype = torch.promote_types(self.lora_a.dtype, torch.float32)
-        self.base.weight.add_(self.lora_b.to(dtype) @ self.lora_a.to(dtype), alpha=self.scaling)
+    def merge_(self, layer: nn.Module) -> None:
+        """Add s B A to the weight, computed in float32 at least, and set B to zero; see `Adapter.merge_`."""
+        weight = layer._parameters["weight"]
+        assert weight is not None
+        local_region(weight)[0].add_(low_rank_part(weight, self.lora_a, self.lora_b), alpha=self.low_rank.scaling)
         self.lora_b.zero_()
+
+    def tensor_placements(self, weight: Placement) -> Mapping[str, Placement]:
+        """See `factor_placements`."""
+        return factor_placements(weight, self.lora_a.ndim)
 
     def extra_repr(self) -> str:
         """What `print(model)` says."""
-        return f"rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}"
+        return str(self.low_rank)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class LoRA:
-    """Trains a low-rank update of every linear layer whose name a pattern is found in.
+    """Trains a low-rank update of every linear layer, and of every layer of grouped experts, that a target matches.
 
     Attributes:
-        pattern: Regular expression, searched in the qualified names of the model's modules: `r"attn.[qkvo]_proj$"`.
-            Modules that are no `nn.Linear` are passed over.
+        target: Regular expression, searched in the qualified names of the model's modules: `r"attn.[qkvo]_proj$"`; or
+            types of modules: `nn.Linear`. What matches and is no such layer is passed over.
         rank: Rank of each update.
-        alpha: Scale of each update, times the rank.
+        alpha: Scale of each update, times the rank or its square root.
         dropout: Probability that an input of an update is zeroed while training.
+        rank_stabilized: Whether updates are scaled by alpha / sqrt(rank), and not by alpha / rank; see `LowRank`.
     """
 
-    pattern: str
+    target: Target
     rank: int = 8
     alpha: float = 16.0
     dropout: float = 0.0
+    rank_stabilized: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be.
 
         Raises:
-            UserError: If a number is out of range or the pattern is no regular expression.
+            UserError: If a number is out of range or the target is neither a regular expression nor types.
         """
-        if self.rank < 1:
-            raise UserError(f"LoRA got rank = {self.rank}; expected at least 1.")
-        if not 0.0 <= self.dropout < 1.0:
-            raise UserError(f"LoRA got dropout = {self.dropout}; expected 0 <= dropout < 1.")
-        check_pattern(self.pattern, "LoRA")
+        check_target(self.target, "LoRA")
+        self._low_rank().check("LoRA")
 
     def plan(self, model: nn.Module) -> Plan:
-        """Replace each linear layer that matches by a `LoraLinear` around it.
-
-        Raises:
-            UserError: If no linear layer matches, or the model has LoRA layers already.
-        """
-        injected = [name for name, module in model.named_modules() if isinstance(module, LoraLinear)]
-        if injected:
-            raise UserError(
-                f"{injected[0]} is a LoRA layer already; inject one Stack of methods instead of two methods."
-            )
-        linears = self._matches(model)
-        if not linears:
-            raise UserError(self._matches_no_linear(model))
-        wrapped = {id(linear): self._replacement(linear) for linear in linears.values()}
-        first = first_names(model)
+        """Put a `LoraAdapter` into each layer that matches."""
+        layers, unmatched = find_layers(
+            model,
+            self.target,
+            lambda module: product_of(module) is not None,
+            method="LoRA",
+            expected="nn.Linear or d9d_moe.GroupedLinear",
+        )
+        low_rank = self._low_rank()
         return Plan(
-            claimed=frozenset(
-                first[f"{name}.{parameter}"]
-                for name, linear in linears.items()
-                for parameter, _ in linear.named_parameters()
-            ),
-            replacements={name: wrapped[id(linear)] for name, linear in linears.items()},
+            claimed=claims(layers, first_names(model)),
+            unmatched=unmatched,
+            adapters={name: LoraAdapter(layer, low_rank) for name, layer in layers.items()},
         )
 
-    def _matches(self, model: nn.Module) -> dict[str, nn.Linear]:
-        return {
-            name: module
-            for name, module in model.named_modules(remove_duplicate=False)
-            # The model itself has no name, and nothing holds it in which it could be replaced.
-            if name and isinstance(module, nn.Linear) and re.search(self.pattern, name)
-        }
+    def _low_rank(self) -> LowRank:
+        return LowRank(rank=self.rank, alpha=self.alpha, dropout=self.dropout, rank_stabilized=self.rank_stabilized)
 
-    def _replacement(self, linear: nn.Linear) -> Replacement:
-        module = LoraLinear(linear, rank=self.rank, alpha=self.alpha, dropout=self.dropout)
-        moved = [rename(name, f"base.{name}") for name in linear.state_dict(keep_vars=True)]
-        new = ("lora_a", "lora_b")
-        return Replacement(module=module, mapper=parallel(*moved, keep(*new)), trainable=new)
 
-    def _matches_no_linear(self, model: nn.Module) -> str:
-        modules = [(name, module) for name, module in model.named_modules() if name]
-        others = [f"{name} ({type(module).__name__})" for name, module in modules if re.search(self.pattern, name)]
-        linears = [name for name, module in modules if isinstance(module, nn.Linear)]
-        found = f"only {shorten(others)}" if others else "no module"
-        return (
-            f"LoRA got the pattern {self.pattern!r}, which matches {found}; expected nn.Linear layers. "
-            f"This model has {shorten(linears)}."
-        )
+def product_of(layer: nn.Module) -> Product | None:
+    """How a layer that LoRA can adapt multiplies rows with its weight; `None` for any other module."""
+    return F.linear if isinstance(layer, nn.Linear) else grouped_product(layer)

@@ -9,24 +9,11 @@ from dataclasses import dataclass, field
 from typing import Protocol, final
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from d9d_state import StateMapper, identity, identity_of, parallel, scope
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    """A module that takes the place of another one.
-
-    Attributes:
-        module: The new module; it usually holds the old one.
-        mapper: From the tensor names of the old module to those of the new one, both without the module's own name.
-        trainable: Which parameters of the new module are trained, without the module's own name.
-    """
-
-    module: nn.Module
-    mapper: StateMapper
-    trainable: tuple[str, ...]
+from d9d_dist import UserError
+from d9d_peft.adapter import ADAPTER, Adapter, attach
+from d9d_state import StateMapper, identity_of, keep, parallel
 
 
 @final
@@ -35,20 +22,21 @@ class Plan:
     """What a method would do to a model.
 
     Attributes:
-        claimed: Parameters of the original model that the method deals with; no other method may. A tied parameter
-            goes by its first name (`first_names`).
+        claimed: Parameters of the model that the method deals with; no other method may. A tied parameter goes by its
+            first name (`first_names`).
         trainable: Those of them that are trained as they are.
-        replacements: New modules by the name of the module that they replace. A module that the model holds under
-            several names occurs under each, with the same replacement.
+        adapters: What is put into layers, by the layers' names; all parameters of adapters are trained.
+        unmatched: What the method looked for and did not find, as messages for a person.
     """
 
     claimed: frozenset[str]
     trainable: frozenset[str] = frozenset()
-    replacements: Mapping[str, Replacement] = field(default_factory=dict)
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    unmatched: tuple[str, ...] = ()
 
 
 class PeftMethod(Protocol):
-    """A way to fine-tune a part of a model: `LoRA`, `FullTune`, a `Stack` of several, or one of your own."""
+    """A way to fine-tune a part of a model: `LoRA`, `DoRA`, `FullTune`, a `Stack` of several, or one of your own."""
 
     def plan(self, model: nn.Module) -> Plan:
         """Say what to do to a model, and change nothing.
@@ -57,39 +45,47 @@ class PeftMethod(Protocol):
             model: On any device, `meta` included, and not parallelised yet.
 
         Raises:
-            UserError: If the method does not fit the model.
+            UserError: If the method does not fit the model. That it finds nothing to do is said in the plan.
         """
         ...
 
 
-def inject(method: PeftMethod, model: nn.Module) -> StateMapper:
-    """Prepare a model for fine-tuning, in place: put a method's modules in, and freeze what it does not train.
+def inject(method: PeftMethod, model: nn.Module, *, is_part: bool = False) -> StateMapper:
+    """Prepare a model for fine-tuning, in place: put a method's adapters in, and freeze what it does not train.
 
-    Call it before parallelising and before the optimizer is made. New parameters are on the device and of the dtype of
-    those they belong to, so that on `meta` nothing is allocated.
+    Layers stay where they are, and parameters keep their names; those of the adapter of the layer `a.q` are
+    `a.q.adapter.*`. They are on the device and of the dtype of the weight they belong to, so that on `meta` nothing is
+    allocated. Call it before parallelising and before the optimizer is made.
 
     Args:
         method: What to train.
         model: On any device, `meta` included.
+        is_part: Whether the model is a pipeline stage, in which a method need not find anything. A method that finds
+            nothing in any stage is not noticed then: inject it into the whole model on `meta` once.
 
     Returns:
         The mapper from the original model's tensors to those of the model as it is now, a tied tensor by its first
         name. `sequential(base_mapper, mapper)` loads the original checkpoint, where the new parameters keep their
-        initial values; `mapper.inverse()` leaves them out and gives the original names back.
+        initial values; `mapper.inverse()` leaves them out.
 
     Raises:
-        UserError: If the method does not fit the model; the model is unchanged then.
+        UserError: If the method does not fit the model or finds nothing in it, or the model has adapters or is
+            parallelised already; the model is unchanged then.
     """
+    _check_is_first(model)
     plan = method.plan(model)
-    original_names = list(model.state_dict(keep_vars=True))
-    for name, replacement in plan.replacements.items():
-        model.set_submodule(name, replacement.module)
-    trainable = plan.trainable | {
-        f"{name}.{parameter}" for name, replacement in plan.replacements.items() for parameter in replacement.trainable
-    }
+    if plan.unmatched and not is_part:
+        raise UserError(" ".join(plan.unmatched))
+    original = identity_of(model)
+    new_names: list[str] = []
+    for name, adapter in plan.adapters.items():
+        attach(adapter, model.get_submodule(name))
+        prefix = f"{name}.{ADAPTER}.".lstrip(".")
+        new_names += [f"{prefix}{tensor}" for tensor in adapter.state_dict(keep_vars=True)]
+    trainable = plan.trainable.union(new_names)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trainable)
-    return _mapper(original_names, plan, model)
+    return parallel(original, keep(*new_names)) if new_names else original
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
@@ -101,10 +97,13 @@ def first_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _mapper(original_names: list[str], plan: Plan, injected: nn.Module) -> StateMapper:
-    """The mapper that `inject` returns."""
-    replaced = [scope(f"{name}.", f"{name}.", item.mapper) for name, item in plan.replacements.items()]
-    consumed = {name for mapper in replaced for name in mapper.inputs}
-    untouched = identity(*(name for name in original_names if name not in consumed))
-    # Built over all names; then the groups that only fill a tied tensor once more are left out.
-    return parallel(untouched, *replaced).restrict(outputs=identity_of(injected).outputs)
+def _check_is_first(model: nn.Module) -> None:
+    """Refuse a model that cannot be prepared any more."""
+    for name, module in model.named_modules():
+        if isinstance(module._modules.get(ADAPTER), Adapter):
+            raise UserError(f"{name} has an adapter already; inject one Stack of methods instead of two methods.")
+        if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+            raise UserError(
+                f"{name or 'the model'} is parallelised already; expected inject() to come first. Call it where the "
+                "model is built."
+            )

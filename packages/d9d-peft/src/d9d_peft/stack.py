@@ -6,7 +6,7 @@ from typing import final
 from torch import nn
 
 from d9d_dist import UserError
-from d9d_peft._pattern import shorten
+from d9d_peft._targets import shorten
 from d9d_peft.method import PeftMethod, Plan
 
 
@@ -40,5 +40,6 @@ class Stack:
         return Plan(
             claimed=frozenset().union(*(plan.claimed for _, plan in plans)),
             trainable=frozenset().union(*(plan.trainable for _, plan in plans)),
-            replacements={name: item for _, plan in plans for name, item in plan.replacements.items()},
+            adapters={name: adapter for _, plan in plans for name, adapter in plan.adapters.items()},
+            unmatched=tuple(message for _, plan in plans for message in plan.unmatched),
         )

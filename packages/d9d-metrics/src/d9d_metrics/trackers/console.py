@@ -6,6 +6,9 @@ from typing import Literal, final
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
+from d9d_metrics.trackers.background import BackgroundTracker
+from d9d_metrics.trackers.values import Histogram, Picture, Text, Tracked
+
 _STEP_WIDTH = 8
 _VALUE_WIDTH = 11
 
@@ -27,7 +30,7 @@ class ConsoleTracker:
         """
         self._write = write
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
         """Say where the run goes on; what was written stays written."""
         if step > 0:
             self._write(f"resumed after step {step}")
@@ -35,10 +38,23 @@ class ConsoleTracker:
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
         """Show nothing: a person has the file."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one line."""
-        columns = [f"{name} {value:>#{_VALUE_WIDTH}.6g}" for name, value in values.items()]
-        self._write("  ".join([f"step {step:>{_STEP_WIDTH}}", *columns]))
+    def log(self, step: int, values: Mapping[str, Tracked]) -> None:
+        """Write one line with the numbers, and one for each text; distributions and pictures are left out."""
+        start = f"step {step:>{_STEP_WIDTH}}"
+        numbers = {name: value for name, value in values.items() if not isinstance(value, Histogram | Text | Picture)}
+        columns = [f"{name} {value:>#{_VALUE_WIDTH}.6g}" for name, value in numbers.items()]
+        if columns or not values:
+            self._write("  ".join([start, *columns]))
+        for name, value in values.items():
+            if isinstance(value, Text):
+                self._write(f"{start}  {name}: {value.text}")
+
+    def flush(self) -> None:
+        """Do nothing: each line is out when `log` returns."""
+
+    def state_dict(self) -> dict[str, JsonValue]:
+        """Return nothing."""
+        return {}
 
     def close(self) -> None:
         """Do nothing: each line is out when `log` returns."""
@@ -56,6 +72,6 @@ class ConsoleTrackerConfig(BaseModel):
 
     kind: Literal["console"] = "console"
 
-    def build(self, run_dir: Path) -> ConsoleTracker:
+    def build(self, run_dir: Path) -> BackgroundTracker:
         """Make the tracker; it leaves nothing in the run's folder."""
-        return ConsoleTracker()
+        return BackgroundTracker(ConsoleTracker, name=self.kind)

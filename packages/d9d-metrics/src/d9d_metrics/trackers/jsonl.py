@@ -1,8 +1,9 @@
 """Keeps a run's values in a text file of one JSON object a line, which any tool reads and a kill cannot spoil."""
 
+import errno
 import json
-import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,12 @@ from typing import Any, Literal, final
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from d9d_dist import UserError
+from d9d_metrics.trackers._files import replace_file
+from d9d_metrics.trackers.background import BackgroundTracker
+from d9d_metrics.trackers.redaction import redact_secrets
+from d9d_metrics.trackers.values import Picture, Tracked, to_json
 
+_UNSAFE = re.compile(r"[^\w.-]")
 RESERVED_NAMES = frozenset({"step", "time", "config"})
 
 
@@ -22,8 +28,9 @@ class JsonlTracker:
     A call of `log` writes `{"step": 10, "time": 1767225600.0, "loss": 2.5}`, where the time is in seconds since 1970,
     and `log_config` writes `{"time": 1767225600.0, "config": {...}}`. Numbers that JSON does not know are written as
     the strings `"nan"`, `"inf"` and `"-inf"`, which Python's `float` and pandas' `to_numeric` read; `read_metrics`
-    gives numbers back. Each line is one write straight to the operating system: what was logged survives the process,
-    however it ends.
+    gives numbers back. A distribution is `{"histogram": {...}}`, text is `{"text": ...}`, and a picture becomes a file
+    beside this one, which `{"picture": ...}` names. Each line is one write straight to the operating system: what was
+    logged survives the process, however it ends.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
@@ -39,7 +46,7 @@ class JsonlTracker:
         _drop_torn_line(path)
         self._file = path.open("ab", buffering=0)
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
         """Drop the lines of later steps.
 
         The file is replaced as a whole, so a kill leaves either the old one or the new one.
@@ -49,14 +56,14 @@ class JsonlTracker:
         """
         self._file.close()
         kept = [line for line, record in _lines(self._path) if record.get("step", step) <= step]
-        _replace(self._path, b"".join(kept))
+        replace_file(self._path, b"".join(kept))
         self._file = self._path.open("ab", buffering=0)
 
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
         """Append a line with the configuration."""
-        self._append({"time": self._clock(), "config": dict(config)})
+        self._append({"time": self._clock(), "config": redact_secrets(config)})
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Tracked]) -> None:
         """Append a line with the values of a step.
 
         Raises:
@@ -64,15 +71,36 @@ class JsonlTracker:
         """
         if taken := RESERVED_NAMES & values.keys():
             raise UserError(f"got values named {sorted(taken)}, which a line of {self._path} uses itself; rename them.")
-        numbers = {name: _to_json(float(value)) for name, value in values.items()}
-        self._append({"step": step, "time": self._clock(), **numbers})
+        written = {name: self._written(step, name, value) for name, value in values.items()}
+        self._append({"step": step, "time": self._clock(), **written})
+
+    def flush(self) -> None:
+        """Make the lines survive the machine too; they survive the process as they are."""
+        os.fsync(self._file.fileno())
+
+    def state_dict(self) -> dict[str, JsonValue]:
+        """Return nothing: the file is found by its name."""
+        return {}
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
+    def _written(self, step: int, name: str, value: Tracked) -> JsonValue:
+        """What stands in the line for a value."""
+        if not isinstance(value, Picture):
+            return to_json(value)
+        file = self._path.with_name(f"{self._path.stem}-pictures") / f"{_UNSAFE.sub('_', name)}-{step}.png"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(value.png)
+        return {"picture": f"{file.parent.name}/{file.name}"}
+
     def _append(self, record: Mapping[str, object]) -> None:
-        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        if self._file.write(line) != len(line):
+            # A part of a line stays until the file is opened again, which drops it; nothing may be written behind it.
+            self._file.close()
+            raise OSError(errno.ENOSPC, "a line was cut short, the disk seems to be full", str(self._path))
 
 
 @final
@@ -89,9 +117,10 @@ class JsonlTrackerConfig(BaseModel):
     kind: Literal["jsonl"] = "jsonl"
     file: str = "metrics.jsonl"
 
-    def build(self, run_dir: Path) -> JsonlTracker:
-        """Open the file in the run's folder."""
-        return JsonlTracker(run_dir / self.file)
+    def build(self, run_dir: Path) -> BackgroundTracker:
+        """Make the tracker of the file in the run's folder."""
+        path = run_dir / self.file
+        return BackgroundTracker(lambda: JsonlTracker(path), name=f"{self.kind} ({path})", start_seconds=30.0)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -101,21 +130,17 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         path: The file; a last line that is still being written is left out.
 
     Returns:
-        One mapping for each call of `log`, in order: the values by name, with `step` and `time`. Configurations are
-        left out.
+        One mapping for each call of `log`, in order: the numbers by name, with `step` and `time`. Configurations,
+        distributions, text and pictures are left out.
 
     Raises:
         UserError: If a line is not a JSON object.
     """
     return [
-        {name: float(value) for name, value in record.items()} | {"step": record["step"]}
+        {name: float(value) for name, value in record.items() if not isinstance(value, dict)} | {"step": record["step"]}
         for _, record in _lines(path)
         if "step" in record
     ]
-
-
-def _to_json(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -139,23 +164,4 @@ def _drop_torn_line(path: Path) -> None:
     """Cut off what follows the last newline."""
     content = path.read_bytes() if path.exists() else b""
     if content and not content.endswith(b"\n"):
-        _replace(path, content[: content.rfind(b"\n") + 1])
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Put a new file in the place of an old one, at once and for good."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    _fsync_folder(path.parent)
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        replace_file(path, content[: content.rfind(b"\n") + 1])

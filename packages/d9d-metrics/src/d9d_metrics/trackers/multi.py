@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import final
+from typing import Any, final
 
 from pydantic import JsonValue
 
 from d9d_metrics.trackers.tracker import Tracker
+from d9d_metrics.trackers.values import Tracked
 
 
 @final
@@ -16,20 +17,31 @@ class MultiTracker:
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
 
-    def resume(self, step: int) -> None:
-        """Let every tracker forget what came after a step."""
-        for tracker in self._trackers:
-            tracker.resume(step)
+    def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
+        """Let every tracker continue; each gets its own state, by its place in the order."""
+        for index, tracker in enumerate(self._trackers):
+            own: Any = state.get(str(index), {})
+            tracker.resume(step, own)
 
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
         """Give the configuration to every tracker."""
         for tracker in self._trackers:
             tracker.log_config(config)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Tracked]) -> None:
         """Give the values to every tracker."""
         for tracker in self._trackers:
             tracker.log(step, values)
+
+    def flush(self) -> None:
+        """Flush every tracker."""
+        for tracker in self._trackers:
+            tracker.flush()
+
+    def state_dict(self) -> dict[str, JsonValue]:
+        """Return the state of every tracker that has one, by its place in the order."""
+        states = {str(index): tracker.state_dict() for index, tracker in enumerate(self._trackers)}
+        return {index: state for index, state in states.items() if state}
 
     def close(self) -> None:
         """Close every tracker, the last one first, even if one of them raises."""

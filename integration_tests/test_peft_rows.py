@@ -1,0 +1,130 @@
+"""Fine-tuning in every layout: what LoRA and DoRA train, and how, equals one process, through the Trainer."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, final
+
+import pytest
+import torch
+from oracle import RTOL
+from oracle_models import VOCAB, MaskedNextToken, decoder, samples
+from torch import Tensor, nn
+
+from d9d_dist import (
+    ColumnParallel,
+    DistributedContext,
+    RowParallel,
+    StageInfo,
+    parallelize_hsdp,
+    parallelize_tensor,
+)
+from d9d_dist.testing import differences
+from d9d_loop import ModelProvider
+from d9d_loop.testing import Experiment, parse_layout, trace_layout
+from d9d_modules import SplitLanguageModelHead, SplitTokenEmbedding
+from d9d_peft import DoRA, FullTune, LoRA, PeftMethod, Stack, inject
+
+DENSE = r"attention\.(q|k|v|o)_proj|feed_forward\.\w+_proj"
+METHODS: dict[str, PeftMethod] = {
+    "lora": LoRA(DENSE, rank=3, alpha=12),
+    "dora": DoRA(DENSE, rank=3, alpha=12, rank_stabilized=True),
+    "experts": Stack(LoRA(r"experts", rank=3, alpha=12), LoRA("attention", rank=2), FullTune("norm")),
+    "ends": Stack(LoRA(r"layers\.0\.attention", rank=3), FullTune("lm_head")),
+    "new tokens": Stack(LoRA("layers", rank=2), FullTune(r"weight_new$")),
+}
+
+
+@final
+@dataclass(frozen=True)
+class Adapted(ModelProvider):
+    """Another provider's model, fine-tuned."""
+
+    base: ModelProvider
+    method: PeftMethod
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        model = self.base.build(stage)
+        inject(self.method, model, is_part=stage.count > 1)
+        return model
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        self.base.parallelize(model, ctx)
+
+
+class SplitModel(nn.Module):
+    """A vocabulary with new tokens, which are trained, and one block between its two ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = SplitTokenEmbedding({"orig": VOCAB - 5, "new": 5}, 12, init_std=0.5)
+        self.layers = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 12))
+        self.head = SplitLanguageModelHead(12, {"orig": VOCAB - 5, "new": 5}, init_std=0.5)
+
+    def forward(self, ids: Tensor, *, labels: Tensor, position_ids: Tensor) -> Tensor:
+        return self.head(self.layers(self.tokens(ids)), labels=labels)
+
+
+@final
+@dataclass(frozen=True)
+class SplitProvider(ModelProvider):
+    def build(self, stage: StageInfo) -> nn.Module:
+        return SplitModel()
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        dense = ctx.mesh_for("dense")
+        parallelize_tensor(model, dense["tp"], {"layers.0": ColumnParallel(), "layers.2": RowParallel()})
+        parallelize_hsdp(model, dense["dp_replicate", "dp_cp_shard", "cp_replicate"], shard_axis="dp_cp_shard")
+
+
+def provider(method: str) -> ModelProvider:
+    match method:
+        case "new tokens":
+            return SplitProvider()
+        case "experts":
+            return decoder("moe", method="all_gather", checkpointing="none", num_layers=4)
+        case _:
+            return decoder("dense", method="all_gather", checkpointing="full", num_layers=4)
+
+
+ROWS = (
+    ("lora", "dp_shard=2,tp=2,microbatch=2"),
+    ("lora", "pp=2,tp=2,schedule=zbv,microbatch=2"),
+    ("lora", "dp_replicate=2,cp_shard=2"),
+    ("dora", "tp=2"),
+    ("dora", "pp=2,dp_shard=2,microbatch=2"),
+    ("ends", "pp=4,microbatch=4"),
+    ("experts", "tp=2"),
+    ("experts", "pp=2,dp_shard=2,schedule=zb1p,microbatch=2"),
+    ("new tokens", "dp_shard=2,tp=2"),
+)
+
+
+def trace(method: str, layout: str) -> dict[str, Any]:
+    experiment = Experiment(
+        model=Adapted(provider(method), METHODS[method]), batch=samples(ragged=True), task=MaskedNextToken()
+    )
+    return trace_layout(experiment, parse_layout(layout))
+
+
+@cache
+def one_process(method: str) -> dict[str, Any]:
+    return trace(method, "")
+
+
+@pytest.mark.parametrize(("method", "layout"), ROWS)
+def test_a_row_equals_one_process(method: str, layout: str) -> None:
+    expected = one_process(method)
+    found = list(differences(trace(method, layout), expected, rtol=RTOL))
+    assert not found, f"{len(found)} differences. First: {found[0]}"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_only_what_should_be_trained_is(method: str) -> None:
+    first, last = (one_process(method)[f"step {step}"]["gradients"] for step in (1, 3))
+    assert first.keys() == last.keys()
+    with torch.device("meta"):
+        model = Adapted(provider(method), METHODS[method]).build(StageInfo(0, 1))
+    assert last.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    # After the first steps every one has a part in the loss, B beside A.
+    assert all(gradient.abs().max() > 1e-9 for gradient in last.values())
+    assert any(name.endswith("lora_a") for name in last)

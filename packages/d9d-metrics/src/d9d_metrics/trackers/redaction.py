@@ -1,0 +1,66 @@
+"""Keeps secrets out of what trackers are given: a configuration is shown to more people than may know its passwords."""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import JsonValue
+
+REDACTED = "<redacted>"
+
+# As whole words of a name, so that `tokenizer`, `num_tokens` and `key_size` stay.
+_SECRET_NAME = re.compile(
+    r"(^|_)(password|passwd|passphrase|pwd|secret|secrets|credential|credentials|token|bearer|authorization|auth|cookie"
+    r"|(api|access|private|secret|signing|encryption|ssh)_?keys?)(_(id|value|text|string))?$"
+)
+_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
+_SECRET_TEXT = re.compile(
+    r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user and password of a URL
+    r"|(?i:\bbearer\s+)[\w.~+/-]{8,}=*"
+    r"|\b(?:hf_|ghp_|gho_|ghs_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|ASIA|ya29\.|wandb_v1_)[\w.-]{8,}"
+    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"  # a JSON Web Token
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+)
+_SHORTEST_SECRET = 6
+
+
+def redact_secrets(
+    config: Mapping[str, JsonValue], environment: Mapping[str, str] | None = None
+) -> dict[str, JsonValue]:
+    """Replace what looks like a secret by `<redacted>`.
+
+    A value is one if its name says so (`password`, `api_key`, `hubToken`, ...), if it has the form of one (a password
+    in a URL, an access token of a known service, a private key), or if an environment variable with the name of a
+    secret holds it. What no rule knows is not found: secrets belong into the environment.
+
+    Args:
+        config: Values of JSON.
+        environment: The environment variables; those of this process by default.
+
+    Returns:
+        A copy.
+    """
+    variables = os.environ if environment is None else environment
+    known = [value for name, value in variables.items() if _names_secret(name) and len(value) >= _SHORTEST_SECRET]
+    return _redacted(dict(config), sorted(known, key=len, reverse=True))
+
+
+def _redacted(value: Any, known: list[str]) -> Any:
+    match value:
+        case dict():
+            return {
+                name: REDACTED if _names_secret(name) and each not in (None, "") else _redacted(each, known)
+                for name, each in value.items()
+            }
+        case list() | tuple():
+            return [_redacted(each, known) for each in value]
+        case str():
+            for secret in known:
+                value = value.replace(secret, REDACTED)
+            return _SECRET_TEXT.sub(REDACTED, value)
+    return value
+
+
+def _names_secret(name: str) -> bool:
+    return _SECRET_NAME.search("_".join(filter(None, _WORD.split(name))).lower()) is not None

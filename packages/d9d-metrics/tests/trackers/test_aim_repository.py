@@ -1,0 +1,84 @@
+"""Runs are really written to a repository and read back from it."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import aim
+import pytest
+from aim.storage.context import Context
+from matplotlib.figure import Figure
+
+from d9d_dist import UserError
+from d9d_metrics import AimTracker, AimTrackerConfig, Histogram, Picture, Text
+from d9d_metrics.trackers import _extras
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository for all tests: each has a run of its own, and making a repository takes seconds."""
+    folder = tmp_path_factory.mktemp("repository")
+    aim.Repo(str(folder), init=True)
+    return folder
+
+
+def reopened(folder: Path, state: dict[str, Any]) -> Any:
+    time.sleep(0.6)  # for half a second Aim does not know which runs are new
+    return aim.Run(
+        state["aim_run_hash"],
+        repo=str(folder),
+        force_resume=True,
+        system_tracking_interval=None,
+        log_system_params=False,
+        capture_terminal_logs=False,
+    )
+
+
+def series(sequence: Any) -> dict[int, Any]:
+    """What was tracked under a name, by step."""
+    steps, (values, *_) = sequence.data.items_list()
+    return dict(zip(map(int, steps), values, strict=True))
+
+
+def test_values_are_read_back_and_a_run_is_resumed(repository: Path) -> None:
+    first = AimTracker(str(repository), experiment="test")
+    first.log_config({"lr": 0.5, "mesh": {"dp": 2, "password": "canary"}, "name": None})
+    too_fine = Histogram(0.0, 1.0, (1.0,) * 513)
+    first.log(3, {"loss": 1.5, "h": Histogram(0.0, 4.0, (1.0, 3.0)), "t": Text("hello"), "fine": too_fine})
+    first.log(3, {"p": Picture.of(Figure(figsize=(1, 1), dpi=20))})
+    first.log(4, {"loss": 1.0})
+    first.log(5, {"loss": 0.75})
+    first.close()
+    state = first.state_dict()
+    second = AimTracker(str(repository))
+    second.resume(3, state)
+    second.log(4, {"loss": 40.0})
+    second.close()
+    assert second.state_dict() == state
+    run = reopened(repository, state)
+    assert run["config"] == {"lr": 0.5, "mesh": {"dp": 2, "password": "<redacted>"}, "name": None}
+    assert run.experiment == "test"
+    everywhere = Context({})
+    assert series(run.get_metric("loss", everywhere)) == {3: 1.5, 4: 40.0, 5: 0.75}
+    counts, edges = series(run.get_distribution_sequence("h", everywhere))[3].to_np_histogram()
+    assert (counts.tolist(), edges.tolist()) == ([1.0, 3.0], [0.0, 2.0, 4.0])
+    assert series(run.get_text_sequence("t", everywhere))[3].data == "hello"
+    assert series(run.get_image_sequence("p", everywhere))[3].to_pil_image().size == (20, 20)
+    assert run.get_distribution_sequence("fine", everywhere) is None
+    run.close()
+
+
+def test_config_builds_it_behind_a_spool(repository: Path, tmp_path: Path) -> None:
+    tracker = AimTrackerConfig(repository=str(repository), experiment="e").build(tmp_path)
+    tracker.resume(0)
+    tracker.log(1, {"loss": 1.0})
+    tracker.close()
+    run = reopened(repository, tracker.state_dict())
+    assert series(run.get_metric("loss", Context({}))) == {1: 1.0}
+    run.close()
+
+
+def test_without_the_package_it_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_extras, "find_spec", lambda _module: None)
+    with pytest.raises(UserError, match=r"the aim tracker needs .* pip install 'd9d-metrics\[aim\]'"):
+        AimTrackerConfig().build(tmp_path)

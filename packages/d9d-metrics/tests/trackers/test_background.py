@@ -1,0 +1,248 @@
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import JsonValue
+
+from d9d_dist import UserError
+from d9d_metrics import BackgroundTracker, Tracked, Tracker
+from d9d_metrics.trackers import background
+
+
+class Recorder:
+    """The far end of a `BackgroundTracker`: remembers what it was given, and fails or hangs when it is told to."""
+
+    """The far end of a `BackgroundTracker`; outlives the trackers that are opened on it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+        self.is_down = False
+        self.is_free = threading.Event()
+        self.is_free.set()
+        self.failures = 0
+
+    @property
+    def steps(self) -> list[int]:
+        return [what[0] for name, what in self.calls if name == "log" and isinstance(what, tuple)]
+
+    def open(self) -> "RecorderTracker":
+        self.check()
+        self.calls.append(("open", None))
+        return RecorderTracker(self)
+
+    def check(self) -> None:
+        assert self.is_free.wait(60)
+        if self.is_down:
+            self.failures += 1
+            raise ConnectionError("no route to host")
+
+
+class RecorderTracker:
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
+        self.recorder.check()
+        self.recorder.calls.append(("resume", (step, dict(state))))
+
+    def log_config(self, config: Mapping[str, JsonValue]) -> None:
+        self.recorder.check()
+        self.recorder.calls.append(("config", dict(config)))
+
+    def log(self, step: int, values: Mapping[str, Tracked]) -> None:
+        self.recorder.check()
+        if "refused" in values:
+            raise UserError("the name 'refused' is taken")
+        self.recorder.calls.append(("log", (step, dict(values))))
+
+    def flush(self) -> None:
+        self.recorder.check()
+
+    def state_dict(self) -> dict[str, JsonValue]:
+        return {"id": "run-7"}
+
+    def close(self) -> None:
+        self.recorder.calls.append(("close", None))
+
+
+def tracker_of(recorder: Recorder, spool: Path | None = None, **options: Any) -> BackgroundTracker:
+    options = {"start_seconds": 30.0, "retry_seconds": 0.01, "longest_retry_seconds": 0.02} | options
+    return BackgroundTracker(recorder.open, name="test", spool=spool, **options)
+
+
+@pytest.fixture(params=["memory", "spool"])
+def spool(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    return tmp_path / "spool" if request.param == "spool" else None
+
+
+def test_hands_on_everything_in_order(spool: Path | None) -> None:
+    recorder = Recorder()
+    tracker = tracker_of(recorder, spool)
+    tracker.resume(3, {"id": "run-7"})
+    tracker.log_config({"a": 1, "api_key": "abc"})
+    for step in range(4, 8):
+        tracker.log(step, {"loss": 1.0 / step})
+    tracker.close()
+    assert recorder.calls == [
+        ("open", None),
+        ("resume", (3, {"id": "run-7"})),
+        ("config", {"a": 1, "api_key": "<redacted>"}),
+        *[("log", (step, {"loss": 1.0 / step})) for step in range(4, 8)],
+        ("close", None),
+    ]
+
+
+def test_what_is_logged_is_what_it_was_then(spool: Path | None) -> None:
+    recorder, values = Recorder(), {"loss": 1.0}
+    recorder.is_free.clear()
+    tracker = tracker_of(recorder, spool)
+    tracker.log(1, values)
+    values["loss"] = 2.0
+    recorder.is_free.set()
+    tracker.close()
+    assert ("log", (1, {"loss": 1.0})) in recorder.calls
+
+
+def test_after_an_outage_goes_on_where_it_failed(spool: Path | None) -> None:
+    recorder = Recorder()
+    tracker = tracker_of(recorder, spool)
+    tracker.log(1, {"loss": 1.0})
+    wait_for(lambda: recorder.steps == [1])
+    recorder.is_down = True
+    tracker.log(2, {"loss": 2.0})
+    tracker.log(3, {"loss": 3.0})
+    wait_for(lambda: recorder.failures >= 3)
+    recorder.is_down = False
+    tracker.close()
+    assert recorder.steps == [1, 2, 3]
+    assert [call for call in recorder.calls if call[0] != "log"] == [
+        ("open", None),
+        ("close", None),
+        ("open", None),
+        ("resume", (1, {"id": "run-7"})),
+        ("close", None),
+    ]
+
+
+def test_a_tracker_that_hangs_costs_no_step(spool: Path | None, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+    recorder.is_free.clear()
+    tracker = tracker_of(recorder, spool, close_seconds=0.2)
+    for step in range(1, 101):
+        tracker.log(step, {"loss": 1.0})  # returns although the tracker does not
+    with caplog.at_level(logging.WARNING):
+        tracker.close()
+    assert recorder.steps == []
+    assert "the test tracker does not end; it is left alone" in caplog.text
+    assert ("100 entries are lost" if spool is None else "for the next start of the run") in caplog.text
+    recorder.is_free.set()
+
+
+def test_what_a_spool_holds_is_replayed_in_order_at_the_next_start(tmp_path: Path) -> None:
+    recorder = Recorder()
+    first = tracker_of(recorder, tmp_path)
+    first.log(1, {"loss": 1.0})
+    wait_for(lambda: recorder.steps == [1])
+    recorder.is_down = True
+    for step in (2, 3, 4):
+        first.log(step, {"loss": float(step)})
+    first.close()
+    assert recorder.steps == [1]
+    recorder.is_down, recorder.calls = False, []
+    second = tracker_of(recorder, tmp_path)
+    assert second.state_dict() == {"id": "run-7"}, "the run is found without a checkpoint"
+    second.resume(3)
+    second.log(4, {"loss": 40.0})
+    second.close()
+    assert recorder.calls == [
+        ("open", None),
+        ("resume", (3, {"id": "run-7"})),
+        *[("log", (step, {"loss": loss})) for step, loss in [(2, 2.0), (3, 3.0), (4, 40.0)]],
+        ("close", None),
+    ]
+
+
+def test_without_a_spool_what_is_not_taken_is_lost_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+    recorder.is_down = True
+    tracker = tracker_of(recorder)
+    tracker.log(1, {"loss": 1.0})
+    with caplog.at_level(logging.WARNING):
+        tracker.close()
+    assert "the test tracker did not take everything: 1 entries are lost" in caplog.text
+    assert "failed and is tried again in 0.01 s: ConnectionError('no route to host')" in caplog.text
+
+
+def test_a_full_queue_leaves_out_and_counts(
+    spool: Path | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "_CAPACITY", 2)
+    recorder = Recorder()
+    recorder.is_free.clear()
+    tracker = tracker_of(recorder, close_seconds=0.1)
+    for step in range(5):
+        tracker.log(step, {})
+    with caplog.at_level(logging.WARNING):
+        tracker.close()
+    assert "5 entries are lost" in caplog.text
+    recorder.is_free.set()
+
+
+def test_a_refused_entry_is_left_out(spool: Path | None, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+    tracker = tracker_of(recorder, spool)
+    with caplog.at_level(logging.WARNING):
+        tracker.log(1, {"refused": 1.0})
+        tracker.log(2, {"loss": 1.0})
+        tracker.close()
+    assert recorder.steps == [2]
+    assert "the test tracker leaves out an entry: the name 'refused' is taken" in caplog.text
+
+
+def test_a_tracker_that_refuses_to_start_is_an_error_at_the_start() -> None:
+    def refuse() -> Tracker:
+        raise UserError("no such project; make it first")
+
+    tracker = BackgroundTracker(refuse, name="test", start_seconds=30.0)
+    with pytest.raises(UserError, match="no such project; make it first"):
+        tracker.resume(0)
+    tracker.close()
+
+
+def test_flush_waits_for_what_was_logged(spool: Path | None) -> None:
+    recorder = Recorder()
+    tracker = tracker_of(recorder, spool)
+    tracker.log(1, {"loss": 1.0})
+    tracker.flush()
+    if spool is None:
+        assert recorder.steps == [1]
+    else:
+        recorder.is_free.clear()
+        tracker.log(2, {"loss": 2.0})
+        tracker.flush()
+        assert b'"step": 2' in (spool / "entries.jsonl").read_bytes()
+        recorder.is_free.set()
+    tracker.close()
+
+
+def test_close_without_any_call_opens_nothing(spool: Path | None) -> None:
+    recorder = Recorder()
+    tracker = tracker_of(recorder, spool)
+    tracker.close()
+    tracker.close()
+    with pytest.raises(ValueError, match="the test tracker is closed"):
+        tracker.log(1, {})
+    assert recorder.calls == []
+    assert not [thread for thread in threading.enumerate() if thread.name == "d9d-metrics-test"]
+
+
+def wait_for(condition: Any) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come true in a minute")

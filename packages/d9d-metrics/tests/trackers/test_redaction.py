@@ -1,0 +1,53 @@
+import pytest
+from pydantic import JsonValue
+
+from d9d_metrics import redact_secrets
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("password", "db_password", "api_key", "apiKey", "OPENAI_API_KEY", "hub_token", "hubToken", "client-secret"),
+        *("auth", "aws_secret_access_key", "AWS_ACCESS_KEY_ID", "privateKey", "credentials", "Authorization"),
+    ],
+)
+def test_a_name_says_that_its_value_is_a_secret(name: str) -> None:
+    assert redact_secrets({"a": [{name: "canary"}]}, {}) == {"a": [{name: "<redacted>"}]}
+    assert redact_secrets({name: {"value": "canary"}}, {}) == {name: "<redacted>"}
+    assert redact_secrets({name: None}, {}) == {name: None}
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer", "num_tokens", "tokens", "max_token_length", "key", "keys", "key_size", "keep_last", "author"]
+)
+def test_other_names_do_not(name: str) -> None:
+    assert redact_secrets({name: "value"}, {}) == {name: "value"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://me:canary@host/path", "https://<redacted>@host/path"),
+        ("curl -H 'Authorization: Bearer canary12345'", "curl -H 'Authorization: <redacted>'"),
+        ("hf_canary123456", "<redacted>"),
+        ("key=AKIAIOSFODNN7CANARY", "key=<redacted>"),
+        ("-----BEGIN RSA PRIVATE KEY-----\ncanary\n-----END RSA PRIVATE KEY-----", "<redacted>"),
+        ("the value is hunter2-canary!", "the value is <redacted>!"),
+        ("https://host:80/a@b", "https://host:80/a@b"),
+        ("runs/hf_models", "runs/hf_models"),
+    ],
+)
+def test_a_text_that_is_a_secret(text: str, shown: str) -> None:
+    environment = {"MY_TOKEN": "hunter2-canary", "HOME": "/root", "SHORT_TOKEN": "the"}
+    assert redact_secrets({"a": [text]}, environment) == {"a": [shown]}
+
+
+def test_gives_a_copy() -> None:
+    config: dict[str, JsonValue] = {"a": {"password": "canary"}}
+    redact_secrets(config)
+    assert config == {"a": {"password": "canary"}}
+
+
+def test_reads_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "canary-of-the-process")
+    assert redact_secrets({"command": "--key canary-of-the-process"}) == {"command": "--key <redacted>"}

@@ -1,0 +1,131 @@
+import math
+from pathlib import Path
+
+import pytest
+
+from d9d_metrics import Histogram, Picture, Text
+from d9d_metrics.trackers import spool as spool_module
+from d9d_metrics.trackers.outbox import Entry
+from d9d_metrics.trackers.spool import Spool
+
+
+def filled(folder: Path, *steps: int) -> Spool:
+    spool = Spool(folder)
+    for step in steps:
+        spool.put(Entry(step, {"loss": float(step)}))
+    assert spool.flush(60)
+    return spool
+
+
+def drained(spool: Spool) -> list[int | None]:
+    spool.close()
+    steps = []
+    while (entry := spool.head()) is not None:
+        steps.append(entry.step)
+        spool.delivered()
+    return steps
+
+
+def test_gives_back_every_kind_of_value(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    values = {
+        "loss": 0.1,
+        "inf": -math.inf,
+        "h": Histogram(0.0, 1.0, (1.0, 2.0)),
+        "text": Text("größe"),
+        "picture": Picture(b"\x89PNG\xff"),
+    }
+    spool.put(Entry(3, {**values, "nan": math.nan}))
+    spool.put(Entry(None, config={"a": {"b": [1, None]}}))
+    entry = spool.head()
+    assert entry is not None
+    assert entry.step == 3
+    assert repr(entry.values["nan"]) == "nan"
+    assert {name: value for name, value in entry.values.items() if name != "nan"} == values
+    spool.delivered()
+    assert spool.head() == Entry(None, config={"a": {"b": [1, None]}})
+    spool.close()
+
+
+def test_outlives_the_process_and_starts_where_delivery_stood(tmp_path: Path) -> None:
+    first = filled(tmp_path, 1, 2, 3)
+    first.head()
+    first.delivered()
+    # No close: the process was killed.
+    assert drained(Spool(tmp_path)) == [2, 3]
+    assert (tmp_path / "entries.jsonl").read_bytes() == b""
+    assert drained(Spool(tmp_path)) == []
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "val', b"{"])
+def test_drops_a_line_that_a_kill_cut_short(tmp_path: Path, torn: bytes) -> None:
+    filled(tmp_path, 1).close()
+    with (tmp_path / "entries.jsonl").open("ab") as file:
+        file.write(torn)
+    assert drained(filled(tmp_path, 5)) == [1, 5]
+
+
+def test_a_kill_between_emptying_and_its_note_loses_nothing_new(tmp_path: Path) -> None:
+    spool = filled(tmp_path, 1)
+    spool.close()
+    (tmp_path / "delivered").write_bytes(b"%020d" % 10**6)
+    assert drained(Spool(tmp_path)) == [1]
+
+
+def test_forgets_later_steps_but_no_configuration(tmp_path: Path) -> None:
+    first = filled(tmp_path, 1, 2)
+    first.put(Entry(None, config={"a": 1}))
+    first.put(Entry(3, {}))
+    first.put(Entry(4, {}))
+    first.head()
+    first.delivered()
+    first.close()
+    second = Spool(tmp_path)
+    second.forget_after(3)
+    assert drained(second) == [2, None, 3]
+
+
+def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool_module, "_RETRY_SECONDS", 0.01)
+    write, failures = spool_module.os.write, iter([OSError(28, "No space left on device"), 3])
+
+    def failing(file: int, line: bytes) -> int:
+        match next(failures, None):
+            case OSError() as error:
+                raise error
+            case int(part):
+                return write(file, line[:part])  # the disk took a part
+        return write(file, line)
+
+    monkeypatch.setattr(spool_module.os, "write", failing)
+    assert drained(filled(tmp_path, 1, 2)) == [1, 2]
+
+
+def test_a_disk_that_stays_full_is_not_waited_for_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_file: int, _line: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(spool_module.os, "write", failing)
+    spool = Spool(tmp_path)
+    spool.put(Entry(1, {}))
+    assert drained(spool) == []
+    assert spool.describe_rest() == "1 entries are lost"
+
+
+def test_leaves_out_what_is_beyond_its_size(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, max_bytes=100)
+    for step in range(5):
+        spool.put(Entry(step, {"loss": 1.0}))
+    spool.flush(60)
+    assert spool.describe_rest() == f"74 bytes wait in {tmp_path} for the next start of the run; 3 entries are lost"
+    assert drained(spool) == [0, 1]
+
+
+def test_keeps_a_state(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    assert spool.load_state() == {}
+    spool.save_state({"id": "a"})
+    spool.save_state({"id": "b"})
+    assert Spool(tmp_path).load_state() == {"id": "b"}
+    (tmp_path / "state.json").write_text("{")
+    assert Spool(tmp_path).load_state() == {}

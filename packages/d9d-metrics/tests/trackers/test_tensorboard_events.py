@@ -1,0 +1,85 @@
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from d9d_dist import UserError
+from d9d_metrics import Histogram, Picture, TensorBoardTracker, TensorBoardTrackerConfig, Text
+from d9d_metrics.trackers import _extras
+
+
+def read(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder)).Reload()
+
+
+def scalars(folder: Path, name: str) -> dict[int, float]:
+    return {event.step: event.value for event in read(folder).Scalars(name)}
+
+
+def png_of(width: int, height: int) -> bytes:
+    """A black picture."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    rows = zlib.compress(b"".join(b"\0" * (width + 1) for _ in range(height)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def test_every_kind_of_value_is_read_back(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.log_config({"lr": 0.5, "mesh": {"password": "canary"}})
+    picture = Picture(png_of(3, 2))
+    tracker.log(7, {"loss": 1.5, "h": Histogram(0.0, 4.0, (1.0, 3.0)), "t": Text("hello"), "p": picture})
+    tracker.close()
+    events = read(tmp_path)
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(7, 1.5)]
+    histogram = events.Histograms("h")[0].histogram_value
+    assert (histogram.num, histogram.sum, list(histogram.bucket_limit)[-2:]) == (4.0, 1 + 3 * 3, [2.0, 4.0])
+    assert list(histogram.bucket)[-2:] == [1.0, 3.0]
+    (image,) = events.Images("p")
+    assert (image.width, image.height, image.encoded_image_string) == (3, 2, picture.png)
+    assert events.Tensors("t/text_summary")[0].tensor_proto.string_val == [b"hello"]
+    shown = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    config = json.loads(shown.removeprefix("```json\n").removesuffix("\n```"))
+    assert config == {"lr": 0.5, "mesh": {"password": "<redacted>"}}
+
+
+def test_a_resumed_run_takes_back_steps_that_are_taken_again(tmp_path: Path) -> None:
+    first = TensorBoardTracker(tmp_path)
+    for step in (1, 2, 3, 4):
+        first.log(step, {"loss": float(step)})
+    first.flush()  # and killed
+    second = TensorBoardTracker(tmp_path)
+    second.resume(2, first.state_dict())
+    second.log(3, {"loss": 30.0})
+    second.close()
+    assert scalars(tmp_path, "loss") == {1: 1.0, 2: 2.0, 3: 30.0}
+
+
+def test_flush_makes_values_readable(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.flush()
+    tracker.log(1, {"loss": 1.0})
+    tracker.flush()
+    assert scalars(tmp_path, "loss") == {1: 1.0}
+    tracker.close()
+
+
+def test_config_builds_it_in_the_run_folder(tmp_path: Path) -> None:
+    tracker = TensorBoardTrackerConfig(folder="events").build(tmp_path)
+    tracker.resume(-1)
+    tracker.log(1, {"loss": 1.0})
+    tracker.close()
+    assert scalars(tmp_path / "events", "loss") == {1: 1.0}
+    assert (tmp_path / "trackers" / "tensorboard" / "entries.jsonl").read_bytes() == b""
+
+
+def test_without_the_package_it_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_extras, "find_spec", lambda _module: None)
+    with pytest.raises(UserError, match=r"tensorboard.* not installed: pip install 'd9d-metrics\[tensorboard\]'"):
+        TensorBoardTrackerConfig().build(tmp_path)

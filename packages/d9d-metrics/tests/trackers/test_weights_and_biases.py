@@ -1,0 +1,105 @@
+"""Runs are really written, offline, and read back from W&B's own file: a LevelDB log of protocol buffers."""
+
+import json
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+from wandb.proto.wandb_internal_pb2 import Record  # ty: ignore[import-not-found] - made by protobuf
+
+from d9d_dist import UserError
+from d9d_metrics import Histogram, Picture, Text, WandbTracker, WandbTrackerConfig
+from d9d_metrics.trackers import _extras
+
+_BLOCK, _HEADER = 32768, 7
+
+
+def records(folder: Path) -> Iterator[Any]:
+    """The records of all runs under a folder, the oldest run first."""
+    for file in sorted(folder.rglob("*.wandb")):
+        content, place, parts = file.read_bytes(), _HEADER, b""
+        while place + _HEADER <= len(content):
+            if _BLOCK - place % _BLOCK < _HEADER:
+                place += _BLOCK - place % _BLOCK
+                continue
+            _, length, kind = struct.unpack("<IHB", content[place : place + _HEADER])
+            parts += content[place + _HEADER : place + _HEADER + length]
+            place += _HEADER + length
+            if kind in (1, 4):  # whole, or the last part
+                yield Record.FromString(parts)
+                parts = b""
+
+
+def finished(folder: Path, *, num_runs: int = 1) -> Path:
+    """The folder, once W&B's own process has written so many runs to their end, which it does on its own time."""
+    for _ in range(600):
+        if sum(record.WhichOneof("record_type") == "exit" for record in records(folder)) == num_runs:
+            return folder
+        time.sleep(0.1)
+    raise AssertionError("W&B did not finish its runs in a minute")
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """What was logged."""
+    rows = [record.history for record in records(folder) if record.WhichOneof("record_type") == "history"]
+    return [{".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in row.item} for row in rows]
+
+
+def runs(folder: Path) -> list[str]:
+    return [record.run.run_id for record in records(folder) if record.WhichOneof("record_type") == "run"]
+
+
+def config(folder: Path) -> dict[str, Any]:
+    updates = [record.config.update for record in records(folder) if record.WhichOneof("record_type") == "config"]
+    return {item.key or item.nested_key[0]: json.loads(item.value_json) for update in updates for item in update}
+
+
+def a_picture() -> Picture:
+    return Picture.of(Figure(figsize=(1, 1), dpi=20))
+
+
+def test_values_are_read_back_and_a_run_is_resumed(tmp_path: Path) -> None:
+    first = WandbTracker(tmp_path, project="test", mode="offline")
+    first.log_config({"lr": 0.5, "mesh": {"dp": 2, "password": "canary"}})
+    first.log(3, {"loss": 1.5, "h": Histogram(0.0, 4.0, (1.0, 3.0)), "t": Text("hello"), "p": a_picture()})
+    first.log(3, {"rate": 2.0})
+    first.log(4, {"loss": float("inf")})
+    first.close()
+    state = first.state_dict()
+    rows = [row for row in history(finished(tmp_path)) if row["_step"] in (3, 4)]
+    assert [(row["_step"], row["loss"]) for row in rows] == [(3, 1.5), (4, float("inf"))]
+    assert (rows[0]["rate"], rows[0]["t"]) == (2.0, "hello")
+    assert rows[0]["p._type"] == "image-file"
+    (stored,) = tmp_path.glob(f"wandb/offline-run-*/files/{rows[0]['p.path']}")
+    assert stored.read_bytes() == a_picture().png
+    assert (rows[0]["h.values"], rows[0]["h.bins"]) == ([1.0, 3.0], [0.0, 2.0, 4.0])
+    assert config(tmp_path)["mesh"] == {"dp": 2, "password": "<redacted>"}
+    assert b"canary" not in b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    second = WandbTracker(tmp_path, project="test", mode="offline")
+    assert second.state_dict() != state
+    second.resume(4, state)
+    second.log(5, {"loss": 0.5})
+    second.close()
+    assert set(runs(finished(tmp_path, num_runs=2))) == {state["wandb_run_id"]}
+    assert [row["_step"] for row in history(tmp_path) if "loss" in row] == [3, 4, 5]
+
+
+def test_config_builds_it_behind_a_spool(tmp_path: Path) -> None:
+    chosen = WandbTrackerConfig(project="test", mode="offline", tags=("a",), group="g")
+    tracker = chosen.build(tmp_path)
+    tracker.resume(0)
+    tracker.log(1, {"loss": 1.0})
+    tracker.close()
+    assert [row["loss"] for row in history(finished(tmp_path)) if "loss" in row] == [1.0]
+    assert runs(tmp_path)[0] == tracker.state_dict()["wandb_run_id"]
+    assert chosen.build(tmp_path).state_dict() == tracker.state_dict(), "the next start would not find the run"
+
+
+def test_without_the_package_it_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_extras, "find_spec", lambda _module: None)
+    with pytest.raises(UserError, match=r"the wandb tracker needs .* pip install 'd9d-metrics\[wandb\]'"):
+        WandbTrackerConfig(project="test").build(tmp_path)

@@ -1,0 +1,134 @@
+"""Injecting LoRA into many linear layers, against replacing them by hand: time; and merging them: memory.
+
+    uv run python packages/d9d-peft/benchmarks/inject_and_merge.py --output inject_and_merge.json
+
+Both ways make the same factors, initialise them, and freeze the rest. They run in one process, in pairs of which each
+comes first in turn, so whatever else the machine does meets both; compare ratios, not seconds. Merging runs in a
+process of its own, whose highest memory before and after is asked of the system.
+"""
+
+import argparse
+import gc
+import json
+import math
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from d9d_peft import LoRA, inject, merge_
+
+LINEARS_IN_BLOCK = 8
+
+
+def main() -> None:
+    """Measure, print JSON, and write it if asked to."""
+    parser = argparse.ArgumentParser(description="Time of injecting LoRA, memory of merging it.")
+    parser.add_argument("--linears", type=int, default=2000)
+    parser.add_argument("--size", type=int, default=64, help="of each linear layer that is injected")
+    parser.add_argument("--merged-linears", type=int, default=64)
+    parser.add_argument("--merged-size", type=int, default=1024)
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    figures: dict[str, object] = {name: value for name, value in vars(args).items() if name != "output"}
+    for device in ("meta", "cpu"):
+        seconds = _times(args.linears, args.size, args.rank, torch.device(device), args.repeats)
+        ratios = [ours / theirs for ours, theirs in zip(seconds["inject"], seconds["by_hand"], strict=True)]
+        figures[device] = {
+            **{name: statistics.median(values) for name, values in seconds.items()},
+            "ratio": statistics.median(ratios),
+        }
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        figures["merge"] = pool.submit(_merge_memory, args.merged_linears, args.merged_size, args.rank).result()
+    print(json.dumps(figures, indent=2))
+    if args.output:
+        args.output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def build(num_linears: int, size: int, device: torch.device) -> nn.Module:
+    """Blocks of linear layers."""
+    with device:
+        return nn.Sequential(
+            *(
+                nn.Sequential(*(nn.Linear(size, size) for _ in range(LINEARS_IN_BLOCK)))
+                for _ in range(num_linears // LINEARS_IN_BLOCK)
+            )
+        )
+
+
+class HandMade(nn.Module):
+    """What a person would write."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.lora_a = nn.Parameter(base.weight.new_empty(rank, base.in_features))
+        self.lora_b = nn.Parameter(base.weight.new_empty(base.out_features, rank))
+        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_b)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer and its update."""
+        return self.base(x) + 2.0 * F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+
+def replace_by_hand(model: nn.Module, rank: int) -> None:
+    """Replace every linear layer, and freeze the rest."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            model.set_submodule(name, HandMade(module, rank))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def _times(num_linears: int, size: int, rank: int, device: torch.device, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each way, of pairs in turn; the first pair warms up."""
+    ways: dict[str, Callable[[nn.Module], object]] = {
+        "inject": lambda model: inject(LoRA(nn.Linear, rank=rank), model),
+        "by_hand": lambda model: replace_by_hand(model, rank),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(repeats + 1):
+        for name in sorted(ways, reverse=repeat % 2 == 0):
+            model = build(num_linears, size, device)
+            gc.collect()
+            begin = time.perf_counter()
+            ways[name](model)
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def _merge_memory(num_linears: int, size: int, rank: int) -> dict[str, float]:
+    """How much more memory merging takes at its highest, in parts of the model's own."""
+    merge_(_injected(LINEARS_IN_BLOCK, size, rank))  # what the first product takes belongs to no model
+    model = _injected(num_linears, size, rank)
+    model_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    before = _highest_bytes()
+    merge_(model)
+    more = _highest_bytes() - before
+    return {"model_bytes": model_bytes, "more_bytes": more, "more": more / model_bytes}
+
+
+def _injected(num_linears: int, size: int, rank: int) -> nn.Module:
+    model = build(num_linears, size, torch.device("cpu"))
+    inject(LoRA(nn.Linear, rank=rank), model)
+    return model
+
+
+def _highest_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+if __name__ == "__main__":
+    main()

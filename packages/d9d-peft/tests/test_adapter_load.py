@@ -1,0 +1,96 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from d9d_dist import UserError
+from d9d_peft import DoRA, LoRA, PeftMethod, inject, load_adapters, save_adapters
+
+
+def small(method: PeftMethod | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3))
+    inject(method or LoRA("0|1", rank=2, alpha=4), model)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def edit_config(**values: object) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return edit
+
+
+def rename_a_layer(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = {name.replace("model.1.", "model.2."): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "adapter_config.json").unlink(), r"adapter_config\.json does not exist; expected a"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), r"adapter_model\.safetensors does not exist"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), r"adapter_config\.json is no JSON: "),
+        (lambda folder: (folder / "adapter_config.json").write_text("[]"), r"has no r and lora_alpha; expected the"),
+        (
+            lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 20),
+            r"adapter_model\.safetensors is no safetensors file: ",
+        ),
+        (edit_config(use_dora=True), r"says .*'use_dora': True.*; expected .*'use_dora': False"),
+        (edit_config(lora_bias=True), r"says .*'lora_bias': True.*; expected"),
+        (edit_config(bias="all"), r"says .*'bias': 'all'.*; expected .*'bias': 'none'"),
+        (
+            edit_config(lora_alpha=8),
+            r"scale 0 by 4; the model's layer by 2\. Inject it with rank = 2 and alpha = 8\.",
+        ),
+        (edit_config(alpha_pattern={"1": 2}), r"scale 1 by 1; the model's layer by 2\."),
+        (
+            edit_config(use_rslora=True, lora_alpha=2**1.5 + 1),
+            r"scale 0 by 2\.70711; the model's layer by 2\. Inject it with rank_stabilized = True and rank = 2",
+        ),
+        (
+            rename_a_layer,
+            r"(?s)do not fit.*in the folder, but not in the model: .*2\.lora_A.*not in the folder: .*1\.lora",
+        ),
+    ],
+)
+def test_refuses_adapters_that_do_not_fit_and_changes_nothing(
+    tmp_path: Path, spoil: Callable[[Path], Any], message: str
+) -> None:
+    save_adapters(small(), tmp_path)
+    spoil(tmp_path)
+    model = small()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(UserError, match=message):
+        load_adapters(model, tmp_path)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (LoRA("0|1", rank=3), r"of another shape: .*0\.lora_A\.weight: got \[2, 5\], expected \[3, 5\]"),
+        (LoRA("0", rank=2, alpha=4), r"in the folder, but not in the model: base_model\.model\.1\.lora_A\.weight"),
+        (DoRA("0|1", rank=2, alpha=4), r"says .*'use_dora': False.*; expected .*'use_dora': True"),
+    ],
+)
+def test_refuses_adapters_of_another_method(tmp_path: Path, method: PeftMethod, message: str) -> None:
+    save_adapters(small(), tmp_path)
+    with pytest.raises(UserError, match=message):
+        load_adapters(small(method), tmp_path)
+
+
+def test_the_rule_of_the_scale_may_differ_if_the_scale_does_not(tmp_path: Path) -> None:
+    save_adapters(small(LoRA("0|1", rank=4, alpha=4, rank_stabilized=True)), tmp_path)
+    load_adapters(small(LoRA("0|1", rank=4, alpha=8)), tmp_path)

@@ -1,0 +1,132 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+
+from d9d_dist import SplitBackward, UserError
+from d9d_peft import DoRA, DoraAdapter, inject, merge_
+
+
+def layer(method: DoRA | None = None, dtype: torch.dtype = torch.float64) -> tuple[nn.Linear, DoraAdapter]:
+    linear = nn.Linear(6, 5, dtype=dtype)
+    inject(method or DoRA(nn.Linear, rank=2, alpha=3.0), linear)
+    adapter = linear.get_submodule("adapter")
+    assert isinstance(adapter, DoraAdapter)
+    return linear, adapter
+
+
+def perturb(adapter: DoraAdapter) -> None:
+    nn.init.normal_(adapter.lora_b)
+    nn.init.normal_(adapter.magnitude_offset)
+
+
+def equation_5(linear: nn.Linear, adapter: DoraAdapter, x: Tensor) -> Tensor:
+    turned = linear.weight + 1.5 * adapter.lora_b @ adapter.lora_a
+    length = linear.weight.norm(dim=1) + adapter.magnitude_offset
+    return x @ (length / turned.norm(dim=1).detach() * turned.T) + linear.bias
+
+
+def test_starts_as_the_layer_it_is_in() -> None:
+    linear, _ = layer()
+    x = torch.randn(3, 6, dtype=torch.float64)
+    expected = nn.functional.linear(x, linear.weight, linear.bias)
+    torch.testing.assert_close(linear(x), expected, rtol=1e-14, atol=1e-14)
+
+
+def test_is_equation_5_with_a_norm_that_is_a_constant_in_backward() -> None:
+    linear, adapter = layer()
+    perturb(adapter)
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    inputs = [x, *adapter.parameters()]
+    expected = equation_5(linear, adapter, x)
+    torch.testing.assert_close(linear(x), expected, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(linear(x).square().sum(), inputs)
+    expected_gradients = torch.autograd.grad(expected.square().sum(), inputs)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-11, atol=1e-11)
+
+
+def test_starts_as_the_layer_even_if_its_weight_comes_later() -> None:
+    linear, adapter = layer()
+    nn.init.normal_(linear.weight, std=7.0)
+    adapter.reset_parameters()
+    x = torch.randn(3, 6, dtype=torch.float64)
+    torch.testing.assert_close(linear(x), nn.functional.linear(x, linear.weight, linear.bias), rtol=1e-14, atol=1e-14)
+
+
+def test_merges_into_the_weight() -> None:
+    linear, adapter = layer()
+    perturb(adapter)
+    x = torch.randn(3, 6, dtype=torch.float64)
+    expected = equation_5(linear, adapter, x)
+    merge_(linear)
+    torch.testing.assert_close(nn.functional.linear(x, linear.weight, linear.bias), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(linear(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_low_precision_weight_is_merged_in_float32() -> None:
+    linear, adapter = layer(dtype=torch.bfloat16)
+    perturb(adapter)
+    turned = linear.weight.float() + 1.5 * adapter.lora_b.float() @ adapter.lora_a.float()
+    length = linear.weight.float().norm(dim=1) + adapter.magnitude_offset.float()
+    expected = (length / turned.norm(dim=1))[:, None] * turned
+    merge_(linear)
+    torch.testing.assert_close(linear.weight.float(), expected, rtol=2**-8, atol=0)
+
+
+def test_low_precision_stays_low() -> None:
+    linear, _ = layer(dtype=torch.bfloat16)
+    assert linear(torch.randn(3, 6, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_dropout_acts_on_the_turn_only_and_only_while_training() -> None:
+    linear, adapter = layer(DoRA(nn.Linear, rank=2, alpha=3.0, dropout=0.999999))
+    perturb(adapter)
+    x = torch.randn(3, 6, dtype=torch.float64)
+    turned = linear.weight + 1.5 * adapter.lora_b @ adapter.lora_a
+    stretch = (linear.weight.norm(dim=1) + adapter.magnitude_offset) / turned.norm(dim=1)
+    torch.testing.assert_close(linear(x), stretch * (x @ linear.weight.T) + linear.bias)
+    linear.eval()
+    torch.testing.assert_close(linear(x), equation_5(linear, adapter, x))
+
+
+def test_backward_in_two_halves_gives_the_same_gradients() -> None:
+    linear, adapter = layer()
+    perturb(adapter)
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    parameters = list(adapter.parameters())
+    expected = torch.autograd.grad(linear(x).square().sum(), [x, *parameters])
+    split = SplitBackward()
+    with split.forward():
+        loss = linear(x).square().sum()
+    later = split.backward([loss], [None])
+    assert len(later) == 2, "A and B wait"
+    later.compute()
+    torch.testing.assert_close([x.grad, *(p.grad for p in parameters)], list(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_lengths_are_split_with_rows() -> None:
+    _, adapter = layer()
+    assert adapter.tensor_placements(Shard(0)) == {"lora_b": Shard(0), "magnitude_offset": Shard(0)}
+    assert adapter.tensor_placements(Shard(1)) == {"lora_a": Shard(1)}
+    assert adapter.tensor_placements(Replicate()) == {}
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's own name)
+        return 2 * super().forward(input)
+
+
+def test_refuses_layers_that_compute_something_else() -> None:
+    with pytest.raises(
+        UserError, match=r"DoRA got the pattern '0', which matches only 0 \(Doubled\); expected nn\.Lin"
+    ):
+        inject(DoRA("0"), nn.Sequential(Doubled(2, 2)))
+
+
+def test_says_what_it_is() -> None:
+    assert "(adapter): DoraAdapter(rank=2, alpha=3.0, dropout=0.0)" in repr(layer()[0])
+
+
+def test_refuses_a_rank_below_one() -> None:
+    with pytest.raises(UserError, match="DoRA got rank = 0; expected at least 1"):
+        DoRA("q", rank=0)
