@@ -6,7 +6,7 @@ from typing import Any, final
 
 import pytest
 import torch
-from oracle import RTOL
+from oracle_grid import RTOL
 from oracle_models import VOCAB, MaskedNextToken, decoder, samples
 from torch import Tensor, nn
 

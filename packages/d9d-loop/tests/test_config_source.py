@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from d9d_dist import UserError
-from d9d_loop import TrainerConfig
+from d9d_loop import AdamWConfig, TrainerConfig
 from d9d_loop.config_source import parse_command_line
 
 JOB = {"steps": 3, "batch": {"global_size": 8}}
@@ -40,6 +40,7 @@ def test_overrides_are_of_every_kind() -> None:
     )
     assert _values(config.trackers[0]) == {"kind": "jsonl", "file": "m"}
     assert _values(config.trackers[1]) == {"kind": "console"}
+    assert isinstance(config.optimizer, AdamWConfig)
     assert (config.optimizer.betas, config.checkpoint.keep_last) == ((0.5, 0.75), None)
     assert (config.mesh.data_parallel_shard, config.logging.progress, config.seed) == (-1, False, 4)
     assert config.run.folder == Path("a=b/c")

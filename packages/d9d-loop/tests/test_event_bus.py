@@ -130,7 +130,7 @@ def test_handlers_change_neither_modes_nor_gradients() -> None:
 
     def use(event: GradientsReady) -> None:
         event.model.eval()
-        event.model[1].train()  # ty: ignore[call-non-callable]
+        event.model.get_submodule("1").train()
         assert not event.model(torch.ones(2)).requires_grad
 
     events.on(GradientsReady, use)
@@ -139,9 +139,15 @@ def test_handlers_change_neither_modes_nor_gradients() -> None:
 
 
 def test_gradients_may_be_changed() -> None:
-    model, events = nn.Linear(1, 1), Events()
+    model, events = nn.Linear(1, 1, bias=False), Events()
     model.weight.grad = torch.ones(1, 1)
-    events.on(GradientsReady, lambda event: event.model.weight.grad.mul_(3))  # ty: ignore[unresolved-attribute]
+
+    def triple(event: GradientsReady) -> None:
+        for parameter in event.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(3)
+
+    events.on(GradientsReady, triple)
     events.emit(GradientsReady(1, model))
     assert model.weight.grad.item() == 3
 

@@ -330,5 +330,5 @@ def test_reasons_to_keep_checkpoints_must_be_able_to_hold(
 
 def test_all_reasons_to_keep_checkpoints_together(tmp_path: Path) -> None:
     config = _config(tmp_path, checkpoint={"every": 200, "keep_every": 400, "keep_best": 2, "higher_is_better": True})
-    check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DATA, evaluation_data=DATA)
+    check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA, evaluation=DATA))
     assert config.checkpoint.retention == Retention(last=2, every=400, best=2, higher_is_better=True)

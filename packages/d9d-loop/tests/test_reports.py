@@ -174,5 +174,5 @@ def test_trackers_are_closed_when_a_job_fails(tmp_path: Path, ctx: DistributedCo
     run = _Run(_config(tmp_path), ctx, time)
     with pytest.raises(RuntimeError, match="lost"), run.reports:
         raise RuntimeError("lost")
-    with pytest.raises(ValueError, match="closed file"):
+    with pytest.raises(ValueError, match="is closed"):
         run.reports.evaluation()

@@ -7,7 +7,7 @@ from d9d_loop import Events, Slept, Woken
 from d9d_loop.sleep import Sleep
 
 
-def _trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+def _trained() -> tuple[nn.Linear, torch.optim.Optimizer]:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(3)).sum().backward()

@@ -1,5 +1,6 @@
 import os
 import shutil
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from d9d_dist import (
 )
 from d9d_dist.testing import run_ranks
 from d9d_loop import (
+    BadStepFound,
     CheckpointSaved,
     EvaluationDone,
     Event,
@@ -39,6 +41,8 @@ from d9d_loop import (
     Woken,
     validate_config,
 )
+from d9d_loop.resilience import Stopped
+from d9d_loop.training_job import BadStepError
 from d9d_metrics import Metric, Sum, read_metrics
 from d9d_state import CheckpointStore, ModelFolder, StateMapper, load_model_state, parallel, rename, save_model_state
 
@@ -373,8 +377,9 @@ def test_a_loss_that_is_no_number_can_be_saved(tmp_path: Path) -> None:
         def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
             return Loss(outputs.sum() * float("inf"), weight=1)
 
+    config = _config(tmp_path, resilience={"bad_steps": {"max_in_a_row": 100}})
     trainers: list[Callable[[], TrainResult]] = [
-        Trainer(_config(tmp_path), model=lambda stage: _Net(), data=_data(), task=Diverged()).train for _ in range(2)
+        Trainer(config, model=lambda stage: _Net(), data=_data(), task=Diverged()).train for _ in range(2)
     ]
     first, again = (train() for train in trainers)
     assert str(first.train_loss) == str(again.train_loss)
@@ -483,3 +488,98 @@ def _train_without_data_parallelism(folder: str) -> str:
 def test_parameters_must_be_on_every_axis(tmp_path: Path) -> None:
     for message in run_ranks(_train_without_data_parallelism, str(tmp_path), world_size=4):
         assert "left up.weight, up.bias, down.weight, down.bias to fewer than the 4 ranks of a stage" in message
+
+
+class _ExplodesOnce(_Regression):
+    """Is not finite on samples that are marked so; on one of two ranks, where there are two."""
+
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
+        loss = super().loss(outputs, batch)
+        return Loss(loss.total * torch.where(batch["number"].eq(11).any(), float("nan"), 1.0), loss.weight)
+
+
+def _numbered() -> Samples:
+    return [{**sample, "number": torch.tensor(index)} for index, sample in enumerate(_data())]
+
+
+def _explode(folder: str, ranks: int, policy: str) -> list[tuple[int, str, str]]:
+    config = _config(
+        Path(folder),
+        steps=5,
+        data={"shuffle": False},
+        mesh={"data_parallel_shard": ranks},
+        checkpoint={"every": 1, "background": False},
+        resilience={"bad_steps": {"non_finite": policy}},
+    )
+    trainer = Trainer(config, model=lambda stage: _Net(), data=_numbered(), task=_ExplodesOnce())
+    found: list[tuple[int, str, str]] = []
+    trainer.events.on(BadStepFound, lambda event: found.append((event.step, event.decision, event.why)))
+    try:
+        trainer.train()
+    except BadStepError as error:
+        found.append((0, "raised", str(error)))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, ranks: int) -> None:
+    everyones = run_ranks(_explode, str(tmp_path), ranks, "skip", world_size=ranks)
+    assert all(found == everyones[0] for found in everyones)
+    ((step, decision, why),) = everyones[0]
+    assert (step, decision) == (3, "skip")
+    assert (
+        "its update was left out. the first tensor that is not finite is the loss, in the forward pass of rank" in why
+    )
+    model = _Net()
+    load_model_state(model, tmp_path / "run" / "export")
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def test_a_job_stops_or_goes_back_as_it_is_told(tmp_path: Path) -> None:
+    stop = _explode(str(tmp_path / "stop"), 1, "stop")
+    assert [(step, decision) for step, decision, _ in stop] == [(3, "stop"), (0, "raised")]
+    assert "the configuration says stop." in stop[1][2]
+    back = _explode(str(tmp_path / "back"), 1, "rewind")
+    assert [(step, decision) for step, decision, _ in back] == [(3, "rewind"), (3, "stop"), (0, "raised")]
+    assert "it is so again after going back" in back[2][2]
+
+
+class _ExplodesFirst(_Regression):
+    """Is not finite at one step, the first time that it is tried."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
+        self.calls += 1
+        loss = super().loss(outputs, batch)
+        # Once more when it is done again, to see where that comes from.
+        return Loss(loss.total * (float("nan") if self.calls in (3, 4) else 1.0), loss.weight)
+
+
+def test_what_comes_after_going_back_is_what_would_have_come(tmp_path: Path) -> None:
+    weights = []
+    for name, task in (("calm", _Regression()), ("rewound", _ExplodesFirst())):
+        config = _config(
+            tmp_path / name,
+            steps=5,
+            checkpoint={"every": 2},
+            resilience={"bad_steps": {"non_finite": "rewind"}},
+            logging={"every": 1, "progress": False},
+        )
+        weights.append(_weights(Trainer(config, model=lambda stage: _Net(), data=_data(), task=task))[1])
+        steps = [line["step"] for line in read_metrics(tmp_path / name / "run" / "metrics.jsonl") if "loss" in line]
+        assert steps == [1, 2, 3, 4, 5]
+    _assert_same_bits(*weights)
+
+
+def test_a_signal_saves_and_leaves(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, steps=6, checkpoint={"every": 100})
+    trainer.events.on(StepDone, lambda done: os.kill(os.getpid(), signal.SIGTERM) if done.step == 3 else None)
+    with pytest.raises(Stopped, match="stopped by SIGTERM after step 3") as stopped:
+        trainer.train()
+    assert stopped.value.code == 75
+    assert not dist.is_initialized()
+    _, weights = _weights(_trainer(tmp_path, steps=6, checkpoint={"every": 100}))
+    _, whole = _weights(_trainer(tmp_path / "whole", steps=6, checkpoint={"every": 100}))
+    _assert_same_bits(weights, whole)

@@ -18,6 +18,7 @@ from d9d_dist.testing import run_ranks
 from d9d_loop import (
     CheckpointSaved,
     EvaluationDone,
+    Event,
     Finished,
     Loss,
     ModelExported,
@@ -100,12 +101,12 @@ class _Interrupted(Exception):  # noqa: N818 - no error, but what Ctrl-C would b
     pass
 
 
-def _interrupt(event: Any, *, at: int) -> None:
+def _interrupt(event: Event, *, at: int) -> None:
     if event.step == at:
         raise _Interrupted
 
 
-def _train_until(trainer: Trainer, kind: type, at: int) -> None:
+def _train_until(trainer: Trainer, kind: type[Event], at: int) -> None:
     trainer.events.on(kind, partial(_interrupt, at=at))
     with pytest.raises(_Interrupted):
         trainer.train()
@@ -177,7 +178,7 @@ def test_interrupted_after_any_step(tmp_path: Path, at: int, uninterrupted: _Out
 
 @pytest.mark.parametrize(("kind", "at"), [(EvaluationDone, 6), (CheckpointSaved, 6), (EvaluationDone, STEPS)])
 def test_interrupted_between_evaluation_checkpoint_and_export(
-    tmp_path: Path, kind: type, at: int, uninterrupted: _Outcome
+    tmp_path: Path, kind: type[Event], at: int, uninterrupted: _Outcome
 ) -> None:
     _train_until(_trainer(tmp_path), kind, at)
     _assert_same(_finish(_trainer(tmp_path), tmp_path), uninterrupted)

@@ -18,10 +18,12 @@ from d9d_loop.config import (
 )
 from d9d_loop.config_file import read_config_file
 from d9d_loop.config_source import validate_config
+from d9d_loop.data import DataProvider, DatasetProvider
 from d9d_loop.evaluation import Evaluator
 from d9d_loop.event_bus import Events, handles
 from d9d_loop.events import (
     BackwardDone,
+    BadStepFound,
     CheckpointSaved,
     CheckpointStarted,
     ConfigReady,
@@ -44,24 +46,41 @@ from d9d_loop.events import (
 )
 from d9d_loop.inference import Inference, InferenceResult
 from d9d_loop.inference_config import InferenceConfig
-from d9d_loop.lr_schedule import LrSchedule, LrScheduleConfig, WarmupCosineConfig
+from d9d_loop.lr_schedule import LrSchedule, LrScheduleConfig, PiecewiseConfig, WarmupCosineConfig, WsdConfig
 from d9d_loop.model_provider import FunctionProvider, ModelProvider
-from d9d_loop.optimizer import AdamWConfig, OptimizerConfig, OptimizerProvider
+from d9d_loop.optimizer import (
+    AdamConfig,
+    AdamWConfig,
+    GroupConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerConfig,
+    OptimizerProvider,
+    OptimizerSettings,
+    ScheduleFreeAdamWConfig,
+    SGDConfig,
+    StochasticAdamWConfig,
+)
 from d9d_loop.pipeline import Pipeline
 from d9d_loop.pipeline_schedule import ScheduleConfig
 from d9d_loop.preset import PresetConfig, preset_trainer
 from d9d_loop.profiler import ProfileConfig, Profiler
+from d9d_loop.resilience import ExitCode, ResilienceConfig, Stopped
 from d9d_loop.sample_order import SampleOrder
 from d9d_loop.section import Section
 from d9d_loop.task import BatchTask, InferenceTask, Loss, Task
 from d9d_loop.train_result import TrainResult
 from d9d_loop.train_step import StepOutcome, TrainStep
 from d9d_loop.trainer import Trainer
+from d9d_loop.training_job import BadStepError, JobParts, TrainingJob
 from d9d_pipeline import Inputs
 
 __all__ = [
+    "AdamConfig",
     "AdamWConfig",
     "BackwardDone",
+    "BadStepError",
+    "BadStepFound",
     "BatchConfig",
     "BatchTask",
     "CheckpointConfig",
@@ -71,18 +90,22 @@ __all__ = [
     "Component",
     "ConfigReady",
     "DataConfig",
+    "DataProvider",
     "DataReady",
+    "DatasetProvider",
     "EvaluationConfig",
     "EvaluationDone",
     "EvaluationStarted",
     "Evaluator",
     "Event",
     "Events",
+    "ExitCode",
     "Failed",
     "Finished",
     "FunctionProvider",
     "GradientConfig",
     "GradientsReady",
+    "GroupConfig",
     "HostConfig",
     "Inference",
     "InferenceConfig",
@@ -90,6 +113,8 @@ __all__ = [
     "InferenceTask",
     "Inputs",
     "JobConfig",
+    "JobParts",
+    "LionConfig",
     "LoggingConfig",
     "Loss",
     "LrSchedule",
@@ -97,32 +122,42 @@ __all__ = [
     "ModelExported",
     "ModelProvider",
     "ModelReady",
+    "MuonConfig",
     "OptimizerConfig",
     "OptimizerDone",
     "OptimizerProvider",
     "OptimizerReady",
+    "OptimizerSettings",
     "PartWritten",
+    "PiecewiseConfig",
     "Pipeline",
     "PipelineConfig",
     "PresetConfig",
     "ProfileConfig",
     "Profiler",
+    "ResilienceConfig",
     "RunConfig",
+    "SGDConfig",
     "SampleOrder",
     "Samples",
     "ScheduleConfig",
+    "ScheduleFreeAdamWConfig",
     "Section",
     "Slept",
     "StepDone",
     "StepOutcome",
     "StepStarted",
+    "StochasticAdamWConfig",
+    "Stopped",
     "Task",
     "TrainResult",
     "TrainStep",
     "Trainer",
     "TrainerConfig",
+    "TrainingJob",
     "WarmupCosineConfig",
     "Woken",
+    "WsdConfig",
     "command_line",
     "handles",
     "preset_trainer",

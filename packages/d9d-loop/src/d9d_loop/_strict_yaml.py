@@ -4,6 +4,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import yaml
+from yaml.constructor import ConstructorError
 
 
 def parse_yaml(text: str) -> Any:
@@ -24,22 +25,18 @@ class _StrictLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
-            raise yaml.constructor.ConstructorError(None, None, "aliases are not allowed", event.start_mark)
+            raise ConstructorError(None, None, "aliases are not allowed", event.start_mark)
         if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
-            raise yaml.constructor.ConstructorError(None, None, "anchors are not allowed", event.start_mark)
+            raise ConstructorError(None, None, "anchors are not allowed", event.start_mark)
         if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
-            raise yaml.constructor.ConstructorError(None, None, "tags are not allowed", event.start_mark)
+            raise ConstructorError(None, None, "tags are not allowed", event.start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for place, (key, (key_node, _)) in enumerate(zip(keys, node.value, strict=True)):
             if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is no text; put it in quotes", key_node.start_mark
-                )
+                raise ConstructorError(None, None, f"the key {key!r} is no text; put it in quotes", key_node.start_mark)
             if key in keys[:place]:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key} is there twice", key_node.start_mark
-                )
+                raise ConstructorError(None, None, f"the key {key} is there twice", key_node.start_mark)
         return super().construct_mapping(node, deep)

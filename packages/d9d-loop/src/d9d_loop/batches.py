@@ -1,6 +1,6 @@
 """Which samples a rank sees in which microbatch, and the loaders that read them."""
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, Protocol
 
 import torch
@@ -94,7 +94,7 @@ class EvaluationBatches:
 
 
 def batch_loader(
-    samples: Samples, batches: TrainBatches | EvaluationBatches, *, collate: Collate, num_workers: int, pin_memory: bool
+    samples: Samples, batches: Iterable[list[int]], *, collate: Collate, num_workers: int, pin_memory: bool
 ) -> DataLoader[Any]:
     """A loader that reads the given batches in order, in worker processes if there are any.
 
@@ -111,5 +111,5 @@ def batch_loader(
     )
 
 
-def _as_sequence(batches: TrainBatches | EvaluationBatches) -> Sequence[list[int]]:
+def _as_sequence(batches: Iterable[list[int]]) -> Sequence[list[int]]:
     return batches  # ty: ignore[invalid-explicit-return]  (a loader only iterates over it)

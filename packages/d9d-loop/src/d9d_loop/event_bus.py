@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, TypeVar, final
 
 import torch
@@ -14,7 +15,7 @@ from d9d_loop.events import Event
 from d9d_loop.own_random import own_random
 
 E = TypeVar("E", bound=Event)
-_Handler = Callable[[Any], None]
+_Handler = Callable[[Any], object]
 
 
 @final
@@ -50,7 +51,7 @@ class _MarkedMethod:
         self.method, self.kinds = method, kinds
 
     def __get__(self, instance: object | None, owner: type) -> Any:
-        return self if instance is None else self.method.__get__(instance, owner)
+        return self if instance is None else MethodType(self.method, instance)
 
 
 @final
@@ -69,7 +70,7 @@ class Events:
         self._seed = seed
         self._handlers: dict[type[Event], list[_Handler]] = {}
 
-    def on(self, kind: type[E], handler: Callable[[E], None]) -> None:
+    def on(self, kind: type[E], handler: Callable[[E], object]) -> None:
         """Call `handler` with every event of a kind.
 
         Raises:

@@ -38,17 +38,20 @@ class Record:
         train_loss: Loss of the last step.
         evaluation: Values of the last evaluation.
         weight_per_second: Throughput so far, in units of the loss's weight.
+        tracker: What trackers continue from; known to the main process.
     """
 
     step: int = 0
     train_loss: float | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
     weight_per_second: float | None = None
+    tracker: dict[str, JsonValue] = field(default_factory=dict)
 
     def take(self, other: "Record") -> None:
         """Stand where another record does."""
         self.step, self.train_loss = other.step, other.train_loss
         self.evaluation, self.weight_per_second = other.evaluation, other.weight_per_second
+        self.tracker = other.tracker
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +134,7 @@ class JobState:
             return Record()
         prepare_optimizer_for_load(self._model, self._optimizer, info)
         self._store.load(info, self._tensors(), self._ctx)
-        state = info.state
-        assert isinstance(state, dict)
+        state: Any = info.state
         record = _RECORD.validate_python(state["record"])
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])

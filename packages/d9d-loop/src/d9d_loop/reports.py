@@ -18,7 +18,7 @@ from d9d_loop.progress import Progress
 from d9d_loop.schedule_pictures import draw_measured, draw_program
 from d9d_loop.schedules import draw_lr_schedule
 from d9d_loop.train_step import StepOutcome
-from d9d_metrics import Metric, MultiTracker, build_trackers, compute_metrics
+from d9d_metrics import Metric, MultiTracker, build_trackers, compute_metrics, redact_secrets
 from d9d_pipeline import Program
 
 
@@ -53,7 +53,7 @@ class Reports:
     ) -> None:
         self._config, self._record, self._ctx, self._schedule = config, record, ctx, schedule
         self._throughput_name = f"{weight_unit}_per_second"
-        self._tracker = _open_trackers(config, resolved, record.step) if ctx.is_main_process else MultiTracker([])
+        self._tracker = _open_trackers(config, resolved, record) if ctx.is_main_process else MultiTracker([])
         if ctx.is_main_process and len(program.ranks) > 1:
             draw_program(program, config.run.dir, title=schedule)
         if ctx.is_main_process and config.logging.draw_lr_schedule:
@@ -118,12 +118,14 @@ class Reports:
 
     def rewound(self) -> None:
         """The record stands at an earlier step now: what was tracked since then is forgotten."""
-        self._tracker.resume(self._record.step)
+        self._tracker.resume(self._record.step, self._record.tracker)
         self._progress.go_to(self._record.step)
 
     def settle(self, outcome: StepOutcome) -> None:
         """Bring the record up to date before it is saved."""
         self._record.train_loss = outcome.loss.item()
+        self._tracker.flush()
+        self._record.tracker = self._tracker.state_dict()
         self._record.weight_per_second = self._clock.average()
 
 
@@ -173,14 +175,14 @@ class _Clock:
         self._lap_weight, self._lap_seconds = torch.zeros_like(self._lap_weight), 0.0
 
 
-def _open_trackers(config: TrainerConfig, resolved: Mapping[str, JsonValue], step: int) -> MultiTracker:
+def _open_trackers(config: TrainerConfig, resolved: Mapping[str, JsonValue], record: Record) -> MultiTracker:
     folder = config.run.dir
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / ".config.json.partial"
-    partial.write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(redact_secrets(resolved), indent=2) + "\n", encoding="utf-8")
     partial.replace(folder / "config.json")
     tracker = build_trackers(config.trackers, folder)
     # A run that was killed before its first checkpoint starts over: what it tracked is forgotten too.
-    tracker.resume(step)
+    tracker.resume(record.step, record.tracker)
     tracker.log_config(resolved)
     return tracker

@@ -124,7 +124,8 @@ class _Training:
             optimizer=self.optimizer,
             metrics={},
             config={},
-            num_samples=1,
+            parts={},
+            data_identity=1,
             seed=0,
             ctx=self.ctx,
         )

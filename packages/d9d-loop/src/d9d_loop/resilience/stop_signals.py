@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from types import FrameType, TracebackType
@@ -96,7 +96,7 @@ class StopSignals:
             self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
             caught = [each for each in self._signals if signal.getsignal(each) is not None]
             self._handlers = {each: signal.signal(each, self._receive) for each in caught}
-            os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
+            self._keep_from_forks()
             self._thread = threading.Thread(target=self._watch, name="d9d-stop-signals", daemon=True)
             self._thread.start()
         return self
@@ -115,6 +115,29 @@ class StopSignals:
             self._reader.close()
         if error is None and self._asked is not None:
             self._asked[1].wait()  # nobody leaves while others may still need it
+
+    def _keep_from_forks(self) -> None:
+        """Let forked processes, such as those that read data, have signals of their own."""
+        me = weakref.ref[StopSignals](self)  # what is registered stays for ever
+        os.register_at_fork(
+            before=partial(_in_fork, me, StopSignals._block),
+            after_in_parent=partial(_in_fork, me, StopSignals._unblock),
+            after_in_child=partial(_in_fork, me, StopSignals._forget),
+        )
+
+    def _block(self) -> None:
+        """A signal that comes right after the fork waits until the child has forgotten the handlers."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._handlers)
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._handlers)
+
+    def _forget(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._unblock()
+        self._handlers = {}
 
     def agreed(self) -> signal.Signals | None:
         """The signal that all ranks are to stop for now, or `None`; the same on all of them.
@@ -176,14 +199,11 @@ class StopSignals:
         os._exit(128 + number)
 
 
-def _forget(parent: "weakref.ref[StopSignals]") -> None:
-    """In a forked process, such as one that reads data: its signals are its own, and none of the job's."""
-    signals = parent()
-    if signals is not None and signals._handlers:
-        signal.set_wakeup_fd(-1)
-        for number, handler in signals._handlers.items():
-            signal.signal(number, handler)
-        signals._handlers = {}
+def _in_fork(signals: "weakref.ref[StopSignals]", do: Callable[[StopSignals], None]) -> None:
+    """Do something around a fork, if signals are still caught."""
+    here = signals()
+    if here is not None and here._handlers:
+        do(here)
 
 
 def _signal(number: int) -> signal.Signals | None:

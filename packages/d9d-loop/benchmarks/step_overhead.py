@@ -1,0 +1,195 @@
+"""What the Trainer adds to a step: against a hand-written loop, and Accelerate and Lightning where installed.
+
+    python packages/d9d-loop/benchmarks/step_overhead.py --output step_overhead.json
+
+All train the same 64-wide MLP with AdamW and clipping on the same batches; the Trainer with a metric, the JSONL
+tracker and checkpoints in the background besides. A repeat times two lengths of each, one after the other: the slope
+is the time of a step, without start-up. Reported are medians over repeats, in microseconds, and what each adds to the
+hand-written loop of the same repeat.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import default_collate
+
+from d9d_loop import Loss, Task, Trainer, TrainerConfig
+from d9d_metrics import WeightedMean
+
+Batch = dict[str, torch.Tensor]
+
+SIZE, WIDTH, MAX_NORM, RATE = 16, 64, 1.0, 1e-3
+
+
+def data() -> list[Batch]:
+    """The samples."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {"x": torch.randn(WIDTH, generator=generator), "y": torch.randn(1, generator=generator)} for _ in range(1024)
+    ]
+
+
+def mlp() -> nn.Module:
+    """The model."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+
+
+def batches(samples: list[Batch], steps: int) -> Iterator[Batch]:
+    """The batches of so many steps."""
+    for step in range(steps):
+        start = step * SIZE % len(samples)
+        batch: Batch = default_collate(samples[start : start + SIZE])
+        yield batch
+
+
+def by_hand(samples: list[Batch], steps: int) -> None:
+    """Train with a loop written by hand."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=True)
+    for batch in batches(samples, steps):
+        F.mse_loss(model(batch["x"]), batch["y"]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Regression(Task):
+    """What the Trainer is told."""
+
+    def inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Of the model."""
+        return {"input": batch["x"]}
+
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
+        """Squared errors and their number."""
+        return Loss(F.mse_loss(outputs, batch["y"], reduction="sum"), weight=outputs.numel())
+
+    def metrics(self) -> dict[str, WeightedMean]:
+        """One besides the loss."""
+        return {"error": WeightedMean()}
+
+    def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Any, loss: Loss) -> None:
+        """Take a batch into it."""
+        metrics["error"].update(loss.total.detach(), loss.weight)
+
+
+def d9d(samples: list[Batch], steps: int) -> None:
+    """Train with the Trainer, with all that it does by default."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = TrainerConfig.model_validate(
+            {
+                "steps": steps,
+                "batch": {"global_size": SIZE},
+                "run": {"folder": folder},
+                "data": {"shuffle": False},
+                "optimizer": {"learning_rate": RATE},
+                "gradients": {"max_norm": MAX_NORM},
+                "checkpoint": {"every": 500},
+                "logging": {"every": 50, "progress": False},
+                "export": False,
+            }
+        )
+        Trainer(config, model=lambda stage: mlp(), data=samples, task=Regression()).train()
+
+
+def accelerate(samples: list[Batch], steps: int) -> None:
+    """Train with Accelerate's wrappers around the same loop."""
+    accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=RATE, foreach=True))
+    for batch in batches(samples, steps):
+        with accelerator.accumulate(model):
+            accelerator.backward(F.mse_loss(model(batch["x"]), batch["y"]))
+            accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def lightning(samples: list[Batch], steps: int) -> None:
+    """Train with Lightning's Trainer, without logging and checkpoints."""
+    peer: Any = importlib.import_module("lightning")
+
+    class Module(peer.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = mlp()
+
+        def training_step(self, batch: Batch, _index: int) -> torch.Tensor:
+            return F.mse_loss(self.model(batch["x"]), batch["y"])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=RATE, foreach=True)
+
+    class Batches(torch.utils.data.IterableDataset[Batch]):
+        def __iter__(self) -> Iterator[Batch]:
+            return batches(samples, steps)
+
+    trainer = peer.Trainer(
+        max_steps=steps,
+        gradient_clip_val=MAX_NORM,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(Batches(), batch_size=None))
+
+
+def seconds_of(train: Callable[[list[Batch], int], None], samples: list[Batch], steps: int) -> float:
+    """How long it takes, from nothing to the end."""
+    begin = time.perf_counter()
+    train(samples, steps)
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    peers = {"accelerate": accelerate, "lightning": lightning}
+    installed = {name: train for name, train in peers.items() if importlib.util.find_spec(name) is not None}
+    runs: dict[str, Callable[[list[Batch], int], None]] = {"by_hand": by_hand, "d9d": d9d, **installed}
+    samples, short = data(), arguments.steps // 5
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(arguments.repeats + 1):
+        for name, train in runs.items():
+            slope = (seconds_of(train, samples, arguments.steps) - seconds_of(train, samples, short)) / (
+                arguments.steps - short
+            )
+            if repeat:  # the first one makes kernels and caches
+                found[name].append(slope * 1e6)
+    added = {
+        name: [one - hand for one, hand in zip(times, found["by_hand"], strict=True)] for name, times in found.items()
+    }
+    result = {
+        "microseconds_per_step": {name: round(statistics.median(times), 1) for name, times in found.items()},
+        "added_to_by_hand": {name: round(statistics.median(times), 1) for name, times in added.items()},
+        "quartiles_added": {
+            name: [round(value, 1) for value in statistics.quantiles(times, n=4)]
+            for name, times in added.items()
+            if len(times) > 1
+        },
+    }
+    print(json.dumps(result, indent=2))
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
