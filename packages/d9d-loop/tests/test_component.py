@@ -52,6 +52,28 @@ def test_functions_without_annotations_get_what_is_in_the_file() -> None:
     assert _build("builtins:dict", a=1) == {"a": 1}
 
 
+def _guess(size=3, shuffle=True, name="x", rate=0.5):  # noqa: ANN001, ANN202
+    return size, shuffle, name, rate
+
+
+def test_arguments_without_annotations_are_what_their_defaults_are() -> None:
+    assert _build(_HERE + "_guess", size="8", shuffle="false", name="7", rate="1e-3") == (8, False, "7", 1e-3)
+
+
+class Lazy:
+    @classmethod
+    def made(cls, size: int) -> tuple[type, int]:
+        return cls, size
+
+
+class Inherits(Lazy):
+    pass
+
+
+def test_what_a_class_inherits_can_be_named() -> None:
+    assert _build(_HERE + "Inherits.made", size="3") == (Inherits, 3)
+
+
 def test_what_is_within_a_class_can_be_named() -> None:
     assert isinstance(_build(_HERE + "Maker.Inner"), Maker.Inner)
 
@@ -90,7 +112,7 @@ def test_a_module_that_lacks_something_itself_says_so(tmp_path: Path, monkeypatc
         _build("needy_component:X")
 
 
-@pytest.mark.parametrize("use", ["os.system", "a:b:c", "a b:c", ":x"])
+@pytest.mark.parametrize("use", ["os.system", "a:b:c", "a b:c", ":x", ".:x", "a:b."])
 def test_a_path_has_one_form(use: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"use = {use!r}")):
         _build(use)

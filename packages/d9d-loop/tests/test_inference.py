@@ -58,7 +58,7 @@ def _inference(folder: Path, size: int = 23, **values: Any) -> Inference:
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run" / "results.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "run" / "results" / "results.jsonl").read_text().splitlines()]
 
 
 def _expected(model: nn.Module, size: int = 23) -> list[float]:
@@ -110,12 +110,43 @@ def test_a_job_continues_with_what_is_missing(tmp_path: Path) -> None:
     again.events.on(PartWritten, lambda event: seen.append((event.step, event.part)))
     result = again.run()
     assert seen == [(4, 3), (5, 4)]
-    assert (result.num_samples, result.file) == (23, tmp_path / "run" / "results.jsonl")
+    assert (result.num_samples, result.file) == (23, tmp_path / "run" / "results" / "results.jsonl")
     assert [line["number"] for line in _lines(tmp_path)] == list(range(23))
     done = _inference(tmp_path)
     done.events.on(PartWritten, lambda event: seen.append((event.step, event.part)))
     assert done.run() == result
     assert len(seen) == 2
+
+
+def test_results_of_another_job_are_neither_mixed_nor_returned(tmp_path: Path) -> None:
+    _inference(tmp_path, size=6).run()
+    for other, difference in (
+        ({"seed": 3}, "seed was 0, and is 3"),
+        ({"batch_size": 3}, "batch_size was 2, and is 3"),
+        ({"size": 7}, "num_samples was 6, and is 7"),
+    ):
+        values = {"size": 6, **other}
+        with pytest.raises(UserError, match=rf"holds results of another job(.*\n)*  {difference}\n"):
+            _inference(tmp_path, **values).run()
+
+
+class _Doubles(_Sums):
+    def results(self, outputs: torch.Tensor, batch: Batch) -> Sequence[JsonValue]:
+        return [*super().results(outputs, batch)] * 2
+
+
+class _NotNumbers(_Sums):
+    def results(self, outputs: torch.Tensor, batch: Batch) -> Sequence[JsonValue]:
+        return [float("nan")] * len(outputs)
+
+
+def test_a_task_that_does_not_give_one_result_each_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"^_Doubles\.results gave 4 results for a batch of 2 samples; expected one for"
+    ):
+        Inference(_config(tmp_path), model=_Net, data=_data(6), task=_Doubles()).run()
+    with pytest.raises(UserError, match=r"cannot be written as JSON: .*; NaN may be written as None\."):
+        Inference(_config(tmp_path / "other"), model=_Net, data=_data(6), task=_NotNumbers()).run()
 
 
 class _Noise(_Sums):
@@ -135,7 +166,7 @@ def test_what_is_drawn_does_not_depend_on_restarts(tmp_path: Path) -> None:
                     job.run()
             else:
                 job.run()
-        texts.append((tmp_path / name / "run" / "results.jsonl").read_text())
+        texts.append((tmp_path / name / "run" / "results" / "results.jsonl").read_text())
     assert texts[0] == texts[1]
     assert len(set(texts[0].splitlines())) == 12
 

@@ -84,7 +84,7 @@ def test_people_can_read_the_record_and_the_configuration(tmp_path: Path, ctx: D
     info = CheckpointStore(tmp_path).newest()
     assert info is not None
     assert info.state == {
-        "record": {"step": 2, "train_loss": 0.5, "evaluation": {"loss": 0.25}, "weight_per_second": 3.0},
+        "record": {"step": 2, "train_loss": 0.5, "evaluation": {"loss": 0.25}, "weight_per_second": 3.0, "tracker": {}},
         "config": {"steps": 3},
         "data_identity": {"samples": 8},
         "parts": {},

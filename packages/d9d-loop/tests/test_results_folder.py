@@ -30,13 +30,14 @@ def test_parts_become_one_file_in_order_however_they_came(tmp_path: Path) -> Non
     lines = [json.loads(line) for line in results.file.read_text().splitlines()]
     assert lines == [{"sample": index} for index in range(7)]
     assert results.is_complete()
-    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "results.jsonl"]
+    assert _folder(tmp_path).missing() == []
 
 
 def test_a_part_that_was_being_written_is_missing(tmp_path: Path) -> None:
     results = _folder(tmp_path)
     results.missing()
-    (tmp_path / "results.partial" / ".part-00000001.jsonl.partial").write_text("{", encoding="utf-8")
+    (tmp_path / "parts" / ".part-00000001.jsonl.partial").write_text("{", encoding="utf-8")
     assert results.missing() == [0, 1, 2]
     _write(results, 1)
     assert results.missing() == [0, 2]
@@ -46,7 +47,8 @@ def test_a_part_that_was_being_written_is_missing(tmp_path: Path) -> None:
 def test_parts_of_another_job_are_refused(tmp_path: Path, other: dict[str, int]) -> None:
     _folder(tmp_path).missing()
     with pytest.raises(
-        UserError, match=r"results\.partial holds results of a job with .*'num_samples': 7.*--run\.name"
+        UserError,
+        match=r"holds results of another job.*:\n  (num_samples was 7|part_size was 3), and is .*\n.*--run\.name",
     ):
         _folder(tmp_path, **other).check()
 

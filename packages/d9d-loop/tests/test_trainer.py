@@ -24,6 +24,7 @@ from d9d_dist.testing import run_ranks
 from d9d_loop import (
     BadStepFound,
     CheckpointSaved,
+    ConfigReady,
     EvaluationDone,
     Event,
     Failed,
@@ -44,7 +45,16 @@ from d9d_loop import (
 from d9d_loop.resilience import Stopped
 from d9d_loop.training_job import BadStepError
 from d9d_metrics import Metric, Sum, read_metrics
-from d9d_state import CheckpointStore, ModelFolder, StateMapper, load_model_state, parallel, rename, save_model_state
+from d9d_state import (
+    CheckpointStore,
+    ModelFolder,
+    StateMapper,
+    load_model_state,
+    narrow,
+    parallel,
+    rename,
+    save_model_state,
+)
 
 Samples = list[dict[str, torch.Tensor]]
 Batch = dict[str, torch.Tensor]
@@ -490,6 +500,36 @@ def test_parameters_must_be_on_every_axis(tmp_path: Path) -> None:
         assert "left up.weight, up.bias, down.weight, down.bias to fewer than the 4 ranks of a stage" in message
 
 
+def test_a_mapper_without_an_inverse_is_refused_where_there_will_be_an_export(tmp_path: Path) -> None:
+    class OneWay(ModelProvider):
+        def build(self, stage: StageInfo) -> nn.Module:
+            return _Net()
+
+        def state_mapper(self, model: nn.Module) -> StateMapper:
+            return narrow("up.weight", "up.weight", dim=0, start=0, length=4)
+
+    trainer = Trainer(_config(tmp_path), model=OneWay(), data=_data(), task=_Regression())
+    with pytest.raises(
+        UserError, match=r"^export = true, but the provider's state mapper has no inverse: .*--export f"
+    ):
+        trainer.train()
+
+
+def test_time_limits_are_configured(tmp_path: Path) -> None:
+    timeouts = {"startup_seconds": 77, "step_seconds": 33}
+    trainer, found = _trainer(tmp_path, resilience={"timeouts": timeouts}), []
+    trainer.events.on(ConfigReady, lambda event: found.append(event.ctx.timeouts))
+    trainer.train()
+    assert [(each.startup.total_seconds(), each.step.total_seconds()) for each in found] == [(77, 33)]
+
+
+def test_a_handler_cannot_change_an_evaluation(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, evaluate=True)
+    trainer.events.on(EvaluationDone, lambda event: dict(event.values).clear())
+    trainer.events.on(EvaluationDone, lambda event: event.values.clear())  # ty: ignore[missing-attribute]
+    assert trainer.train().evaluation.keys() == {"loss"}
+
+
 class _ExplodesOnce(_Regression):
     """Is not finite on samples that are marked so; on one of two ranks, where there are two."""
 
@@ -505,7 +545,7 @@ def _numbered() -> Samples:
 def _explode(folder: str, ranks: int, policy: str) -> list[tuple[int, str, str]]:
     config = _config(
         Path(folder),
-        steps=5,
+        steps=3,
         data={"shuffle": False},
         mesh={"data_parallel_shard": ranks},
         checkpoint={"every": 1, "background": False},
@@ -526,7 +566,7 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, ranks: int) -> No
     everyones = run_ranks(_explode, str(tmp_path), ranks, "skip", world_size=ranks)
     assert all(found == everyones[0] for found in everyones)
     ((step, decision, why),) = everyones[0]
-    assert (step, decision) == (3, "skip")
+    assert (step, decision) == (2, "skip")
     assert (
         "its update was left out. the first tensor that is not finite is the loss, in the forward pass of rank" in why
     )
@@ -537,49 +577,57 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, ranks: int) -> No
 
 def test_a_job_stops_or_goes_back_as_it_is_told(tmp_path: Path) -> None:
     stop = _explode(str(tmp_path / "stop"), 1, "stop")
-    assert [(step, decision) for step, decision, _ in stop] == [(3, "stop"), (0, "raised")]
+    assert [(step, decision) for step, decision, _ in stop] == [(2, "stop"), (0, "raised")]
     assert "the configuration says stop." in stop[1][2]
     back = _explode(str(tmp_path / "back"), 1, "rewind")
-    assert [(step, decision) for step, decision, _ in back] == [(3, "rewind"), (3, "stop"), (0, "raised")]
+    assert [(step, decision) for step, decision, _ in back] == [(2, "rewind"), (2, "stop"), (0, "raised")]
     assert "it is so again after going back" in back[2][2]
 
 
 class _ExplodesFirst(_Regression):
-    """Is not finite at one step, the first time that it is tried."""
+    """Is not finite on a sample the first time; and when that step is done again, to see where it comes from."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, times: int) -> None:
+        self.times = times
 
     def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        self.calls += 1
         loss = super().loss(outputs, batch)
-        # Once more when it is done again, to see where that comes from.
-        return Loss(loss.total * (float("nan") if self.calls in (3, 4) else 1.0), loss.weight)
+        if not batch["number"].eq(11).any() or not self.times:
+            return loss
+        self.times -= 1
+        return Loss(loss.total * float("nan"), loss.weight)
 
 
 def test_what_comes_after_going_back_is_what_would_have_come(tmp_path: Path) -> None:
     weights = []
-    for name, task in (("calm", _Regression()), ("rewound", _ExplodesFirst())):
+    for name, times in (("calm", 0), ("rewound", 2)):
         config = _config(
             tmp_path / name,
             steps=5,
-            checkpoint={"every": 2},
+            data={"shuffle": False},
+            checkpoint={"every": 1},
             resilience={"bad_steps": {"non_finite": "rewind"}},
             logging={"every": 1, "progress": False},
         )
-        weights.append(_weights(Trainer(config, model=lambda stage: _Net(), data=_data(), task=task))[1])
+        task = _ExplodesFirst(times)
+        weights.append(_weights(Trainer(config, model=lambda stage: _Net(), data=_numbered(), task=task))[1])
+        assert task.times == 0
         steps = [line["step"] for line in read_metrics(tmp_path / name / "run" / "metrics.jsonl") if "loss" in line]
         assert steps == [1, 2, 3, 4, 5]
     _assert_same_bits(*weights)
 
 
-def test_a_signal_saves_and_leaves(tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path, steps=6, checkpoint={"every": 100})
+@pytest.mark.parametrize("every", [100, 3, 1])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_signal_saves_and_leaves(tmp_path: Path, every: int, background: bool) -> None:
+    checkpoint = {"every": every, "background": background}
+    trainer = _trainer(tmp_path, steps=6, checkpoint=checkpoint)
     trainer.events.on(StepDone, lambda done: os.kill(os.getpid(), signal.SIGTERM) if done.step == 3 else None)
     with pytest.raises(Stopped, match="stopped by SIGTERM after step 3") as stopped:
         trainer.train()
     assert stopped.value.code == 75
     assert not dist.is_initialized()
-    _, weights = _weights(_trainer(tmp_path, steps=6, checkpoint={"every": 100}))
-    _, whole = _weights(_trainer(tmp_path / "whole", steps=6, checkpoint={"every": 100}))
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").complete()[0].step == 3
+    _, weights = _weights(_trainer(tmp_path, steps=6, checkpoint=checkpoint))
+    _, whole = _weights(_trainer(tmp_path / "whole", steps=6, checkpoint=checkpoint))
     _assert_same_bits(weights, whole)

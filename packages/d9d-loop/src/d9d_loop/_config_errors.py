@@ -47,7 +47,7 @@ def _closest(model: type[BaseModel], name: str, siblings: Sequence[str]) -> list
     section, dot, key = name.rpartition(".")
     if close := difflib.get_close_matches(key, siblings, n=1):
         return [f"{section}{dot}{close[0]}"]
-    known = [other.name for other in all_keys(model) if not sections_of(other.annotation)]
+    known = list(dict.fromkeys(other.name for other in all_keys(model) if not sections_of(other.annotation)))
     if name in known:
         return []  # a key of another kind of this section
     return [other for other in known if other.rpartition(".")[2] == key] or difflib.get_close_matches(name, known, n=1)

@@ -12,6 +12,8 @@ from pydantic import ConfigDict, Field, PydanticSchemaGenerationError, TypeAdapt
 from d9d_dist import UserError
 from d9d_loop.section import Section
 
+_MISSING = object()
+
 
 class Component(Section):
     """What to call, and with which arguments: `model = {use = "my_project.models:Decoder", hidden_size = 64}`.
@@ -23,7 +25,8 @@ class Component(Section):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     use: str = Field(
-        pattern=r"^[\w.]+:[\w.]+$", description="What to call, as package.module:name; other keys are its arguments."
+        pattern=r"^\w+(\.\w+)*:\w+(\.\w+)*$",
+        description="What to call, as package.module:name; other keys are its arguments.",
     )
 
     def build(self, key: str) -> Any:
@@ -51,11 +54,11 @@ class Component(Section):
                 "folder that holds it."
             ) from None
         for name in path.split("."):
-            if name not in vars(found):
-                close = get_close_matches(name, vars(found), n=1)
+            if getattr(found, name, _MISSING) is _MISSING:
+                close = get_close_matches(name, dir(found), n=1)
                 hint = f"; did you mean {close[0]}?" if close else "."
                 raise UserError(f"{key}.use = {self.use!r}: there is no {name} in {module_name}{hint}")
-            found = vars(found)[name]
+            found = getattr(found, name)
         if not callable(found):
             raise UserError(f"{key}.use = {self.use!r} is {type(found).__name__}; expected a class or a function.")
         return found
@@ -73,9 +76,26 @@ class Component(Section):
                 f"{key}: {self.use} cannot be called with {', '.join(given) or 'no arguments'}: {error}. It takes "
                 f"{signature.replace(return_annotation=inspect.Signature.empty)}."
             ) from None
-        target = factory.__init__ if isinstance(factory, type) else factory
-        hints = typing.get_type_hints(target)
-        return {name: _convert(value, hints.get(name, Any), f"{key}.{name}") for name, value in given.items()}
+        hints = _hints(factory)
+        return {
+            name: _convert(value, hints.get(name, _type_of_default(signature, name)), f"{key}.{name}")
+            for name, value in given.items()
+        }
+
+
+def _type_of_default(signature: inspect.Signature, name: str) -> Any:
+    """What an argument without an annotation is: as its default is, so that `false` on a command line is no text."""
+    parameter = signature.parameters.get(name)
+    default = None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
+    return type(default) if isinstance(default, bool | int | float) else Any
+
+
+def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
+    """Annotations of its arguments; none where they cannot be had, as of names that only type checkers import."""
+    try:
+        return typing.get_type_hints(factory.__init__ if isinstance(factory, type) else factory)
+    except (NameError, TypeError):
+        return {}
 
 
 def _convert(value: Any, annotation: Any, key: str) -> Any:

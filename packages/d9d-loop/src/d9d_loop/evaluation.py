@@ -11,6 +11,7 @@ from torch import nn
 from d9d_dist import DistributedContext
 from d9d_loop.batch_placement import BatchPlacement
 from d9d_loop.batches import Collate, EvaluationBatches, Samples, batch_loader
+from d9d_loop.data_random import position_random
 from d9d_loop.pipeline import Pipeline
 from d9d_loop.task import Task, to_inputs
 from d9d_metrics import WeightedMean, compute_metrics
@@ -29,6 +30,7 @@ class Evaluator:
         num_samples: How many samples to use; all if `None`.
         batch_size: Samples of a forward pass on one rank.
         ctx: The job's context.
+        seed: Of what samples draw.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class Evaluator:
         num_samples: int | None,
         batch_size: int,
         ctx: DistributedContext,
+        seed: int = 0,
     ) -> None:
+        self._seed = seed
         self._pipeline = model if isinstance(model, Pipeline) else Pipeline({0: model}, ctx=ctx)
         self._samples, self._task, self._collate = samples, task, collate
         self._batches = EvaluationBatches(
@@ -89,9 +93,13 @@ class Evaluator:
 
     def _loader(self) -> Iterator[Any]:
         pin_memory = self._ctx.device.type != "cpu"
-        for batch in batch_loader(
-            self._samples, self._batches, collate=self._collate, num_workers=0, pin_memory=pin_memory
-        ):
+        loader = iter(
+            batch_loader(self._samples, self._batches, collate=self._collate, num_workers=0, pin_memory=pin_memory)
+        )
+        for indices in self._batches:
+            # Ranks that see the same samples have to agree on what those draw.
+            with position_random(self._seed, position=indices[0]):
+                batch = next(loader)
             yield self._place(batch)
 
 

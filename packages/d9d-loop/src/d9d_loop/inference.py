@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import ContextSplit, DistributedContext, StageInfo, broadcast_object, read_launch
+from d9d_dist import ContextSplit, DistributedContext, StageInfo, UserError, broadcast_object, read_launch
 from d9d_loop.batch_placement import BatchPlacement
 from d9d_loop.batches import Collate, Samples, batch_loader
 from d9d_loop.event_bus import Events
@@ -28,7 +28,7 @@ from d9d_loop.progress import Progress
 from d9d_loop.results_folder import ResultsFolder
 from d9d_loop.task import InferenceTask, to_inputs
 from d9d_pipeline import Executor, OneForwardOneBackward
-from d9d_state import load_model_state
+from d9d_state import CheckpointStore, load_model_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,12 @@ class Inference:
         self._config = config
         self._provider = model if isinstance(model, ModelProvider) else FunctionProvider(model)
         self._data, self._task, self._collate = data, task, collate
-        self._results = ResultsFolder(config.run.dir, num_samples=len(data), part_size=config.part_size)
+        self._results = ResultsFolder(
+            config.run.dir / "results",
+            num_samples=len(data),
+            part_size=config.part_size,
+            identity=_what_results_follow_from(config, task),
+        )
 
     def run(self) -> InferenceResult:
         """Compute what is missing.
@@ -90,15 +95,24 @@ class Inference:
             resolved = self._config.model_dump(mode="json")
             ctx.check_agreement("the configuration", json.dumps(resolved, sort_keys=True))
             self.events.emit(ConfigReady(0, resolved, ctx))
-            todo = self._results.missing() if ctx.is_main_process and not self._results.is_complete() else None
-            missing = broadcast_object(todo)
-            if missing is not None:
-                self._compute(missing, self._load(plan, ctx), ctx)
-                ctx.wait_world()
-                if ctx.is_main_process:
-                    self._results.finish()
-                ctx.wait_world()
+            with CheckpointStore(self._results.folder).locked(ctx):
+                self._complete(plan, ctx)
         return InferenceResult(len(self._data), self._results.file)
+
+    def _complete(self, plan: ModelPlan, ctx: DistributedContext) -> None:
+        """Compute what is missing, and make one file of all."""
+        found: tuple[bool, list[int]] = (False, [])
+        if ctx.is_main_process:
+            found = self._results.is_complete(), self._results.missing()
+        is_complete, missing = broadcast_object(found)
+        if is_complete:
+            return
+        if missing:
+            self._compute(missing, self._load(plan, ctx), ctx)
+            ctx.wait_world()
+        if ctx.is_main_process:
+            self._results.finish()
+        ctx.wait_world()
 
     def _check(self) -> ModelPlan:
         config, task = self._config, self._task
@@ -168,8 +182,11 @@ class Inference:
         )
         for number, part in enumerate(parts):
             with torch.no_grad(), own_random(config.seed, "part", -1 if part is None else part, device=True):
-                results = forward(list(islice(placed, batches_of_a_part)))
+                start = number * batches_of_a_part
+                sizes = [len(batch) for batch in indices[start : start + batches_of_a_part]]
+                results = forward(list(islice(placed, batches_of_a_part)), sizes)
             if part is not None and results is not None:
+                # What is left over are the results of batches that only keep this rank in step.
                 self._results.write(part, results[: len(self._results.samples_of(part))])
             if number == 0:
                 # The first part makes kernels and process groups; from then on a rank that is late is lost.
@@ -186,6 +203,15 @@ class Inference:
         return [*batches, *[[0]] * (num_batches - len(batches))]
 
 
+def _what_results_follow_from(config: InferenceConfig, task: InferenceTask) -> dict[str, JsonValue]:
+    return {
+        "weights": None if config.weights is None else str(config.weights.absolute()),
+        "batch_size": config.batch_size,
+        "seed": config.seed,
+        "task": type(task).__qualname__,
+    }
+
+
 @final
 class _PartForward:
     """Runs the batches of a part through the model, as many at a time as keep all ranks of a pipeline at work."""
@@ -198,15 +224,29 @@ class _PartForward:
         is_last = ctx.coordinate("batch", "pp") == ctx.size("batch", "pp") - 1
         self._writes = is_last and ctx.coordinate("batch", "cp") == ctx.coordinate("batch", "tp") == 0
 
-    def __call__(self, batches: Sequence[Any]) -> list[JsonValue] | None:
-        """The results of all samples in order; `None` on ranks whose results are not written."""
+    def __call__(self, batches: Sequence[Any], sizes: Sequence[int]) -> list[JsonValue] | None:
+        """The results of all samples in order; `None` on ranks whose results are not written.
+
+        Args:
+            batches: The batches of the part.
+            sizes: How many samples each of them has.
+
+        Raises:
+            UserError: If the task gives more or fewer results for a batch.
+        """
         results: list[JsonValue] = []
         for start in range(0, len(batches), self._at_a_time):
             some = batches[start : start + self._at_a_time]
 
-            def take(outputs: Any, number: int, some: Sequence[Any] = some) -> None:
+            def take(outputs: Any, number: int, start: int = start) -> None:
                 whole = outputs if self._split is None else self._task.join_sequence(outputs, self._split)
-                results.extend(self._task.results(whole, some[number]))
+                found = self._task.results(whole, batches[start + number])
+                if len(found) != sizes[start + number]:
+                    raise UserError(
+                        f"{type(self._task).__name__}.results gave {len(found)} results for a batch of "
+                        f"{sizes[start + number]} samples; expected one for each, in their order."
+                    )
+                results.extend(found)
 
             if len(some) not in self._executors:
                 self._executors[len(some)] = self._pipeline.evaluation(len(some))

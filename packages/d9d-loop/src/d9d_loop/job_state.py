@@ -179,9 +179,7 @@ class JobState:
         Raises:
             StateError: On every rank, if this save failed on one, or the one before in the background.
         """
-        self._store.wait()
-        if self._being_written is not None:
-            self._on_saved(self._being_written)
+        self.finish()
         write = self._store.save_async if background else self._store.save
         write(
             record.step,
@@ -205,6 +203,17 @@ class JobState:
         self._being_written = record.step if background else None
         if not background:
             self._on_saved(record.step)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete. Collective.
+
+        Raises:
+            StateError: On every rank, if it failed.
+        """
+        self._store.wait()
+        if self._being_written is not None:
+            self._on_saved(self._being_written)
+            self._being_written = None
 
     def raise_if_failed(self) -> None:
         """Raise what went wrong in a save in the background. Local and cheap.

@@ -22,6 +22,7 @@ from d9d_state import (
     CheckpointStore,
     JsonValue,
     StateError,
+    StateMapper,
     check_same_model,
 )
 
@@ -84,6 +85,8 @@ def check_job(
     optimizer_check(model)
     has_checkpoint = _check_checkpoint(config, model, data_identity=stream.identity())
     mapper = provider.state_mapper(model) if config.export or config.initial_weights is not None else None
+    if config.export and mapper is not None:
+        _check_inverse(mapper)
     if config.initial_weights is not None and not has_checkpoint:
         check_weights("initial_weights", config.initial_weights, mapper, model)
     cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1  # then the task sees cut batches only
@@ -95,6 +98,16 @@ def check_job(
         inputs=None if cuts else lambda: task.inputs(_first_batch(stream, data, microbatch_size)),
     )
     return JobPlan(launch, mesh, schedule, program, mapper, shared_names, microbatch_size, num_microbatches, stream)
+
+
+def _check_inverse(mapper: StateMapper) -> None:
+    try:
+        mapper.inverse()
+    except ValueError as error:
+        raise UserError(
+            f"export = true, but the provider's state mapper has no inverse: {error} Give it one, or use "
+            "--export false."
+        ) from None
 
 
 def _first_batch(stream: SampleStream, data: DataProvider, size: int) -> Any:

@@ -150,4 +150,5 @@ class TrainStep:
 
         self._executor.step([to_inputs(self._task.inputs(batch)) for batch in batches], take_loss)
         self._gradient_sync.finish()
+        self._shared.add_gradients()  # takes those of copies, which the model does not list
         self._model.zero_grad()

@@ -95,7 +95,8 @@ class Trainer:
             optimizer_check=self._check_optimizer,
             schedule=self._schedule,
         )
-        with plan.mesh.build(launch=plan.launch) as ctx:
+        timeouts = self._config.resilience.timeouts.timeouts
+        with plan.mesh.build(launch=plan.launch, timeouts=timeouts) as ctx:
             result = self._train(plan, ctx)
         if isinstance(result, Stopped):
             # Only here: within the context, other ranks would be told that this one had failed.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -50,6 +51,7 @@ from d9d_loop.sleep import Sleep
 from d9d_loop.task import Task
 from d9d_loop.train_result import TrainResult
 from d9d_loop.train_step import StepOutcome, TrainStep
+from d9d_metrics import redact_secrets
 from d9d_state import CheckpointStore, load_model_state, save_model_state
 
 
@@ -115,7 +117,7 @@ class TrainingJob:
             optimizer=self._optimizer,
             metrics=self._metrics,
             parts={"data": self._loader, "bad_steps": self._guard},
-            config=resolved,
+            config=redact_secrets(resolved),
             data_identity=plan.stream.identity(),
             seed=config.seed,
             ctx=ctx,
@@ -198,8 +200,7 @@ class TrainingJob:
                     continue
                 self._after_step(outcome)
                 if (signal := self._stop.agreed()) is not None and record.step < config.steps:
-                    self._guard.verdict(settle=True)
-                    self._save(outcome, background=False)
+                    self._save_to_leave(outcome, batches)
                     return Stopped(signal, step=record.step)
             return self._finish()
 
@@ -239,7 +240,7 @@ class TrainingJob:
             outcome.loss,
             outcome.grad_norm,
             outcome.learning_rate,
-            asleep=partial(self._sleep, record.step),
+            asleep=self._asleep,
         )
         self._events.emit(done)
         # Not through the bus, whose care for what handlers do takes time.
@@ -257,6 +258,17 @@ class TrainingJob:
         if self._is_saved_after(record.step):
             self._save(outcome, background=config.checkpoint.background and not is_last, is_evaluated=is_evaluated)
 
+    @contextmanager
+    def _asleep(self) -> Generator[None]:
+        """Nobody waits for a training that sleeps, and its time is not the training's."""
+        unlimited = timedelta(days=365)
+        with (
+            self._reports.not_training(),
+            self._watchdog.phase("sleep", timeout=unlimited),
+            self._sleep(self._record.step),
+        ):
+            yield
+
     def _is_saved_after(self, step: int) -> bool:
         return step == self._config.steps or step % self._config.checkpoint.every == 0
 
@@ -267,7 +279,8 @@ class TrainingJob:
         with self._reports.not_training(), self._watchdog.phase("an evaluation"), self._result_in_place():
             record.evaluation = self._evaluate()
         self._reports.evaluation()
-        self._events.emit(EvaluationDone(record.step, record.evaluation))
+        # A copy: what a handler does to it must not reach the record.
+        self._events.emit(EvaluationDone(record.step, dict(record.evaluation)))
 
     def _save(self, outcome: StepOutcome, *, background: bool, is_evaluated: bool = False) -> None:
         self._reports.settle(outcome)
@@ -275,6 +288,17 @@ class TrainingJob:
         metric = self._record.evaluation.get(self._config.checkpoint.best_by) if is_evaluated else None
         with self._reports.not_training(), self._watchdog.phase("a save"):
             self._state.save(self._record, metric=metric, background=background)
+
+    def _save_to_leave(self, outcome: StepOutcome, batches: list[Any]) -> None:
+        """Have a checkpoint of the last step; the one that is written already, if its turn had come."""
+        bad = self._guard.verdict(settle=True)
+        if bad is not None and self._heed(bad, batches):
+            return  # gone back to one
+        with self._watchdog.phase("a save"):
+            if self._is_saved_after(self._record.step):
+                self._state.finish()
+                return
+        self._save(outcome, background=False)
 
     def _finish(self) -> TrainResult:
         config, record = self._config, self._record
@@ -285,7 +309,7 @@ class TrainingJob:
             result = TrainResult(
                 steps=record.step,
                 train_loss=record.train_loss,
-                evaluation=record.evaluation,
+                evaluation=dict(record.evaluation),
                 weight_per_second=record.weight_per_second,
                 run_dir=config.run.dir,
                 export_dir=export_dir,
@@ -333,6 +357,7 @@ class TrainingJob:
             num_samples=self._config.evaluation.num_samples,
             batch_size=self._plan.microbatch_size,
             ctx=self._ctx,
+            seed=self._config.seed,
         )
 
     def _export(self) -> Path:

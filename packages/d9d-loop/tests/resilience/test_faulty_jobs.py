@@ -14,7 +14,10 @@ from d9d_dist.testing import RankPool
     [
         ("task raises", "KeyError: 'in the task'"),
         ("model raises", "KeyError: 'in the model'"),
-        ("data raises", "KeyError: 'in the data'"),
+        (
+            "data raises",
+            r"DataError: sample 11 \(position 23 of the global order\) could not be read: KeyError: 'in the d",
+        ),
         ("event handler raises", "KeyError: 'in an event handler'"),
     ],
 )

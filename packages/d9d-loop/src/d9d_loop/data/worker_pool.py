@@ -5,6 +5,7 @@ position, so that it does not depend on how many workers there are or where a jo
 sample a worker died of.
 """
 
+import gc
 import pickle
 import signal
 import traceback
@@ -82,6 +83,8 @@ class WorkerPool:
     def close(self) -> None:
         """End the workers, at once; may be called from any thread, and twice."""
         for worker in self._workers:
+            worker.stop()
+        for worker in self._workers:
             worker.end()
 
 
@@ -130,13 +133,14 @@ class _Worker:
             raise error
         return result
 
+    def stop(self) -> None:
+        """Stop the process: what it reads is not needed any more."""
+        self._connection.close()
+        self._process.kill()
+
     def end(self) -> None:
-        """Stop the process, politely first."""
-        self._process.terminate()
+        """Wait until it is gone."""
         self._process.join(_PATIENCE)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join(_PATIENCE)
 
     def _died(self) -> DataError:
         self._process.join(_PATIENCE)
@@ -156,8 +160,10 @@ class _Worker:
 def _work(connection: Connection, sample: Any, reader: SampleReader, seed: int) -> None:
     """What a worker process does until its parent stops it or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes, and the parent stops this one
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)  # a handler of the parent is about the parent
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        # They go to whole process groups, and mean the job: it still needs its data, until it has saved.
+        signal.signal(number, signal.SIG_IGN)
+    gc.enable()  # the training process collects at set steps; here nobody would
     torch.set_num_threads(1)
     parent = parent_process()
     assert parent is not None

@@ -12,6 +12,7 @@ from d9d_loop.resilience.resilience_config import (
     ReplicaConfig,
     ResilienceConfig,
     StopConfig,
+    TimeoutConfig,
     WatchdogConfig,
 )
 from d9d_loop.resilience.stop_signals import Stopped, StopSignals
@@ -32,6 +33,7 @@ __all__ = [
     "StopConfig",
     "StopSignals",
     "Stopped",
+    "TimeoutConfig",
     "Watch",
     "WatchdogConfig",
     "check_health",

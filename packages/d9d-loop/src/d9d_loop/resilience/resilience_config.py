@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from d9d_dist import Timeouts
+
 BadStepAction = Literal["skip", "rewind", "stop"]
 
 
@@ -94,11 +96,28 @@ class ReplicaConfig(BaseModel):
     every: PositiveInt | None = Field(1000, description="Steps between two checks; none if null.")
 
 
+class TimeoutConfig(BaseModel):
+    """How long ranks wait for each other."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    startup_seconds: PositiveFloat = Field(
+        1800.0, description="While ranks import, load and compile, to the first step."
+    )
+    step_seconds: PositiveFloat = Field(600.0, description="For a step, a save or an evaluation after that.")
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """The same for a context."""
+        return Timeouts(timedelta(seconds=self.startup_seconds), timedelta(seconds=self.step_seconds))
+
+
 class ResilienceConfig(BaseModel):
     """What a job does about what goes wrong."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    timeouts: TimeoutConfig = TimeoutConfig.model_validate({})
     health: HealthConfig = HealthConfig.model_validate({})
     stop: StopConfig = StopConfig.model_validate({})
     bad_steps: BadStepConfig = BadStepConfig.model_validate({})

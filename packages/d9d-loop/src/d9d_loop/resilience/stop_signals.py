@@ -86,6 +86,7 @@ class StopSignals:
         self._group = _host_group(ctx)
         self._asked: tuple[torch.Tensor, dist.Work] | None = None
         self._handlers: dict[signal.Signals, _Handler] = {}
+        self._mask: set[signal.Signals | int] = set()
 
     def __enter__(self) -> Self:
         """Begin to catch them."""
@@ -127,10 +128,10 @@ class StopSignals:
 
     def _block(self) -> None:
         """A signal that comes right after the fork waits until the child has forgotten the handlers."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._handlers)
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._handlers)
 
     def _unblock(self) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._handlers)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _forget(self) -> None:
         signal.set_wakeup_fd(-1)
