@@ -527,7 +527,7 @@ def test_a_handler_cannot_change_an_evaluation(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path, evaluate=True)
     trainer.events.on(EvaluationDone, lambda event: dict(event.values).clear())
     trainer.events.on(EvaluationDone, lambda event: event.values.clear())  # ty: ignore[missing-attribute]
-    assert trainer.train().evaluation.keys() == {"loss"}
+    assert trainer.train().evaluation.keys() == {"loss", "samples"}
 
 
 class _ExplodesOnce(_Regression):
