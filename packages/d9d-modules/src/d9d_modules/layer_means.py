@@ -23,7 +23,8 @@ class LayerMeans(NamedTuple):
             means = means.add(hidden_BLD)
         return hidden_BLD, means
 
-    A model that gathers nothing carries nothing.
+    A model that gathers nothing carries nothing. Where context-parallel ranks share rows out, each would gather the
+    means of its part: a model with these says so by `d9d_dist.NeedsWholeRows`.
 
     Attributes:
         mask_BL: Where there is a token [B, L], bool.
