@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from d9d_modules.pooling import check_mask, masked_mean
 
@@ -58,3 +59,7 @@ class LayerMeans(NamedTuple):
         check_mask(self.mask_BL, hidden_BLD)
         mean_1BD = masked_mean(hidden_BLD, self.mask_BL).unsqueeze(0)
         return LayerMeans(self.mask_BL, torch.cat((self.means_NBD, mean_1BD)))
+
+
+# Stages on other ranks learn of the structure of what they get by this name.
+_pytree._register_namedtuple(LayerMeans, serialized_type_name="d9d_modules.LayerMeans")
