@@ -323,3 +323,27 @@ def test_two_ranks_equal_one(parallelism: str, method: ContextMethod) -> None:
     for got, found in run_ranks(_train, parallelism, method):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
         assert_trees_close(found, gradients, rtol=1e-11)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 0)])
+def test_nothing_to_attend_gives_nothing(shape: tuple[int, int]) -> None:
+    attention = GroupedQueryAttention(8, num_heads=4, num_kv_heads=2, head_dim=4, sinks=True, output_gate=True)
+    positions = torch.arange(shape[1]).expand(*shape)
+    x_BLD = torch.randn(*shape, 8, requires_grad=True)
+    out_BLD = attention(x_BLD, rotary_tables(positions, head_dim=4, theta=1e4), documents_BL=torch.zeros(shape).long())
+    assert out_BLD.shape == (*shape, 8)
+    out_BLD.sum().backward()
+    assert x_BLD.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_kv_heads": 0}, "num_heads = 4, num_kv_heads = 0; each key/value head must serve"),
+        ({"rotary_dim": 3}, "rotary_dim = 3; expected an even number of features from 2 to head_dim = 4"),
+        ({"rotary_dim": 6}, "rotary_dim = 6; expected an even number of features from 2 to head_dim = 4"),
+    ],
+)
+def test_sizes_that_no_head_can_have_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=f"^{message}"):
+        GroupedQueryAttention(8, **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, **sizes})  # ty: ignore[invalid-argument-type]

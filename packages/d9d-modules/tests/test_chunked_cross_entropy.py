@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -79,6 +80,22 @@ def test_large_logits_neither_overflow_nor_lose_the_rest() -> None:
     torch.testing.assert_close(
         torch.autograd.grad(losses.sum(), (hidden, *weights)), torch.autograd.grad(expected.sum(), (hidden, *weights))
     )
+
+
+@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize("outlier", [-3e4, -3e7, -torch.inf])
+def test_a_row_that_no_token_wants_changes_nothing(place: int, outlier: float) -> None:
+    weight = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.5, 0.0]]).repeat(2, 1)
+    hidden, labels = torch.tensor([[1.0, 0.0]], requires_grad=True), torch.tensor([1])
+    rest = torch.cat((weight[:place], weight[place + 1 :]))
+    weight[place, 0] = outlier
+    weight.requires_grad_()
+    expected = F.cross_entropy((hidden @ rest.t()).double(), labels - int(place < 1), reduction="none")
+    losses = linear_cross_entropy(hidden, [weight], labels)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=0.0)
+    if outlier > -torch.inf:
+        (gradient,) = torch.autograd.grad(losses, weight)
+        assert gradient[:, 0].sum().abs() < 1e-6
 
 
 class _Sizes(TorchDispatchMode):

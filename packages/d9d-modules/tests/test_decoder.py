@@ -42,3 +42,14 @@ def test_documents_reach_the_attention() -> None:
     attended = x + layer.attention_norm(x) * documents.unsqueeze(-1)
     expected = attended + 3 * layer.feed_forward_norm(attended) + 1
     torch.testing.assert_close(layer(x, rotary, documents_BL=documents), expected)
+
+
+class _Narrow(nn.Module):
+    def forward(self, x: Tensor, rotary: RotaryTables) -> Tensor:
+        return x.bfloat16()
+
+
+def test_an_attention_may_give_another_dtype_than_it_gets() -> None:
+    layer = DecoderLayer(4, attention=_Narrow(), feed_forward=_FeedForward(), norm_eps=0.1)
+    x, rotary = torch.randn(1, 3, 4), rotary_tables(torch.arange(3).unsqueeze(0), head_dim=2, theta=10.0)
+    assert layer(x, rotary).dtype == torch.float32

@@ -209,7 +209,7 @@ def test_context_parallelism_is_refused() -> None:
     assert run_ranks(_ask_for_context_parallelism, "all_gather", world_size=1) == ["parallelised"]  # nothing to do
     message = (
         "0, a GatedDeltaNet, takes its state through a row from the first position to the last, and 2 context-parallel "
-        "ranks share each row out; expected one. Use tensor or pipeline parallelism for it."
+        "ranks share each row out; expected one. Change that, or use other parallelism."
     )
     assert run_ranks(_ask_for_context_parallelism, "all_gather", world_size=2) == [message] * 2
 

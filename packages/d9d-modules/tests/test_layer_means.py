@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from d9d_dist import UserError
 from d9d_modules.layer_means import LayerMeans
@@ -16,7 +16,9 @@ def test_gathers_the_mean_of_each_layer_across_stages() -> None:
         if index == 2:  # a tree of tensors crosses the boundary
             leaves, structure = tree_flatten(means)
             assert all(isinstance(leaf, torch.Tensor) for leaf in leaves)
-            means = tree_unflatten([leaf.clone() for leaf in leaves], structure)
+            described = treespec_dumps(structure)  # for a stage on another rank
+            means = tree_unflatten([leaf.clone() for leaf in leaves], treespec_loads(described))
+            assert isinstance(means, LayerMeans)
         means = means.add(hidden)
     expected = torch.stack((outputs[:, 0, :2].mean(1), torch.zeros(4, 5, dtype=torch.float64)), dim=1)
     torch.testing.assert_close(means.means_NBD, expected)

@@ -50,3 +50,11 @@ def test_a_mask_or_name_that_does_not_fit_is_refused() -> None:
     unknown: Any = pooling
     with pytest.raises(UserError, match=r"pooling = 'max'; expected one of last, mean, first"):
         pool(hidden, pooling=unknown)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "first"])
+def test_rows_of_no_tokens_at_all_give_zeros(pooling: Any) -> None:
+    hidden = torch.randn(2, 0, 4, requires_grad=True)
+    pooled = pool(hidden, pooling=pooling)
+    assert torch.equal(pooled, torch.zeros(2, 4))
+    pooled.sum().backward()

@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import pytest
@@ -191,6 +192,12 @@ def test_deepseeks_temperature() -> None:
     ("make", "values", "message"),
     [
         (LinearScaling, {"factor": 0.0}, r"LinearScaling got factor = 0\.0; expected above 0"),
+        (LinearScaling, {"factor": math.nan}, r"LinearScaling got factor = nan; expected above 0"),
+        (
+            LongRopeScaling,
+            {"short_factors": (1.0,), "long_factors": (1.0,), "factor": 2.0, "original_max_positions": 1},
+            r"LongRopeScaling got original_max_positions = 1; expected above 1",
+        ),
         (
             DynamicNtkScaling,
             {"factor": 2.0, "original_max_positions": 0},

@@ -46,7 +46,7 @@ def _ask_for_context_parallelism() -> list[str]:
 
 
 def test_rows_that_are_pooled_are_not_shared_out() -> None:
-    rest = "pools whole rows, and 2 context-parallel ranks share each row out; expected one. Use tensor or pipeline"
+    rest = "pools whole rows, and 2 context-parallel ranks share each row out; expected one. Change that, or use other"
     for messages in run_ranks(_ask_for_context_parallelism, world_size=2):
         for message, name in zip(messages, ("ClassificationHead", "EmbeddingHead"), strict=True):
             assert message.startswith(f"head, a {name}, {rest}")

@@ -16,7 +16,7 @@ from d9d_modules.attention_backends.visibility import check_documents
 from d9d_modules.attention_sinks import AttentionSinks, HeadParallel
 from d9d_modules.linear import Linear
 from d9d_modules.norm import RMSNorm
-from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, check_tables
+from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, check_rotary_sizes, check_tables
 
 
 @final
@@ -64,11 +64,12 @@ class GroupedQueryAttention(nn.Module):
         init_std: float = 0.02,
     ) -> None:
         super().__init__()
-        if num_heads % num_kv_heads:
+        if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
             raise UserError(
                 f"num_heads = {num_heads}, num_kv_heads = {num_kv_heads}; each key/value head must serve equally many "
                 f"query heads: use a num_kv_heads that divides num_heads."
             )
+        check_rotary_sizes(head_dim, head_dim if rotary_dim is None else rotary_dim)
         options = AttentionOptions() if options is None else options
         self.head_dim = head_dim
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
@@ -114,7 +115,7 @@ class GroupedQueryAttention(nn.Module):
 
     def _split_heads(self, x: Tensor) -> Tensor:
         # The number of heads is inferred, so that a tensor-parallel projection may give only this rank's heads.
-        return x.view(*x.shape[:-1], -1, self.head_dim)
+        return x.unflatten(-1, (-1, self.head_dim))
 
 
 def attention_tensor_plan(name: str, *, head_dim: int, sequence_parallel: bool = False) -> dict[str, TensorStyle]:

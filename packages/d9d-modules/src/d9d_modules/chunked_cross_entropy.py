@@ -234,7 +234,8 @@ class _SoftmaxSums:
         if self._with_totals:
             self.total_t += x_tv.sum(dim=-1)
         log_p_tv = x_tv.log_softmax(dim=-1)
-        block_lse_t = x_tv[:, 0] - log_p_tv[:, 0]
+        # Of the largest logit, where the difference is exact; of a far smaller one, it would lose its last digits.
+        block_lse_t = x_tv.amax(dim=-1) - log_p_tv.amax(dim=-1)
         before_t, self.lse_t = self.lse_t, torch.logaddexp(self.lse_t, block_lse_t)
         if self._with_gradient:
             self.mean_tD *= (before_t - self.lse_t).exp_().unsqueeze(-1)

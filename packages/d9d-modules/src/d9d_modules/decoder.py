@@ -40,5 +40,6 @@ class DecoderLayer(nn.Module):
         # An attention that knows nothing of documents serves as long as there are none.
         documents = {} if documents_BL is None else {"documents_BL": documents_BL}
         attention_BLD = self.attention(self.attention_norm(x_BLD), rotary, **documents)
-        normed_BLD, attended_BLD = self.feed_forward_norm(attention_BLD, x_BLD)
+        # Autocast and attention blocks of one's own may compute in another dtype than that of the residual stream.
+        normed_BLD, attended_BLD = self.feed_forward_norm(attention_BLD.to(x_BLD.dtype), x_BLD)
         return attended_BLD + self.feed_forward(normed_BLD)

@@ -72,7 +72,7 @@ class GatedDeltaNet(nn.Module):
         init_std: float = 0.02,
     ) -> None:
         super().__init__()
-        if num_value_heads % num_key_heads:
+        if num_key_heads < 1 or num_value_heads < 1 or num_value_heads % num_key_heads:
             raise UserError(
                 f"num_key_heads = {num_key_heads}, num_value_heads = {num_value_heads}; each key head must serve "
                 "equally many value heads: use a num_key_heads that divides num_value_heads."

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from d9d_modules.pooling import check_mask, masked_mean
 
@@ -23,7 +24,8 @@ class LayerMeans(NamedTuple):
             means = means.add(hidden_BLD)
         return hidden_BLD, means
 
-    A model that gathers nothing carries nothing.
+    A model that gathers nothing carries nothing. Where context-parallel ranks share rows out, each would gather the
+    means of its part: a model with these says so by `d9d_dist.NeedsWholeRows`.
 
     Attributes:
         mask_BL: Where there is a token [B, L], bool.
@@ -57,3 +59,7 @@ class LayerMeans(NamedTuple):
         check_mask(self.mask_BL, hidden_BLD)
         mean_1BD = masked_mean(hidden_BLD, self.mask_BL).unsqueeze(0)
         return LayerMeans(self.mask_BL, torch.cat((self.means_NBD, mean_1BD)))
+
+
+# Stages on other ranks learn of the structure of what they get by this name.
+_pytree._register_namedtuple(LayerMeans, serialized_type_name="d9d_modules.LayerMeans")

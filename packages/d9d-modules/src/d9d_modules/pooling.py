@@ -33,6 +33,8 @@ def pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None, *, pooling: Pooling)
         mask_BL = torch.ones(hidden_BLD.shape[:2], dtype=torch.bool, device=hidden_BLD.device)
     check_mask(mask_BL, hidden_BLD)
     is_token_BL = mask_BL.bool()
+    if not hidden_BLD.shape[1] and pooling in get_args(Pooling):
+        return hidden_BLD.sum(dim=1)
     match pooling:
         case "mean":
             return masked_mean(hidden_BLD, is_token_BL)

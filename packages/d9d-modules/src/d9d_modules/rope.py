@@ -61,7 +61,7 @@ def rotary_tables(
         UserError: If a size is odd or out of range, or the position ids are not of this kind.
     """
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
-    _check_sizes(head_dim, rotary_dim)
+    check_rotary_sizes(head_dim, rotary_dim)
     _check_positions(position_ids, max_positions)
     device = position_ids.device
     if scaling is None:
@@ -125,7 +125,12 @@ def _longest(position_ids: Tensor, length: int | None) -> Tensor:
     return torch.full((), length or 0, device=position_ids.device)
 
 
-def _check_sizes(head_dim: int, rotary_dim: int) -> None:
+def check_rotary_sizes(head_dim: int, rotary_dim: int) -> None:
+    """Refuse heads whose features cannot be rotated in pairs.
+
+    Raises:
+        UserError: If one size is odd, or more is to be rotated than there is.
+    """
     if head_dim % 2:
         raise UserError(f"head_dim = {head_dim}; rotary positions rotate pairs of features: use an even head_dim.")
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:

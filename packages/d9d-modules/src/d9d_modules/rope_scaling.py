@@ -274,6 +274,11 @@ class LongRopeScaling:
             short_factors=min(self.short_factors, default=0.0),
             long_factors=min(self.long_factors, default=0.0),
         )
+        if self.original_max_positions < 2:
+            raise UserError(
+                f"LongRopeScaling got original_max_positions = {self.original_max_positions}; expected above 1, of "
+                "which the logarithm scales attention."
+            )
         if len(self.short_factors) != len(self.long_factors):
             raise UserError(
                 f"{len(self.short_factors)} short_factors and {len(self.long_factors)} long_factors; expected one of "
@@ -308,5 +313,5 @@ class LongRopeScaling:
 
 def _require_positive(scaling: RotaryScaling, **values: float) -> None:
     for name, value in values.items():
-        if value <= 0:
+        if not value > 0:  # NaN is not
             raise UserError(f"{type(scaling).__name__} got {name} = {value}; expected above 0.")

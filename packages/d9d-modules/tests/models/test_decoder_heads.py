@@ -108,6 +108,8 @@ def test_what_does_not_fit_is_refused() -> None:
         DecoderWithHeads(PARAMS, heads={})
     with pytest.raises(UserError, match=r"heads are named 'a\.b'; expected at least one, and names that"):
         DecoderWithHeads(PARAMS, heads={"a.b": decoder_lm_head})
+    with pytest.raises(UserError, match=r"heads are named 'forward'; expected at least one, and names that"):
+        DecoderWithHeads(PARAMS, heads={"forward": decoder_lm_head})
     other: Any = {"other": lambda _: nn.Identity()}
     with pytest.raises(UserError, match=r"the head 'other' is a Identity; expected a LanguageModelHead"):
         DecoderWithHeads(PARAMS, heads=other)(input_ids)

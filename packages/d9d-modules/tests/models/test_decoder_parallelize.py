@@ -11,8 +11,10 @@ from d9d_modules import (
     DecoderForCausalLM,
     DecoderForClassification,
     DecoderLayer,
+    DynamicNtkScaling,
     Llama3Params,
     Llama3Scaling,
+    LongRopeScaling,
     Qwen3Params,
     decoder_tensor_plan,
     parallelize_decoder,
@@ -122,3 +124,31 @@ def test_rows_that_are_pooled_are_not_shared_out() -> None:
         "context-parallel degrees to 1."
     )
     assert run_ranks(_pooled, world_size=2) == [message] * 2
+
+
+LONG = LongRopeScaling(short_factors=(1.0,) * 3, long_factors=(2.0, 3.0, 4.0), factor=4.0, original_max_positions=4)
+
+
+def _share_rows_out(params: Llama3Params) -> None:
+    with MeshConfig(context_parallel_shard=2).build() as ctx:
+        with torch.device("meta"):
+            model = DecoderForCausalLM(params)
+        parallelize_decoder(model, ctx, plan=decoder_tensor_plan(params))
+
+
+def _refuses_to_share_rows_out(params: Llama3Params) -> None:
+    with pytest.raises(
+        UserError, match=r"backbone, a DecoderModel, scales rotary positions by the longest one of a row "
+    ):
+        _share_rows_out(params)
+
+
+@pytest.mark.parametrize(
+    "scaling", [LONG, DynamicNtkScaling(factor=4.0, original_max_positions=4)], ids=["long", "ntk"]
+)
+def test_a_scaling_by_the_length_of_rows_needs_to_know_it(scaling: LongRopeScaling | DynamicNtkScaling) -> None:
+    run_ranks(_refuses_to_share_rows_out, Llama3Params(**SIZES, rope_scaling=scaling))
+    fixed = Llama3Params(**SIZES, rope_scaling=scaling, rope_length=8)
+    alone, *_ = run_ranks(_train, fixed, {}, {}, world_size=1)
+    for gradients in run_ranks(_train, fixed, {"context_parallel_shard": 2}, {}):
+        assert_trees_close(gradients, alone)

@@ -31,11 +31,12 @@ class NeedsWholeRows(Protocol):
     """A module that no rank can compute from its part of the positions alone, and that has no other form.
 
     Attributes:
-        why_whole_rows: What it does that needs them, as the end of a sentence that starts with its name.
+        why_whole_rows: What it does that needs them, as the end of a sentence that starts with its name; None where it
+            does not do that, as it is configured.
     """
 
     @property
-    def why_whole_rows(self) -> str: ...  # noqa: D102  (see Attributes)
+    def why_whole_rows(self) -> str | None: ...  # noqa: D102  (see Attributes)
 
 
 def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method: ContextMethod) -> Attention:
@@ -121,8 +122,8 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
 
 def _check_rows_may_be_split(module: nn.Module, num_ranks: int) -> None:
     for name, each in module.named_modules():
-        if isinstance(each, NeedsWholeRows):
+        if isinstance(each, NeedsWholeRows) and each.why_whole_rows is not None:
             raise UserError(
                 f"{name or 'the module'}, a {type(each).__name__}, {each.why_whole_rows}, and {num_ranks} "
-                "context-parallel ranks share each row out; expected one. Use tensor or pipeline parallelism for it."
+                "context-parallel ranks share each row out; expected one. Change that, or use other parallelism."
             )

@@ -67,6 +67,7 @@ class Flash2Backend:
             "causal": True,
             "window_size": (-1, -1) if options.window is None else (options.window - 1, 0),
             "softcap": options.softcap or 0.0,
+            **_deterministic(),
         }
         if documents_BS is None:
             return package.flash_attn_func(q_BLHK, k_BSGK, v_BSGK, **settings)
@@ -120,10 +121,16 @@ class Flash4Backend:
             "window_size": (None, None) if options.window is None else (options.window - 1, 0),
             "softcap": options.softcap or 0.0,
             "learnable_sink": sinks_H,
+            **_deterministic(),
         }
         if documents_BS is None:
             return _first(package.flash_attn_func(q_BLHK, k_BSGK, v_BSGK, **settings))
         return _by_lengths(package.flash_attn_varlen_func, q_BLHK, k_BSGK, v_BSGK, documents_BS, **settings)
+
+
+def _deterministic() -> dict[str, bool]:
+    """Their backward pass adds in any order otherwise. Left out where nobody asks: not every release knows it."""
+    return {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
 
 
 def _is_installed(distribution: str) -> bool:

@@ -121,7 +121,7 @@ def _output(name: str, head: nn.Module, hidden_BLD: Tensor, *, mask_BL: Tensor |
 
 
 def _check_names(heads: Mapping[str, HeadFactory]) -> None:
-    wrong = [name for name in heads if not name.isidentifier()]
+    wrong = [name for name in heads if not name.isidentifier() or name in dir(nn.ModuleDict)]
     if wrong or not heads:
         raise UserError(
             f"heads are named {', '.join(map(repr, wrong)) or 'nothing'}; expected at least one, and names that "

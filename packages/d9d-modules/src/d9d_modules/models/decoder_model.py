@@ -22,7 +22,7 @@ from d9d_modules.lm_head import LanguageModelHead
 from d9d_modules.models.decoder_params import DecoderParams
 from d9d_modules.norm import RMSNorm
 from d9d_modules.rope import rotary_tables
-from d9d_modules.rope_scaling import DynamicNtkScaling
+from d9d_modules.rope_scaling import DynamicNtkScaling, LongRopeScaling
 from d9d_modules.swiglu import SwiGLU
 
 FeedForwardFactory: TypeAlias = Callable[[int], nn.Module]
@@ -99,6 +99,17 @@ class DecoderModel(nn.Module):
         for layer in self.layers.values():
             x_BLD = layer(x_BLD, rotary, documents_BL=documents_BL)
         return x_BLD if self.norm is None else self.norm(x_BLD)
+
+    @property
+    def why_whole_rows(self) -> str | None:
+        """See `d9d_dist.NeedsWholeRows`."""
+        scaling = self.params.rope_scaling
+        if self.params.rope_length is None and isinstance(scaling, DynamicNtkScaling | LongRopeScaling):
+            return (
+                f"scales rotary positions by the longest one of a row ({type(scaling).__name__} without rope_length, "
+                "which fixes it)"
+            )
+        return None
 
     def _check_inputs(self, hidden: Tensor, position_ids: Tensor | None) -> None:
         got = f"{tuple(hidden.shape)} of {hidden.dtype}"
