@@ -36,6 +36,7 @@ from d9d_modules import (
 from d9d_moe import (
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
+    parallelize_expert_parallel,
     qwen3_moe_from_hugging_face,
     qwen3_moe_hugging_face_config,
     qwen3_moe_tensor_plan,
@@ -129,6 +130,7 @@ class Decoder(ModelProvider):
         plan = qwen3_tensor_plan(self.dense) if self.moe is None else qwen3_moe_tensor_plan(self.moe)
         parallelize_tensor(model, dense["tp"], plan)
         parallelize_context(model, cp, method=self.parallelism.context_method)
+        parallelize_expert_parallel(model, ctx)
         dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
         for block in model.get_submodule("backbone.layers").children():
             checkpoint_activations(block, policy=self.parallelism.activation_checkpointing)

@@ -150,7 +150,6 @@ _MISTAKES = {
         ["--run.folder", "{file}"],
         "is a file, not a folder. Choose another one with --run.f",
     ),
-    "a parallelism that is not there": (["--mesh.data_parallel_shard", "2", "--mesh.expert_parallel", "2"], ""),
 }
 
 
@@ -159,16 +158,19 @@ def test_a_mistake_is_one_message_and_leaves_nothing(tmp_path: Path, mistake: st
     extra, message = _MISTAKES[mistake]
     (tmp_path / "file").touch()
     arguments = [word.format(file=tmp_path / "file" / "runs") for word in extra]
-    if mistake == "a parallelism that is not there":
-        ended = on_ranks("pretrain", _tiny(tmp_path, "run", steps=2) + arguments, world_size=2)[0]
-        message = "mesh.expert_parallel = 2; expected 1: the Trainer has data, context, tensor and pipeline parallelism"
-    else:
-        ended = on_ranks("pretrain", _tiny(tmp_path, "run", steps=2) + arguments)[0]
+    ended = on_ranks("pretrain", _tiny(tmp_path, "run", steps=2) + arguments)[0]
     assert ended.code == 2
     assert ended.errors.startswith("d9d: ")
     assert message in ended.errors
     assert "Traceback" not in ended.errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_an_expert_parallel_degree_without_experts_is_refused(tmp_path: Path) -> None:
+    degrees = ["--mesh.data_parallel_shard", "2", "--mesh.expert_parallel", "2"]
+    for ended in on_ranks("pretrain", _tiny(tmp_path, "run", steps=2) + degrees, world_size=2):
+        assert ended.code == 2
+        assert "mesh.expert_parallel = 2, but the model provider's parallelize shares no experts out" in ended.errors
 
 
 def test_an_empty_data_folder(tmp_path: Path) -> None:

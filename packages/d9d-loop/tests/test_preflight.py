@@ -142,12 +142,6 @@ def test_context_parallelism_needs_a_task_that_cuts_batches(
     _refused(tmp_path, message, mesh={degree: 2})
 
 
-def test_expert_parallelism_is_refused(tmp_path: Path, world: Callable[[int], None]) -> None:
-    world(2)
-    message = r"mesh\.expert_parallel = 2; expected 1: the Trainer has data, context, tensor and pipeline paralleli.*"
-    _refused(tmp_path, message, mesh={"data_parallel_shard": 2, "expert_parallel": 2})
-
-
 @pytest.mark.parametrize(
     ("batch", "message"),
     [

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from d9d_moe import GroupedLinear, GroupedMatmulBackend, choose_backend, grouped_matmul
+from d9d_dist import UserError
+from d9d_moe import BACKEND_VARIABLE, GroupedLinear, GroupedMatmulBackend, choose_backend, grouped_matmul
 
 COUNTS = [[4, 0, 3, 5], [0, 0, 0, 12], [12, 0, 0, 0], [3, 3, 3, 3]]
 
@@ -97,3 +98,31 @@ def test_reset_parameters_draws_from_the_given_normal_distribution() -> None:
         assert abs(layer.weight.std().item() - 0.3) < 0.01
         torch.nn.init.zeros_(layer.weight)
         layer.reset_parameters()
+
+
+def test_the_environment_names_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, counts = torch.randn(3, 4), torch.randn(2, 8, 4), torch.tensor([1, 2])
+    assert choose_backend(x, weight, environment={}) == "grouped_mm"
+    assert choose_backend(x, weight, environment={BACKEND_VARIABLE: "eager"}) == "eager"
+    monkeypatch.setenv(BACKEND_VARIABLE, "cublas")
+    with pytest.raises(UserError, match=r"D9D_GROUPED_MATMUL = 'cublas'; expected one of grouped_mm, grouped_gemm,"):
+        grouped_matmul(x, weight, counts)
+
+
+def test_a_backend_that_cannot_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, counts = torch.randn(3, 4), torch.randn(2, 8, 4), torch.tensor([1, 2])
+    with pytest.raises(UserError, match=r"backend = 'triton'; expected one of grouped_mm, grouped_gemm, eager"):
+        grouped_matmul(x, weight, counts, backend="triton")  # ty: ignore[invalid-argument-type]
+    monkeypatch.setattr("d9d_moe.grouped_linear.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"which is not installed\. Install it: .*pip install .*grouped_gemm"):
+        grouped_matmul(x, weight, counts, backend="grouped_gemm")
+    monkeypatch.setattr("d9d_moe.grouped_linear.find_spec", lambda name: object())
+    with pytest.raises(UserError, match=r"got torch\.float32 on cpu; expected torch\.bfloat16 on an accelerator"):
+        grouped_matmul(x, weight, counts, backend="grouped_gemm")
+
+
+def test_a_frozen_weight_has_no_gradient() -> None:
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(2, 8, 4)
+    grouped_matmul(x, weight, torch.tensor([1, 2])).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is None

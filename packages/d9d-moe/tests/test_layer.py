@@ -5,7 +5,33 @@ from torch.utils.checkpoint import checkpoint
 
 from d9d_dist import UserError, materialize
 from d9d_modules import SwiGLU
-from d9d_moe import Dispatched, LocalDispatcher, MoeFeedForward, Routing
+from d9d_moe import (
+    Dispatched,
+    Dispatcher,
+    HiddenAndLosses,
+    LocalDispatcher,
+    MoeFeedForward,
+    RouterLosses,
+    Routing,
+    SharedExperts,
+    TopKRouter,
+)
+
+
+def _moe(
+    hidden_size: int,
+    intermediate_size: int,
+    *,
+    num_experts: int,
+    top_k: int,
+    renormalize: bool = True,
+    init_std: float = 0.02,
+    dispatcher: Dispatcher | None = None,
+) -> MoeFeedForward:
+    router = TopKRouter(hidden_size, num_experts=num_experts, top_k=top_k, renormalize=renormalize, init_std=init_std)
+    return MoeFeedForward(
+        hidden_size, intermediate_size, router=router, init_std=init_std, dispatcher=dispatcher or LocalDispatcher()
+    )
 
 
 def _dense_sum(moe: MoeFeedForward, x: Tensor) -> Tensor:
@@ -25,7 +51,7 @@ def _dense_sum(moe: MoeFeedForward, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("top_k", [1, 2, 5])
 def test_matches_all_experts_weighed_by_the_router(top_k: int, renormalize: bool) -> None:
-    moe = MoeFeedForward(6, 7, num_experts=5, top_k=top_k, renormalize=renormalize, init_std=0.7).double()
+    moe = _moe(6, 7, num_experts=5, top_k=top_k, renormalize=renormalize, init_std=0.7).double()
     x = torch.randn(2, 4, 6, dtype=torch.float64, requires_grad=True)
     got, expected = moe(x), _dense_sum(moe, x)
     torch.testing.assert_close(got, expected)
@@ -37,10 +63,11 @@ def test_matches_all_experts_weighed_by_the_router(top_k: int, renormalize: bool
 
 
 def test_all_tokens_to_one_expert() -> None:
-    moe = MoeFeedForward(6, 7, num_experts=5, top_k=1).double()
+    moe = _moe(6, 7, num_experts=5, top_k=1).double()
     with torch.no_grad():
-        moe.router.weight.zero_()
-        moe.router.weight[3] = 100.0
+        weight = moe.get_parameter("router.weight")
+        weight.zero_()
+        weight[3] = 100.0
     x = torch.rand(9, 6, dtype=torch.float64) + 0.1
     assert moe.router(x).indices.eq(3).all()
     torch.testing.assert_close(moe(x), _dense_sum(moe, x))
@@ -51,7 +78,7 @@ def test_all_tokens_to_one_expert() -> None:
 
 
 def test_no_tokens() -> None:
-    moe = MoeFeedForward(8, 8, num_experts=4, top_k=2)
+    moe = _moe(8, 8, num_experts=4, top_k=2)
     y = moe(torch.zeros(0, 3, 8))
     assert y.shape == (0, 3, 8)
     y.sum().backward()
@@ -59,7 +86,7 @@ def test_no_tokens() -> None:
 
 
 def test_recomputation_gives_the_same_gradients() -> None:
-    moe = MoeFeedForward(8, 8, num_experts=4, top_k=2)
+    moe = _moe(8, 8, num_experts=4, top_k=2)
     x = torch.randn(5, 8, requires_grad=True)
     inputs = (x, *moe.parameters())
     expected = torch.autograd.grad(moe(x).square().sum(), inputs)
@@ -78,13 +105,13 @@ def test_the_dispatcher_is_the_one_passed_in() -> None:
             return dispatched
 
     recording = Recording()
-    MoeFeedForward(4, 4, num_experts=3, top_k=2, dispatcher=recording)(torch.randn(5, 4))
+    _moe(4, 4, num_experts=3, top_k=2, dispatcher=recording)(torch.randn(5, 4))
     assert sum(recording.counts) == 10
 
 
 def test_built_on_meta_and_materialised_it_is_complete() -> None:
     with torch.device("meta"):
-        model = nn.Sequential(MoeFeedForward(32, 48, num_experts=4, top_k=2, init_std=0.1))
+        model = nn.Sequential(_moe(32, 48, num_experts=4, top_k=2, init_std=0.1))
     materialize(model, device=torch.device("cpu"), seed=0)
     for name, parameter in model.named_parameters():
         assert abs(parameter.std().item() - 0.1) < 0.02, name
@@ -92,4 +119,26 @@ def test_built_on_meta_and_materialised_it_is_complete() -> None:
 
 def test_top_k_above_the_experts_is_refused() -> None:
     with pytest.raises(UserError, match=r"top_k = 3; expected 1 <= top_k <= num_experts = 2"):
-        MoeFeedForward(4, 4, num_experts=2, top_k=3)
+        _moe(4, 4, num_experts=2, top_k=3)
+
+
+def test_shared_experts_see_every_token() -> None:
+    router = TopKRouter(6, num_experts=4, top_k=2, init_std=1.0)
+    shared = SharedExperts(6, 5, is_gated=True, init_std=0.7)
+    moe = MoeFeedForward(6, 7, router=router, shared=shared, init_std=0.7).double()
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    assert shared.gate is not None
+    gate = (x @ shared.gate.weight.T).sigmoid()
+    torch.testing.assert_close(moe(x), _dense_sum(moe, x) + gate * shared.experts(x))
+    ungated = SharedExperts(6, 5, init_std=0.7).double()
+    torch.testing.assert_close(ungated(x), ungated.experts(x))
+
+
+def test_losses_come_beside_the_hidden_states() -> None:
+    router = TopKRouter(6, num_experts=4, top_k=2, init_std=1.0)
+    moe = MoeFeedForward(6, 7, router=router, losses=RouterLosses(z=0.5)).double()
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    y = moe(x)
+    assert isinstance(y, HiddenAndLosses)
+    torch.testing.assert_close(y.hidden, _dense_sum(moe, x))
+    torch.testing.assert_close(y.losses, 0.5 * (x @ router.weight.T).logsumexp(-1).square())

@@ -38,6 +38,7 @@ from d9d_dist.differentiable import (
     take_shard,
 )
 from d9d_dist.errors import UserError
+from d9d_dist.expert_parallel import parallelize_experts
 from d9d_dist.follows_weight import FollowsWeight
 from d9d_dist.gradient_norm import global_grad_norm, grad_norm_parts
 from d9d_dist.gradient_sync import GradientSync, sync_gradients
@@ -157,6 +158,7 @@ __all__ = [
     "offload_tensor",
     "onload_tensor",
     "parallelize_context",
+    "parallelize_experts",
     "parallelize_fsdp",
     "parallelize_hsdp",
     "parallelize_replicate",

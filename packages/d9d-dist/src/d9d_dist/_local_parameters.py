@@ -6,7 +6,7 @@ goes back as a DTensor: on an axis over which the ranks compute different things
 be taken; `d9d_dist.gradient_sync` looks for exactly that placement.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +27,15 @@ class LocalParameters:
             parameter's gradient.
         compute_dtype: What floating-point parameters are cast to for forward; `None` keeps their own dtype.
         reduce_dtype: What their gradients are cast to while ranks add them up; `None` keeps their own dtype.
+        is_apart: Whether the module's parameters live on a mesh of their own, as those of experts do: FSDP of a module
+            around it leaves them alone.
     """
 
     def __init__(self) -> None:
         self.partial_axes: set[str] = set()
         self.compute_dtype: torch.dtype | None = None
         self.reduce_dtype: torch.dtype | None = None
+        self.is_apart = False
         self._outside: list[dict[str, nn.Parameter | None]] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
@@ -113,7 +116,7 @@ class PartialParameter(NamedTuple):
 def partial_parameters(model: nn.Module) -> Iterator[PartialParameter]:
     """The trainable parameters whose gradients are parts of sums, each once, in the model's order.
 
-    Those of a module that FSDP manages are left out: FSDP reduces their gradients by itself.
+    Those that FSDP manages are left out: FSDP reduces their gradients by itself.
     """
     seen: set[int] = set()
     for module in modules_outside_fsdp(model):
@@ -130,15 +133,30 @@ def partial_parameters(model: nn.Module) -> Iterator[PartialParameter]:
 
 
 def modules_outside_fsdp(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and all below it, parents first, without those that FSDP manages and what lies below them."""
-    if not isinstance(module, FSDPModule):
-        yield module
-        for child in module.children():
-            yield from modules_outside_fsdp(child)
+    """A module and all below it, parents first, without those that FSDP manages; what lies apart is not among them."""
+    if isinstance(module, FSDPModule):
+        yield from modules_apart(module)
+        return
+    yield module
+    for child in module.children():
+        yield from modules_outside_fsdp(child)
+
+
+def modules_apart(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules at or below one whose parameters live on a mesh of their own, and that FSDP does not manage."""
+    for submodule in module.modules():
+        hooks = local_parameters_of(submodule)
+        if hooks is not None and hooks.is_apart:
+            yield submodule
 
 
 def distribute_parameters(
-    model: nn.Module, mesh: DeviceMesh, placements: Mapping[int, Placement], *, default: Placement
+    model: nn.Module,
+    mesh: DeviceMesh,
+    placements: Mapping[int, Placement],
+    *,
+    default: Placement,
+    leave: Collection[nn.Module] = (),
 ) -> None:
     """Make every parameter of a model a DTensor on one more mesh axis, in place; no collectives.
 
@@ -150,9 +168,12 @@ def distribute_parameters(
         mesh: A mesh of one named axis.
         placements: How to place parameters on the axis, by their `id`.
         default: How to place all others; those that are on the axis already stay as they are.
+        leave: Modules whose own parameters stay as they are.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
+        if module in leave:
+            continue
         for name, parameter in module._parameters.items():
             if parameter is None or axis_names(mesh)[0] in axes_of(parameter):
                 continue

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from d9d_dist._local_parameters import compute_locally, distribute_parameters
+from d9d_dist._local_parameters import compute_locally, distribute_parameters, modules_apart
 from d9d_dist._mesh_axes import axis_names, only_axis
 from d9d_dist.errors import UserError
 
@@ -45,10 +45,11 @@ def parallelize_hsdp(
     shard_axis: str,
     precision: Precision | None = None,
     reshard_after_forward: bool = True,
+    shard_dim: int = 0,
 ) -> None:
     """Shard a module's parameters over one axis of a mesh and replicate them over its other axes, in place.
 
-    Parameters become DTensors, `Shard(0)` on the shard axis, `Replicate()` on the others of more than one rank.
+    Parameters become DTensors, `Shard(shard_dim)` on the shard axis, `Replicate()` on the others of more than one rank.
     Forward and backward all-gather them over the shard axis; gradients are reduce-scattered over it and all-reduced
     over the rest, as sums; several axes to replicate over count as one, e.g. `dp_replicate_cp_replicate`. Parameters
     that are tensor parallel already are DTensors on all of these axes. Call it on inner blocks first and on the whole
@@ -58,11 +59,13 @@ def parallelize_hsdp(
     Collective over all ranks of the job the first time that several axes are merged: it makes their process group.
 
     Args:
-        module: The module to parallelise; parameters that an inner call took already are left alone.
+        module: The module to parallelise; parameters that an inner call took already are left alone, and so are those
+            of experts (`parallelize_experts`).
         mesh: A mesh with named axes, in any order, all of them data parallel for this module.
         shard_axis: The axis that shares the parameters out.
         precision: dtypes of computation and reduction.
         reshard_after_forward: Whether to free the gathered parameters after forward and gather them again in backward.
+        shard_dim: The dim of all parameters that is shared out; if it is not the first, its size has to divide.
 
     Raises:
         UserError: If the mesh has no axis of that name.
@@ -80,6 +83,8 @@ def parallelize_hsdp(
             param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce, cast_forward_inputs=dtypes.cast_inputs
         ),
         reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=(lambda _: Shard(shard_dim)) if shard_dim else None,
+        ignored_params={parameter for apart in modules_apart(module) for parameter in apart.parameters(recurse=False)},
     )
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
@@ -118,9 +123,10 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Pre
     if mesh.size() == 1 and precision is None:
         return
     dtypes = precision or Precision()
-    distribute_parameters(module, mesh, {}, default=Replicate())
+    apart = set(modules_apart(module))
+    distribute_parameters(module, mesh, {}, default=Replicate(), leave=apart)
     for submodule in module.modules():
-        if submodule._parameters:
+        if submodule._parameters and submodule not in apart:
             compute_locally(submodule, partial_axes=(axis,), compute_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
     if dtypes.compute is not None and dtypes.cast_inputs:
         module.register_forward_pre_hook(partial(_cast_inputs, dtypes.compute), prepend=True, with_kwargs=True)

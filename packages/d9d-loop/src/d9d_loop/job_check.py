@@ -17,11 +17,6 @@ def check_degrees(mesh: MeshConfig, task: BatchTask) -> None:
     Raises:
         UserError: Naming them.
     """
-    if mesh.expert_parallel != 1:
-        raise UserError(
-            f"mesh.expert_parallel = {mesh.expert_parallel}; expected 1: the Trainer has data, context, tensor and "
-            "pipeline parallelism so far."
-        )
     cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1
     if cuts and not _says_how_to_split(task):
         task_name = type(task).__name__

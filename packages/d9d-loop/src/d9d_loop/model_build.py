@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, materialize
-from d9d_loop.model_check import check_parallelized, check_unchanged, describe_tensors
+from d9d_loop.model_check import check_experts_are_shared_out, check_parallelized, check_unchanged, describe_tensors
 from d9d_loop.model_plan import ModelPlan
 from d9d_loop.model_provider import ModelProvider
 from d9d_loop.pipeline import Pipeline
@@ -32,4 +32,5 @@ def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedCon
         check_parallelized(stage, ctx)
         materialize(stage, device=ctx.device, seed=seed)
         stages[index] = stage.train()
+    check_experts_are_shared_out(stages.values(), ctx)
     return Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)

@@ -1,12 +1,12 @@
 """What a provider's `parallelize` may not do to a model, found when it has run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from d9d_dist import DistributedContext, UserError, canonical_name
+from d9d_dist import DistributedContext, UserError, all_gather_objects, canonical_name
 from d9d_state import TensorInfo, model_tensors
 
 
@@ -60,6 +60,29 @@ def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
             f"made on the whole model by {tensor_parallel}"
             'parallelize_hsdp(model, dense["dp_replicate", "dp_cp_shard", "cp_replicate"], shard_axis="dp_cp_shard").'
         )
+
+
+def check_experts_are_shared_out(stages: Iterable[nn.Module], ctx: DistributedContext) -> None:
+    """Refuse an expert-parallel degree that no parameter of the whole model follows. Collective, if there is one.
+
+    A stage may hold none of the experts, so all ranks decide together.
+
+    Raises:
+        UserError: On every rank.
+    """
+    num_ranks = ctx.size("expert", "ep_shard")
+    if num_ranks == 1:
+        return
+    here = any("ep_shard" in _axes(parameter) for stage in stages for parameter in stage.parameters())
+    if not any(all_gather_objects(here)):
+        raise UserError(
+            f"mesh.expert_parallel = {num_ranks}, but the model provider's parallelize shares no experts out; expected "
+            "parallelize_expert_parallel(model, ctx) of d9d_moe in it. Call it, or set the degree to 1."
+        )
+
+
+def _axes(parameter: torch.Tensor) -> tuple[str, ...]:
+    return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
 
 
 def _num_ranks(parameter: torch.Tensor) -> int:

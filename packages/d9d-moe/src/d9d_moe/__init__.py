@@ -1,35 +1,118 @@
-"""Mixture of experts for PyTorch: routing, dispatch, grouped experts."""
+"""Mixture of experts for PyTorch: routing, dispatch, grouped experts, expert parallelism."""
 
+from d9d_moe.all_to_all import AllToAllDispatched, AllToAllDispatcher
+from d9d_moe.deep_ep import refuse_deep_ep
 from d9d_moe.dispatch import Dispatched, Dispatcher, LocalDispatched, LocalDispatcher
+from d9d_moe.expert_balance import LoadStatistics, load_statistics, take_expert_counts, update_selection_bias
+from d9d_moe.expert_counts import ExpertCounter
+from d9d_moe.expert_parallel import Dispatch, DispatchName, parallelize_expert_parallel
 from d9d_moe.experts import GroupedSwiGLU
-from d9d_moe.grouped_linear import GroupedLinear, GroupedMatmulBackend, choose_backend, grouped_matmul
+from d9d_moe.grouped_linear import (
+    BACKEND_VARIABLE,
+    GroupedLinear,
+    GroupedMatmulBackend,
+    choose_backend,
+    grouped_matmul,
+)
 from d9d_moe.layer import MoeFeedForward
-from d9d_moe.models.qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoeParams
+from d9d_moe.models.deepseek_v3 import (
+    DeepseekV3ForCausalLM,
+    DeepseekV3ForClassification,
+    DeepseekV3ForEmbedding,
+    DeepseekV3Model,
+    DeepseekV3Params,
+)
+from d9d_moe.models.deepseek_v3_hugging_face import (
+    deepseek_v3_from_hugging_face,
+    deepseek_v3_hugging_face_config,
+    deepseek_v3_params_from_hugging_face,
+)
+from d9d_moe.models.deepseek_v3_tensor_plan import deepseek_v3_tensor_plan
+from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face
+from d9d_moe.models.moe_decoder import BackboneSizes, Hidden, MoeDecoder, MoeDecoderLayer, MoeDecoderParams, Received
+from d9d_moe.models.moe_heads import MoeForCausalLM, MoeForClassification, MoeForEmbedding, RouterLossJoin
+from d9d_moe.models.moe_parallelize import moe_tensor_plan, parallelize_moe_decoder
+from d9d_moe.models.qwen3_moe import (
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForClassification,
+    Qwen3MoeForEmbedding,
+    Qwen3MoeModel,
+    Qwen3MoeParams,
+)
 from d9d_moe.models.qwen3_moe_hugging_face import (
     qwen3_moe_from_hugging_face,
     qwen3_moe_hugging_face_config,
     qwen3_moe_params_from_hugging_face,
 )
 from d9d_moe.models.qwen3_moe_tensor_plan import qwen3_moe_tensor_plan
-from d9d_moe.router import Routing, TopKRouter
+from d9d_moe.router import Router, Routing, SigmoidRouter, TopKRouter
+from d9d_moe.router_losses import BalanceScope, HiddenAndLosses, RouterLosses, TokenGroups, expert_load, token_losses
+from d9d_moe.shared_experts import SharedExperts
 
 __all__ = [
+    "BACKEND_VARIABLE",
+    "AllToAllDispatched",
+    "AllToAllDispatcher",
+    "BackboneSizes",
+    "BalanceScope",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV3ForClassification",
+    "DeepseekV3ForEmbedding",
+    "DeepseekV3Model",
+    "DeepseekV3Params",
+    "Dispatch",
+    "DispatchName",
     "Dispatched",
     "Dispatcher",
+    "ExpertCounter",
+    "ExpertsLayout",
     "GroupedLinear",
     "GroupedMatmulBackend",
     "GroupedSwiGLU",
+    "Hidden",
+    "HiddenAndLosses",
+    "LoadStatistics",
     "LocalDispatched",
     "LocalDispatcher",
+    "MoeDecoder",
+    "MoeDecoderLayer",
+    "MoeDecoderParams",
     "MoeFeedForward",
+    "MoeForCausalLM",
+    "MoeForClassification",
+    "MoeForEmbedding",
     "Qwen3MoeForCausalLM",
+    "Qwen3MoeForClassification",
+    "Qwen3MoeForEmbedding",
+    "Qwen3MoeModel",
     "Qwen3MoeParams",
+    "Received",
+    "Router",
+    "RouterLossJoin",
+    "RouterLosses",
     "Routing",
+    "SharedExperts",
+    "SigmoidRouter",
+    "TokenGroups",
     "TopKRouter",
     "choose_backend",
+    "deepseek_v3_from_hugging_face",
+    "deepseek_v3_hugging_face_config",
+    "deepseek_v3_params_from_hugging_face",
+    "deepseek_v3_tensor_plan",
+    "expert_load",
+    "experts_from_hugging_face",
     "grouped_matmul",
+    "load_statistics",
+    "moe_tensor_plan",
+    "parallelize_expert_parallel",
+    "parallelize_moe_decoder",
     "qwen3_moe_from_hugging_face",
     "qwen3_moe_hugging_face_config",
     "qwen3_moe_params_from_hugging_face",
     "qwen3_moe_tensor_plan",
+    "refuse_deep_ep",
+    "take_expert_counts",
+    "token_losses",
+    "update_selection_bias",
 ]

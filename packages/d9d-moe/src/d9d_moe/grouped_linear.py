@@ -1,18 +1,30 @@
 """One matrix product for each group of rows: what a layer of experts is made of.
 
 `torch.nn.functional.grouped_mm` does it in one kernel. It takes float32, bfloat16 and float16 whose rows are aligned to
-16 bytes; everything else goes through a loop, which is also the reference that the kernel is tested against.
+16 bytes; everything else goes through a loop, which is also the reference that the kernel is tested against. The
+library `grouped_gemm` is used where it is asked for.
 
 Shape legend: N rows, sorted by group; G groups; I input features; O output features.
 """
 
-from typing import Literal, TypeAlias, final
+import os
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any, Literal, TypeAlias, cast, final, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-GroupedMatmulBackend: TypeAlias = Literal["grouped_mm", "eager"]
+from d9d_dist import GradientSlot, take_weight
+from d9d_dist.errors import UserError
+
+GroupedMatmulBackend: TypeAlias = Literal["grouped_mm", "grouped_gemm", "eager"]
+
+BACKEND_VARIABLE = "D9D_GROUPED_MATMUL"
+"""Environment variable that names the backend of every product for which none is given."""
+
+GROUPED_GEMM_INSTALL = "TORCH_CUDA_ARCH_LIST=9.0 pip install --no-build-isolation grouped_gemm"
 
 _ALIGNMENT = 16
 """Bytes that the length of a row must be a multiple of in `grouped_mm`."""
@@ -48,7 +60,7 @@ class GroupedLinear(nn.Module):
 def grouped_matmul(
     x_NI: Tensor, weight_GOI: Tensor, counts_G: Tensor, *, backend: GroupedMatmulBackend | None = None
 ) -> Tensor:
-    """Multiply each group of rows with its own matrix.
+    """Multiply each group of rows with its own matrix; in a `SplitBackward` the weight's gradient can wait.
 
     Args:
         x_NI: Rows [N, I], those of the first group first.
@@ -58,19 +70,37 @@ def grouped_matmul(
 
     Returns:
         The products [N, O] in the dtype of the rows.
+
+    Raises:
+        UserError: If the backend is unknown, not installed, or does not take such tensors.
     """
-    match backend or choose_backend(x_NI, weight_GOI):
-        case "grouped_mm":
-            return _grouped_mm(x_NI, weight_GOI, counts_G)
-        case "eager":
-            return _eager(x_NI, weight_GOI, counts_G)
+    chosen = choose_backend(x_NI, weight_GOI) if backend is None else backend
+    _check_backend(chosen, x_NI)
+    weight, slot = take_weight(weight_GOI, x_NI)
+    return cast(Tensor, _GroupedMatmul.apply(x_NI, weight, counts_G, slot, chosen))
 
 
-def choose_backend(x_NI: Tensor, weight_GOI: Tensor) -> GroupedMatmulBackend:
-    """The fast kernel where it can serve, else the loop.
+def choose_backend(
+    x_NI: Tensor, weight_GOI: Tensor, *, environment: Mapping[str, str] | None = None
+) -> GroupedMatmulBackend:
+    """What the environment says; else the fast kernel where it can serve, else the loop.
 
     The decision is made from dtypes and shapes alone, so no device has to be waited for.
+
+    Args:
+        x_NI: Rows [N, I].
+        weight_GOI: Matrices [G, O, I].
+        environment: Where the variable `D9D_GROUPED_MATMUL` is looked up; None for that of the process.
+
+    Raises:
+        UserError: If the variable names no backend.
     """
+    named = (os.environ if environment is None else environment).get(BACKEND_VARIABLE, "")
+    if named:
+        if named not in get_args(GroupedMatmulBackend):
+            expected = ", ".join(get_args(GroupedMatmulBackend))
+            raise UserError(f"{BACKEND_VARIABLE} = {named!r}; expected one of {expected}.")
+        return cast(GroupedMatmulBackend, named)
     _, num_outputs, num_inputs = weight_GOI.shape
     # The kernel's meta function took only bfloat16 before torch 2.15; shapes need no kernel.
     served = not x_NI.is_meta and x_NI.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -79,18 +109,95 @@ def choose_backend(x_NI: Tensor, weight_GOI: Tensor) -> GroupedMatmulBackend:
     return "grouped_mm" if served and aligned and len(x_NI) > 0 else "eager"
 
 
-def _grouped_mm(x_NI: Tensor, weight_GOI: Tensor, counts_G: Tensor) -> Tensor:
-    ends_G = counts_G.cumsum(0, dtype=torch.int32)
-    y_NO = F.grouped_mm(x_NI.contiguous(), weight_GOI.transpose(-2, -1), offs=ends_G)
-    if y_NO.requires_grad:
-        # The kernel refuses the strides of an expanded gradient, such as that of a sum.
-        y_NO.register_hook(Tensor.contiguous)
+def _check_backend(backend: str, x_NI: Tensor) -> None:
+    if backend not in get_args(GroupedMatmulBackend):
+        raise UserError(f"backend = {backend!r}; expected one of {', '.join(get_args(GroupedMatmulBackend))}.")
+    if backend != "grouped_gemm":
+        return
+    if find_spec("grouped_gemm") is None:
+        raise UserError(f"backend = 'grouped_gemm', which is not installed. Install it: {GROUPED_GEMM_INSTALL}")
+    if x_NI.device.type in ("cpu", "meta") or x_NI.dtype != torch.bfloat16:
+        raise UserError(
+            f"backend = 'grouped_gemm' got {x_NI.dtype} on {x_NI.device.type}; expected torch.bfloat16 on an "
+            "accelerator. Use 'grouped_mm' or 'eager'."
+        )
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """`y = x @ weight[group].T`; autograd would keep the same tensors, but could not let the weight's gradient wait."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  (autograd passes by position)
+        ctx: Any, x_NI: Tensor, weight_GOI: Tensor, counts_G: Tensor, slot: GradientSlot, backend: GroupedMatmulBackend
+    ) -> Tensor:
+        x_NI = x_NI.contiguous()
+        ctx.save_for_backward(x_NI, weight_GOI, counts_G)
+        ctx.slot, ctx.backend = slot, backend
+        return _PRODUCTS[backend](x_NI, weight_GOI.transpose(1, 2), counts_G)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        grad_NO = gradients[0].contiguous()  # kernels refuse the strides of an expanded one, such as that of a sum
+        x_NI, weight_GOI, counts_G = ctx.saved_tensors
+        grad_x = _PRODUCTS[ctx.backend](grad_NO, weight_GOI, counts_G) if ctx.needs_input_grad[0] else None
+        grad_weight = ctx.slot.give(lambda: _OUTER_PRODUCTS[ctx.backend](grad_NO, x_NI, counts_G))
+        return grad_x, grad_weight, None, None, None
+
+
+def _grouped_mm(x_NI: Tensor, weight_GIO: Tensor, counts_G: Tensor) -> Tensor:
+    return F.grouped_mm(x_NI, weight_GIO, offs=counts_G.cumsum(0, dtype=torch.int32))
+
+
+def _grouped_mm_outer(y_NO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
+    return F.grouped_mm(y_NO.T, x_NI, offs=counts_G.cumsum(0, dtype=torch.int32))
+
+
+def _eager(x_NI: Tensor, weight_GIO: Tensor, counts_G: Tensor) -> Tensor:
+    """Reads the counts on the host, so it waits for the device."""
+    y_NO = x_NI.new_empty(len(x_NI), weight_GIO.shape[2])
+    if x_NI.is_meta:
+        return y_NO  # there are no counts to read
+    counts = counts_G.tolist()
+    for y, x, weight_IO in zip(y_NO.split(counts), x_NI.split(counts), weight_GIO.unbind(), strict=True):
+        torch.mm(x, weight_IO, out=y)
     return y_NO
 
 
-def _eager(x_NI: Tensor, weight_GOI: Tensor, counts_G: Tensor) -> Tensor:
-    """Reads the counts on the host, so it waits for the device."""
+def _eager_outer(y_NO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
+    weight_GOI = x_NI.new_empty(len(counts_G), y_NO.shape[1], x_NI.shape[1])
     if x_NI.is_meta:
-        return F.linear(x_NI, weight_GOI[0])  # there are no counts to read, and every group gives the same shape
-    groups = zip(x_NI.split(counts_G.tolist()), weight_GOI.unbind(), strict=True)
-    return torch.cat([F.linear(rows, weight) for rows, weight in groups])
+        return weight_GOI
+    counts = counts_G.tolist()
+    for weight_OI, y, x in zip(weight_GOI.unbind(), y_NO.split(counts), x_NI.split(counts), strict=True):
+        torch.mm(y.T, x, out=weight_OI)
+    return weight_GOI
+
+
+def _grouped_gemm(x_NI: Tensor, weight_GIO: Tensor, counts_G: Tensor) -> Tensor:
+    """The library takes the counts on the host."""
+    from grouped_gemm.backend import gmm  # noqa: PLC0415  (optional)  # ty: ignore[import-not-found]
+
+    is_transposed = not weight_GIO.is_contiguous()
+    weight = weight_GIO.transpose(1, 2) if is_transposed else weight_GIO
+    return gmm(x_NI, weight, counts_G.cpu(), trans_b=is_transposed)
+
+
+def _grouped_gemm_outer(y_NO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
+    from grouped_gemm.backend import gmm  # noqa: PLC0415  (optional)  # ty: ignore[import-not-found]
+
+    return gmm(y_NO, x_NI, counts_G.cpu(), trans_a=True)
+
+
+_PRODUCTS: Mapping[GroupedMatmulBackend, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "grouped_mm": _grouped_mm,
+    "grouped_gemm": _grouped_gemm,
+    "eager": _eager,
+}
+"""Each group of rows [N, I] with its matrix of [G, I, O]."""
+
+_OUTER_PRODUCTS: Mapping[GroupedMatmulBackend, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "grouped_mm": _grouped_mm_outer,
+    "grouped_gemm": _grouped_gemm_outer,
+    "eager": _eager_outer,
+}
+"""For each group, the sum over its rows of [N, O] times [N, I]: gradients of matrices [G, O, I]."""

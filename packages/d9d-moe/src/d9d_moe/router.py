@@ -2,10 +2,10 @@
 
 A router is pure: it changes nothing in its forward pass, so evaluation, recomputation and replays route alike.
 
-Shape legend: T tokens, D hidden size, E experts, A experts active for each token (top-k).
+Shape legend: T tokens, D hidden size, E experts, A experts active for each token (top-k), G groups of experts.
 """
 
-from typing import NamedTuple, final
+from typing import NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,33 @@ class Routing(NamedTuple):
     Attributes:
         indices: Experts [T, A], int64, distinct in each row.
         probabilities: Weight of each chosen expert [T, A], float32 (float64 for float64 input).
+        logits: What the router's projection gave for every expert [T, E]; None where a router has none: it then
+            cannot have losses.
+        scores: How likely each expert was [T, E], adding up to 1 for each token, before any bias.
     """
 
     indices: Tensor
     probabilities: Tensor
+    logits: Tensor | None = None
+    scores: Tensor | None = None
+
+
+class Router(Protocol):
+    """A module that chooses experts."""
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts."""
+        ...
+
+    @property
+    def top_k(self) -> int:
+        """Number of experts for each token."""
+        ...
+
+    def __call__(self, x_TD: Tensor) -> Routing:
+        """Choose the experts of each token of `x_TD` [T, D]."""
+        ...
 
 
 @final
@@ -46,8 +69,8 @@ class TopKRouter(nn.Module):
         self, hidden_size: int, *, num_experts: int, top_k: int, renormalize: bool = True, init_std: float = 0.02
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise UserError(f"top_k = {top_k}; expected 1 <= top_k <= num_experts = {num_experts}.")
+        check_top_k(top_k, num_experts)
+        self.num_experts = num_experts
         self.top_k = top_k
         self.renormalize = renormalize
         self.init_std = init_std
@@ -60,9 +83,125 @@ class TopKRouter(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Routing:
         """Choose the experts of each token of `x_TD` [T, D]."""
-        dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        scores_TE = F.linear(x_TD.to(dtype), self.weight.to(dtype)).softmax(dim=-1)
+        logits_TE = _logits(x_TD, self.weight)
+        scores_TE = logits_TE.softmax(dim=-1)
         probabilities_TA, indices_TA = scores_TE.topk(self.top_k, dim=-1)
         if self.renormalize:
             probabilities_TA = probabilities_TA / probabilities_TA.sum(dim=-1, keepdim=True)
-        return Routing(indices_TA, probabilities_TA)
+        return Routing(indices_TA, probabilities_TA, logits_TE, scores_TE)
+
+
+@final
+class SigmoidRouter(nn.Module):
+    """The router of DeepSeek-V3 (arXiv:2412.19437, equations 12 to 16): sigmoid scores, selected with a bias.
+
+    `s = sigmoid(x @ weight.T)`. The `top_k` largest of `s + selection_bias` are chosen; their weights are those of `s`
+    alone: the bias selects and never weighs. With groups (section 2.1.2 and DeepSeek-V2, arXiv:2405.04434, 2.2.2),
+    only experts of the `top_groups` groups are looked at whose two best add up to most, bias included.
+
+    The bias is no parameter: `update_selection_bias` moves it once a step, by how often each expert was chosen.
+
+    Args:
+        hidden_size: Size of the last dim of the input.
+        num_experts: Number of experts.
+        top_k: Number of experts for each token.
+        num_groups: Into how many groups the experts are cut, consecutive ones together.
+        top_groups: From how many of the groups a token's experts may come.
+        renormalize: Whether the chosen scores are scaled to sum to 1.
+        scale: What the weights are multiplied by in the end.
+        init_std: Standard deviation of the initial weight [E, D].
+
+    Attributes:
+        selection_bias: Added to the scores for the choice [E], float32; a persistent buffer.
+
+    Raises:
+        UserError: If `top_k` is not between 1 and `num_experts`, or the groups do not fit.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        renormalize: bool = True,
+        scale: float = 1.0,
+        init_std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        check_top_k(top_k, num_experts)
+        check_groups(num_experts=num_experts, top_k=top_k, num_groups=num_groups, top_groups=top_groups)
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.num_groups, self.top_groups = num_groups, top_groups
+        self.renormalize = renormalize
+        self.scale = scale
+        self.init_std = init_std
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.selection_bias: Tensor
+        self.register_buffer("selection_bias", torch.empty(num_experts, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from `Normal(0, init_std)`, and start without a bias."""
+        nn.init.normal_(self.weight, std=self.init_std)
+        nn.init.zeros_(self.selection_bias)
+
+    def forward(self, x_TD: Tensor) -> Routing:
+        """Choose the experts of each token of `x_TD` [T, D]."""
+        logits_TE = _logits(x_TD, self.weight)
+        scores_TE = logits_TE.sigmoid()
+        with torch.no_grad():
+            biased_TE = self._without_other_groups(scores_TE + self.selection_bias.to(scores_TE.dtype))
+            indices_TA = biased_TE.topk(self.top_k, dim=-1).indices
+        probabilities_TA = scores_TE.gather(1, indices_TA)
+        if self.renormalize:
+            probabilities_TA = probabilities_TA / (probabilities_TA.sum(dim=-1, keepdim=True) + 1e-20)
+        shares_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
+        return Routing(indices_TA, probabilities_TA * self.scale, logits_TE, shares_TE)
+
+    def _without_other_groups(self, biased_TE: Tensor) -> Tensor:
+        """Scores with minus infinity for the experts of all but the best groups."""
+        if self.top_groups == self.num_groups:
+            return biased_TE
+        grouped_TGE = biased_TE.unflatten(-1, (self.num_groups, -1))
+        best_TG = grouped_TGE.topk(min(2, grouped_TGE.shape[-1]), dim=-1).values.sum(dim=-1)
+        chosen_TG = torch.zeros_like(best_TG, dtype=torch.bool)
+        chosen_TG.scatter_(1, best_TG.topk(self.top_groups, dim=-1).indices, value=True)
+        return grouped_TGE.masked_fill(~chosen_TG.unsqueeze(-1), float("-inf")).flatten(start_dim=1)
+
+
+def check_top_k(top_k: int, num_experts: int) -> None:
+    """Refuse a number of experts for each token that cannot be.
+
+    Raises:
+        UserError: If `top_k` is not between 1 and `num_experts`.
+    """
+    if not 1 <= top_k <= num_experts:
+        raise UserError(f"top_k = {top_k}; expected 1 <= top_k <= num_experts = {num_experts}.")
+
+
+def check_groups(*, num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
+    """Refuse groups from which `top_k` experts cannot be chosen.
+
+    Raises:
+        UserError: If the groups do not divide the experts, or too few of them are looked at.
+    """
+    if num_groups < 1 or num_experts % num_groups:
+        raise UserError(f"num_groups = {num_groups}; expected a divisor of num_experts = {num_experts}.")
+    if not 1 <= top_groups <= num_groups:
+        raise UserError(f"top_groups = {top_groups}; expected 1 <= top_groups <= num_groups = {num_groups}.")
+    reachable = top_groups * (num_experts // num_groups)
+    if top_k > reachable:
+        raise UserError(
+            f"top_k = {top_k}, but top_groups = {top_groups} of {num_groups} groups hold {reachable} experts; expected "
+            f"at most {reachable}. Lower top_k, or raise top_groups."
+        )
+
+
+def _logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """In float32 whatever the model computes in: close experts must not be tied by rounding."""
+    dtype = torch.promote_types(x_TD.dtype, torch.float32)
+    return F.linear(x_TD.to(dtype), weight_ED.to(dtype))

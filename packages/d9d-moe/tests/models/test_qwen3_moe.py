@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from d9d_dist import MeshConfig, StageInfo, UserError, materialize, parallelize_fsdp
 from d9d_dist.testing import run_ranks
 from d9d_modules import Qwen3Params, SwiGLU, checkpoint_activations
-from d9d_moe import MoeFeedForward, Qwen3MoeForCausalLM, Qwen3MoeParams
+from d9d_moe import MoeFeedForward, Qwen3MoeForCausalLM, Qwen3MoeParams, TopKRouter
 
 PARAMS = Qwen3MoeParams(
     decoder=Qwen3Params(
@@ -71,6 +71,7 @@ def test_sizes_reach_the_experts() -> None:
     assert isinstance(block, MoeFeedForward)
     assert block.experts.gate_proj.weight.shape == (5, 10, 12)
     assert block.router.top_k == 2
+    assert isinstance(block.router, TopKRouter)
     assert not block.router.renormalize
 
 

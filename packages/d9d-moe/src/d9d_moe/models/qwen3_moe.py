@@ -1,14 +1,20 @@
-"""Qwen3-MoE, arXiv:2505.09388: the Qwen3 decoder with a mixture of experts in place of the dense feed-forward."""
+"""Qwen3-MoE, arXiv:2505.09388: the Qwen3 decoder with a mixture of experts in place of the dense feed-forward.
+
+The models are those of `moe_heads`, under the names of the family.
+"""
 
 from dataclasses import dataclass
-from typing import final
+from typing import TypeAlias, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from d9d_dist.errors import UserError
-from d9d_dist.stage import StageInfo
-from d9d_modules import WHOLE_MODEL, Qwen3Model, Qwen3Params, SwiGLU, qwen3_lm_head
-from d9d_moe.layer import MoeFeedForward
+from d9d_modules import AttentionOptions, GroupedQueryAttention, Qwen3Params, SwiGLU
+from d9d_moe.layer import NO_LOSSES, MoeFeedForward
+from d9d_moe.models.moe_decoder import BackboneSizes, MoeDecoder
+from d9d_moe.models.moe_heads import MoeForCausalLM, MoeForClassification, MoeForEmbedding
+from d9d_moe.router import TopKRouter, check_top_k
+from d9d_moe.router_losses import RouterLosses
 
 
 @final
@@ -23,6 +29,7 @@ class Qwen3MoeParams:
         expert_intermediate_size: Size of the gated space of each expert.
         renormalize: Whether the weights of a token's experts are scaled to sum to 1.
         dense_layers: Indices of the layers that keep a dense feed-forward.
+        router_losses: What routing costs.
     """
 
     decoder: Qwen3Params
@@ -31,6 +38,7 @@ class Qwen3MoeParams:
     expert_intermediate_size: int
     renormalize: bool = True
     dense_layers: tuple[int, ...] = ()
+    router_losses: RouterLosses = NO_LOSSES
 
     def __post_init__(self) -> None:
         """Refuse sizes that no model can have.
@@ -44,8 +52,7 @@ class Qwen3MoeParams:
         ):
             if value <= 0:
                 raise UserError(f"{name} = {value}; expected a number above 0.")
-        if not 1 <= self.top_k <= self.num_experts:
-            raise UserError(f"top_k = {self.top_k}; expected 1 <= top_k <= num_experts = {self.num_experts}.")
+        check_top_k(self.top_k, self.num_experts)
         outside = [index for index in self.dense_layers if index not in range(self.decoder.num_layers)]
         if outside:
             raise UserError(
@@ -53,61 +60,62 @@ class Qwen3MoeParams:
                 f"since decoder.num_layers = {self.decoder.num_layers}."
             )
 
-
-@final
-class Qwen3MoeForCausalLM(nn.Module):
-    """The sparse backbone with a language-model head on its last stage.
-
-    Args:
-        params: Sizes of the whole model.
-        stage: Which part to build.
-    """
-
-    def __init__(self, params: Qwen3MoeParams, stage: StageInfo = WHOLE_MODEL) -> None:
-        super().__init__()
-        self.backbone = Qwen3Model(params.decoder, stage, feed_forward=lambda index: _feed_forward(params, index))
-        self.lm_head = qwen3_lm_head(self.backbone)
-
     @property
-    def layers(self) -> nn.ModuleDict:
-        """The decoder layers of this stage, by their index in the whole model."""
-        return self.backbone.layers
+    def backbone_sizes(self) -> BackboneSizes:
+        """See `MoeDecoderParams`."""
+        sizes = self.decoder
+        return BackboneSizes(
+            vocab_size=sizes.vocab_size,
+            hidden_size=sizes.hidden_size,
+            num_layers=sizes.num_layers,
+            rotary_dim=sizes.head_dim,
+            tie_word_embeddings=sizes.tie_word_embeddings,
+            rope_theta=sizes.rope_theta,
+            rope_scaling=sizes.rope_scaling,
+            rope_length=sizes.rope_length,
+            rms_norm_eps=sizes.rms_norm_eps,
+            initializer_range=sizes.initializer_range,
+            max_position_embeddings=sizes.max_position_embeddings,
+        )
 
-    def forward(
-        self,
-        hidden: Tensor,
-        *,
-        position_ids: Tensor | None = None,
-        documents_BL: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> Tensor:
-        """Run this stage; arguments and result are those of `d9d_modules.Qwen3ForCausalLM.forward`.
+    def attention(self, index: int) -> nn.Module:
+        """See `MoeDecoderParams`."""
+        sizes = self.decoder
+        return GroupedQueryAttention(
+            sizes.hidden_size,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            qk_norm_eps=sizes.rms_norm_eps,
+            options=AttentionOptions(window=sizes.window(index)),
+            init_std=sizes.initializer_range,
+        )
 
-        Args:
-            hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
-            position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
-            documents_BL: Which document each position belongs to [B, L], integers; None: each row is one.
-            labels: The token to predict at each position [B, L], int64; -100 leaves a position out.
+    def feed_forward(self, index: int) -> nn.Module:
+        """See `MoeDecoderParams`."""
+        hidden_size, init_std = self.decoder.hidden_size, self.decoder.initializer_range
+        if index in self.dense_layers:
+            return SwiGLU(hidden_size, self.decoder.intermediate_size, init_std=init_std)
+        router = TopKRouter(
+            hidden_size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            renormalize=self.renormalize,
+            init_std=init_std,
+        )
+        return MoeFeedForward(
+            hidden_size, self.expert_intermediate_size, router=router, losses=self.router_losses, init_std=init_std
+        )
 
-        Returns:
-            On the last stage losses [B, L] or logits [B, L, V]; hidden states [B, L, D] on every other stage.
 
-        Raises:
-            UserError: If the input is not what this stage takes, or positions, documents or labels do not fit it.
-        """
-        hidden_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL)
-        return hidden_BLD if self.lm_head is None else self.lm_head(hidden_BLD, labels=labels)
+Qwen3MoeModel: TypeAlias = MoeDecoder
+"""The backbone."""
 
+Qwen3MoeForCausalLM: TypeAlias = MoeForCausalLM
+"""The backbone with a language-model head."""
 
-def _feed_forward(params: Qwen3MoeParams, index: int) -> nn.Module:
-    decoder = params.decoder
-    if index in params.dense_layers:
-        return SwiGLU(decoder.hidden_size, decoder.intermediate_size, init_std=decoder.initializer_range)
-    return MoeFeedForward(
-        decoder.hidden_size,
-        params.expert_intermediate_size,
-        num_experts=params.num_experts,
-        top_k=params.top_k,
-        renormalize=params.renormalize,
-        init_std=decoder.initializer_range,
-    )
+Qwen3MoeForClassification: TypeAlias = MoeForClassification
+"""The backbone with scores of classes for each row."""
+
+Qwen3MoeForEmbedding: TypeAlias = MoeForEmbedding
+"""The backbone with a vector for each row."""

@@ -1,4 +1,4 @@
-"""Qwen3-MoE in the Hugging Face layout, where each expert has its own matrices: names and `config.json`, both ways."""
+"""Qwen3-MoE in the Hugging Face layout: names of tensors and `config.json`, both ways."""
 
 from dataclasses import replace
 
@@ -13,15 +13,23 @@ from d9d_modules import (
     require_value,
     swiglu_from_hugging_face,
 )
+from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face
 from d9d_moe.models.qwen3_moe import Qwen3MoeParams
-from d9d_state import JsonValue, StateMapper, parallel, rename, stack
+from d9d_state import JsonValue, StateMapper, parallel, rename
 
 
-def qwen3_moe_from_hugging_face(params: Qwen3MoeParams) -> StateMapper:
-    """Mapper from a Hugging Face checkpoint on disk to `Qwen3MoeForCausalLM`; its `inverse()` exports."""
+def qwen3_moe_from_hugging_face(params: Qwen3MoeParams, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
+    """Mapper from a Hugging Face checkpoint on disk to `Qwen3MoeForCausalLM`; its `inverse()` exports.
+
+    Args:
+        params: Sizes of the model.
+        layout: How experts are stored.
+    """
+    experts = experts_from_hugging_face(params.num_experts, params.expert_intermediate_size, layout=layout)
+    sparse = parallel(rename("gate.weight", "router.weight"), experts)
 
     def feed_forward(index: int) -> StateMapper:
-        return swiglu_from_hugging_face() if index in params.dense_layers else _experts(params.num_experts)
+        return swiglu_from_hugging_face() if index in params.dense_layers else sparse
 
     return qwen3_from_hugging_face(params.decoder, feed_forward=feed_forward)
 
@@ -87,14 +95,3 @@ def _dense_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, ...]
         raise UserError(f"config.json has mlp_only_layers = {named!r}; expected a list of layer indices.")
     step = config_value(config, "decoder_sparse_step", int, default=1)
     return tuple(index for index in range(num_layers) if index in named or (index + 1) % step)
-
-
-def _experts(num_experts: int) -> StateMapper:
-    projections = [f"{projection}_proj.weight" for projection in ("gate", "up", "down")]
-    return parallel(
-        rename("gate.weight", "router.weight"),
-        *(
-            stack([f"experts.{expert}.{name}" for expert in range(num_experts)], f"experts.{name}")
-            for name in projections
-        ),
-    )

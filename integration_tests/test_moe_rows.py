@@ -1,0 +1,357 @@
+"""Experts over several ranks compute what one process computes: numbers, counts and biases, in float64."""
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeAlias, final
+from unittest import mock
+
+import pytest
+import torch
+from oracle_models import MaskedNextToken, samples
+from torch import Tensor, nn
+
+import d9d_dist.expert_parallel
+import d9d_dist.gradient_norm
+import d9d_loop.testing.oracle
+import d9d_modules.models.decoder_tensor_plan
+import d9d_moe.all_to_all
+import d9d_moe.expert_parallel
+import d9d_moe.grouped_linear
+from d9d_dist import DistributedContext, StageInfo, canonical_name, gather_shards
+from d9d_dist.testing import differences, full_gradients, run_ranks
+from d9d_loop import GradientsReady, ModelProvider, StepDone, Trainer
+from d9d_loop.testing import Around, Experiment, parse_layout, trace_layout
+from d9d_modules import CheckpointPolicy, Qwen3Params
+from d9d_moe import (
+    DeepseekV3ForCausalLM,
+    DeepseekV3Params,
+    ExpertCounter,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeParams,
+    RouterLosses,
+    Routing,
+    SigmoidRouter,
+    TokenGroups,
+    deepseek_v3_tensor_plan,
+    parallelize_moe_decoder,
+    qwen3_moe_tensor_plan,
+    take_expert_counts,
+    update_selection_bias,
+)
+
+RTOL = 1e-9
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A model, options of the layout, and the layout.
+
+    Attributes:
+        model: Which.
+        layout: Degrees, schedule and microbatch.
+        checkpointing: What layers keep.
+        shard_replicas: Whether ranks with the same experts share them out.
+    """
+
+    model: str
+    layout: str
+    checkpointing: CheckpointPolicy = "none"
+    shard_replicas: bool = True
+
+    @property
+    def name(self) -> str:
+        checkpointing = [] if self.checkpointing == "none" else [self.checkpointing]
+        replicas = [] if self.shard_replicas else ["replicas whole"]
+        return ",".join([self.model, self.layout, *checkpointing, *replicas])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MoeProvider(ModelProvider):
+    """Builds one of the models and parallelises it as a user does.
+
+    "qwen3" has a balance loss of the sequence and a z-loss, "batch" one of the batch; "deepseek" has all of its family;
+    with "skewed" all tokens go to the same experts, and the others get none.
+    """
+
+    row: Row
+    num_layers: int
+
+    @property
+    def params(self) -> Qwen3MoeParams | DeepseekV3Params:
+        losses = RouterLosses(balance=0.5, scope="batch" if self.row.model == "batch" else "sequence", z=0.1)
+        if self.row.model in ("qwen3", "batch"):
+            dense = Qwen3Params(
+                vocab_size=32,
+                hidden_size=12,
+                num_layers=self.num_layers,
+                num_heads=4,
+                num_kv_heads=2,
+                head_dim=6,
+                intermediate_size=20,
+                initializer_range=0.2,
+            )
+            return Qwen3MoeParams(
+                decoder=dense, num_experts=8, top_k=3, expert_intermediate_size=8, router_losses=losses
+            )
+        return DeepseekV3Params(
+            vocab_size=32,
+            hidden_size=12,
+            num_layers=self.num_layers,
+            num_heads=4,
+            kv_rank=6,
+            q_rank=10,
+            head_dim=4,
+            rotary_dim=2,
+            value_dim=5,
+            intermediate_size=20,
+            num_dense_layers=1,
+            num_experts=8,
+            top_k=2,
+            expert_intermediate_size=8,
+            num_groups=4,
+            top_groups=2,
+            routed_scale=2.5,
+            router_losses=losses,
+            initializer_range=0.2,
+        )
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        params = self.params
+        if isinstance(params, Qwen3MoeParams):
+            return Qwen3MoeForCausalLM(params, stage)
+        model = DeepseekV3ForCausalLM(params, stage)
+        if self.row.model == "skewed":
+            for router in model.modules():
+                if isinstance(router, SigmoidRouter):
+                    router.reset_parameters = partial(_reset_skewed, router)
+        return model
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        params = self.params
+        is_qwen3 = isinstance(params, Qwen3MoeParams)
+        parallelize_moe_decoder(
+            model,
+            ctx,
+            plan=qwen3_moe_tensor_plan(params) if is_qwen3 else deepseek_v3_tensor_plan(params),
+            shard_replicas=self.row.shard_replicas,
+            checkpointing=self.row.checkpointing,
+        )
+
+
+def _reset_skewed(router: SigmoidRouter) -> None:
+    SigmoidRouter.reset_parameters(router)
+    nn.init.constant_(router.selection_bias[2:4], 100.0)
+
+
+@contextmanager
+def balanced() -> Generator[None]:
+    """Let the oracle's Trainer balance experts, and its trace hold what it counted, and the biases."""
+    counts: dict[str, Tensor] = {}
+
+    class BalancedTrainer(Trainer):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.events.on(GradientsReady, self._balance)
+
+        def _balance(self, ready: GradientsReady) -> None:
+            counts.clear()
+            counts.update(take_expert_counts(ready.model))
+            update_selection_bias(ready.model, counts, rate=0.05)
+
+    def traced(model: nn.Module) -> dict[str, Tensor]:
+        found = {f"counts of {canonical_name(name)}": seen.clone() for name, seen in counts.items()}
+        for name, buffer in model.named_buffers():
+            if name.endswith("selection_bias"):
+                found[canonical_name(name)] = buffer.clone()
+        return {**full_gradients(model), **found}
+
+    oracle = d9d_loop.testing.oracle
+    with mock.patch.object(oracle, "Trainer", BalancedTrainer), mock.patch.object(oracle, "full_gradients", traced):
+        yield
+
+
+@cache
+def _one_process(model: str, num_layers: int, num_steps: int) -> dict[str, Any]:
+    return _trace(Row(model, ""), num_layers, num_steps=num_steps)
+
+
+def _trace(row: Row, num_layers: int, *, num_steps: int = 2, around: Around = balanced) -> dict[str, Any]:
+    experiment = Experiment(
+        model=MoeProvider(row, num_layers), batch=samples(ragged=True), task=MaskedNextToken(), num_steps=num_steps
+    )
+    return trace_layout(experiment, parse_layout(row.layout), around=around)
+
+
+def _differences(row: Row, *, num_steps: int = 2, around: Around = balanced) -> list[str]:
+    layout = parse_layout(row.layout)
+    num_layers = max(2, layout.mesh.pipeline_parallel * layout.schedule.build().stages_per_rank)
+    expected = _one_process(row.model, num_layers, num_steps)
+    trace = _trace(row, num_layers, num_steps=num_steps, around=around)
+    return [str(found) for found in differences(trace, expected, rtol=RTOL)]
+
+
+ROWS = [
+    Row("qwen3", "ep=2,dp_shard=2"),
+    Row("qwen3", "ep=2,tp=2"),
+    Row("qwen3", "ep=2,cp_shard=2", "full"),
+    Row("qwen3", "ep=2,dp_shard=2,tp=2", "selective"),
+    Row("qwen3", "ep=4,cp_shard=2,tp=2,microbatch=2"),
+    Row("qwen3", "ep=2,dp_replicate=2,dp_shard=2,microbatch=1", shard_replicas=False),
+    Row("qwen3", "pp=2,ep=2,tp=2,microbatch=2", "full"),
+    Row("qwen3", "pp=2,ep=2,dp_shard=2,schedule=zb1p,microbatch=1"),
+    Row("batch", "ep=2,dp_shard=2,tp=2"),
+    Row("deepseek", "ep=2,dp_shard=2,tp=2", "full"),
+    Row("deepseek", "ep=4,dp_shard=4,microbatch=1"),
+    Row("deepseek", "ep=2,cp_shard=2,cp_replicate=2", shard_replicas=False),
+    Row("deepseek", "pp=2,ep=4,dp_shard=2,tp=2,schedule=zbv,microbatch=1"),
+    Row("deepseek", "ep=8,dp_shard=2,cp_shard=2,tp=2", "full"),
+    Row("skewed", "ep=4,dp_shard=2,tp=2", "full"),
+    Row("skewed", "ep=2,dp_shard=4", shard_replicas=False),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_equals_one_process(row: Row) -> None:
+    found = _differences(row)
+    assert not found, f"{len(found)} differences. First: {found[:4]}"
+
+
+def test_a_checkpoint_is_resumed_in_other_degrees(tmp_path: Path) -> None:
+    """Saved at a degree of 4, continued at 2 and at 8: as one process that was never stopped."""
+    layouts = {"ep=4,dp_shard=2,tp=2": 2, "ep=2,dp_shard=2": 3, "ep=8,dp_shard=4,tp=2": 5}
+    losses: dict[int, float] = {}
+    for text, num_steps in layouts.items():
+        folder = str(tmp_path / "resumed")
+        first, *_ = run_ranks(_continue, text, folder, num_steps, world_size=parse_layout(text).world_size)
+        losses |= first
+    (expected,) = run_ranks(_continue, "", str(tmp_path / "whole"), 5, world_size=1)
+    assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def _continue(text: str, folder: str, num_steps: int) -> dict[int, float]:
+    """Train up to a step, from where the folder's last job stopped."""
+    losses: dict[int, float] = {}
+    layout = parse_layout(text)
+    experiment = Experiment(
+        model=MoeProvider(Row("deepseek", text), 2),
+        batch=samples(ragged=True),
+        task=MaskedNextToken(),
+        num_steps=num_steps,
+    )
+    oracle = d9d_loop.testing.oracle
+    with balanced():
+        trainer = oracle.Trainer(
+            oracle._config(experiment, layout, Path(folder)),
+            model=oracle._InDtype(experiment.model, experiment.dtype),
+            data=oracle._cast(list(experiment.batch), experiment.dtype),
+            task=experiment.task,
+            lr_schedule=_constant,  # else it would follow from the number of steps
+        )
+        trainer.events.on(StepDone, lambda done: losses.update({done.step: done.loss.item()}))
+        trainer.train()
+    return losses
+
+
+def _constant(step: int) -> float:
+    return 1.0
+
+
+# --- deliberate bugs
+
+Bug: TypeAlias = Callable[[], AbstractContextManager[object]]
+
+
+def _weight_gradients_are_scaled_by_the_degree() -> AbstractContextManager[object]:
+    products = d9d_moe.grouped_linear._OUTER_PRODUCTS
+    real = products["eager"]
+    return mock.patch.dict(products, {"eager": lambda y, x, counts: 2 * real(y, x, counts)})
+
+
+def _arrived_rows_keep_the_order_of_ranks() -> AbstractContextManager[object]:
+    def as_they_came(arriving_RP: Tensor, *, num_rows: int) -> Tensor:
+        return torch.arange(num_rows)
+
+    return mock.patch.object(d9d_moe.all_to_all, "_by_expert", as_they_came)
+
+
+def _the_bias_weighs() -> AbstractContextManager[object]:
+    real = SigmoidRouter.forward
+
+    def weighed(self: SigmoidRouter, x_TD: Tensor) -> Routing:
+        routing = real(self, x_TD)
+        return routing._replace(probabilities=routing.probabilities + self.selection_bias[routing.indices])
+
+    return mock.patch.object(SigmoidRouter, "forward", weighed)
+
+
+def _forward_counts() -> AbstractContextManager[object]:
+    def forward(self: ExpertCounter, probabilities_TA: Tensor, indices_TA: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.counts.add_(torch.bincount(indices_TA.flatten(), minlength=len(self.counts)))
+        return probabilities_TA
+
+    return mock.patch.object(ExpertCounter, "forward", forward)
+
+
+def _ranks_count_alone() -> AbstractContextManager[object]:
+    return mock.patch.object(d9d_moe.expert_parallel, "TokenGroups", return_value=TokenGroups())
+
+
+def _replicas_of_experts_are_not_added_up() -> AbstractContextManager[object]:
+    real = d9d_dist.expert_parallel.compute_locally
+
+    def without_axes(module: nn.Module, *, partial_axes: Any = (), **dtypes: Any) -> None:
+        real(module, **dtypes)
+
+    return mock.patch.object(d9d_dist.expert_parallel, "compute_locally", without_axes)
+
+
+def _the_norm_forgets_other_ranks_experts() -> AbstractContextManager[object]:
+    real = d9d_dist.gradient_norm._splits
+
+    def forgetful(mesh: Any, placements: Any) -> Any:
+        name, groups = real(mesh, placements)
+        return (name, ()) if "ep_shard" in name else (name, groups)
+
+    return mock.patch.object(d9d_dist.gradient_norm, "_splits", forgetful)
+
+
+def _router_losses_are_not_joined() -> AbstractContextManager[object]:
+    def alone(x: Tensor, mesh: Any, *, dim: int, gradient: str) -> Tensor:
+        return (
+            torch.cat([x] * mesh.size(), dim=dim) if x.ndim == 2 else gather_shards(x, mesh, dim=dim, gradient="equal")
+        )
+
+    return mock.patch.object(d9d_modules.models.decoder_tensor_plan, "gather_shards", alone)
+
+
+MUTANTS: list[tuple[Bug, Row, int]] = [
+    (_weight_gradients_are_scaled_by_the_degree, Row("qwen3", "ep=2,dp_shard=2"), 1),
+    (_arrived_rows_keep_the_order_of_ranks, Row("qwen3", "ep=2,dp_shard=2"), 1),
+    (_the_bias_weighs, Row("skewed", "ep=2,dp_shard=2"), 1),
+    (_forward_counts, Row("deepseek", "ep=2,dp_shard=2", "full"), 1),
+    (_ranks_count_alone, Row("qwen3", "ep=2,cp_shard=2"), 1),
+    (_replicas_of_experts_are_not_added_up, Row("qwen3", "ep=1,dp_shard=2", shard_replicas=False), 1),
+    (_the_norm_forgets_other_ranks_experts, Row("qwen3", "ep=2,dp_shard=2"), 1),
+    (_router_losses_are_not_joined, Row("qwen3", "ep=2,tp=2"), 1),
+]
+
+
+@contextmanager
+def _balanced_with(bug: Bug) -> Generator[None]:
+    with balanced(), bug():
+        yield
+
+
+@pytest.mark.parametrize(("bug", "row", "num_steps"), MUTANTS, ids=lambda each: getattr(each, "__name__", ""))
+def test_a_bug_is_caught(bug: Bug, row: Row, num_steps: int) -> None:
+    try:
+        found = _differences(row, num_steps=num_steps, around=partial(_balanced_with, bug))
+    except AssertionError as error:
+        found = [str(error)]  # ranks do not even agree with each other
+    assert found

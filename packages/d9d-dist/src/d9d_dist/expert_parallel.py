@@ -1,0 +1,122 @@
+"""Experts on their own view of the ranks: shared out over `ep_shard`, and replicated, or sharded, over `ep_replicate`.
+
+Experts borrow their ranks from data, context and tensor parallelism, all of which have other tokens where experts come:
+so each rank of the expert mesh computes its own part of the gradient of the experts that it holds, and the parts are
+added up over the ranks that hold the same experts. Which tokens reach them is a dispatcher's business, not that of this
+file.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from d9d_dist._local_parameters import compute_locally, distribute_parameters, local_parameters_of
+from d9d_dist._mesh_axes import axes_of, axis_names
+from d9d_dist.data_parallel import Precision, parallelize_hsdp
+from d9d_dist.errors import UserError
+
+_AXES = ("ep_replicate", "ep_shard")
+
+
+def parallelize_experts(
+    module: nn.Module, mesh: DeviceMesh, *, shard_replicas: bool = True, precision: Precision | None = None
+) -> None:
+    """Put parameters that hold one expert after the other on the expert mesh, in place.
+
+    They become DTensors of global shape and name, `Shard(0)` on `ep_shard`, so that checkpoints and exports do not
+    depend on the degree. Over `ep_replicate` they are sharded too, as `parallelize_hsdp` does it, or `Replicate()`:
+    then their gradients are `Partial()` there, and `GradientSync` adds them up. Forward computes with plain tensors:
+    those of this rank's experts. Data parallelism of modules around it leaves these parameters alone.
+
+    Call it after `parallelize_tensor` of the model, before checkpointing activations, and before data parallelism.
+
+    Args:
+        module: All its parameters have the experts on dim 0. On `meta`, or with equal values on all ranks.
+        mesh: `ctx.mesh_for("expert")["ep_replicate", "ep_shard"]`.
+        shard_replicas: Whether each of the ranks that hold the same experts keeps a part of them only, where their
+            sizes divide; else each keeps all of them.
+        precision: dtypes of computation and reduction.
+
+    Raises:
+        UserError: If the mesh has other axes, `ep_shard` does not divide the number of experts, or a parameter is split
+            over other ranks, or sharded, already; nothing is changed.
+    """
+    if axis_names(mesh) != _AXES:
+        raise UserError(
+            f"got a mesh with the axes ({', '.join(axis_names(mesh))}); expected ({', '.join(_AXES)}): "
+            'ctx.mesh_for("expert")["ep_replicate", "ep_shard"].'
+        )
+    replicate, shard = (mesh[axis] for axis in _AXES)
+    _check(module, shard)
+    if mesh.size() == 1 and precision is None:
+        return
+    _leave_other_axes(module)
+    if shard.size() > 1:
+        distribute_parameters(module, shard, {}, default=Shard(0))
+    owners = [submodule for submodule in module.modules() if submodule._parameters]
+    shard_dim = _shard_dim(module, replicate.size()) if shard_replicas and replicate.size() > 1 else None
+    if shard_dim is not None:
+        for owner in owners:
+            compute_locally(owner)
+        parallelize_hsdp(module, replicate, shard_axis="ep_replicate", precision=precision, shard_dim=shard_dim)
+        return
+    if replicate.size() > 1:
+        distribute_parameters(module, replicate, {}, default=Replicate())
+    dtypes = precision or Precision()
+    for owner in owners:
+        compute_locally(owner, partial_axes=("ep_replicate",), compute_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
+        hooks = local_parameters_of(owner)
+        assert hooks is not None
+        hooks.is_apart = True
+
+
+def _check(module: nn.Module, shard: DeviceMesh) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 0 or parameter.shape[0] % shard.size():
+            num_experts = parameter.shape[0] if parameter.ndim else 1
+            raise UserError(
+                f"mesh.expert_parallel = {shard.size()} does not divide the {num_experts} experts of {name}. "
+                f"Use a degree that divides {num_experts}."
+            )
+        is_whole = not isinstance(parameter, DTensor) or all(place.is_replicate() for place in parameter.placements)
+        if not is_whole or set(axes_of(parameter)) - {"tp"}:
+            raise UserError(
+                f"{name} is parallelised over ({', '.join(axes_of(parameter))}) already; expected experts to be whole "
+                "on every rank. Call parallelize_experts after parallelize_tensor, whose plan names no expert, and "
+                "before parallelize_hsdp."
+            )
+    if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
+        raise UserError(
+            "the experts are sharded already, by parallelize_hsdp or torch's fully_shard; expected parallelize_experts "
+            "to come first."
+        )
+
+
+def _leave_other_axes(module: nn.Module) -> None:
+    """Make what `parallelize_tensor` has replicated plain again: these ranks are borrowed."""
+    plain: dict[int, nn.Parameter] = {}
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
+            data = None if parameter is None else parameter.data
+            if parameter is not None and isinstance(data, DTensor):
+                local = nn.Parameter(data.to_local(), requires_grad=parameter.requires_grad)
+                made = plain.setdefault(id(parameter), local)
+                submodule._parameters[name] = made
+        hooks = local_parameters_of(submodule)
+        if hooks is not None:
+            hooks.partial_axes.clear()
+
+
+def _shard_dim(module: nn.Module, num_ranks: int) -> int | None:
+    """The first dim that so many ranks can share out evenly in all parameters: this rank's part of each."""
+    shapes = [_local_shape(parameter) for parameter in module.parameters()]
+    for dim in range(min((len(shape) for shape in shapes), default=0)):
+        if all(shape[dim] % num_ranks == 0 for shape in shapes):
+            return dim
+    return None
+
+
+def _local_shape(parameter: nn.Parameter) -> torch.Size:
+    return parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape

@@ -1,0 +1,117 @@
+"""A mixture-of-experts layer, forward and backward, against `transformers`: its grouped products, and its loop.
+
+    uv run --group test python packages/d9d-moe/benchmarks/moe_layer.py --output moe_layer.json
+
+All have the same weights and run in one process, in turns, so whatever else the machine does meets all of them; compare
+ratios, not seconds. Outputs and gradients are compared before anything is timed.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from d9d_moe import MoeFeedForward, TopKRouter
+
+
+def main() -> None:
+    """Measure, print JSON, and write it if asked to."""
+    parser = argparse.ArgumentParser(description="Time of a mixture-of-experts layer, forward and backward.")
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--intermediate-size", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    ours = our_layer(args).to(dtype)
+    peers = {name: their_layer(args, name).to(dtype) for name in ("grouped_mm", "eager")}
+    for peer in peers.values():
+        copy_weights(ours, peer)
+    layers: dict[str, nn.Module] = {"ours": ours, **{f"transformers {name}": peer for name, peer in peers.items()}}
+    x = torch.randn(1, args.tokens, args.hidden_size, dtype=dtype)
+    gradient = torch.randn_like(x)
+    figures = {
+        **{name: value for name, value in vars(args).items() if name != "output"},
+        "threads": torch.get_num_threads(),
+        "largest_difference": largest_difference(layers, x, gradient),
+        **times(layers, x, gradient, args.repeats),
+    }
+    print(json.dumps(figures, indent=2))
+    if args.output:
+        args.output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def our_layer(args: argparse.Namespace) -> MoeFeedForward:
+    """The layer of this package."""
+    router = TopKRouter(args.hidden_size, num_experts=args.experts, top_k=args.top_k)
+    return MoeFeedForward(args.hidden_size, args.intermediate_size, router=router)
+
+
+def their_layer(args: argparse.Namespace, implementation: str) -> nn.Module:
+    """That of `transformers`."""
+    config = Qwen3MoeConfig(
+        hidden_size=args.hidden_size,
+        moe_intermediate_size=args.intermediate_size,
+        num_experts=args.experts,
+        num_experts_per_tok=args.top_k,
+        norm_topk_prob=True,
+    )
+    config._experts_implementation = implementation
+    return Qwen3MoeSparseMoeBlock(config)
+
+
+@torch.no_grad()
+def copy_weights(ours: MoeFeedForward, theirs: nn.Module) -> None:
+    """Give their layer our weights."""
+    theirs.get_parameter("gate.weight").copy_(ours.get_parameter("router.weight"))
+    fused = torch.cat((ours.experts.gate_proj.weight, ours.experts.up_proj.weight), dim=1)
+    theirs.get_parameter("experts.gate_up_proj").copy_(fused)
+    theirs.get_parameter("experts.down_proj").copy_(ours.experts.down_proj.weight)
+
+
+def step(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Forward and backward; output and gradient of the input."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y = y[0] if isinstance(y, tuple) else y
+    torch.autograd.backward(y, gradient)
+    return y.detach(), torch.empty_like(x) if x.grad is None else x.grad
+
+
+def largest_difference(layers: dict[str, nn.Module], x: Tensor, gradient: Tensor) -> float:
+    """Of outputs and gradients, relative to the largest number."""
+    expected, *others = [step(layer, x, gradient) for layer in layers.values()]
+    pairs = [pair for other in others for pair in zip(other, expected, strict=True)]
+    return max(((got - wanted).abs().max() / wanted.abs().max()).item() for got, wanted in pairs)
+
+
+def times(layers: dict[str, nn.Module], x: Tensor, gradient: Tensor, repeats: int) -> dict[str, float]:
+    """Median milliseconds of each, and the ratios of ours, round by round."""
+    seconds: dict[str, list[float]] = {name: [] for name in layers}
+    names = list(layers)
+    for index in range(repeats):
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            begin = time.perf_counter()
+            step(layers[name], x, gradient)
+            seconds[name].append(time.perf_counter() - begin)
+    figures = {f"{name} ms": round(statistics.median(each) * 1e3, 2) for name, each in seconds.items()}
+    for name in names[1:]:
+        ratios = [ours / theirs for ours, theirs in zip(seconds["ours"], seconds[name], strict=True)]
+        figures[f"ours / {name}"] = round(statistics.median(ratios), 3)
+    return figures
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The kernels of `permute`: gathers of rows, with weights and sums where there are any, each row read and written once.
+
+Arithmetic is in float32; 16-bit numbers are only loaded and stored. A program takes one row of the result.
+"""
+
+# A kernel takes pointers and numbers, which have no type in Python, and takes them by position.
+# ruff: noqa: ANN001, ANN202, PLR0917
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+"""Features of a row that a program holds at once."""
+
+
+class _Kernel(Protocol):
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
+
+
+def _jit(kernel: Callable[..., Any]) -> _Kernel:
+    """`triton.jit` with a type."""
+    launchable: _Kernel = triton.jit(kernel)
+    return launchable
+
+
+def gather(x: Tensor, order_N: Tensor, *, copies: int) -> Tensor:
+    """Row `i` is row `order[i] // copies` of `x` [N / copies, D]; contiguous."""
+    x = x.contiguous()
+    out = x.new_empty(len(order_N), x.shape[1])
+    if out.numel():
+        _gather_kernel[len(order_N),](x, order_N, out, x.shape[1], copies, BLOCK=_block(x.shape[1]))
+    return out
+
+
+def gather_sum(rows: Tensor, inverse_N: Tensor, weights_TA: Tensor | None, *, copies: int) -> Tensor:
+    """Row `t` is the sum over `a < copies` of rows `inverse[t * copies + a]`, times a weight where there are any."""
+    rows = rows.contiguous()
+    out = rows.new_empty(len(inverse_N) // copies, rows.shape[1])
+    if out.numel():
+        _gather_sum_kernel[len(out),](
+            rows,
+            inverse_N,
+            rows if weights_TA is None else weights_TA.contiguous(),
+            out,
+            rows.shape[1],
+            copies,
+            HAS_WEIGHTS=weights_TA is not None,
+            BLOCK=_block(rows.shape[1]),
+        )
+    return out
+
+
+def combine_backward(
+    gradient_TD: Tensor, rows_ND: Tensor, weights_TA: Tensor, order_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows and of the weights of a weighted sum, in one pass over both."""
+    gradient_TD, rows_ND, weights_TA = gradient_TD.contiguous(), rows_ND.contiguous(), weights_TA.contiguous()
+    grad_rows, grad_weights = torch.empty_like(rows_ND), torch.zeros_like(weights_TA)
+    if rows_ND.numel():
+        _combine_backward_kernel[len(rows_ND),](
+            gradient_TD,
+            rows_ND,
+            weights_TA,
+            order_N,
+            grad_rows,
+            grad_weights,
+            rows_ND.shape[1],
+            weights_TA.shape[1],
+            BLOCK=_block(rows_ND.shape[1]),
+        )
+    return grad_rows, grad_weights
+
+
+def _block(size: int) -> int:
+    return min(_BLOCK, 1 << max(size - 1, 0).bit_length())
+
+
+@_jit
+def _gather_kernel(x_ptr, order_ptr, out_ptr, size, copies, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.load(order_ptr + row) // copies
+    for start in range(0, size, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        mask = offsets < size
+        tl.store(out_ptr + row * size + offsets, tl.load(x_ptr + source * size + offsets, mask=mask), mask=mask)
+
+
+@_jit
+def _gather_sum_kernel(
+    rows_ptr, inverse_ptr, weights_ptr, out_ptr, size, copies, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    for start in range(0, size, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        mask = offsets < size
+        total = tl.full((BLOCK,), 0.0, dtype=tl.float32)
+        for copy in range(copies):
+            source = tl.load(inverse_ptr + token * copies + copy)
+            row = tl.load(rows_ptr + source * size + offsets, mask=mask, other=0.0).to(tl.float32)
+            if HAS_WEIGHTS:
+                row = row * tl.load(weights_ptr + token * copies + copy).to(tl.float32)
+            total += row
+        tl.store(out_ptr + token * size + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@_jit
+def _combine_backward_kernel(
+    grad_ptr, rows_ptr, weights_ptr, order_ptr, grad_rows_ptr, grad_weights_ptr, size, copies, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(order_ptr + row)  # of the copy among all copies of all tokens
+    token = place // copies
+    weight = tl.load(weights_ptr + place).to(tl.float32)
+    dot = tl.full((BLOCK,), 0.0, dtype=tl.float32)
+    for start in range(0, size, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        mask = offsets < size
+        grad = tl.load(grad_ptr + token * size + offsets, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(rows_ptr + row * size + offsets, mask=mask, other=0.0).to(tl.float32)
+        dot += grad * value
+        scaled = (grad * weight).to(grad_rows_ptr.dtype.element_ty)
+        tl.store(grad_rows_ptr + row * size + offsets, scaled, mask=mask)
+    tl.store(grad_weights_ptr + place, tl.sum(dot).to(grad_weights_ptr.dtype.element_ty))

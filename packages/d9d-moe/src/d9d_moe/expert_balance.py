@@ -1,0 +1,100 @@
+"""What follows from how often experts were chosen: a bias that evens it out once a step, and statistics to look at.
+
+Shape legend: E experts.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from d9d_dist import canonical_name
+from d9d_dist.errors import UserError
+from d9d_moe.layer import MoeFeedForward
+from d9d_moe.router import SigmoidRouter
+
+
+@torch.no_grad()
+def take_expert_counts(model: nn.Module) -> dict[str, Tensor]:
+    """How many tokens of the step chose each expert, by the name of its layer; the count starts again from zero.
+
+    Call it once a step, between the last backward pass and the next forward, e.g. in a handler of `GradientsReady`.
+    Collective over all ranks of a stage: one all-reduce for all layers. They are known from
+    `parallelize_expert_parallel`, which a model of several ranks has to pass through, also with a degree of 1.
+
+    Args:
+        model: A model, or one stage of it.
+
+    Returns:
+        Counts [E] over all ranks, int64, by the names of the mixture-of-experts layers; the host waits for nothing.
+    """
+    blocks = _blocks(model)
+    if not blocks:
+        return {}
+    counts = torch.cat([block.counter.counts for block in blocks.values()])
+    group = next(iter(blocks.values())).token_groups.batch
+    if group is not None and group.size() > 1:
+        dist.all_reduce(counts, group=group)
+    for block in blocks.values():
+        block.counter.counts.zero_()
+    parts = counts.split([block.num_experts for block in blocks.values()])
+    return dict(zip(blocks, parts, strict=True))
+
+
+@torch.no_grad()
+def update_selection_bias(model: nn.Module, counts: Mapping[str, Tensor], *, rate: float = 1e-3) -> None:
+    """Make experts that were chosen too often less likely, and the others more: `bias += rate * sign(mean - count)`.
+
+    "Auxiliary-Loss-Free Load Balancing", arXiv:2408.15664, algorithm 1. Equal counts on all ranks give an equal bias.
+
+    Args:
+        model: The model that the counts are of; layers whose router has no bias are passed over.
+        counts: What `take_expert_counts` gave for the step.
+        rate: How much a bias moves in a step.
+
+    Raises:
+        UserError: If the rate is below zero.
+    """
+    if rate < 0:
+        raise UserError(f"rate = {rate}; expected 0 or above.")
+    for name, block in _blocks(model).items():
+        if name in counts and isinstance(block.router, SigmoidRouter):
+            seen_E = counts[name].double()
+            bias_E = block.router.selection_bias
+            bias_E.add_((seen_E.mean() - seen_E).sign().to(bias_E.dtype), alpha=rate)
+
+
+@final
+class LoadStatistics(NamedTuple):
+    """How evenly experts were chosen; 0-dim tensors in float64.
+
+    Attributes:
+        max_over_mean: Load of the busiest expert, 1 where all are equal.
+        entropy: Entropy of the loads over that of equal ones, 1 where all are equal, 0 where one expert has all.
+        idle: Number of experts that nobody chose.
+        dropped: Number of tokens that an expert had no room for: always 0, there is no capacity.
+    """
+
+    max_over_mean: Tensor
+    entropy: Tensor
+    idle: Tensor
+    dropped: Tensor
+
+
+def load_statistics(counts_E: Tensor) -> LoadStatistics:
+    """Statistics of the counts [E] of one layer; zeros where nothing was counted. No host synchronisation."""
+    counts = counts_E.double()
+    total = counts.sum()
+    shares = counts / total.clamp(min=1)
+    even = torch.log(torch.full((), max(len(counts), 2), dtype=torch.float64, device=counts.device))
+    entropy = torch.special.entr(shares).sum() / even
+    return LoadStatistics(shares.max() * len(counts), entropy, (counts == 0).sum().double(), torch.zeros_like(total))
+
+
+def _blocks(model: nn.Module) -> dict[str, MoeFeedForward]:
+    """The blocks under the names that they have in the whole model: those of its buffers, also on a pipeline's rank."""
+    names = {id(buffer): canonical_name(name) for name, buffer in model.named_buffers()}
+    blocks = [module for module in model.modules() if isinstance(module, MoeFeedForward)]
+    return {names[id(block.counter.counts)].removesuffix(".counter.counts"): block for block in blocks}

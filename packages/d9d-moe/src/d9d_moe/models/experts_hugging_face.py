@@ -1,0 +1,38 @@
+"""Experts in the two Hugging Face layouts: a matrix for each, as checkpoints have them, or all of a layer in one."""
+
+from typing import Literal, TypeAlias
+
+from d9d_dist.errors import UserError
+from d9d_state import StateMapper, parallel, rename, split, stack
+
+ExpertsLayout: TypeAlias = Literal["per_expert", "fused"]
+"""`per_expert`: `experts.3.gate_proj.weight`, what is on disk. `fused`: `experts.gate_up_proj` [E, 2 F, D] and
+`experts.down_proj` [E, D, F], what `transformers` has in memory since its fifth version."""
+
+
+def experts_from_hugging_face(num_experts: int, intermediate_size: int, *, layout: ExpertsLayout) -> StateMapper:
+    """Mapper of the routed experts of one layer, names starting at `experts.`; its `inverse()` exports.
+
+    Args:
+        num_experts: E.
+        intermediate_size: F, size of the gated space of each expert.
+        layout: Which of the two.
+
+    Raises:
+        UserError: If there is no such layout.
+    """
+    names = [f"{projection}_proj.weight" for projection in ("gate", "up", "down")]
+    match layout:
+        case "per_expert":
+            experts = range(num_experts)
+            return parallel(
+                *(stack([f"experts.{expert}.{name}" for expert in experts], f"experts.{name}") for name in names)
+            )
+        case "fused":
+            gate, up, down = (f"experts.{name}" for name in names)
+            return parallel(
+                split("experts.gate_up_proj", [gate, up], [intermediate_size] * 2, dim=1),
+                rename("experts.down_proj", down),
+            )
+        case _:
+            raise UserError(f"layout = {layout!r}; expected 'per_expert' or 'fused'.")

@@ -1,0 +1,145 @@
+"""Losses on what a router says, as an amount for each token: sums over tokens are then exact under any split of them.
+
+The balance loss is linear in the scores, given how often each expert was chosen; so the loss of a sequence is a sum
+over its tokens, and every rank has the part of its own. A model adds the amounts to the losses of its tokens, and a
+task that takes the mean over tokens takes that of the losses of the routers too: with pipelines, accumulation and
+masks, and without a scale that anybody has to get right.
+
+Shape legend: B batch, L length, T = B * L tokens, E experts, A experts active for each token (top-k).
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from d9d_dist.errors import UserError
+from d9d_moe.router import Routing
+
+BalanceScope: TypeAlias = Literal["sequence", "batch"]
+"""Over which tokens the load of experts is counted."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLosses:
+    """Which losses the routers of a model have, and how much they count beside the loss of a token, for each layer.
+
+    Attributes:
+        balance: Factor of the load-balancing loss, `sum_e f_e * P_e`: f is the share of tokens that chose an expert
+            times `num_experts / top_k`, P its mean score ("DeepSeek-V3", arXiv:2412.19437, equations 17 to 20; "Switch
+            Transformers", arXiv:2101.03961, equation 4, for a top_k of 1). It is 1 where load and scores are even. The
+            factor of `transformers` is this one divided by `top_k`.
+        scope: Over which tokens f is counted. "sequence": those of one row, wherever its parts are: the same numbers in
+            every layout, however a step is cut into microbatches. "batch": those of a whole microbatch on all ranks
+            (arXiv:2501.11873): with one microbatch in a step those of the global batch.
+        z: Factor of the z-loss, the mean of `logsumexp(logits)^2` ("ST-MoE", arXiv:2202.08906, equation 5).
+    """
+
+    balance: float = 0.0
+    scope: BalanceScope = "sequence"
+    z: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse factors below zero.
+
+        Raises:
+            UserError: Naming the field, its value, and what it may be.
+        """
+        for name, value in (("balance", self.balance), ("z", self.z)):
+            if value < 0:
+                raise UserError(f"router_losses.{name} = {value}; expected 0 (none) or above.")
+
+    @property
+    def any(self) -> bool:
+        """Whether there are any."""
+        return self.balance > 0 or self.z > 0
+
+
+@final
+class HiddenAndLosses(NamedTuple):
+    """Hidden states, and what the routers that they have passed cost each token.
+
+    Attributes:
+        hidden: Hidden states [B, L, D].
+        losses: The losses of all routers so far, for each token [B, L], float32 (float64 for a float64 model).
+    """
+
+    hidden: Tensor
+    losses: Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TokenGroups:
+    """With whom a rank counts: the process groups of the ranks that have other tokens; None for this rank alone.
+
+    Attributes:
+        sequence: The ranks with the other parts of the same rows.
+        batch: All ranks with a part of the same microbatch of the job.
+    """
+
+    sequence: dist.ProcessGroup | None = None
+    batch: dist.ProcessGroup | None = None
+
+
+def token_losses(routing: Routing, losses: RouterLosses, groups: TokenGroups, *, rows: int) -> Tensor:
+    """What the routing of each token costs [T].
+
+    With a balance loss collective over the scope's group: one all-reduce of the counts.
+
+    Args:
+        routing: Of tokens [T] that are `rows` rows of equal lengths, one after the other.
+        losses: Which losses.
+        groups: The ranks with other tokens, as many as this one has.
+        rows: B.
+
+    Raises:
+        UserError: If the router gives no scores.
+    """
+    if routing.scores is None or routing.logits is None:
+        raise UserError(
+            "got losses for a router that gives no logits and scores; expected both in its Routing. Leave the losses "
+            "out, or let the router give them."
+        )
+    total_T = torch.zeros_like(routing.scores[:, 0])
+    if losses.balance:
+        load_BE = expert_load(routing, groups, scope=losses.scope, rows=rows).to(routing.scores.dtype)
+        num_tokens, num_counted = len(total_T), len(load_BE)
+        load_TE = load_BE.repeat_interleave(num_tokens // max(num_counted, 1), dim=0)
+        total_T = total_T + losses.balance * (routing.scores * load_TE).sum(dim=-1)
+    if losses.z:
+        total_T = total_T + losses.z * routing.logits.logsumexp(dim=-1).square()
+    return total_T
+
+
+@torch.no_grad()
+def expert_load(routing: Routing, groups: TokenGroups, *, scope: BalanceScope, rows: int) -> Tensor:
+    """How often each expert was chosen, where 1 is as often as if all were chosen equally.
+
+    Collective over the scope's group: one all-reduce of B x E or E numbers.
+
+    Args:
+        routing: Of tokens [T].
+        groups: The ranks with other tokens, as many as this one has.
+        scope: Over which tokens it is counted.
+        rows: B, into which the tokens are cut.
+
+    Returns:
+        Loads [B, E] for "sequence", [1, E] for "batch"; float32.
+    """
+    assert routing.scores is not None
+    num_tokens, num_experts = routing.scores.shape
+    top_k = routing.indices.shape[1]
+    num_counted, group = (rows, groups.sequence) if scope == "sequence" else (1, groups.batch)
+    num_ranks = 1 if group is None else group.size()
+    counts_BE = torch.zeros(num_counted, num_experts, dtype=torch.float32, device=routing.indices.device)
+    # Without tokens there is nothing to cut into rows.
+    chosen_BN = routing.indices.reshape(num_counted, num_tokens * top_k // max(num_counted, 1))
+    counts_BE.scatter_add_(1, chosen_BN, torch.ones_like(chosen_BN, dtype=torch.float32))
+    if num_ranks > 1:
+        dist.all_reduce(counts_BE, group=group)
+    num_choices = max(chosen_BN.shape[1] * num_ranks, 1)
+    return counts_BE * (num_experts / num_choices)

@@ -1,0 +1,100 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from d9d_dist import SplitBackward, UserError
+from d9d_moe import (
+    MoeFeedForward,
+    SigmoidRouter,
+    TopKRouter,
+    load_statistics,
+    take_expert_counts,
+    update_selection_bias,
+)
+
+
+def _model() -> nn.Sequential:
+    router = SigmoidRouter(8, num_experts=4, top_k=2, init_std=1.0)
+    return nn.Sequential(MoeFeedForward(8, 8, router=router, init_std=0.5))
+
+
+def _expected(model: nn.Module, x: Tensor) -> Tensor:
+    router = model.get_submodule("0.router")
+    return torch.bincount(router(x).indices.flatten(), minlength=4)
+
+
+def test_backward_counts_each_microbatch_once() -> None:
+    model, x, y = _model(), torch.randn(5, 8), torch.randn(3, 8)
+    model(x).sum().backward()
+    model(y).sum().backward()
+    counts = take_expert_counts(model)
+    assert torch.equal(counts["0"], _expected(model, x) + _expected(model, y))
+    assert take_expert_counts(model)["0"].eq(0).all()
+
+
+def test_evaluation_and_replays_count_nothing() -> None:
+    model, x = _model(), torch.randn(5, 8)
+    with torch.no_grad():
+        model(x)
+    model(x)
+    model.eval()(x)
+    assert take_expert_counts(model)["0"].eq(0).all()
+
+
+def test_recomputation_counts_once() -> None:
+    model, x = _model(), torch.randn(5, 8, requires_grad=True)
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert torch.equal(take_expert_counts(model)["0"], _expected(model, x))
+
+
+def test_a_split_backward_counts_once_and_its_weights_wait() -> None:
+    model, x = _model(), torch.randn(5, 8, requires_grad=True)
+    split = SplitBackward()
+    with split.forward():
+        y = model(x)
+    later = split.backward([y.sum()], [None])
+    weight = model.get_parameter("0.experts.up_proj.weight")
+    assert weight.grad is None
+    later.compute()
+    assert torch.equal(take_expert_counts(model)["0"], _expected(model, x))
+    got = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model(x).sum().backward()
+    torch.testing.assert_close(got, {name: parameter.grad for name, parameter in model.named_parameters()})
+
+
+def test_the_bias_moves_against_the_load() -> None:
+    model = _model()
+    update_selection_bias(model, {"0": torch.tensor([10, 0, 5, 5])}, rate=0.1)
+    bias = model.get_buffer("0.router.selection_bias")
+    torch.testing.assert_close(bias, torch.tensor([-0.1, 0.1, 0.0, 0.0]))
+    with pytest.raises(UserError, match=r"rate = -1; expected 0 or above"):
+        update_selection_bias(model, {}, rate=-1)
+
+
+def test_routers_without_a_bias_are_passed_over() -> None:
+    model = nn.Sequential(MoeFeedForward(8, 8, router=TopKRouter(8, num_experts=4, top_k=2)))
+    model(torch.randn(5, 8)).sum().backward()
+    counts = take_expert_counts(model)
+    assert counts["0"].sum() == 10
+    update_selection_bias(model, counts)
+    assert take_expert_counts(nn.Linear(2, 2)) == {}
+
+
+def test_the_bias_evens_the_load_out() -> None:
+    torch.manual_seed(0)
+    model, x = _model(), torch.randn(256, 8) + 1.0
+    for _ in range(200):
+        model(x).sum().backward()
+        counts = take_expert_counts(model)
+        update_selection_bias(model, counts, rate=0.01)
+    assert load_statistics(counts["0"]).max_over_mean <= 1.3
+
+
+def test_statistics() -> None:
+    even = load_statistics(torch.tensor([3, 3, 3, 3]))
+    assert (even.max_over_mean.item(), even.entropy.item()) == pytest.approx((1.0, 1.0))
+    skewed = load_statistics(torch.tensor([0, 12, 0, 0]))
+    assert [each.item() for each in skewed] == pytest.approx([4.0, 0.0, 3.0, 0.0])
+    assert load_statistics(torch.zeros(4, dtype=torch.int64)).max_over_mean == 0

@@ -1,0 +1,52 @@
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from d9d_dist import MeshConfig, UserError
+from d9d_dist.testing import run_ranks
+from d9d_moe import MoeFeedForward, TopKRouter, parallelize_expert_parallel
+
+
+def _refusals() -> list[str]:
+    messages = []
+    cases: list[tuple[int, dict[str, Any]]] = [(5, {}), (4, {"dispatch": "deep_ep"}), (4, {"dispatch": "pigeons"})]
+    with MeshConfig(data_parallel_shard=-1, expert_parallel=2).build() as ctx:
+        for num_experts, options in cases:
+            with torch.device("meta"):
+                model = nn.Sequential(MoeFeedForward(4, 4, router=TopKRouter(4, num_experts=num_experts, top_k=1)))
+            try:
+                parallelize_expert_parallel(model, ctx, **options)
+            except UserError as error:
+                messages.append(str(error))
+    return messages
+
+
+def test_what_cannot_be_is_refused_on_all_ranks() -> None:
+    for messages in run_ranks(_refusals, world_size=2):
+        uneven, deep_ep, unknown = messages
+        assert "mesh.expert_parallel = 2 does not divide the 5 experts of 0. Use a degree that divides 5." in uneven
+        assert "dispatch = 'deep_ep' on a CPU" in deep_ep
+        assert "dispatch = 'pigeons'; expected one of all_to_all, deep_ep, or a function." in unknown
+
+
+def _names_and_shapes() -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    with MeshConfig(data_parallel_shard=-1, expert_parallel=2).build() as ctx:
+        with torch.device("meta"):
+            model = nn.Sequential(MoeFeedForward(4, 6, router=TopKRouter(4, num_experts=4, top_k=1)))
+        parallelize_expert_parallel(model, ctx)
+        return {
+            name: (tuple(parameter.shape), tuple(parameter.to_local().shape))
+            for name, parameter in model.named_parameters()
+            if "experts" in name and isinstance(parameter, DTensor)
+        }
+
+
+def test_experts_keep_their_global_names_and_shapes() -> None:
+    for found in run_ranks(_names_and_shapes, world_size=4):
+        assert found == {
+            "0.experts.gate_proj.weight": ((4, 6, 4), (1, 6, 4)),
+            "0.experts.up_proj.weight": ((4, 6, 4), (1, 6, 4)),
+            "0.experts.down_proj.weight": ((4, 4, 6), (1, 4, 6)),
+        }

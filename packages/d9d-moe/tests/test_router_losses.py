@@ -1,0 +1,81 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from d9d_dist import UserError
+from d9d_moe import RouterLosses, Routing, SigmoidRouter, TokenGroups, TopKRouter, expert_load, token_losses
+
+ALONE = TokenGroups()
+
+
+def _sequence_loss(scores_LE: Tensor, indices_LA: Tensor) -> Tensor:
+    """DeepSeek-V3, equations 17 to 20, without the factor."""
+    length, num_experts = scores_LE.shape
+    total = torch.zeros((), dtype=scores_LE.dtype)
+    for expert in range(num_experts):
+        share = (indices_LA == expert).sum() * num_experts / (indices_LA.shape[1] * length)
+        total = total + share * scores_LE[:, expert].mean()
+    return total
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_the_balance_of_sequences_is_that_of_the_equations(kind: str) -> None:
+    sizes: dict[str, Any] = {"num_experts": 5, "top_k": 2, "init_std": 1.0}
+    router = (TopKRouter(6, **sizes) if kind == "softmax" else SigmoidRouter(6, **sizes)).double()
+    x = torch.randn(3, 7, 6, dtype=torch.float64)
+    routing = router(x.flatten(0, 1))
+    got = token_losses(routing, RouterLosses(balance=0.3), ALONE, rows=3).view(3, 7).mean(dim=1)
+    logits = x @ router.weight.T
+    scores = logits.softmax(-1) if kind == "softmax" else logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+    expected = torch.stack(
+        [0.3 * _sequence_loss(row, chosen) for row, chosen in zip(scores, routing.indices.view(3, 7, 2), strict=True)]
+    )
+    torch.testing.assert_close(got, expected)
+    (wanted,) = torch.autograd.grad(expected.sum(), router.weight, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), router.weight)[0], wanted)
+
+
+def test_the_balance_of_a_batch_is_that_of_transformers() -> None:
+    router = TopKRouter(6, num_experts=5, top_k=2, init_std=1.0)
+    routing = router(torch.randn(21, 6))
+    assert routing.logits is not None
+    expected = load_balancing_loss_func((routing.logits,), 5, 2)
+    assert isinstance(expected, Tensor)
+    got = token_losses(routing, RouterLosses(balance=1.0, scope="batch"), ALONE, rows=3).mean()
+    torch.testing.assert_close(2 * got, expected)
+    (wanted,) = torch.autograd.grad(expected, router.weight, retain_graph=True)
+    torch.testing.assert_close(2 * torch.autograd.grad(got, router.weight)[0], wanted)
+
+
+def test_even_loads_cost_the_factor() -> None:
+    indices = torch.arange(6).repeat(4).view(12, 2)
+    routing = Routing(indices, torch.ones(12, 2), torch.zeros(12, 6), torch.full((12, 6), 1 / 6))
+    torch.testing.assert_close(expert_load(routing, ALONE, scope="batch", rows=1), torch.ones(1, 6))
+    torch.testing.assert_close(token_losses(routing, RouterLosses(balance=0.7), ALONE, rows=4), torch.full((12,), 0.7))
+
+
+def test_the_z_loss_is_the_square_of_the_normaliser() -> None:
+    routing = TopKRouter(6, num_experts=5, top_k=2, init_std=1.0)(torch.randn(4, 6))
+    assert routing.logits is not None
+    expected = 0.1 * routing.logits.exp().sum(-1).log().square()
+    torch.testing.assert_close(token_losses(routing, RouterLosses(z=0.1), ALONE, rows=2), expected)
+
+
+def test_no_tokens_cost_nothing() -> None:
+    routing = TopKRouter(6, num_experts=5, top_k=2)(torch.zeros(0, 6))
+    losses = RouterLosses(balance=1.0, z=1.0)
+    assert token_losses(routing, losses, ALONE, rows=2).shape == (0,)
+    assert token_losses(routing, losses, ALONE, rows=0).shape == (0,)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UserError, match=r"router_losses\.balance = -1; expected 0 \(none\) or above"):
+        RouterLosses(balance=-1)
+    with pytest.raises(UserError, match=r"router_losses\.z = -0\.5"):
+        RouterLosses(z=-0.5)
+    hashed = Routing(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+    with pytest.raises(UserError, match="a router that gives no logits and scores"):
+        token_losses(hashed, RouterLosses(z=1.0), ALONE, rows=1)
