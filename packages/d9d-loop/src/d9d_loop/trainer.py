@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import final
 
 from torch import nn
 from torch.utils.data import default_collate
@@ -27,7 +26,6 @@ from d9d_pipeline import Schedule
 from d9d_state import CheckpointStore
 
 
-@final
 class Trainer:
     """Trains a model. The same script runs as one process and under torchrun.
 
