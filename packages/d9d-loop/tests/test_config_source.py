@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from d9d_dist import UserError
-from d9d_loop import AdamWConfig, TrainerConfig
+from d9d_loop import AdamWConfig, SGDConfig, TrainerConfig
 from d9d_loop.config_source import parse_command_line
 
 JOB = {"steps": 3, "batch": {"global_size": 8}}
@@ -44,6 +44,14 @@ def test_overrides_are_of_every_kind() -> None:
     assert (config.optimizer.betas, config.checkpoint.keep_last) == ((0.5, 0.75), None)
     assert (config.mesh.data_parallel_shard, config.logging.progress, config.seed) == (-1, False, 4)
     assert config.run.folder == Path("a=b/c")
+
+
+def test_another_kind_on_the_command_line_replaces_the_section_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "job.json"
+    muon = {"kind": "muon", "momentum": 0.5, "learning_rate": 0.1}
+    file.write_text(json.dumps({**JOB, "optimizer": muon}), encoding="utf-8")
+    config = _parse(str(file), "--optimizer.learning_rate", "0.3", "--optimizer.kind", "sgd")
+    assert _values(config.optimizer) == {**_values(SGDConfig()), "learning_rate": 0.3}
 
 
 def test_a_list_may_be_written_as_json() -> None:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from d9d_dist import UserError
 from d9d_loop._config_errors import explain
 from d9d_loop._config_help import describe_fields
-from d9d_loop.config_file import read_config_file
+from d9d_loop.config_file import merge, read_config_file
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -41,9 +41,10 @@ def parse_command_line(model: type[M], default_file: str | Path | None, argument
     file, overrides = _split(words)
     source = default_file if file is None else file
     values = {} if source is None else read_config_file(source)
+    over: dict[str, Any] = {}
     for key, text in overrides:
-        _override(values, key, text)
-    return validate_config(model, values)
+        _override(over, key, text, values)
+    return validate_config(model, merge(values, over))
 
 
 def validate_config(model: type[M], values: Mapping[str, Any]) -> M:
@@ -102,14 +103,14 @@ def _split(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
     return file, overrides
 
 
-def _override(values: dict[str, Any], key: str, text: str) -> None:
+def _override(over: dict[str, Any], key: str, text: str, values: Any) -> None:
+    """Put a value at its place in `over`, which comes over the values of a file."""
     *sections, name = key.split(".")
     for section in sections:
-        below = values.setdefault(section, {})
-        if not isinstance(below, dict):
+        over, values = over.setdefault(section, {}), values.get(section, {})
+        if not (isinstance(over, dict) and isinstance(values, dict)):
             raise UserError(f"--{key}: {section} is a value, not a section.")
-        values = below
-    values[name] = _parse_value(text)
+    over[name] = _parse_value(text)
 
 
 def _parse_value(text: str) -> Any:

@@ -18,7 +18,7 @@ class Sleep:
     """Keeps parameters, buffers, gradients and the optimizer's state in host memory while the training sleeps.
 
     Args:
-        model: The model under training.
+        model: The model under training: of a pipeline, all stages of this rank, with what they have of one another's.
         optimizer: Over its parameters.
         events: Told of `Slept` and `Woken`.
     """

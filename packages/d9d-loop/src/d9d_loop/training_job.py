@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
+from torch import nn
+
 from d9d_dist import DistributedContext, seed_everything
 from d9d_loop.batch_placement import BatchPlacement
 from d9d_loop.config import TrainerConfig
@@ -148,7 +150,7 @@ class TrainingJob:
             guard=self._guard,
         )
         self._evaluate = self._evaluator()
-        self._sleep = Sleep(model, self._optimizer, events=events)
+        self._sleep = Sleep(nn.ModuleList(pipeline.stages.values()), self._optimizer, events=events)
         self._reports = Reports(
             config,
             resolved,
@@ -195,8 +197,7 @@ class TrainingJob:
                 on_step(record.step)
                 if record.step == first_step + 1:
                     self._end_startup()
-                bad = self._guard.verdict(settle=self._is_saved_after(record.step))
-                if bad is not None and self._heed(bad, batches if bad.step == record.step else before):
+                if self._heed_bad_steps(batches, before, settle=self._is_saved_after(record.step)):
                     continue
                 self._after_step(outcome)
                 if (signal := self._stop.agreed()) is not None and record.step < config.steps:
@@ -210,6 +211,13 @@ class TrainingJob:
         if self._config.checkpoint.background:
             self._state.prepare()
 
+    def _heed_bad_steps(self, batches: list[Any], before: list[Any], *, settle: bool) -> bool:
+        """Do what was decided about the last step, and the one before it; whether the job has gone back."""
+        while (bad := self._guard.verdict(settle=settle)) is not None:
+            if self._heed(bad, batches if bad.step == self._record.step else before):
+                return True
+        return False
+
     def _heed(self, bad: BadStep, batches: list[Any]) -> bool:
         """Do what all ranks decided about a bad step; whether the job has gone back."""
         why = bad.why
@@ -217,6 +225,8 @@ class TrainingJob:
             with own_random(self._config.seed, "replay", bad.step, device=True):
                 found = find_non_finite(self._model, partial(self._take_step.replay, batches), ctx=self._ctx)
             why += f" {found}." if found else " Done again, everything is finite."
+            if bad.step < self._record.step:
+                why += " Parameters had been updated once more by then."
         self._events.emit(BadStepFound(bad.step, bad.kind, bad.decision, why))
         self._reports.line(why)
         if bad.decision == "stop":
@@ -291,8 +301,7 @@ class TrainingJob:
 
     def _save_to_leave(self, outcome: StepOutcome, batches: list[Any]) -> None:
         """Have a checkpoint of the last step; the one that is written already, if its turn had come."""
-        bad = self._guard.verdict(settle=True)
-        if bad is not None and self._heed(bad, batches):
+        if self._heed_bad_steps(batches, batches, settle=True):
             return  # gone back to one
         with self._watchdog.phase("a save"):
             if self._is_saved_after(self._record.step):

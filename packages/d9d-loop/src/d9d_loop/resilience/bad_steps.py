@@ -111,20 +111,20 @@ class StepGuard:
             del optimizer.found_inf, optimizer.grad_scale
 
     def verdict(self, *, settle: bool = False) -> BadStep | None:
-        """What was decided about the newest step that the host knows of, if it was a bad one; equal on every rank.
+        """What was decided about the next bad step that the host knows of and has not told; equal on every rank.
 
-        To be called after every `step`. On a CPU this is the last step, on an accelerator the one before it.
+        To be called after every `step`, until it gives `None` or a step to go back from or to stop for. On a CPU the
+        last step is known, on an accelerator the one before it.
 
         Args:
             settle: Whether to wait for the device and take the last step: before a save, and at the end.
         """
         unknown = 0 if settle or self._ctx.device.type == "cpu" else _UNKNOWN_STEPS
-        found: BadStep | None = None
         while len(self._pending) > unknown:
             judged = self._judge(self._pending.pop(0))
-            if judged is not None and (found is None or found.decision in {"report", "skip"}):
-                found = judged
-        return found
+            if judged is not None:
+                return judged
+        return None
 
     def rewound(self) -> None:
         """Forget what came after the checkpoint that the job has gone back to; its updates are taken again.
