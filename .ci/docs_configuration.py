@@ -4,21 +4,26 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from d9d_loop import InferenceConfig, PresetConfig, TrainerConfig
+from d9d_loop import InferenceConfig, InferencePresetConfig, PresetConfig, TrainerConfig
 from d9d_loop._config_help import tabulate_fields
 
 PAGES = (
-    ("Training", TrainerConfig, "`TrainerConfig`, which a job's own configuration subclasses."),
-    ("Presets", PresetConfig, "`PresetConfig` of `d9d-train`: the fields above, and these."),
-    ("Inference", InferenceConfig, "`InferenceConfig`."),
+    ("Training", TrainerConfig, None, "`TrainerConfig`, which a job's own configuration subclasses."),
+    ("Presets", PresetConfig, TrainerConfig, "`PresetConfig` of `d9d-train`: the fields above, and these."),
+    ("Inference", InferenceConfig, None, "`InferenceConfig`."),
+    (
+        "Presets of inference",
+        InferencePresetConfig,
+        InferenceConfig,
+        "`InferencePresetConfig` of `python -m d9d_loop.infer`: the fields above, and these.",
+    ),
 )
 
 
 def reference() -> str:
     """The page."""
     lines = ["# Configuration", "", "Made from the models of this version; `--help` prints the same."]
-    for title, model, what in PAGES:
-        without = TrainerConfig if model is PresetConfig else None
+    for title, model, without, what in PAGES:
         lines += ["", f"## {title}", "", what, "", tabulate_fields(model, without=without)]
     return "\n".join(lines) + "\n"
 

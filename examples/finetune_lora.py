@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from pretrain import Decoder, NextByte, Text, read_text
+from pretrain import Decoder, NextByte, PackedText, Text
 from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, UserError
@@ -71,8 +71,7 @@ def main() -> None:
         raise UserError(f"initial_weights = {config.initial_weights} is not there; run examples/pretrain.py first.")
     params = qwen3_params_from_hugging_face(read_config_file(config.initial_weights / "config.json"))
     provider = LoraDecoder(Decoder(params), LoRA(**config.lora.model_dump()))
-    train, held_out = read_text(config.text)
-    trainer = Trainer(config, model=provider, data=train, evaluation_data=held_out, task=NextByte())
+    trainer = Trainer(config, model=provider, data=PackedText(config.text), task=NextByte())
     trainer.events.on(Finished, lambda done: finish(done, provider))
     trainer.train()
 

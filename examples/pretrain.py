@@ -1,4 +1,7 @@
-"""Pretrain a Qwen3-style decoder, dense or MoE, on bytes of the Python standard library; export it for transformers."""
+"""Pretrain a Qwen3-style decoder, dense or MoE, on the source code of the standard library; export it for transformers.
+
+A file is a document, and a byte a token. The preset pretrain_preset.toml names the classes below by import path.
+"""
 
 import hashlib
 import json
@@ -21,9 +24,23 @@ from d9d_dist import (
     parallelize_hsdp,
     parallelize_tensor,
 )
-from d9d_loop import Finished, Inputs, Loss, ModelProvider, Section, Task, Trainer, TrainerConfig, command_line
+from d9d_loop import (
+    DataProvider,
+    Finished,
+    Inputs,
+    Loss,
+    ModelProvider,
+    Section,
+    Task,
+    Trainer,
+    TrainerConfig,
+    command_line,
+    handles,
+)
+from d9d_loop.data import DocumentStream, PackedSamples, PackedStream, SampleStream, cached_token_file
 from d9d_metrics import BitsPerByte, plot_metrics
 from d9d_modules import (
+    IGNORED_LABEL,
     CheckpointPolicy,
     Qwen3ForCausalLM,
     Qwen3Params,
@@ -36,6 +53,7 @@ from d9d_modules import (
 from d9d_moe import (
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
+    RouterLosses,
     parallelize_expert_parallel,
     qwen3_moe_from_hugging_face,
     qwen3_moe_hugging_face_config,
@@ -48,12 +66,14 @@ class Text(Section):
     folder: Path = Path(sysconfig.get_path("stdlib"))
     pattern: str = Field("**/*.py", min_length=1)
     length: PositiveInt = 256
+    tokens: Path = Path("runs/tokens")  # where token files are kept for later jobs
 
 
 class Experts(Section):
     num_experts: int
     top_k: int
     intermediate_size: int
+    router_losses: RouterLosses = RouterLosses()
 
 
 class Parallelism(Section):
@@ -77,43 +97,49 @@ class PretrainConfig(TrainerConfig):
     def moe(self) -> Qwen3MoeParams | None:
         if self.experts is None:
             return None
-        sizes = self.experts.model_dump(exclude={"intermediate_size"})
-        return Qwen3MoeParams(decoder=self.model, expert_intermediate_size=self.experts.intermediate_size, **sizes)
+        return Qwen3MoeParams(
+            decoder=self.model,
+            num_experts=self.experts.num_experts,
+            top_k=self.experts.top_k,
+            expert_intermediate_size=self.experts.intermediate_size,
+            router_losses=self.experts.router_losses,
+        )
 
 
 Batch = dict[str, torch.Tensor]
 
 
-class Bytes:
-    """Consecutive windows of a text, each one byte longer than the model's input: the next byte is the label."""
-
-    def __init__(self, text: bytes, length: int) -> None:
-        self.tokens = torch.frombuffer(bytearray(text + b"."), dtype=torch.uint8)[:-1]  # it takes no empty buffer
-        self.length = length
-
-    def __len__(self) -> int:
-        return max(len(self.tokens) - 1, 0) // self.length
-
-    def __getitem__(self, index: int) -> Batch:
-        window = self.tokens[index * self.length : (index + 1) * self.length + 1].long()
-        return {"input_ids": window[:-1], "labels": window[1:]}
-
-
-def read_text(text: Text) -> tuple[Bytes, Bytes]:
+def read_text(text: Text) -> tuple[list[bytes], list[bytes]]:
     """Training and held-out text: whole files, one in ten held out, chosen by the hash of their names."""
     if not text.folder.is_dir():
         raise UserError(f"text.folder = {text.folder} is not a folder; name one with --text.folder PATH.")
     files = [path.relative_to(text.folder) for path in sorted(text.folder.glob(text.pattern)) if path.is_file()]
     files = [file for file in files if not {"site-packages", "test"} & set(file.parts)]
-    if not files:
-        raise UserError(
-            f"text.folder = {text.folder} has no files {text.pattern}; name another with --text.folder PATH."
-        )
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for file in files:
         held_out = hashlib.sha256(file.as_posix().encode()).digest()[0] % 10 == 0
         parts[held_out].append((text.folder / file).read_bytes())
-    return Bytes(b"".join(parts[0]), text.length), Bytes(b"".join(parts[1]), text.length)
+    if not all(map(any, parts)):
+        raise UserError(
+            f"text.folder = {text.folder} has {len(files)} files {text.pattern}; expected text to train on, and in the "
+            "tenth of them that is held out. Name others with --text.folder PATH, or --text.pattern PATTERN."
+        )
+    return parts
+
+
+class PackedText(DataProvider):
+    """Rows of `text.length` bytes, into which files are packed: a byte sees the bytes before it in its own file."""
+
+    def __init__(self, text: Text) -> None:
+        self.length = text.length
+        self.train, self.held_out = (cached_token_file(files, text.tokens) for files in read_text(text))
+
+    def training(self, *, seed: int) -> SampleStream:
+        documents = DocumentStream(self.train, max_length=self.length, seed=seed)
+        return PackedStream(documents, row_length=self.length, seed=seed)
+
+    def evaluation(self) -> PackedSamples:
+        return PackedSamples(self.held_out, row_length=self.length)
 
 
 class Decoder(ModelProvider):
@@ -149,15 +175,18 @@ class NextByte(Task):
     weight_unit = "tokens"
 
     def inputs(self, batch: Batch) -> Inputs:
-        labels = batch["labels"]
-        positions = batch.get("position_ids", torch.arange(labels.shape[1], device=labels.device)[None])
-        return Inputs(batch["input_ids"], labels=labels, position_ids=positions)
+        return Inputs(
+            batch["input_ids"],
+            labels=batch["labels"],
+            position_ids=batch["position_ids"],
+            documents_BL=batch["documents"],
+        )
 
     def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        return Loss(outputs.sum(), weight=outputs.numel())
+        return Loss(outputs.sum(), weight=(batch["labels"] != IGNORED_LABEL).sum())
 
     def split_sequence(self, batch: Batch, split: ContextSplit) -> Batch:
-        return {**split.split(batch), "position_ids": split.positions(batch["labels"].shape[1])}
+        return split.split(batch)
 
     def metrics(self) -> dict[str, BitsPerByte]:
         return {"bits_per_byte": BitsPerByte()}
@@ -166,60 +195,62 @@ class NextByte(Task):
         metrics["bits_per_byte"].update(loss.total.detach(), loss.weight)
 
 
-def write(done: Finished, length: int) -> str:
-    """Let the model continue a prompt, in whatever layout it is; collective."""
-    ctx = done.ctx
-    split = ContextSplit(ctx.mesh_for("batch")["cp"])
-    done.model.eval()
+class Report:
+    """When the job is done: lets the model write, draws the curves, and says in one line of JSON what came of it."""
 
-    def logits(ids: torch.Tensor) -> torch.Tensor:
-        return split.join(done.forward(split.split(ids), position_ids=split.positions(ids.shape[1])))
+    def __init__(self, max_context: int) -> None:
+        self.max_context = max_context
 
-    prompt = torch.frombuffer(bytearray(b"def "), dtype=torch.uint8).long()[None].to(ctx.device)
-    written = generate(
-        logits,
-        prompt,
-        max_new_tokens=200,
-        max_context=length,
-        pad_to_multiple_of=2 * ctx.size("batch", "cp") * ctx.size("batch", "tp"),
-        temperature=0.7,
-        generator=torch.Generator(ctx.device).manual_seed(0),
-    )
-    return bytes(written[0].tolist()).decode(errors="replace")
+    @handles(Finished)
+    def finished(self, done: Finished) -> None:
+        written = self.write(done)  # on all ranks
+        if not done.ctx.is_main_process:
+            return
+        result = done.result
+        curves = [("bits_per_byte", "evaluation_bits_per_byte"), ("learning_rate",), ("grad_norm",)]
+        metrics, picture = result.run_dir / "metrics.jsonl", result.run_dir / "loss.png"
+        plot_metrics(metrics, picture, panels=curves, title=result.run_dir.name)
+        print(written, end="\n\n")
+        summary = {
+            "steps": result.steps,
+            "train_loss": result.train_loss,
+            "val_bits_per_byte": result.evaluation["bits_per_byte"],
+            "tokens_per_second": round(result.weight_per_second),
+            "run_dir": str(result.run_dir),
+            "export_dir": str(result.export_dir),
+        }
+        print(json.dumps(summary))
 
+    def write(self, done: Finished) -> str:
+        """Let the model continue a prompt, in whatever layout it is; collective."""
+        ctx = done.ctx
+        split = ContextSplit(ctx.mesh_for("batch")["cp"])
+        done.model.eval()
 
-def report(done: Finished, length: int) -> None:
-    """Draw the curves, let the model write, and say in one line of JSON what came of the job."""
-    written = write(done, length)
-    if not done.ctx.is_main_process:
-        return
-    result = done.result
-    curves = [("bits_per_byte", "evaluation_bits_per_byte"), ("learning_rate",), ("grad_norm",)]
-    metrics, picture = result.run_dir / "metrics.jsonl", result.run_dir / "loss.png"
-    plot_metrics(metrics, picture, panels=curves, title=result.run_dir.name)
-    print(written, end="\n\n")
-    summary = {
-        "steps": result.steps,
-        "train_loss": result.train_loss,
-        "val_bits_per_byte": result.evaluation["bits_per_byte"],
-        "tokens_per_second": round(result.weight_per_second),
-        "run_dir": str(result.run_dir),
-        "export_dir": str(result.export_dir),
-    }
-    print(json.dumps(summary))
+        def logits(ids: torch.Tensor) -> torch.Tensor:
+            return split.join(done.forward(split.split(ids), position_ids=split.positions(ids.shape[1])))
+
+        written = generate(
+            logits,
+            torch.tensor([list(b"def ")], device=ctx.device),
+            max_new_tokens=200,
+            max_context=self.max_context,
+            pad_to_multiple_of=2 * ctx.size("batch", "cp") * ctx.size("batch", "tp"),
+            temperature=0.7,
+            generator=torch.Generator(ctx.device).manual_seed(0),
+        )
+        return bytes(written[0].tolist()).decode(errors="replace")
 
 
 def main() -> None:
     config = PretrainConfig.from_cli(Path(__file__).with_suffix(".toml"))
-    train, held_out = read_text(config.text)
     trainer = Trainer(
         config,
         model=Decoder(config.model, config.moe, config.parallelism),
-        data=train,
-        evaluation_data=held_out,
+        data=PackedText(config.text),
         task=NextByte(),
     )
-    trainer.events.on(Finished, lambda done: report(done, config.text.length))
+    trainer.events.subscribe(Report(config.text.length))
     trainer.train()
 
 

@@ -29,6 +29,7 @@ TINY_MODEL = {
     "model.intermediate_size": "48",
     "text.length": "32",
     "text.pattern": "json/*.py",
+    "text.tokens": str(EXAMPLES.parent / ".cache" / "tokens"),
     "batch.global_size": "8",
     "evaluation.num_samples": "11",
 }

@@ -87,6 +87,7 @@ def samples(*, ragged: bool) -> list[Batch]:
                 "input_ids": window[:-1],
                 "labels": window[1:],
                 "documents": documents,
+                "position_ids": torch.arange(LENGTH),
                 "mask": mask.float() if ragged else full,
             }
         )

@@ -1,15 +1,17 @@
 """Fine-tuning the model that the main job exported: equal on any number of ranks, readable by peft and transformers."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
 import transformers
-from jobs import TINY_MODEL, curve, on_ranks, options
+from jobs import TINY_MODEL, copy_run, curve, on_ranks, options, records
 
-HYBRID = {"mesh.data_parallel_replicate": 2, "mesh.data_parallel_shard": 2}
+STAGES = {"mesh.pipeline_parallel": 2, "mesh.data_parallel_shard": 2, "batch.microbatch_size": 2}
 
 
 @pytest.fixture(scope="module")
@@ -19,17 +21,17 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(ended.summary["export_dir"])
 
 
-def _finetune(runs: Path, name: str, pretrained: Path, mesh: dict[str, int], world_size: int) -> dict[str, str]:
+def _finetune(runs: Path, name: str, pretrained: Path, more: dict[str, Any], world_size: int) -> dict[str, str]:
     text = {key: value for key, value in TINY_MODEL.items() if not key.startswith("model.")}
     job = {"run.folder": runs, "run.name": name, "initial_weights": pretrained, "steps": 10, "logging.every": 1}
-    ended = on_ranks("finetune_lora", options(text, job, mesh), world_size=world_size)
+    ended = on_ranks("finetune_lora", options(text, job, more), world_size=world_size)
     assert ended[0].code == 0, ended[0].errors
     return ended[0].summary
 
 
 def test_ranks_agree_and_peers_read_what_comes_out(tmp_path: Path, pretrained: Path) -> None:
     one = _finetune(tmp_path, "one", pretrained, {}, 1)
-    _finetune(tmp_path, "four", pretrained, HYBRID, 4)
+    _finetune(tmp_path, "four", pretrained, STAGES, 4)
     for name in ("loss", "grad_norm", "evaluation_loss"):
         ours, theirs = curve(tmp_path / "four", name), curve(tmp_path / "one", name)
         assert ours == pytest.approx(theirs, rel=1e-5), name
@@ -48,13 +50,25 @@ def test_ranks_agree_and_peers_read_what_comes_out(tmp_path: Path, pretrained: P
     assert (after - before).abs().max() > 1e-4
 
 
-def test_only_adapters_are_trained_and_checkpointed_state_shows_it(tmp_path: Path, pretrained: Path) -> None:
-    _finetune(tmp_path, "run", pretrained, {}, 1)
-    (newest,) = (tmp_path / "run" / "checkpoints").glob("step-*")
-    names = json.loads((newest / "manifest.json").read_text())["tensors"]
-    moments = [name for name in names if name.startswith("optimizer.") and not name.endswith(".step")]
-    assert moments
-    assert all("lora_" in name for name in moments)
+def test_a_checkpoint_of_the_adapters_alone_continues_with_the_same_bits(tmp_path: Path, pretrained: Path) -> None:
+    adapters_only = {"checkpoint.trainable_only": "true", "checkpoint.every": 5, "checkpoint.background": "false"}
+    _finetune(tmp_path, "run", pretrained, adapters_only, 1)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    manifest = json.loads((checkpoints / "step-00000010" / "manifest.json").read_text())
+    assert all("lora_" in name for name in manifest["tensors"])
+    assert any(name.startswith("optimizer.") for name in manifest["tensors"])
+    written, adapters, model = (
+        sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        for folder in (checkpoints / "step-00000010", tmp_path / "run" / "adapters", pretrained)
+    )
+    assert written < 0.7 * (model + 3 * adapters)  # A and B, each with two moments
+
+    again = copy_run(tmp_path / "run", tmp_path / "again")
+    shutil.rmtree(again / "checkpoints" / "step-00000010")
+    _finetune(tmp_path, "again", pretrained, adapters_only, 1)
+    assert records(again) == records(tmp_path / "run")
+    for folder in ("adapters/adapter_model.safetensors", "export/model.safetensors"):
+        assert (again / folder).read_bytes() == (tmp_path / "run" / folder).read_bytes()
 
 
 def test_without_a_pretrained_model(tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ ROWS = (
     ("ends", "pp=4,microbatch=4"),
     ("experts", "tp=2"),
     ("experts", "pp=2,dp_shard=2,schedule=zb1p,microbatch=2"),
+    ("experts", "ep=2,dp_shard=2"),
+    ("experts", "pp=2,ep=2,tp=2,microbatch=2"),
     ("new tokens", "dp_shard=2,tp=2"),
 )
 

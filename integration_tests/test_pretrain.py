@@ -141,6 +141,7 @@ _MISTAKES = {
     ),
     "a missing data folder": (["--text.folder", "no/such"], "text.folder = no/such is not a folder; name one"),
     "no length": (["--text.length", "0"], "text.length = '0'; expected a number greater than 0"),
+    "files without text": (["--text.pattern", "*.none"], "has 0 files *.none; expected text to train on"),
     "too few tokens": (
         ["--model.vocab_size", "100"],
         "model.vocab_size = 100; expected at least 256, one for each byte",
@@ -173,16 +174,52 @@ def test_an_expert_parallel_degree_without_experts_is_refused(tmp_path: Path) ->
         assert "mesh.expert_parallel = 2, but the model provider's parallelize shares no experts out" in ended.errors
 
 
-def test_an_empty_data_folder(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (ended,) = on_ranks("pretrain", _tiny(tmp_path, "run", steps=2, text__folder=tmp_path / "empty"))
-    assert (ended.code, "has no files json/*.py" in ended.errors) == (2, True)
-    (tmp_path / "empty" / "json").mkdir()
-    (tmp_path / "empty" / "json" / "a.py").touch()
-    (ended,) = on_ranks("pretrain", _tiny(tmp_path, "run", steps=2, text__folder=tmp_path / "empty"))
-    assert ended.code == 2
-    assert "the training data are empty; expected at least one sample" in ended.errors
+def test_a_data_folder_without_text(tmp_path: Path) -> None:
+    arguments = _tiny(tmp_path, "run", steps=2, text__folder=tmp_path / "empty")
+    for files, found in (([], "has 0 files json/*.py"), (["a.py"], "has 1 files json/*.py")):
+        (tmp_path / "empty" / "json").mkdir(parents=True, exist_ok=True)
+        for name in files:
+            (tmp_path / "empty" / "json" / name).write_text("x = 1\n")
+        (ended,) = on_ranks("pretrain", arguments)
+        assert (ended.code, found in ended.errors) == (2, True)
+        assert "expected text to train on, and in the tenth of them that is held out" in ended.errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
+
+
+def test_rows_are_packed_documents(tmp_path: Path) -> None:
+    """Every byte but the first of each part is a label once, and is predicted from its own file alone."""
+    pretrain = importlib.import_module("pretrain")
+    texts = {f"{number}.py": bytes(range(number, number + 3 + 5 * number)) for number in range(1, 40)}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text)
+    data = pretrain.PackedText(pretrain.Text(folder=tmp_path, length=32, tokens=tmp_path / "tokens"))
+    held_out, predicted = data.evaluation(), []
+    for row in map(held_out.__getitem__, range(len(held_out))):
+        for number in row["documents"].unique():
+            here = (row["documents"] == number) & (row["labels"] != -100)
+            assert torch.equal(row["position_ids"][here], torch.arange(int(here.sum())))
+            assert torch.equal(row["labels"][here], row["input_ids"][here] + 1)  # as bytes of a file follow each other
+            predicted += row["labels"][here].tolist()
+    _, chosen = pretrain.read_text(pretrain.Text(folder=tmp_path))
+    assert sorted(predicted) == sorted(byte for text in chosen for byte in text[1:])
+    assert 0 < len(chosen) < len(texts) / 2
+
+
+def test_a_preset_is_the_same_job(tmp_path: Path) -> None:
+    """What `d9d-train` trains of the preset has the curve of the script, and counts bytes that are no padding."""
+    settings = {"run.folder": tmp_path, "logging.every": 1, "steps": 4, "evaluation.every": 2}
+    _run(_tiny(tmp_path, "script", steps=4, evaluation__every=2))
+    places = {"model": "model.dense", "text": "dataset.text"}
+    tiny = {
+        f"{places.get(head := key.split('.')[0], head)}{key[len(head) :]}": value for key, value in TINY_MODEL.items()
+    }
+    preset = [str(EXAMPLES / "pretrain_preset.toml"), *options(tiny, settings, {"run.name": "preset"})]
+    (ended,) = on_ranks("d9d_loop.__main__", preset)
+    assert ended.code == 0, ended.errors
+    assert "TrainResult(steps=4" in ended.output
+    for name in ("loss", "grad_norm", "evaluation_bits_per_byte"):
+        assert curve(tmp_path / "preset", name) == curve(tmp_path / "script", name) != [], name
+    assert (tmp_path / "preset" / "loss.png").exists()
 
 
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:

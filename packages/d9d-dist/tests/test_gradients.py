@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -29,6 +30,18 @@ def test_an_infinite_bound_only_measures() -> None:
         assert clip_grad_norm_(model.parameters(), float("inf"), ctx=ctx) > 0
     after = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("max_norm", [0.3, float("inf")])
+@pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25, dtype=torch.float64), torch.tensor(0.0)])
+def test_scaling_and_clipping_in_one_pass_is_one_after_the_other(max_norm: float, factor: torch.Tensor | float) -> None:
+    ours, theirs = _model(), _model()
+    with MeshConfig().build() as ctx:
+        norm = clip_grad_norm_(ours.parameters(), max_norm, ctx=ctx, factor=factor)
+        scale_gradients_(theirs.parameters(), factor)
+        torch.testing.assert_close(norm, clip_grad_norm_(theirs.parameters(), max_norm, ctx=ctx))
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
 
 
 def test_scaling() -> None:

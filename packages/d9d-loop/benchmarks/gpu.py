@@ -71,7 +71,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
     bench = Bench(
-        torch.device(args.device or torch.accelerator.current_accelerator() or "cpu"), TINY if args.tiny else Sizes()
+        torch.device(args.device or torch.accelerator.current_accelerator(check_available=True) or "cpu"),
+        TINY if args.tiny else Sizes(),
     )
     print(f"{bench.device}: copy {bench.bandwidth / 1e12:.3f} TB/s")
     rows = []

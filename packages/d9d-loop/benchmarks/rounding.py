@@ -39,12 +39,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Stochastic rounding against the values that it should give on average."
     )
-    parser.add_argument("--device", help="by default the accelerator")
+    parser.add_argument("--device", help="by default the accelerator, if there is one")
     parser.add_argument("--samples", type=int, default=10**8)
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
-    device = torch.device(args.device or torch.accelerator.current_accelerator() or "cpu")
+    device = torch.device(args.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     samples = 10**5 if args.tiny else args.samples
     rows = []
     for value in _VALUES:

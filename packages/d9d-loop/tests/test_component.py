@@ -1,5 +1,6 @@
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,15 @@ _HERE = "parts_of_a_test:"
 @pytest.fixture(autouse=True)
 def _can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "parts_of_a_test", sys.modules[__name__])
+
+
+@dataclass
+class Options:
+    width: int = 1
+
+
+def with_options(options: Options) -> Options:
+    return options
 
 
 class Sizes(BaseModel):
@@ -95,9 +105,18 @@ def test_what_is_within_a_class_can_be_named() -> None:
         (
             _HERE + "Maker",
             {"path": "a", "sizes": {"width": "x"}},
-            r"^model\.sizes\.width = 'x': Input should be a valid int",
+            r"^model\.sizes\.width = 'x'; expected a valid integer",
         ),
-        (_HERE + "Maker", {"path": "a", "sizes": {"width": 1}, "scale": "x"}, r"^model\.scale = 'x': .*number"),
+        (
+            _HERE + "with_options",
+            {"options": {"widht": 1}},
+            r"^model\.options\.widht is not a configuration key; did you mean model\.options\.width\?",
+        ),
+        (
+            _HERE + "Maker",
+            {"path": "a", "sizes": {"width": 1}, "scale": "x"},
+            r"^model\.scale = 'x'; expected a valid number.*--model\.scale VALUE",
+        ),
     ],
 )
 def test_what_cannot_be_made_is_refused(use: str, arguments: dict[str, Any], message: str) -> None:
@@ -114,5 +133,5 @@ def test_a_module_that_lacks_something_itself_says_so(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("use", ["os.system", "a:b:c", "a b:c", ":x", ".:x", "a:b."])
 def test_a_path_has_one_form(use: str) -> None:
-    with pytest.raises(UserError, match=re.escape(f"use = {use!r}")):
+    with pytest.raises(UserError, match=re.escape(f"use: got {use!r}; expected package.module:name")):
         _build(use)

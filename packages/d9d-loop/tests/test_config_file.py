@@ -128,3 +128,9 @@ def test_an_absent_include_is_named(tmp_path: Path) -> None:
     _write(tmp_path, job='include = ["bases/none.toml"]')
     with pytest.raises(UserError, match=r"bases/none\.toml cannot be read"):
         read_config_file(tmp_path / "job.toml")
+
+
+def test_a_relative_path_says_from_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=re.escape(f"No such file or directory. Check the path, from {tmp_path}.")):
+        read_config_file("jobs/absent.toml")

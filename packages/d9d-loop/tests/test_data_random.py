@@ -1,16 +1,19 @@
 import random
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 
-from d9d_loop.data_random import data_random, position_random, seed_data_random
+from d9d_dist import UserError
+from d9d_loop.data_random import nothing_drawn, position_random, seed_data_random
 
 
 def _draw() -> tuple[float, float, float]:
     return random.random(), torch.rand(()).item(), float(np.random.rand())  # noqa: S311
 
 
-def test_a_stream_follows_from_seed_step_and_rank_and_leaves_no_trace() -> None:
+def test_a_stream_follows_from_seed_and_position_and_leaves_no_trace() -> None:
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
@@ -20,8 +23,8 @@ def test_a_stream_follows_from_seed_step_and_rank_and_leaves_no_trace() -> None:
     np.random.seed(3)
     drawn = [_draw()]
     streams = []
-    for seed, step, dp_rank in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 0, 0)):
-        with data_random(seed, step=step, dp_rank=dp_rank):
+    for seed, position in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 0)):
+        with position_random(seed, position=position):
             streams.append(_draw())
     assert [*drawn, _draw()] == expected
     assert streams[0] == streams[-1]
@@ -37,7 +40,24 @@ def test_a_position_has_a_stream_in_any_process() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     with position_random(1, position=9):
         assert _draw() != drawn
-    with data_random(0, step=0, dp_rank=0):  # puts back what is seeded in here
+    with position_random(0, position=0):  # puts back what is seeded in here
         seed_data_random(1, position=8)
         assert _draw() == drawn
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [(random.random, "Python"), (np.random.rand, "NumPy"), (lambda: torch.rand(()), "torch")],
+    ids=["python", "numpy", "torch"],
+)
+def test_what_is_drawn_though_nothing_should_be_is_found(draw: Callable[[], object], name: str) -> None:
+    with nothing_drawn():
+        torch.rand((), generator=torch.Generator())
+    with pytest.raises(UserError, match=f"drew random numbers from {name}; expected none, since the data provider has"):
+        _draw_in_vain(draw)
+
+
+def _draw_in_vain(draw: Callable[[], object]) -> None:
+    with nothing_drawn():
+        draw()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, MeshConfig
+from d9d_dist import DistributedContext, MeshConfig, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop.job_state import JobState, Record
 from d9d_metrics import Max, Metric, WeightedMean
@@ -19,7 +19,12 @@ class _Job:
     """All that is saved, in its first state."""
 
     def __init__(
-        self, folder: Path, ctx: DistributedContext, on_saved: Callable[[int], None] = lambda _step: None
+        self,
+        folder: Path,
+        ctx: DistributedContext,
+        on_saved: Callable[[int], None] = lambda _step: None,
+        *,
+        trainable_only: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(3, 2)
@@ -36,6 +41,7 @@ class _Job:
             data_identity={"samples": 8},
             seed=5,
             ctx=ctx,
+            trainable_only=trainable_only,
             on_saved=on_saved,
         )
 
@@ -87,6 +93,7 @@ def test_people_can_read_the_record_and_the_configuration(tmp_path: Path, ctx: D
         "record": {"step": 2, "train_loss": 0.5, "evaluation": {"loss": 0.25}, "weight_per_second": 3.0, "tracker": {}},
         "config": {"steps": 3},
         "data_identity": {"samples": 8},
+        "frozen_digest": None,
         "parts": {},
     }
 
@@ -147,6 +154,88 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path, ctx: DistributedCont
     (tmp_path / "step-00000004.partial").mkdir()
     assert _Job(tmp_path, ctx).state.restore().step == 0
     assert list(tmp_path.iterdir()) == []
+
+
+class _Frozen(_Job):
+    """A job that trains the bias alone."""
+
+    def __init__(self, folder: Path, ctx: DistributedContext, *, trainable_only: bool = True) -> None:
+        super().__init__(folder, ctx, trainable_only=trainable_only)
+        self.model.weight.requires_grad_(False)
+        self.initial = self.model.weight.detach().clone()
+        nn.init.zeros_(self.model.weight)
+
+    def restore(self) -> Record:
+        return self.state.restore(lambda: self.model.weight.data.copy_(self.initial))
+
+
+def _saved_names(folder: Path) -> set[str]:
+    info = CheckpointStore(folder).newest()
+    assert info is not None
+    return {name for name in info.tensors if name.startswith("model.")}
+
+
+def test_frozen_parameters_may_be_left_out(tmp_path: Path, ctx: DistributedContext) -> None:
+    job = _Frozen(tmp_path, ctx)
+    assert job.restore().step == 0
+    job.work()
+    job.state.save(Record(1))
+    assert _saved_names(tmp_path) == {"model.bias"}
+    other = _Frozen(tmp_path, ctx)
+    assert other.restore().step == 1
+    assert torch.equal(other.model.weight, job.initial)
+    assert torch.equal(other.model.bias, job.model.bias)
+    assert torch.equal(
+        other.optimizer.state[other.model.bias]["exp_avg"], job.optimizer.state[job.model.bias]["exp_avg"]
+    )
+    other.work()
+    assert other.state.rewind().step == 1
+    assert torch.equal(other.model.bias, job.model.bias)
+
+
+def test_other_initial_weights_are_refused(tmp_path: Path, ctx: DistributedContext) -> None:
+    job = _Frozen(tmp_path, ctx)
+    job.restore()
+    job.state.save(Record(1))
+    other = _Frozen(tmp_path, ctx)
+    other.initial += 1e-3
+    with pytest.raises(
+        UserError, match=r"step-00000001 has trainable parameters only, and the frozen ones .* the same initial_weights"
+    ):
+        other.restore()
+
+
+def test_frozen_parameters_that_change_are_not_left_out(tmp_path: Path, ctx: DistributedContext) -> None:
+    job = _Frozen(tmp_path, ctx)
+    job.restore()
+    job.model.weight.data += 1
+    for save in (job.state.prepare, lambda: job.state.save(Record(1))):
+        with pytest.raises(
+            UserError, match=r"checkpoint.trainable_only = true, but .* have changed since the job began"
+        ):
+            save()
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_a_run_may_change_what_its_checkpoints_have(tmp_path: Path, ctx: DistributedContext) -> None:
+    job = _Frozen(tmp_path, ctx, trainable_only=False)
+    job.restore()
+    job.state.save(Record(1))
+    assert _saved_names(tmp_path) == {"model.bias", "model.weight"}
+    other = _Frozen(tmp_path, ctx)
+    other.initial += 1
+    assert other.restore().step == 1
+    assert torch.equal(other.model.weight, job.model.weight)
+    with pytest.raises(UserError, match="no checkpoint would bring them back"):
+        other.state.save(Record(2))
+    less = _Frozen(tmp_path, ctx)
+    assert less.restore().step == 1
+    less.state.save(Record(2))
+    assert _saved_names(tmp_path) == {"model.bias"}
+    more = _Frozen(tmp_path, ctx, trainable_only=False)
+    assert more.restore().step == 2
+    more.state.save(Record(3))
+    assert _saved_names(tmp_path) == {"model.bias", "model.weight"}
 
 
 Seen = tuple[int, list[float], float, list[float]]

@@ -13,7 +13,7 @@ from d9d_dist import Launch, StageInfo, UserError
 from d9d_loop import FunctionProvider, Loss, ModelProvider, Task, Trainer, TrainerConfig, validate_config
 from d9d_loop.data import DatasetProvider
 from d9d_loop.preflight import check_job
-from d9d_metrics import Metric, Sum
+from d9d_metrics import Compose, Metric, Sum
 from d9d_state import CheckpointStore, JsonValue, Retention, StateMapper, model_tensors, rename, save_model_state
 
 DATA = [torch.zeros(3)] * 8
@@ -320,6 +320,46 @@ def test_reasons_to_keep_checkpoints_must_be_able_to_hold(
     tmp_path: Path, checkpoint: dict[str, Any], message: str, evaluates: bool
 ) -> None:
     _refused(tmp_path, re.escape(message) + ".*", checkpoint=checkpoint, evaluation_data=DATA if evaluates else None)
+
+
+class _Judged(_Nothing):
+    def metrics(self) -> dict[str, Metric]:
+        return {"quality": Compose({"f1": Sum(), "best": Compose({"recall": Sum()})})}
+
+
+def test_a_value_within_a_metric_may_say_how_good_a_checkpoint_is(tmp_path: Path) -> None:
+    data = DatasetProvider(DATA, evaluation=DATA)
+
+    def check(best_by: str) -> None:
+        config = _config(tmp_path, checkpoint={"keep_best": 1, "best_by": best_by})
+        check_job(config, provider=FunctionProvider(_linear), task=_Judged(), data=data)
+
+    check("quality/f1")
+    check("quality/best/recall")
+    with pytest.raises(
+        UserError, match=r"by 'quality', but evaluations give loss, quality/best/recall, quality/f1; exp"
+    ):
+        check("quality")
+
+
+def _half_frozen(_stage: StageInfo) -> nn.Module:
+    model = nn.Linear(3, 2)
+    model.weight.requires_grad_(False)
+    return model
+
+
+def test_a_checkpoint_without_frozen_parameters_needs_the_initial_weights(tmp_path: Path) -> None:
+    save_model_state(nn.Linear(3, 2), tmp_path / "weights")
+    state: JsonValue = {"data_identity": IDENTITY, "frozen_digest": "0123456789abcdef"}
+    tensors = model_tensors(_half_frozen(StageInfo()), trainable_only=True)
+    CheckpointStore(tmp_path / "runs" / "run" / "checkpoints").save(2, tensors, state=state)
+    config = _config(tmp_path, initial_weights=tmp_path / "weights", checkpoint={"trainable_only": True})
+    check_job(config, provider=FunctionProvider(_half_frozen), task=_Nothing(), data=DatasetProvider(DATA))
+    (tmp_path / "weights").rename(tmp_path / "away")
+    with pytest.raises(UserError, match=r"initial_weights = .*weights holds no model"):
+        check_job(config, provider=FunctionProvider(_half_frozen), task=_Nothing(), data=DatasetProvider(DATA))
+    with pytest.raises(UserError, match=r"another model:\n  the model trains weight, the checkpoint does not\n"):
+        check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
 
 
 def test_all_reasons_to_keep_checkpoints_together(tmp_path: Path) -> None:

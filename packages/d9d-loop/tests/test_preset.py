@@ -6,12 +6,21 @@ from pathlib import Path
 import pytest
 
 from d9d_dist import UserError
-from d9d_loop import PresetConfig, StepDone, preset_trainer, read_config_file, validate_config
+from d9d_loop import (
+    InferencePresetConfig,
+    PresetConfig,
+    StepDone,
+    preset_inference,
+    preset_trainer,
+    read_config_file,
+    validate_config,
+)
+from d9d_loop.preset import look_beside_preset
 
 _PROJECT = """
 import torch
 from torch import nn
-from d9d_loop import FunctionProvider, Loss, StepDone, Task, handles
+from d9d_loop import FunctionProvider, InferenceTask, Loss, StepDone, Task, handles
 
 def net(width: int):
     return FunctionProvider(lambda stage: nn.Linear(width, 1))
@@ -24,6 +33,18 @@ class Regression(Task):
 
 def samples(size: int, width: int):
     return [{"x": torch.ones(width) * index} for index in range(size)]
+
+class Sum(InferenceTask):
+    def inputs(self, batch):
+        return {"input": batch["x"]}
+    def results(self, outputs, batch):
+        return batch["x"].sum(1).tolist()
+
+def sgd(lr: float):
+    return lambda model: torch.optim.SGD(model.parameters(), lr=lr)
+
+def halving(every: int):
+    return lambda step: 0.5 ** (step // every)
 
 class Watcher:
     def __init__(self, word: str):
@@ -88,3 +109,38 @@ def test_parts_are_made_of_their_arguments(tmp_path: Path, monkeypatch: pytest.M
     trainer.events.on(StepDone, lambda event: steps.append(event.step))
     assert trainer.train().steps == 2
     assert steps == [1, 2]
+
+
+def test_optimizer_and_schedule_are_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    values = read_config_file(_write(tmp_path, "preset_of_providers")) | {"run": {"folder": str(tmp_path)}}
+    values["optimizer_provider"] = {"use": "preset_of_providers:sgd", "lr": "0.25"}
+    values["lr_schedule_provider"] = {"use": "preset_of_providers:halving", "every": 1}
+    trainer, rates = preset_trainer(validate_config(PresetConfig, values)), []
+    trainer.events.on(StepDone, lambda event: rates.append(event.learning_rate))
+    trainer.train()
+    assert rates == [0.25, 0.125]
+    values["optimizer_provider"] = {"use": "preset_of_providers:sgd", "lr": "fast"}
+    with pytest.raises(UserError, match=r"^optimizer_provider\.lr = 'fast'; expected a valid number"):
+        preset_trainer(validate_config(PresetConfig, values))
+
+
+def test_a_file_alone_is_an_inference_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    values = read_config_file(_write(tmp_path, "preset_of_inference"))
+    kept = {key: values[key] for key in ("model", "dataset")}
+    task = {"use": "preset_of_inference:Sum"}
+    run = {"batch_size": 4, "run": {"folder": str(tmp_path)}, "logging": {"progress": False}}
+    config = validate_config(InferencePresetConfig, {**kept, **run, "task": task})
+    result = preset_inference(config).run()
+    assert [float(line) for line in result.file.read_text().splitlines()] == [3.0 * index for index in range(8)]
+
+
+def test_imports_find_what_is_beside_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jobs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["before"])
+    look_beside_preset(["--run.name", "other.toml", "jobs/job.toml"])
+    assert sys.path == [str(tmp_path), str(tmp_path / "jobs"), "before"]
+    look_beside_preset([])
+    assert sys.path == [str(tmp_path), str(tmp_path / "jobs"), "before"]

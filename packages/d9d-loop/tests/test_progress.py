@@ -14,7 +14,7 @@ class _Terminal(io.StringIO):
 def _draw(*, visible: bool = True, bar: bool = True) -> str:
     with redirect_stderr(_Terminal()) as terminal:
         progress = Progress(num_steps=4, done=1, visible=visible, bar=bar)
-        progress.values({"loss": 2.5, "learning_rate": 1e-5})
+        progress.values(1, {"loss": 2.5, "learning_rate": 1e-5})
         progress.step()
         progress.line("held-out loss 3")
         progress.close()

@@ -1,15 +1,18 @@
 import json
+import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from d9d_dist import DistributedContext
+from d9d_dist import DistributedContext, MeshConfig, UserError
+from d9d_dist.testing import run_ranks
 from d9d_loop import StepOutcome, TrainerConfig, validate_config
 from d9d_loop.job_state import Record
 from d9d_loop.reports import Reports
-from d9d_metrics import Metric, Sum, read_metrics
+from d9d_metrics import Sum, read_metrics
 from d9d_pipeline import OneForwardOneBackward, build
 
 
@@ -55,6 +58,7 @@ class _Run:
             config,
             {"steps": 10},
             record=self.record,
+            metrics={"total": self.total},
             weight_unit="tokens",
             program=program,
             schedule="",
@@ -63,14 +67,13 @@ class _Run:
         )
 
     def steps(self, count: int) -> StepOutcome:
-        metrics: dict[str, Metric] = {"total": self.total}
         outcome = _outcome(1)
         for _ in range(count):
             self.time.now += 2
             self.record.step += 1
             self.total.update(1.0)
             outcome = _outcome(self.record.step)
-            self.reports.step(outcome, metrics)
+            self.reports.step(outcome)
         return outcome
 
     def lines(self) -> list[dict[str, float]]:
@@ -168,6 +171,37 @@ def test_only_the_main_process_writes(
         run.reports.evaluation()
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
+
+
+def test_nothing_is_written_or_started_before_it_is_entered(
+    tmp_path: Path, ctx: DistributedContext, time: _Time
+) -> None:
+    before = threading.active_count()
+    run = _Run(_config(tmp_path / "runs"), ctx, time)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    (tmp_path / "runs" / "run" / "metrics.jsonl").write_text("no JSON\n")
+    with pytest.raises(UserError, match="expected a JSON object"):
+        run.reports.__enter__()
+    assert threading.active_count() == before
+
+
+def _throughput(folder: Path) -> tuple[float, float | None]:
+    """This rank's own, and what the record has."""
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        time = _Time()
+        time.now *= 1 + ctx.rank
+        with mock.patch("d9d_loop.reports.time", time):
+            run = _Run(_config(folder), ctx, time)
+            with run.reports:
+                outcome = run.steps(2)
+                time.now += 2 * ctx.rank
+                run.reports.settle(outcome)
+    return 12 / (4 + 2 * ctx.rank), run.record.weight_per_second
+
+
+def test_ranks_have_the_throughput_of_the_main_process(tmp_path: Path) -> None:
+    assert run_ranks(_throughput, tmp_path, world_size=2) == [(3.0, 3.0), (2.0, 3.0)]
 
 
 def test_trackers_are_closed_when_a_job_fails(tmp_path: Path, ctx: DistributedContext, time: _Time) -> None:

@@ -249,3 +249,38 @@ def test_a_weight_may_be_a_number(ctx: DistributedContext) -> None:
     outcome = take_step(0, [batch])
     assert outcome.loss.item() == pytest.approx(expected.item(), rel=1e-12)
     assert outcome.weight.item() == GLOBAL_SIZE * 3
+
+
+class _Gathers(nn.Module):
+    """A buffer that changes in place in forward, one that is assigned anew, and one that changes in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6).double()
+        self.calls: torch.Tensor
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("backwards", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        y = self.norm(x)
+        y.register_hook(lambda gradient: self.get_buffer("backwards").add_(1) * 0 + gradient)
+        return y
+
+
+def test_doing_a_step_again_leaves_nothing_behind(ctx: DistributedContext) -> None:
+    model = nn.Sequential(_Gathers(), nn.Linear(6, 3).double())
+    metrics, seen = {"error": WeightedMean()}, list[str]()
+    take_step = _step(model, _sgd(model), ctx, num_microbatches=2, metrics=metrics)
+    batches = [_chunk(_batch(0), index, 2) for index in range(2)]
+    take_step(0, batches)
+    tensors = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    measured = metrics["error"].compute()
+    take_step.replay(batches, lambda name, tensor: seen.append(name))
+    assert seen == ["the loss"] * 2
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert tensor is tensors[name][0], name
+        assert torch.equal(tensor, tensors[name][1]), name
+    assert tensors["0.calls"][1] == tensors["0.backwards"][1] == 2
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(metrics["error"].compute(), measured)

@@ -42,11 +42,16 @@ def test_keeps_no_graph() -> None:
     assert not accumulator.value.requires_grad
 
 
-def test_a_million_tokens_are_counted_exactly() -> None:
-    accumulator = Accumulator("sum")
-    accumulator.update(torch.tensor(2**53 - 1))
-    accumulator.update(1)
-    assert accumulator.value.item() == 2**53
+def test_counts_are_exact_where_floats_are_not() -> None:
+    accumulator = Accumulator("count")
+    for value in (torch.tensor(2**53), 1, torch.tensor(True)):
+        accumulator.update(value)
+    assert accumulator.value.item() == 2**53 + 2
+    accumulator.update(-3)
+    assert accumulator.value.item() == 2**53 - 1
+    assert accumulator.value.dtype == torch.int64
+    accumulator.reset()
+    assert accumulator.value.item() == 0
 
 
 def test_refuses_a_tensor_of_another_shape() -> None:

@@ -207,6 +207,35 @@ def test_rates_are_those_of_all_ranks_over_the_longest_time() -> None:
         assert after["throughput"] == 3 / 2
 
 
+class LargeCounts(Metric):
+    """Counts that no float64 holds, as a scalar and as a matrix."""
+
+    def __init__(self) -> None:
+        self.one, self.many, self.sum = Accumulator("count"), Accumulator("count", shape=[2, 2]), Accumulator("sum")
+
+    def accumulators(self) -> dict[str, Accumulator]:
+        return {"one": self.one, "many": self.many, "sum": self.sum}
+
+    def compute(self) -> torch.Tensor:
+        return torch.cat([self.one.value.view(1), self.many.value.flatten(), self.sum.value.long().view(1)])
+
+
+def count_over_a_mesh() -> list[list[int]]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    large = LargeCounts()
+    large.one.update(2**60 + dist.get_rank())
+    large.many.update(torch.tensor([[2**53 + 1, -1], [-(2**40), 2**32 - 1]]))
+    large.sum.update(1)
+    synced = [sync_metrics({"large": large, "max": Max()}, over) for over in (mesh, None)]
+    return [each["large"].compute().tolist() for each in synced]
+
+
+def test_counts_are_exact_on_every_rank() -> None:
+    for rank, (all_ranks, alone) in enumerate(run_ranks(count_over_a_mesh, world_size=4)):
+        assert all_ranks == [2**62 + 6, 2**55 + 4, -4, -(2**42), 2**34 - 4, 4]
+        assert alone == [2**60 + rank, 2**53 + 1, -1, -(2**40), 2**32 - 1, 1]
+
+
 def sync_again_and_again() -> list[float]:
     mesh = init_device_mesh("cpu", (2, 2))
     total = Sum()

@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
-    device = torch.device(args.device or torch.accelerator.current_accelerator() or "cpu")
+    device = torch.device(args.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     bench = Bench(device, getattr(torch, args.dtype), TINY if args.tiny else Sizes())
     ceilings = {"copy_bytes_per_second": bench.bandwidth(), "product_flops_per_second": bench.product_rate()}
     print(f"{device}: copy {bench.bandwidth() / 1e12:.3f} TB/s, product {bench.product_rate() / 1e12:.1f} TFLOP/s")

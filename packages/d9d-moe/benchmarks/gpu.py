@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
-    device = torch.device(args.device or torch.accelerator.current_accelerator() or "cpu")
+    device = torch.device(args.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     bench = Bench(device, TINY if args.tiny else Sizes())
     rows = []
     for row in bench.rows():

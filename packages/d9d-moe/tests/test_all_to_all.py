@@ -1,4 +1,9 @@
+import os
+from typing import Any
+from unittest import mock
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from d9d_dist import MeshConfig
@@ -6,6 +11,7 @@ from d9d_dist.testing import assert_trees_close, run_ranks
 from d9d_moe import AllToAllDispatcher, LocalDispatcher, Routing
 
 NUM_EXPERTS = 8
+KINDS = ("random", "no tokens", "one expert")
 
 
 def _case(kind: str, rank: int) -> tuple[Tensor, Routing, Tensor]:
@@ -33,6 +39,10 @@ def _run(kind: str) -> dict[str, Tensor]:
         return _through(AllToAllDispatcher(group), tokens, routing, gradient, scales)
 
 
+def _run_all_kinds() -> list[dict[str, Tensor]]:
+    return [_run(kind) for kind in KINDS]
+
+
 def _through(
     dispatcher: AllToAllDispatcher | LocalDispatcher, tokens: Tensor, routing: Routing, gradient: Tensor, scales: Tensor
 ) -> dict[str, Tensor]:
@@ -40,7 +50,7 @@ def _through(
     routing.probabilities.requires_grad_()
     dispatched = dispatcher.dispatch(tokens, routing, num_experts=NUM_EXPERTS)
     outputs = dispatched.rows.tanh() * scales.repeat_interleave(dispatched.counts, dim=0)
-    combined = dispatched.combine(outputs)
+    combined = dispatched.combine(outputs).wait()
     inputs = (tokens, routing.probabilities, scales)
     gradients = torch.autograd.grad(combined, inputs, gradient)
     return {"out": combined.detach(), **dict(zip(("tokens", "probabilities", "scales"), gradients, strict=True))}
@@ -48,8 +58,7 @@ def _through(
 
 def test_tokens_travel_there_and_back() -> None:
     for num_ranks in (2, 4):
-        for kind in ("random", "no tokens", "one expert"):
-            found = run_ranks(_run, kind, world_size=num_ranks)
+        for kind, *found in zip(KINDS, *run_ranks(_run_all_kinds, world_size=num_ranks), strict=True):
             expected_scales = torch.zeros(NUM_EXPERTS, 3, dtype=torch.float64)
             for rank, ours in enumerate(found):
                 tokens, routing, gradient = _case(kind, rank)
@@ -60,3 +69,38 @@ def test_tokens_travel_there_and_back() -> None:
             # Each rank has the gradients of its own experts, summed over the tokens of all ranks.
             got_scales = torch.cat([ours["scales"] for ours in found])
             torch.testing.assert_close(got_scales, expected_scales)
+
+
+def _crossing(kind: str) -> tuple[list[int], int]:
+    """Bytes that this rank sends to others in each all-to-all of forward and backward; rows that have to leave it."""
+    sent = []
+    real = dist.all_to_all_single
+
+    def counted(received: Tensor, x: Tensor, arriving: Any = None, leaving: Any = None, **options: Any) -> Any:
+        rank, num_ranks = dist.get_rank(options["group"]), dist.get_world_size(options["group"])
+        sizes = [len(x) // num_ranks] * num_ranks if leaving is None else leaving
+        sent.append((sum(sizes) - sizes[rank]) * x[0:1].nbytes if len(x) else 0)
+        return real(received, x, arriving, leaving, **options)
+
+    with mock.patch.object(dist, "all_to_all_single", counted):
+        _run(kind)
+    rank, per_rank = int(os.environ["RANK"]), NUM_EXPERTS // int(os.environ["WORLD_SIZE"])
+    homes = _case(kind, rank)[1].indices // per_rank
+    return sent, int((homes != rank).sum())
+
+
+def _crossing_of_all_kinds() -> list[tuple[list[int], int]]:
+    return [_crossing(kind) for kind in KINDS]
+
+
+def test_only_rows_whose_expert_is_elsewhere_cross_and_nothing_is_padded() -> None:
+    num_ranks, row_bytes = 4, 3 * 8
+    for kind, *ranks in zip(KINDS, *run_ranks(_crossing_of_all_kinds, world_size=num_ranks), strict=True):
+        all_leaving = sum(leaving for _, leaving in ranks)
+        assert all_leaving > 0
+        for (counts, there, back, there_again, back_again), leaving in ranks:
+            assert counts == (num_ranks - 1) * NUM_EXPERTS // num_ranks * 8  # how many rows of each expert come
+            assert there == there_again == leaving * row_bytes, kind
+            assert back == back_again
+        # What is sent back is what came.
+        assert sum(sent[2] for sent, _ in ranks) == all_leaving * row_bytes

@@ -39,7 +39,7 @@ def test_the_way_there_and_back_is_a_weighted_sum(num_experts: int, top_k: int, 
     scales = torch.randn(num_experts, 4, dtype=torch.float64)
 
     dispatched = LocalDispatcher().dispatch(tokens, routing, num_experts=num_experts)
-    got = dispatched.combine(dispatched.rows.tanh() * scales.repeat_interleave(dispatched.counts, dim=0))
+    got = dispatched.combine(dispatched.rows.tanh() * scales.repeat_interleave(dispatched.counts, dim=0)).wait()
     expected = (tokens.tanh().unsqueeze(1) * scales[routing.indices] * probabilities.unsqueeze(-1)).sum(1)
     torch.testing.assert_close(got, expected)
 
@@ -54,7 +54,7 @@ def test_half_precision_is_summed_in_float32() -> None:
     outputs = torch.tensor([[256.0], [1.0], [-256.0]]).bfloat16()
     routing = Routing(torch.tensor([[0, 1, 2]]), torch.ones(1, 3))
     dispatched = LocalDispatcher().dispatch(torch.zeros(1, 1).bfloat16(), routing, num_experts=3)
-    combined = dispatched.combine(outputs)
+    combined = dispatched.combine(outputs).wait()
     assert combined.dtype == torch.bfloat16
     assert combined.item() == 1.0  # 256 + 1 is 256 in bfloat16
 
@@ -64,7 +64,7 @@ def test_no_tokens_give_no_rows() -> None:
     tokens = torch.zeros(0, 5, requires_grad=True)
     dispatched = LocalDispatcher().dispatch(tokens, routing, num_experts=3)
     assert dispatched.counts.tolist() == [0, 0, 0]
-    combined = dispatched.combine(dispatched.rows)
+    combined = dispatched.combine(dispatched.rows).wait()
     assert combined.shape == (0, 5)
     combined.sum().backward()
     assert tokens.grad is not None

@@ -6,10 +6,13 @@ from torch.utils.checkpoint import checkpoint
 from d9d_dist import SplitBackward, UserError
 from d9d_moe import (
     MoeFeedForward,
+    RouterLosses,
     SigmoidRouter,
     TopKRouter,
+    balance_experts,
     load_statistics,
     take_expert_counts,
+    update_global_load,
     update_selection_bias,
 )
 
@@ -98,3 +101,48 @@ def test_statistics() -> None:
     skewed = load_statistics(torch.tensor([0, 12, 0, 0]))
     assert [each.item() for each in skewed] == pytest.approx([4.0, 0.0, 3.0, 0.0])
     assert load_statistics(torch.zeros(4, dtype=torch.int64)).max_over_mean == 0
+    layers = load_statistics(torch.tensor([[3, 3, 3, 3], [0, 12, 0, 0]]))
+    torch.testing.assert_close(tuple(layers), tuple(torch.stack(pair) for pair in zip(even, skewed, strict=True)))
+
+
+def _following_model() -> nn.Sequential:
+    losses = RouterLosses(balance=1.0, scope="global_batch")
+    router = SigmoidRouter(8, num_experts=4, top_k=2, init_std=1.0)
+    return nn.Sequential(MoeFeedForward(8, 8, router=router, losses=losses))
+
+
+def test_the_load_of_a_step_is_handed_to_the_next() -> None:
+    model, x = _following_model(), torch.randn(3, 5, 8)
+    load = model.get_buffer("0.global_load")
+    assert load.eq(1).all()
+    hidden, losses = model(x)
+    torch.testing.assert_close(losses, torch.ones(3, 5))  # shares add up to 1: before the first step nothing pulls
+    (hidden.sum() + losses.sum()).backward()
+    seen = _expected(model, x)
+    assert torch.equal(balance_experts(model, rate=0.25)["0"], seen)
+    torch.testing.assert_close(load, seen * 4 / seen.sum())
+    torch.testing.assert_close(
+        model.get_buffer("0.router.selection_bias"), 0.25 * (seen.double().mean() - seen).sign().float()
+    )
+    update_global_load(model, {"0": torch.zeros(4, dtype=torch.int64)})
+    assert load.eq(0).all()
+    assert "0.global_load" in model.state_dict()
+    assert "0.global_load" not in _model().state_dict()
+
+
+def test_losses_of_the_global_batch_even_the_load_out() -> None:
+    torch.manual_seed(0)
+    router = TopKRouter(8, num_experts=4, top_k=1, init_std=1.0)
+    losses = RouterLosses(balance=1.0, scope="global_batch")
+    model, x = nn.Sequential(MoeFeedForward(8, 8, router=router, losses=losses)), torch.randn(4, 64, 8) + 1.0
+    optimizer = torch.optim.SGD([router.weight], lr=0.3)
+    loads = []
+    for _ in range(100):
+        for part in x.chunk(2):  # one step of two microbatches
+            hidden, costs = model(part)
+            (costs.sum() / 256 + 0 * hidden.sum()).backward()
+        loads.append(load_statistics(balance_experts(model)["0"]).max_over_mean.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loads[0] > 1.5
+    assert loads[-1] < 1.25

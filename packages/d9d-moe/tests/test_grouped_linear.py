@@ -1,3 +1,6 @@
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from torch import Tensor
@@ -126,3 +129,31 @@ def test_a_frozen_weight_has_no_gradient() -> None:
     grouped_matmul(x, weight, torch.tensor([1, 2])).sum().backward()
     assert x.grad is not None
     assert weight.grad is None
+
+
+def _gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, *, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+    """What the library's function computes, refusing what it refuses."""
+    assert batch_sizes.device.type == "cpu"
+    assert batch_sizes.dtype == torch.int64
+    assert a.is_contiguous()
+    assert b.is_contiguous()
+    parts = a.split(batch_sizes.tolist())
+    if trans_a:
+        return torch.stack([x.T @ y for x, y in zip(parts, b.split(batch_sizes.tolist()), strict=True)])
+    return torch.cat([x @ (w.T if trans_b else w) for x, w in zip(parts, b, strict=True)])
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_the_library_is_called_as_it_expects(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    package, backend = ModuleType("grouped_gemm"), ModuleType("grouped_gemm.backend")
+    monkeypatch.setattr(backend, "gmm", _gmm, raising=False)
+    monkeypatch.setitem(sys.modules, "grouped_gemm", package)
+    monkeypatch.setitem(sys.modules, "grouped_gemm.backend", backend)
+    monkeypatch.setattr("d9d_moe.grouped_linear._check_backend", lambda *_: None)  # it has no kernels for a CPU
+    x = torch.randn(12, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 8, 16, dtype=torch.float64, requires_grad=True)
+    sizes = torch.tensor(counts)
+    got, expected = (grouped_matmul(x, weight, sizes, backend=name) for name in ("grouped_gemm", "eager"))
+    torch.testing.assert_close(got, expected)
+    gradients = [torch.autograd.grad(y.square().sum(), (x, weight)) for y in (got, expected)]
+    torch.testing.assert_close(*gradients)

@@ -6,6 +6,7 @@ from torch.utils.checkpoint import checkpoint
 from d9d_dist import UserError, materialize
 from d9d_modules import SwiGLU
 from d9d_moe import (
+    Combining,
     Dispatched,
     Dispatcher,
     HiddenAndLosses,
@@ -142,3 +143,39 @@ def test_losses_come_beside_the_hidden_states() -> None:
     assert isinstance(y, HiddenAndLosses)
     torch.testing.assert_close(y.hidden, _dense_sum(moe, x))
     torch.testing.assert_close(y.losses, 0.5 * (x @ router.weight.T).logsumexp(-1).square())
+
+
+def test_routing_costs_nothing_in_evaluation() -> None:
+    moe = MoeFeedForward(
+        8, 8, router=TopKRouter(8, num_experts=4, top_k=2), losses=RouterLosses(balance=1.0, z=1.0)
+    ).eval()
+    x = torch.randn(2, 3, 8)
+    evaluated = moe(x)
+    assert evaluated.losses.shape == (2, 3)
+    assert evaluated.losses.eq(0).all()
+    trained = moe.train()(x)
+    assert trained.losses.gt(0).all()
+    assert torch.equal(trained.hidden, evaluated.hidden)
+
+
+def test_shared_experts_compute_while_tokens_are_on_their_way_back() -> None:
+    events: list[str] = []
+
+    class Recorded:
+        def __init__(self, dispatched: Dispatched) -> None:
+            self.rows, self.counts, self._dispatched = dispatched.rows, dispatched.counts, dispatched
+
+        def combine(self, outputs_ND: Tensor) -> Combining:
+            events.append("leave")
+            combining = self._dispatched.combine(outputs_ND)
+            return Combining(lambda: (events.append("wait"), combining.wait())[1])
+
+    class Recording:
+        def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> Dispatched:
+            return Recorded(LocalDispatcher().dispatch(tokens_TD, routing, num_experts=num_experts))
+
+    shared = SharedExperts(8, 8)
+    shared.register_forward_hook(lambda *_: events.append("shared"))
+    router = TopKRouter(8, num_experts=4, top_k=2)
+    MoeFeedForward(8, 8, router=router, shared=shared, dispatcher=Recording())(torch.randn(3, 8))
+    assert events == ["leave", "shared", "wait"]

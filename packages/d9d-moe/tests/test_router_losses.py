@@ -57,6 +57,14 @@ def test_even_loads_cost_the_factor() -> None:
     torch.testing.assert_close(token_losses(routing, RouterLosses(balance=0.7), ALONE, rows=4), torch.full((12,), 0.7))
 
 
+def test_the_balance_of_the_global_batch_follows_the_load_that_it_is_given() -> None:
+    router = TopKRouter(6, num_experts=5, top_k=2, init_std=1.0)
+    routing, load = router(torch.randn(12, 6)), torch.tensor([0.5, 2.0, 0.0, 1.5, 1.0])
+    assert routing.scores is not None
+    got = token_losses(routing, RouterLosses(balance=0.3, scope="global_batch"), ALONE, rows=3, global_load_E=load)
+    torch.testing.assert_close(got, (routing.scores @ load) * 0.3)
+
+
 def test_the_z_loss_is_the_square_of_the_normaliser() -> None:
     routing = TopKRouter(6, num_experts=5, top_k=2, init_std=1.0)(torch.randn(4, 6))
     assert routing.logits is not None
@@ -76,6 +84,10 @@ def test_what_cannot_be_is_refused() -> None:
         RouterLosses(balance=-1)
     with pytest.raises(UserError, match=r"router_losses\.z = -0\.5"):
         RouterLosses(z=-0.5)
+    with pytest.raises(
+        UserError, match=r"router_losses\.scope = 'rank'; expected one of sequence, batch, global_batch"
+    ):
+        RouterLosses(scope="rank")  # ty: ignore[invalid-argument-type]
     hashed = Routing(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
     with pytest.raises(UserError, match="a router that gives no logits and scores"):
         token_losses(hashed, RouterLosses(z=1.0), ALONE, rows=1)

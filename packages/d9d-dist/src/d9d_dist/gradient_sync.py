@@ -75,6 +75,8 @@ class GradientSync:
         self.num_microbatches = num_microbatches
         self._model, self._bucket_bytes, self._dtype = model, bucket_bytes, dtype
         self._buckets = self._plan(partial_parameters(model))
+        planned = {id(slot.parameter) for bucket in self._buckets for slot in bucket.slots}
+        self._unplanned = [parameter for parameter in _spread_outside_fsdp(model) if id(parameter) not in planned]
         self._num_started = 0
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for bucket in self._buckets:
@@ -90,8 +92,7 @@ class GradientSync:
         torch's own tensor-parallel styles leave, are reduced here too. They must be there on all ranks of their axes
         or on none.
         """
-        planned = {id(slot.parameter) for bucket in self._buckets for slot in bucket.slots}
-        unplanned = self._plan(found for found in _partial_gradients(self._model) if id(found.parameter) not in planned)
+        unplanned = self._plan(_partial_gradients(self._unplanned))
         for bucket in [*self._buckets[self._num_started :], *unplanned]:
             bucket.start()
         buckets = [*self._buckets, *unplanned]
@@ -160,12 +161,15 @@ def _used_by_any(buckets: Sequence[Bucket]) -> list[list[bool]]:
     return [[id(slot) in used for slot in bucket.slots] for bucket in buckets]
 
 
-def _partial_gradients(model: nn.Module) -> Iterator[PartialParameter]:
-    """Parameters outside FSDP's care whose gradients are parts of sums, each once."""
-    seen: set[int] = set()
-    for module in modules_outside_fsdp(model):
-        for parameter in module._parameters.values():
-            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor) and id(parameter) not in seen:
-                seen.add(id(parameter))
-                if is_partial(parameter.grad):
-                    yield PartialParameter(parameter, parameter.grad.placements, None)
+def _spread_outside_fsdp(model: nn.Module) -> Iterable[DTensor]:
+    """The parameters outside FSDP's care that are placed on a mesh, each once."""
+    modules = modules_outside_fsdp(model)
+    parameters = (parameter for module in modules for parameter in module._parameters.values())
+    return {id(parameter): parameter for parameter in parameters if isinstance(parameter, DTensor)}.values()
+
+
+def _partial_gradients(parameters: Iterable[DTensor]) -> Iterator[PartialParameter]:
+    """Those whose gradients are parts of sums."""
+    for parameter in parameters:
+        if isinstance(parameter.grad, DTensor) and is_partial(parameter.grad):
+            yield PartialParameter(parameter, parameter.grad.placements, None)

@@ -104,26 +104,35 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor | 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[nn.Parameter], max_norm: float, *, ctx: DistributedContext, norm_type: float = 2.0
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    *,
+    ctx: DistributedContext,
+    norm_type: float = 2.0,
+    factor: torch.Tensor | float = 1.0,
 ) -> torch.Tensor:
     """Scale all gradients down, in place, so that their global norm is at most `max_norm`; right in every layout.
 
-    As `torch.nn.utils.clip_grad_norm_`, the factor is `max_norm / (norm + 1e-6)`, at most 1.
+    As `torch.nn.utils.clip_grad_norm_`, they are multiplied by `max_norm / (norm + 1e-6)`, at most 1.
 
     Args:
         parameters: The parameters of this rank.
         max_norm: The largest norm to let pass; infinity only measures.
         ctx: The job's context.
         norm_type: The p of the p-norm.
+        factor: What gradients are multiplied by first, as by `scale_gradients_`, but in one pass over them: one over
+            the global weight of a batch, say. Not negative; a 0-dim tensor causes no host synchronisation.
 
     Returns:
-        The global norm before clipping; see `global_grad_norm`, whose collectives this issues.
+        The global norm of the gradients times the factor, before clipping; see `global_grad_norm`, whose collectives
+        this issues.
 
     Raises:
         UserError: As for `global_grad_norm`.
     """
     parameters = list(parameters)
-    norm = global_grad_norm(parameters, ctx=ctx, norm_type=norm_type)
-    if max_norm != float("inf"):
-        scale_gradients_(parameters, (max_norm / (norm + 1e-6)).clamp_(max=1.0))
+    norm = global_grad_norm(parameters, ctx=ctx, norm_type=norm_type) * factor
+    clips = max_norm != float("inf")
+    if clips or isinstance(factor, torch.Tensor) or factor != 1.0:
+        scale_gradients_(parameters, (max_norm / (norm + 1e-6)).clamp_(max=1.0) * factor if clips else factor)
     return norm

@@ -63,7 +63,7 @@ from d9d_loop.optimizer import (
 )
 from d9d_loop.pipeline import Pipeline
 from d9d_loop.pipeline_schedule import ScheduleConfig
-from d9d_loop.preset import PresetConfig, preset_trainer
+from d9d_loop.preset import InferencePresetConfig, PresetConfig, preset_inference, preset_trainer
 from d9d_loop.profiler import ProfileConfig, Profiler
 from d9d_loop.resilience import ExitCode, ResilienceConfig, Stopped
 from d9d_loop.sample_order import SampleOrder
@@ -109,6 +109,7 @@ __all__ = [
     "HostConfig",
     "Inference",
     "InferenceConfig",
+    "InferencePresetConfig",
     "InferenceResult",
     "InferenceTask",
     "Inputs",
@@ -160,6 +161,7 @@ __all__ = [
     "WsdConfig",
     "command_line",
     "handles",
+    "preset_inference",
     "preset_trainer",
     "read_config_file",
     "validate_config",

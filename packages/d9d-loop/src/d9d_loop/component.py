@@ -2,17 +2,21 @@
 
 import importlib
 import inspect
+import re
 import typing
+import warnings
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from pydantic import ConfigDict, Field, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PydanticSchemaGenerationError, create_model, field_validator
 
 from d9d_dist import UserError
+from d9d_loop.config_source import validate_config
 from d9d_loop.section import Section
 
 _MISSING = object()
+_IMPORT_PATH = r"^\w+(\.\w+)*:\w+(\.\w+)*$"
 
 
 class Component(Section):
@@ -25,9 +29,16 @@ class Component(Section):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     use: str = Field(
-        pattern=r"^\w+(\.\w+)*:\w+(\.\w+)*$",
+        pattern=_IMPORT_PATH,
         description="What to call, as package.module:name; other keys are its arguments.",
     )
+
+    @field_validator("use", mode="before")
+    @classmethod
+    def _names_something(cls, value: Any) -> Any:
+        if isinstance(value, str) and not re.match(_IMPORT_PATH, value):
+            raise UserError(f"got {value!r}; expected package.module:name, such as my_project.models:Decoder")
+        return value
 
     def build(self, key: str) -> Any:
         """Import what to call, and call it.
@@ -99,13 +110,24 @@ def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _convert(value: Any, annotation: Any, key: str) -> Any:
+    """Make an argument what its annotation says, as strictly as any key of a configuration."""
+    *sections, name = key.split(".")
     try:
-        adapter = TypeAdapter(annotation)
+        model = _model_of(name, annotation)
     except PydanticSchemaGenerationError:  # a type that pydantic does not know: left to what is called
         return value
-    try:
-        return adapter.validate_python(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join([key, *map(str, first["loc"])])
-        raise UserError(f"{where} = {first['input']!r}: {first['msg']}.") from None
+    values = {name: value}
+    for section in reversed(sections):
+        model, values = _model_of(section, model), {section: values}
+    checked: Any = validate_config(model, values)
+    for part in (*sections, name):
+        checked = getattr(checked, part)
+    return checked
+
+
+def _model_of(name: str, annotation: Any) -> type[BaseModel]:
+    """A configuration with one key, so that messages name it in full."""
+    fields: dict[str, Any] = {name: (annotation, ...)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an argument may have the name of a method of models
+        return create_model("Arguments", __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields)

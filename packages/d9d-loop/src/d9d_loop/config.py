@@ -92,6 +92,11 @@ class CheckpointConfig(Section):
         description="Whether training goes on while a checkpoint is written, from a copy in host memory. The last one "
         "is always waited for.",
     )
+    trainable_only: bool = Field(
+        False,
+        description="Whether parameters that are not trained are left out. A resumed job begins with the same initial "
+        "weights, or without them the same seed, and refuses others.",
+    )
     keep_last: PositiveInt | None = Field(2, description="Newest checkpoints to keep; all of them if null.")
     keep_every: PositiveInt | None = Field(
         None, description="Keep those whose step is a multiple of this, a multiple of `every`; none of them if null."

@@ -62,7 +62,9 @@ def _parse(path: Path) -> _Values:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"configuration file {path} cannot be read: {error}. Check the path.") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        where = "" if path.is_absolute() else f", from {Path.cwd()}"
+        raise UserError(f"configuration file {path} cannot be read: {why}. Check the path{where}.") from None
     try:
         values = _PARSERS[path.suffix](text)
     except UserError:

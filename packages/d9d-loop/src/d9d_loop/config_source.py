@@ -38,7 +38,7 @@ def parse_command_line(model: type[M], default_file: str | Path | None, argument
     if "--schema" in words:
         print(json.dumps(file_schema(model), indent=2))
         raise SystemExit(0)
-    file, overrides = _split(words)
+    file, overrides = split_words(words)
     source = default_file if file is None else file
     values = {} if source is None else read_config_file(source)
     over: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def _without_one_of(schema: Any) -> Any:
     return {"anyOf" if key == "oneOf" else key: _without_one_of(value) for key, value in schema.items()}
 
 
-def _split(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
+def split_words(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
     """Separate the configuration file from the overrides `--key value` and `--key=value`."""
     file: str | None = None
     overrides: list[tuple[str, str]] = []

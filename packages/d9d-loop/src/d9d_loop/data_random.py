@@ -1,69 +1,78 @@
 """Random numbers that samples are made with: a function of where they are, so that ranks with equal samples agree."""
 
+import pickle
 import random
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
-from d9d_dist import stream_key
-
-
-@contextmanager
-def data_random(seed: int, *, step: int, dp_rank: int) -> Generator[None]:
-    """Let Python, NumPy (where it is in use) and torch on the CPU draw from a stream of their own in here.
-
-    The ranks of a pipeline, and of tensor and context parallelism, each read the same samples; what datasets and
-    collate functions draw has to be the same too. What the model draws from is left as it was.
-
-    Args:
-        seed: The seed of the job.
-        step: Steps done before the one that the samples are for.
-        dp_rank: Which data-parallel rank they are for.
-    """
-    with _drawing_from(stream_key(seed, "data", step, dp_rank)):
-        yield
+from d9d_dist import UserError, stream_key
 
 
 @contextmanager
 def position_random(seed: int, *, position: int) -> Generator[None]:
-    """The same for the samples from a position of the global order on, on whichever rank they are read.
+    """Let Python, NumPy (where it is in use) and torch on the CPU draw from a stream of their own in here.
+
+    The ranks of a pipeline, and of tensor and context parallelism, each read the same samples; what datasets and
+    collate functions draw has to be the same too, on whichever rank they are read. What the model draws from is left
+    as it was.
 
     Args:
         seed: The seed of the job.
-        position: Position of the first sample.
+        position: Position in the global order of the first of the samples.
     """
-    with _drawing_from(_position_key(seed, position)):
+    before = _states()
+    seed_data_random(seed, position=position)
+    try:
         yield
+    finally:
+        random.setstate(before.python)
+        torch.default_generator.set_state(before.torch)
+        if before.numpy is not None:
+            sys.modules["numpy"].random.set_state(before.numpy)
 
 
 def seed_data_random(seed: int, *, position: int) -> None:
     """Let a process that only reads samples draw what `position_random` would let it draw."""
-    _seed_all(_position_key(seed, position))
-
-
-def _position_key(seed: int, position: int) -> int:
-    return stream_key(seed, "data at", position)
-
-
-@contextmanager
-def _drawing_from(key: int) -> Generator[None]:
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
-    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
-    _seed_all(key)
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        torch.default_generator.set_state(torch_state)
-        if numpy and numpy_state is not None:
-            numpy.random.set_state(numpy_state)
-
-
-def _seed_all(key: int) -> None:
+    key = stream_key(seed, "data at", position)
     random.seed(key)
     torch.default_generator.manual_seed(key)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(key % 2**32)
+
+
+@contextmanager
+def nothing_drawn() -> Generator[None]:
+    """Check that no random numbers are drawn in here, of data that are said to need none.
+
+    Raises:
+        UserError: If some were.
+    """
+    before = _states()
+    yield
+    after = _states()
+    drawn = {
+        "NumPy": before.numpy is not None and pickle.dumps(before.numpy) != pickle.dumps(after.numpy),
+        "Python": before.python != after.python,
+        "torch": not torch.equal(before.torch, after.torch),
+    }
+    if any(drawn.values()):
+        names = " and ".join(name for name, is_drawn in drawn.items() if is_drawn)
+        raise UserError(
+            f"reading a batch drew random numbers from {names}; expected none, since the data provider has draws = "
+            "False. Set it to True, so that what samples draw follows from their position."
+        )
+
+
+class _States(NamedTuple):
+    numpy: Any
+    python: Any
+    torch: torch.Tensor
+
+
+def _states() -> _States:
+    numpy = sys.modules.get("numpy")
+    return _States(numpy and numpy.random.get_state(), random.getstate(), torch.default_generator.get_state())

@@ -11,9 +11,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, seed_everything
+from d9d_dist import DistributedContext, UserError, seed_everything
+from d9d_loop.frozen_digest import frozen_digest
 from d9d_metrics import Metric
 from d9d_state import (
+    CheckpointInfo,
     CheckpointStore,
     StateError,
     group_values,
@@ -92,6 +94,8 @@ class JobState:
         data_identity: What the order of samples follows from.
         seed: The job's seed.
         ctx: The job's context.
+        trainable_only: Whether checkpoints leave out parameters that do not require gradients. They keep a digest of
+            them, and are restored over the weights that the job began with.
         on_saved: Called with the step of each checkpoint that is complete: at the end of `save`, or for one that was
             written in the background before the next one begins; at the same moment on every rank.
     """
@@ -108,32 +112,51 @@ class JobState:
         data_identity: JsonValue,
         seed: int,
         ctx: DistributedContext,
+        trainable_only: bool = False,
         on_saved: Callable[[int], None] = lambda _step: None,
     ) -> None:
         self._store, self._model, self._optimizer = store, model, optimizer
+        self._trainable_only = trainable_only
+        self._frozen_digest: str | None = None
+        self._is_digest_checked = False
         self._metrics, self._config = metrics, config
         self._parts, self._data_identity = parts, data_identity
         self._seed, self._ctx = seed, ctx
         self._built_groups = group_values(optimizer)
+        self._built_values = [_values_of(group) for group in optimizer.param_groups]
         self._on_saved = on_saved
         self._being_written: int | None = None
 
-    def restore(self) -> Record:
-        """Continue from the newest sound checkpoint, if there is one. Collective.
+    def restore(self, initialize: Callable[[], object] = lambda: None) -> Record:
+        """Continue from the newest sound checkpoint, or begin if there is none. Collective.
 
         Random states are those of the checkpoint if it was saved by as many ranks; else they are seeded anew from the
         seed and the step.
 
+        Args:
+            initialize: Gives the model what a new job begins with. Called unless checkpoints have all of it.
+
         Raises:
+            UserError: On every rank, if the checkpoint has trainable parameters only, and the frozen ones are not those
+                that it was saved with.
             StateError: On every rank, if there are checkpoints, but none that is sound.
         """
         self._store.discard_partials(self._ctx)
         info = self._store.newest(self._ctx)
+        expected = None if info is None else frozen_digest_of(info)
         if info is None:
             self._store.check_new(self._ctx)
+        depends_on_initial = self._trainable_only or expected is not None
+        if info is None or depends_on_initial:
+            initialize()
+        if depends_on_initial:
+            self._frozen_digest = frozen_digest(self._model, self._ctx)
+        if info is None:
             return Record()
+        if expected is not None and self._frozen_digest != expected:
+            raise UserError(_other_frozen(info))
         prepare_optimizer_for_load(self._model, self._optimizer, info)
-        self._store.load(info, self._tensors(), self._ctx)
+        self._store.load(info, self._tensors(trainable_only=expected is not None), self._ctx)
         state: Any = info.state
         record = _RECORD.validate_python(state["record"])
         for name, part in self._parts.items():
@@ -162,11 +185,19 @@ class JobState:
                 "there is no checkpoint to go back to; expected one. Set checkpoint.every to fewer steps, or the "
                 "policy for bad steps to skip or stop."
             )
+        # A checkpoint has what changed before it. What changed since then is as it was built, too.
+        for group, values in zip(self._optimizer.param_groups, self._built_values, strict=True):
+            group.update(values)
         return self.restore()
 
     def prepare(self) -> None:
-        """Make room for saves in the background, once the optimizer has all of its state. Collective."""
-        self._store.prepare(self._tensors(), self._ctx)
+        """Make room for saves in the background, once the optimizer has all of its state. Collective.
+
+        Raises:
+            UserError: On every rank, if frozen parameters would be left out that are not what the job began with.
+        """
+        self._check_frozen()
+        self._store.prepare(self._tensors(trainable_only=self._trainable_only), self._ctx)
 
     def save(self, record: Record, *, metric: float | None = None, background: bool = False) -> None:
         """Save a checkpoint of the record's step. Collective.
@@ -177,18 +208,21 @@ class JobState:
             background: Whether training may go on before it is complete.
 
         Raises:
+            UserError: On every rank, if frozen parameters would be left out that are not what the job began with.
             StateError: On every rank, if this save failed on one, or the one before in the background.
         """
+        self._check_frozen()
         self.finish()
         write = self._store.save_async if background else self._store.save
         write(
             record.step,
-            self._tensors(),
+            self._tensors(trainable_only=self._trainable_only),
             # A loss may be NaN and a perplexity infinite, which JSON knows as text only.
             state={
                 "record": json.loads(_RECORD.dump_json(record)),
                 "config": self._config,
                 "data_identity": self._data_identity,
+                "frozen_digest": self._frozen_digest if self._trainable_only else None,
                 "parts": {name: part.state_dict() for name, part in self._parts.items()},
             },
             rank_state={
@@ -223,21 +257,67 @@ class JobState:
         """
         self._store.raise_if_failed()
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return {**model_tensors(self._model), **optimizer_tensors(self._model, self._optimizer)}
+    def _check_frozen(self) -> None:
+        """Refuse, the first time, to leave out what could not be brought back: a handler may have changed it."""
+        if not self._trainable_only or self._is_digest_checked:
+            return
+        if frozen_digest(self._model, self._ctx) != self._frozen_digest:
+            raise UserError(
+                "checkpoint.trainable_only = true, but parameters that do not require gradients have changed since the "
+                "job began, and no checkpoint would bring them back; expected the values of initial_weights, or those "
+                "of the seed. Do not change them in handlers or in the optimizer, or set checkpoint.trainable_only to "
+                "false."
+            )
+        self._is_digest_checked = True
+
+    def _tensors(self, *, trainable_only: bool) -> dict[str, Tensor]:
+        return {
+            **model_tensors(self._model, trainable_only=trainable_only),
+            **optimizer_tensors(self._model, self._optimizer),
+        }
+
+
+def frozen_digest_of(info: CheckpointInfo) -> str | None:
+    """The digest of the frozen parameters that a checkpoint leaves out; `None` if it has all parameters.
+
+    Raises:
+        StateError: If the checkpoint is damaged.
+    """
+    state: Any = info.state
+    return state.get("frozen_digest")
+
+
+def _other_frozen(info: CheckpointInfo) -> str:
+    return (
+        f"{info.folder} has trainable parameters only, and the frozen ones of this job are not those it was saved "
+        "with; expected the same initial_weights, or without them the same seed. Use what the run began with, or "
+        "--run.name for a new run."
+    )
+
+
+def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group of an optimizer holds besides its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _gathered(metrics: Mapping[str, Metric]) -> dict[str, dict[str, list[str]]]:
-    """What metrics hold, as hexadecimal numbers: exact, and infinities are among them."""
+    """What metrics hold, as text: counts in decimal, and other numbers in hexadecimal, exact, infinities among them."""
     return {
-        name: {key: [value.hex() for value in state.flatten().tolist()] for key, state in metric.state_dict().items()}
+        name: {
+            key: [_written(value) for value in state.flatten().tolist()] for key, state in metric.state_dict().items()
+        }
         for name, metric in metrics.items()
     }
+
+
+def _written(value: float) -> str:
+    return str(value) if isinstance(value, int) else value.hex()
 
 
 def _gather_into(metrics: Mapping[str, Metric], saved: Mapping[str, Mapping[str, list[str]]]) -> None:
     """Let metrics take in what metrics of the same names held, on whichever rank that was."""
     for name in metrics.keys() & saved.keys():
         for key, accumulator in metrics[name].accumulators().items():
-            values = torch.tensor([float.fromhex(value) for value in saved[name][key]], dtype=torch.float64)
+            read = float.fromhex if accumulator.value.is_floating_point() else int
+            values = torch.tensor([read(value) for value in saved[name][key]], dtype=accumulator.value.dtype)
             accumulator.update(values.view(accumulator.value.shape).to(accumulator.value.device))

@@ -13,9 +13,11 @@ from d9d_dist import StageInfo, UserError, read_launch
 from d9d_loop.config import TrainerConfig
 from d9d_loop.data import DataProvider, SampleStream
 from d9d_loop.job_check import check_data, check_degrees, check_weights, check_writable
+from d9d_loop.job_state import frozen_digest_of
 from d9d_loop.model_plan import ModelPlan, build_program, check_stages
 from d9d_loop.model_provider import ModelProvider
 from d9d_loop.task import Task
+from d9d_metrics import check_trackers, compute_metrics
 from d9d_pipeline import Schedule
 from d9d_state import (
     CheckpointInfo,
@@ -79,15 +81,16 @@ def check_job(
     if evaluation_data is not None:
         check_data(evaluation_data, "evaluation data")
     _check_retention(config, task, evaluates=evaluation_data is not None)
+    check_trackers(config.trackers)
     check_writable(config.run.dir)
     with torch.device("meta"):
         model = provider.build(StageInfo())
     optimizer_check(model)
-    has_checkpoint = _check_checkpoint(config, model, data_identity=stream.identity())
+    needs_initial_weights = _check_checkpoint(config, model, data_identity=stream.identity())
     mapper = provider.state_mapper(model) if config.export or config.initial_weights is not None else None
     if config.export and mapper is not None:
         _check_inverse(mapper)
-    if config.initial_weights is not None and not has_checkpoint:
+    if config.initial_weights is not None and needs_initial_weights:
         check_weights("initial_weights", config.initial_weights, mapper, model)
     cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1  # then the task sees cut batches only
     shared_names = check_stages(
@@ -143,7 +146,8 @@ def _check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> N
         )
     if checkpoint.keep_best == 0:
         return
-    names = {"loss", *task.metrics()}
+    # A metric has a value before it has seen anything, and the value shows the names.
+    names = {"loss", *compute_metrics(task.metrics(), over=None)}
     if not evaluates or checkpoint.best_by not in names:
         found = f"evaluations give {', '.join(sorted(names))}" if evaluates else "there are no evaluation data"
         raise UserError(
@@ -158,18 +162,19 @@ def _check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> N
 
 
 def _check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity: JsonValue) -> bool:
-    """Whether there is a checkpoint to continue from, which then has to fit."""
+    """Whether the job begins with its initial weights. If there is a checkpoint to continue from, it has to fit."""
     info = next(filter(_is_readable, CheckpointStore(checkpoint_folder(config)).complete()), None)
     if info is None:
-        return False
-    check_same_model(info, model)
+        return True
+    trainable_only = frozen_digest_of(info) is not None
+    check_same_model(info, model, trainable_only=trainable_only)
     if info.step > config.steps:
         raise UserError(
             f"steps = {config.steps}, but the run in {config.run.dir} has done {info.step} already. "
             f"Use --steps {info.step} or more to continue it, or --run.name for a new run."
         )
     _check_same_order(config, info, data_identity)
-    return True
+    return trainable_only or config.checkpoint.trainable_only
 
 
 def _is_readable(info: CheckpointInfo) -> bool:

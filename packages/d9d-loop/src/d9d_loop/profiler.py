@@ -41,45 +41,79 @@ class Profiler:
 
     `profile/step-00000010/rank-00000.json.gz`, for Perfetto or `chrome://tracing`, and `summary.md` beside it.
 
+    A row that the job's last step, or a signal, ends early is written with the steps it has; so is one in which the job
+    goes back to a checkpoint, with the steps after that.
+
     Args:
         config: Which steps.
         folder: The folder of the run.
         ctx: The job's context.
+        num_steps: Steps of the whole job.
     """
 
-    def __init__(self, config: ProfileConfig, folder: Path, ctx: DistributedContext) -> None:
-        self._config, self._folder, self._ctx = config, folder, ctx
+    def __init__(self, config: ProfileConfig, folder: Path, ctx: DistributedContext, *, num_steps: int) -> None:
+        self._config, self._folder, self._ctx, self._num_steps = config, folder, ctx, num_steps
         self._running: profile | None = None
-        self._last_step = 0
+        self._first_step = self._last_step = 0  # of the row
+        self._step = 0
 
     def __enter__(self) -> Self:
         """Be ready."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Drop a profile that is under way."""
-        if self._running is not None:
-            self._running.stop()
-            self._running = None
+        """Write a row that is under way, if it has steps; drop it on an error. Collective, but on an error."""
+        if error is None and self._running is not None and self._step >= self._first_step:
+            self._end_row()
+        self._drop_row()
 
     @handles(DataReady, StepDone)
     def step(self, event: DataReady | StepDone) -> None:
         """End a row of steps, begin the next. Collective where one ends."""
+        self._step = event.step
         if self._running is not None and event.step == self._last_step:
-            running, self._running = self._running, None
-            self._wait_for_device()
-            running.stop()
-            self._write(running)
-        if self._running is None and self._config.begins_after(event.step):
-            self._last_step = event.step + self._config.steps
-            self._wait_for_device()
-            self._running = profile(
-                activities=self._activities(),
-                record_shapes=self._config.record_shapes,
-                profile_memory=self._config.profile_memory,
-                acc_events=True,
-            )
-            self._running.start()
+            self._end_row()
+        self._begin_row()
+
+    def rewound(self, step: int) -> None:
+        """Leave out of a row what does not count any more: the job has gone back to after a step. No collectives.
+
+        Args:
+            step: Steps done.
+        """
+        self._step = step
+        is_inside = self._running is not None and self._first_step <= step + 1
+        self._drop_row()
+        if is_inside:
+            self._start(step + 1, self._last_step)
+        self._begin_row()
+
+    def _begin_row(self) -> None:
+        if self._running is None and self._config.begins_after(self._step) and self._step < self._num_steps:
+            self._start(self._step + 1, min(self._step + self._config.steps, self._num_steps))
+
+    def _start(self, first_step: int, last_step: int) -> None:
+        self._first_step, self._last_step = first_step, last_step
+        self._wait_for_device()
+        self._running = profile(
+            activities=self._activities(),
+            record_shapes=self._config.record_shapes,
+            profile_memory=self._config.profile_memory,
+            acc_events=True,
+        )
+        self._running.start()
+
+    def _end_row(self) -> None:
+        assert self._running is not None
+        running, self._running = self._running, None
+        self._wait_for_device()
+        running.stop()
+        self._write(running)
+
+    def _drop_row(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
 
     def _activities(self) -> list[ProfilerActivity]:
         device = {kind.name: kind for kind in torch.profiler.supported_activities()}
@@ -91,7 +125,7 @@ class Profiler:
             torch.accelerator.synchronize()
 
     def _write(self, done: profile) -> None:
-        folder = self._folder / "profile" / f"step-{self._last_step:08}"
+        folder = self._folder / "profile" / f"step-{self._step:08}"
         folder.mkdir(parents=True, exist_ok=True)
         done.export_chrome_trace(str(folder / f"rank-{self._ctx.rank:05}.json.gz"))
         events = done.events()
@@ -102,13 +136,13 @@ class Profiler:
         if self._ctx.is_main_process:
             sort_by = "self_cpu_time_total" if self._ctx.device.type == "cpu" else "self_device_time_total"
             operators = done.key_averages().table(sort_by=sort_by, row_limit=_TOP_OPERATORS)
-            text = _summary(everyones, operators, last_step=self._last_step, num_steps=self._config.steps)
+            text = _summary(everyones, operators, first_step=self._first_step, last_step=self._step)
             (folder / "summary.md").write_text(text, encoding="utf-8")
 
 
-def _summary(ranks: list[TimeBreakdown], operators: str, *, last_step: int, num_steps: int) -> str:
+def _summary(ranks: list[TimeBreakdown], operators: str, *, first_step: int, last_step: int) -> str:
     lines = [
-        f"# Steps {last_step - num_steps + 1} to {last_step}",
+        f"# Steps {first_step} to {last_step}",
         "",
         "Milliseconds of each rank, as a profiler sees them, which slows a CPU down. What overlaps counts once.",
         "Exposed is communication while nothing computes; idle is neither: waiting for data, the host, another rank.",

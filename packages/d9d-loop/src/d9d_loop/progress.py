@@ -17,26 +17,25 @@ class Progress:
 
     def __init__(self, *, num_steps: int, done: int, visible: bool, bar: bool) -> None:
         self._visible = visible
-        self._step, self._num_steps = done, num_steps
+        self._num_steps = num_steps
         # disable=None leaves the bar out where there is no terminal.
         disable = None if visible and bar else True
         self._bar = tqdm(total=num_steps, initial=done, unit="step", dynamic_ncols=True, disable=disable)
 
     def step(self) -> None:
         """Count a step."""
-        self._step += 1
         self._bar.update()
 
     def go_to(self, step: int) -> None:
         """Stand at another step."""
-        self._step = self._bar.n = step
+        self._bar.n = step
         self._bar.refresh()
 
-    def values(self, values: Mapping[str, float]) -> None:
-        """Show values behind the bar, or on a line of their own where there is none."""
+    def values(self, step: int, values: Mapping[str, float]) -> None:
+        """Show values of a step behind the bar, or on a line of their own where there is none. From any thread."""
         shown = {name: f"{value:.4g}" for name, value in values.items()}
         if self._bar.disable:
-            self.line("  ".join([f"step {self._step}/{self._num_steps}:", *(f"{k} {v}" for k, v in shown.items())]))
+            self.line("  ".join([f"step {step}/{self._num_steps}:", *(f"{k} {v}" for k, v in shown.items())]))
         else:
             self._bar.set_postfix(shown, refresh=False)
 

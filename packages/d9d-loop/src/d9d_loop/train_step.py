@@ -1,6 +1,7 @@
 """One optimizer step, top to bottom: the order of lines is the order of things."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, clip_grad_norm_, scale_gradients_
+from d9d_dist import DistributedContext, clip_grad_norm_
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
 from d9d_loop.lr_schedule import LrSchedule
@@ -97,11 +98,12 @@ class TrainStep:
         """
         self._events.emit(StepStarted(step + 1))
         totals = torch.zeros(2, dtype=torch.float64, device=self._ctx.device)
+        total, weight = totals.unbind()  # views, so that ranks add both up at once
 
         def take_loss(outputs: Any, microbatch: int) -> torch.Tensor:
             loss = self._task.loss(outputs, batches[microbatch])
-            totals[0] += loss.total.detach()
-            totals[1] += loss.weight
+            total.add_(loss.total.detach())
+            weight.add_(loss.weight)
             self._task.update_metrics(self._metrics, outputs=outputs, batch=batches[microbatch], loss=loss)
             return loss.total
 
@@ -114,11 +116,9 @@ class TrainStep:
         self._shared.add_gradients()
         if self._losses_group.size() > 1:
             dist.all_reduce(totals, group=self._losses_group)
-        total, weight = totals.unbind()
         # A batch without weight has no gradients either: they stay zero instead of becoming 0 / 0.
         per_weight = torch.where(weight > 0, 1.0 / weight, 0.0)
-        scale_gradients_(self._parameters, per_weight)
-        grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx)
+        grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)
         self._events.emit(GradientsReady(step + 1, self._model))
         factor = self._lr_schedule(step)
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
@@ -136,6 +136,8 @@ class TrainStep:
     def replay(self, batches: Sequence[Any], watch: Watch) -> None:
         """Do the forward and backward of a step once more, to look at it, and forget its gradients.
 
+        Buffers are put back, so that what gathers in them, such as a batch norm's averages, counts the step once.
+
         Collectives: those of the model and of its gradients.
 
         Args:
@@ -148,7 +150,24 @@ class TrainStep:
             watch("the loss", loss.total)
             return loss.total
 
-        self._executor.step([to_inputs(self._task.inputs(batch)) for batch in batches], take_loss)
+        with _buffers_kept(self._model):
+            self._executor.step([to_inputs(self._task.inputs(batch)) for batch in batches], take_loss)
         self._gradient_sync.finish()
         self._shared.add_gradients()  # takes those of copies, which the model does not list
         self._model.zero_grad()
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Generator[None]:
+    """Let buffers be the same tensors with the same values afterwards, also those that are assigned anew."""
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in kept:
+                setattr(module, name, buffer.copy_(value))

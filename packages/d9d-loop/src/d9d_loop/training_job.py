@@ -123,17 +123,10 @@ class TrainingJob:
             data_identity=plan.stream.identity(),
             seed=config.seed,
             ctx=ctx,
+            trainable_only=config.checkpoint.trainable_only,
             on_saved=lambda step: events.emit(CheckpointSaved(step)),
         )
-        self._record = record = self._state.restore()
-        if record.step == 0 and config.initial_weights is not None:
-            load_model_state(
-                model,
-                config.initial_weights,
-                plan.mapper,
-                unused="ignore" if len(plan.program.ranks) > 1 else "error",  # of a stage; the model was checked
-                progress=config.logging.progress,
-            )
+        self._record = record = self._state.restore(self._load_initial_weights)
         pipeline.shared.copy_values()
         events.emit(ModelReady(record.step, model, ctx))
         events.emit(OptimizerReady(record.step, self._optimizer))
@@ -155,6 +148,7 @@ class TrainingJob:
             config,
             resolved,
             record=record,
+            metrics=self._metrics,
             weight_unit=parts.task.weight_unit,
             program=plan.program,
             schedule=type(plan.schedule).__name__,
@@ -162,10 +156,20 @@ class TrainingJob:
             ctx=ctx,
         )
         self._garbage = GarbageCollection(config.host.collect_garbage_every)
-        self._profiler = Profiler(config.profile, config.run.dir, ctx)
+        self._profiler = Profiler(config.profile, config.run.dir, ctx, num_steps=config.steps)
         self._watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled)
         stop = config.resilience.stop
         self._stop = StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat)
+
+    def _load_initial_weights(self) -> None:
+        if self._config.initial_weights is not None:
+            load_model_state(
+                self._model,
+                self._config.initial_weights,
+                self._plan.mapper,
+                unused="ignore" if len(self._plan.program.ranks) > 1 else "error",  # of a stage; the model was checked
+                progress=self._config.logging.progress,
+            )
 
     def run(self, *, on_step: Callable[[int], None]) -> TrainResult | Stopped:
         """Take the steps that are left. Collective.
@@ -202,12 +206,13 @@ class TrainingJob:
                 self._after_step(outcome)
                 if (signal := self._stop.agreed()) is not None and record.step < config.steps:
                     self._save_to_leave(outcome, batches)
+                    self._stop.leave()
                     return Stopped(signal, step=record.step)
             return self._finish()
 
     def _end_startup(self) -> None:
         """The first step makes kernels and process groups; from then on a rank that is late is lost."""
-        self._ctx.set_timeout(self._ctx.timeouts.step)
+        self._ctx.set_timeout(self._ctx.timeouts.step + self._watchdog.margin)
         if self._config.checkpoint.background:
             self._state.prepare()
 
@@ -239,6 +244,7 @@ class TrainingJob:
         self._record.take(restored)
         self._pipeline.shared.copy_values()
         self._reports.rewound()
+        self._profiler.rewound(restored.step)
         return True
 
     def _after_step(self, outcome: StepOutcome) -> None:
@@ -256,7 +262,7 @@ class TrainingJob:
         # Not through the bus, whose care for what handlers do takes time.
         self._profiler.step(done)
         self._garbage.collect(done)
-        self._reports.step(outcome, self._metrics)
+        self._reports.step(outcome)
         is_last = record.step == config.steps
         is_evaluated = self._evaluate is not None and (is_last or record.step % config.evaluation.every == 0)
         if is_evaluated:
@@ -352,6 +358,7 @@ class TrainingJob:
             num_workers=config.data.num_workers,
             prefetch=config.data.prefetch,
             timeout=config.data.worker_timeout,
+            draws=self._parts.data.draws,
         )
 
     def _evaluator(self) -> Evaluator | None:

@@ -1,3 +1,4 @@
+import random
 from typing import Any
 
 import torch
@@ -15,6 +16,18 @@ def test_a_dataset_is_a_provider() -> None:
     assert DatasetProvider(data).collate(data[:2]).tolist() == [0, 1]
 
 
+def test_only_plain_containers_are_known_to_draw_nothing() -> None:
+    class Augmented(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            return random.random()  # noqa: S311 - no secret
+
+    for samples in ([1], (1,), torch.ones(1)):
+        assert not DatasetProvider(samples).draws
+        assert DatasetProvider(samples, collate=list).draws
+    assert DatasetProvider(Augmented([1])).draws
+    assert DatasetProvider(range(2)).draws
+
+
 def test_a_provider_needs_only_training_data() -> None:
     class Own(DataProvider):
         def training(self, *, seed: int) -> SampleStream:
@@ -23,3 +36,4 @@ def test_a_provider_needs_only_training_data() -> None:
     own: Any = Own()
     assert own.training(seed=3).read(0) == 3
     assert own.evaluation() is None
+    assert own.draws

@@ -1,6 +1,7 @@
 import random
 import threading
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -203,3 +204,18 @@ def test_numbers_are_in_range(name: str, least: int) -> None:
     numbers: dict[str, Any] = {name: least - 1}
     with pytest.raises(UserError, match=f"{name} = {least - 1}; expected at least {least}"):
         StreamLoader(lists_stream(), Share(1), seed=0, **numbers)
+
+
+def test_data_that_are_said_to_draw_nothing_are_taken_at_their_word_after_the_first_batch() -> None:
+    stream = IndexedStream(range(8), seed=0)
+    seen = [
+        [batch for batches in islice(StreamLoader(stream, Share(2), seed=0, draws=draws), 3) for batch in batches]
+        for draws in (True, False)
+    ]
+    assert torch.equal(*map(torch.stack, seen))
+
+    def collate(_samples: list[int]) -> torch.Tensor:
+        return torch.rand(())
+
+    with pytest.raises(UserError, match="drew random numbers from torch; expected none"):
+        next(StreamLoader(stream, Share(2), seed=0, collate=collate, draws=False))

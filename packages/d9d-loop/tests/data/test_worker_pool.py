@@ -1,3 +1,4 @@
+import gc
 import os
 import random
 import signal
@@ -7,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from d9d_dist import UserError
+from d9d_dist import DistributedContext, UserError
 from d9d_loop.data import DataError, IndexedStream
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.worker_pool import WorkerPool
 from d9d_loop.data_random import position_random
+from d9d_loop.garbage import GarbageCollection
+from d9d_loop.resilience import StopSignals
 
 
 class _Numbers:
@@ -118,6 +121,34 @@ def test_a_worker_that_is_killed_while_it_waits_is_found() -> None:
     with pytest.raises(DataError, match=r"data worker 0 \(process \d+\) was killed by SIGKILL"):
         list(batches)
     pool.close()
+
+
+_JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+class _Process:
+    """Samples that tell what the process that reads them is like."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> tuple[bool, bool]:
+        return gc.isenabled(), all(signal.getsignal(each) is signal.SIG_IGN for each in _JOB_SIGNALS)
+
+
+def test_a_worker_collects_its_own_garbage_and_leaves_the_signals_of_a_job_to_the_job(ctx: DistributedContext) -> None:
+    reader = SampleReader(IndexedStream(_Process(), seed=0), list)
+    with GarbageCollection(5), StopSignals(ctx) as stop:  # as in a job, which collects at set steps
+        assert not gc.isenabled()
+        pool = WorkerPool(reader, num_workers=1, seed=0)
+        batches = pool.batches(_jobs(3))
+        assert next(batches) == [(True, True)] * 4
+        (worker,) = pool._workers
+        for each in _JOB_SIGNALS:
+            os.kill(worker._process.pid or 0, each)
+        assert len(list(batches)) == 2
+        assert stop.agreed() is None
+        pool.close()
 
 
 def test_long_entries_are_shortened() -> None:

@@ -1,13 +1,16 @@
-"""Real jobs of the Trainer in which a rank does something bad."""
+"""Real jobs of the Trainer in which a rank does something bad, or something bad is done to it."""
 
 import multiprocessing
 import os
 import resource
 import signal
 import tempfile
+import time
 import uuid
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 from forked_faults import Place
@@ -15,16 +18,40 @@ from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn import functional as F
 
-from d9d_loop import Loss, StepDone, Task, Trainer, TrainerConfig, command_line
+from d9d_loop import CheckpointStarted, Loss, StepDone, Task, Trainer, TrainerConfig, command_line
+from d9d_loop.resilience import Stopped
+from d9d_metrics import TensorBoardTracker
 
 BAD_STEP = 3
 _NUM_STEPS = 6
 
 
-def trains(place: Place, fault: str, culprit: int) -> None:
-    """A job of two ranks; one of them fails after step 2."""
+def trains(place: Place, fault: str, culprit: int, **sections: Any) -> None:
+    """A job of two ranks; something happens to one of them in step 3."""
+    own_fault = fault if place.rank == culprit else "nothing"
+    trainer = _trainer(place.folder, own_fault, **sections)
+    match own_fault:
+        case "event handler raises":
+            trainer.events.on(StepDone, _raise)
+        case "disk is full":
+            trainer.events.on(StepDone, _fill_disk)
+        case "is killed":
+            trainer.events.on(StepDone, partial(_signal_itself, signal.SIGKILL))
+        case "is stopped":
+            trainer.events.on(StepDone, partial(_signal_itself, signal.SIGSTOP))
+        case "is asked twice" | "is asked again when it leaves":
+            trainer.events.on(StepDone, partial(_signal_itself, signal.SIGTERM))
+        case "tracker is down":
+            mock.patch.object(TensorBoardTracker, "__init__", _refuse).start()
+    if own_fault == "is asked twice":
+        trainer.events.on(CheckpointStarted, _ask_again)
     with command_line():
-        _trainer(place.folder, fault if place.rank == culprit else "nothing").train()
+        try:
+            trainer.train()
+        except Stopped:
+            if own_fault == "is asked again when it leaves":
+                os.kill(os.getpid(), signal.SIGTERM)
+            raise
 
 
 class _Model(nn.Module):
@@ -36,7 +63,10 @@ class _Model(nn.Module):
         self.num_calls += 1
         if self.fault == "model raises" and self.num_calls == BAD_STEP:
             raise KeyError("in the model")
-        return self.linear(x)
+        y = self.linear(x)
+        if self.fault == "gradient is NaN" and self.num_calls >= BAD_STEP:  # also when the step is done again
+            y.register_hook(lambda gradient: gradient * torch.nan)
+        return y
 
 
 class _Regression(Task):
@@ -64,6 +94,8 @@ class _Samples:
         self.num_calls += 1
         if self.fault == "data raises" and self.num_calls == 4 * BAD_STEP:
             raise KeyError("in the data")
+        if self.fault == "data worker is killed" and self.num_calls == 4 * BAD_STEP:
+            os.kill(os.getpid(), signal.SIGKILL)
         return {"x": torch.full((4,), index / 64), "y": torch.full((1,), 1.0)}
 
 
@@ -77,17 +109,12 @@ def _trainer(folder: Path, fault: str, **more: Any) -> Trainer:
         "export": False,
         **more,
     }
-    trainer = Trainer(
+    return Trainer(
         TrainerConfig.model_validate(config),
         model=lambda stage: _Model(fault),
         data=_Samples(fault),
         task=_Regression(fault),
     )
-    if fault == "event handler raises":
-        trainer.events.on(StepDone, _raise)
-    if fault == "disk is full":
-        trainer.events.on(StepDone, _fill_disk)
-    return trainer
 
 
 def _raise(event: StepDone) -> None:
@@ -99,6 +126,23 @@ def _fill_disk(event: StepDone) -> None:
     if event.step == BAD_STEP:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then what writes too much gets an error
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+
+
+def _signal_itself(number: signal.Signals, event: StepDone) -> None:
+    if event.step == BAD_STEP:
+        os.kill(os.getpid(), number)
+
+
+def _ask_again(event: CheckpointStarted) -> None:
+    """In the save that the first signal asked for, which takes long."""
+    if event.step > BAD_STEP:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+
+
+def _refuse(*_arguments: Any) -> NoReturn:
+    raise ConnectionError("the tracker is down")
 
 
 def restarted() -> list[tuple[int, list[int]]]:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,17 +57,20 @@ class Place:
 
 
 def run_forked(
-    job: Callable[..., None], *arguments: Any, world_size: int = 2, unwaited: int | None = None
+    job: Callable[..., None], *arguments: Any, world_size: int = 2, unwaited: int | None = None, **named: Any
 ) -> list[Rank]:
-    """Call `job(place, *arguments)` on every rank, under a launcher that holds the store.
+    """Call `job(place, *arguments, **named)` on every rank, under a launcher that holds the store.
 
     Args:
-        job: At the top level of a module.
-        arguments: Pickled.
+        job: At the top level of a module; it and its arguments are pickled.
+        arguments: By position.
+        named: And by name.
         world_size: Number of ranks.
         unwaited: A rank that is killed when all others have ended.
     """
-    (ended,) = _warm_process().run(_launch, job, arguments, world_size, unwaited, world_size=1, timeout=_SECONDS + 60)
+    (ended,) = _warm_process().run(
+        _launch, partial(job, **named), arguments, world_size, unwaited, world_size=1, timeout=_SECONDS + 60
+    )
     return ended
 
 

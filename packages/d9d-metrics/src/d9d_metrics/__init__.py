@@ -26,7 +26,7 @@ from d9d_metrics.trackers.console import ConsoleTracker, ConsoleTrackerConfig
 from d9d_metrics.trackers.jsonl import JsonlTracker, JsonlTrackerConfig, read_metrics
 from d9d_metrics.trackers.multi import MultiTracker
 from d9d_metrics.trackers.redaction import redact_secrets
-from d9d_metrics.trackers.selection import TrackerConfig, build_trackers
+from d9d_metrics.trackers.selection import TrackerConfig, build_trackers, check_trackers
 from d9d_metrics.trackers.tensorboard_events import TensorBoardTracker, TensorBoardTrackerConfig
 from d9d_metrics.trackers.tracker import Tracker
 from d9d_metrics.trackers.values import Histogram, Picture, Text, Tracked
@@ -81,6 +81,7 @@ __all__ = [
     "WeightedMean",
     "accuracy",
     "build_trackers",
+    "check_trackers",
     "compute_metrics",
     "f_beta",
     "peak_flops",

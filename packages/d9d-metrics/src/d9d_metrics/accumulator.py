@@ -11,25 +11,26 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-Reduction = Literal["sum", "max", "min", "concat"]
+Reduction = Literal["sum", "count", "max", "min", "concat"]
 
-_IDENTITY: dict[Reduction, float] = {"sum": 0.0, "max": -math.inf, "min": math.inf, "concat": math.nan}
+_IDENTITY: dict[Reduction, float] = {"sum": 0.0, "count": 0, "max": -math.inf, "min": math.inf, "concat": math.nan}
 
 
 @final
 class Accumulator:
-    """A float64 tensor that takes in values one by one and starts at the identity of its reduction.
+    """A tensor that takes in values one by one and starts at the identity of its reduction.
 
-    float64 holds every integer up to 2**53, so counts stay exact, and a sum of float32 losses loses nothing that
-    matters. One dtype for all accumulators is also what lets them travel in one collective.
+    It is of float64, in which a sum of float32 losses loses nothing that matters; a count is of int64, in which every
+    whole number below 2**63 is exact (and two of which have a float32 ratio: divide `value.double()`). All of them
+    travel in one collective of float64, counts in two halves.
 
     A concatenation keeps single numbers, the first of them up to its length; places not taken are NaN, so NaN itself
     cannot be kept. It is the only reduction whose state grows when ranks are put together.
 
     Attributes:
-        reduction: How values, and later ranks, are combined: `"sum"`, `"max"`, `"min"` or `"concat"`. NaN wins over
-            everything in the first three.
-        value: What was gathered so far; float64, of the shape given.
+        reduction: How values, and later ranks, are combined: `"sum"`, `"max"` and `"min"`, in which NaN wins over
+            everything; `"count"`, a sum of whole numbers; or `"concat"`.
+        value: What was gathered so far; float64, or int64 of a count, of the shape given.
     """
 
     def __init__(self, reduction: Reduction, *, shape: Sequence[int] = (), device: torch.device | None = None) -> None:
@@ -42,18 +43,24 @@ class Accumulator:
         """
         assert reduction != "concat" or len(shape) == 1
         self.reduction: Reduction = reduction
-        self.value = torch.full(tuple(shape), _IDENTITY[reduction], dtype=torch.float64, device=device)
+        dtype = torch.int64 if reduction == "count" else torch.float64
+        self.value = torch.full(tuple(shape), _IDENTITY[reduction], dtype=dtype, device=device)
 
     def update(self, value: Tensor | float) -> None:
         """Take in a value: no synchronisation, no gradient.
 
         Args:
-            value: A number, or a tensor of the accumulator's shape on its device, of any real dtype. For a
-                concatenation a tensor of one dim and any length, of which NaN is left out, as is what finds no place.
+            value: A number, or a tensor of the accumulator's shape on its device, of any real dtype; of whole numbers
+                for a count. For a concatenation a tensor of one dim and any length, of which NaN is left out, as is
+                what finds no place.
         """
-        operand = value.detach().double() if isinstance(value, Tensor) else torch.full_like(self.value, value)
+        if self.reduction == "sum":
+            self.value.add_(value.detach() if isinstance(value, Tensor) else value)  # in float64, without a copy in it
+            return
+        is_tensor = isinstance(value, Tensor)
+        operand = value.detach().to(self.value.dtype) if is_tensor else torch.full_like(self.value, value)
         match self.reduction:
-            case "sum":
+            case "count":
                 self.value.add_(operand)
             case "max":
                 torch.maximum(self.value, operand, out=self.value)

@@ -134,7 +134,7 @@ class ConfusionMatrix(Metric):
 
     def __init__(self, num_classes: int) -> None:
         self._num_classes = num_classes
-        self._counts = Accumulator("sum", shape=[num_classes, num_classes])
+        self._counts = Accumulator("count", shape=[num_classes, num_classes])
 
     def accumulators(self) -> dict[str, Accumulator]:
         """Return the counts."""
@@ -143,14 +143,14 @@ class ConfusionMatrix(Metric):
     def update(self, predictions_NC: Tensor, targets_N: Tensor, mask_N: Tensor | None = None) -> None:
         """Take in some samples; arguments as for `MulticlassClassification`."""
         targets_N = targets_N if mask_N is None else targets_N.where(mask_N, 0)
-        weights_N = torch.ones_like(targets_N) if mask_N is None else mask_N
+        counted_N = torch.ones_like(targets_N) if mask_N is None else mask_N.bool().long()
         pairs_N = targets_N * self._num_classes + _answers(predictions_NC, targets_N, 1)
-        counts = torch.zeros(self._num_classes**2, dtype=torch.float64, device=targets_N.device)
-        counts.scatter_add_(0, pairs_N.reshape(-1), weights_N.reshape(-1).double())
+        counts = torch.zeros(self._num_classes**2, dtype=torch.int64, device=targets_N.device)
+        counts.scatter_add_(0, pairs_N.reshape(-1), counted_N.reshape(-1))
         self._counts.update(counts.view(self._num_classes, self._num_classes))
 
     def compute(self) -> Tensor:
-        """Return the counts, float64 of shape [true class, answer]."""
+        """Return the counts, int64 of shape [true class, answer]."""
         return self._counts.value.clone()
 
 
@@ -160,8 +160,8 @@ class _Counts:
 
     def __init__(self, num_classes: int, scores: Mapping[str, Score], *, is_exclusive: bool) -> None:
         self._scores, self._is_exclusive = dict(scores), is_exclusive
-        self._true_positive, self._positive, self._true = (Accumulator("sum", shape=[num_classes]) for _ in range(3))
-        self._total = Accumulator("sum")
+        self._true_positive, self._positive, self._true = (Accumulator("count", shape=[num_classes]) for _ in range(3))
+        self._total = Accumulator("count")
 
     def accumulators(self) -> dict[str, Accumulator]:
         return {
@@ -184,11 +184,12 @@ class _Counts:
 
     def compute(self) -> dict[str, Tensor]:
         right_C, yes_C, true_C = self._true_positive.value, self._positive.value, self._true.value
+        # Whole numbers until here: differences of large counts are exact, and each is rounded once.
         counts = ConfusionCounts(
-            true_positive=right_C,
-            false_positive=yes_C - right_C,
-            false_negative=true_C - right_C,
-            true_negative=self._total.value - yes_C - true_C + right_C,
+            true_positive=right_C.double(),
+            false_positive=(yes_C - right_C).double(),
+            false_negative=(true_C - right_C).double(),
+            true_negative=(self._total.value - yes_C - true_C + right_C).double(),
             is_exclusive=self._is_exclusive,
         )
         return {name: score(counts) for name, score in self._scores.items()}

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from d9d_metrics.metric import Metric
 from d9d_metrics.sync import MetricSync, PendingSync, read_values
 
-_SECONDS_AFTER_ERROR = 10.0
+_SECONDS_AFTER_ERROR = 1.0
 
 
 @final
@@ -35,6 +35,7 @@ class MetricCollector:
         deliver: Takes in a step and its values, for instance the `log` of a tracker; called in the collector's thread.
             What it raises is raised by the next `collect`, `flush` or `close`, on the ranks where it raised; a
             `BackgroundTracker` raises nothing.
+        device: Where the metrics and the values are that are collected with them; that of the metrics by default.
         max_lag: How many collections may be under way.
     """
 
@@ -44,12 +45,13 @@ class MetricCollector:
         over: ProcessGroup | None,
         deliver: Callable[[int, Mapping[str, float]], object],
         *,
+        device: torch.device | None = None,
         max_lag: int = 2,
     ) -> None:
         assert max_lag >= 1
         self._metrics, self._deliver = dict(metrics), deliver
         self._sync = MetricSync(metrics, over)
-        self._device = _device_of(metrics)
+        self._device = _device_of(metrics) if device is None else device
         self._collections: queue.Queue[_Collection | None] = queue.Queue()
         self._free = threading.Semaphore(max_lag)
         self._failure: BaseException | None = None
@@ -77,7 +79,7 @@ class MetricCollector:
         Args:
             step: The step that the values belong to.
             values: What is known on every rank already, to be handed on with the metrics and before them: numbers, or
-                scalar tensors on the metrics' device, which are not read here and must not be overwritten later.
+                scalar tensors on their device, which are not read here and must not be overwritten later.
         """
         self._free.acquire()
         self._raise_failure()
@@ -87,8 +89,9 @@ class MetricCollector:
         self._collections.put(_Collection(step, dict(values or {}), pending, self._mark()))
 
     def flush(self) -> None:
-        """Wait until all values are handed on."""
-        self._collections.join()
+        """Wait until all values are handed on. Once it is closed there is nothing to wait for."""
+        if not self._is_closed:
+            self._collections.join()
         self._raise_failure()
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ class Metric(ABC):
 
     @abstractmethod
     def compute(self) -> MetricValue:
-        """Turn the state into the value: float64 tensors on the metric's device, without waiting for it.
+        """Turn the state into the value: float64 or int64 tensors on the metric's device, without waiting for it.
 
         Must give a value for the empty state as well, since a rank or a step may have seen nothing. The value must not
         change when the metric does.
@@ -62,7 +62,7 @@ class Metric(ABC):
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of this rank's state: the float64 tensor of every accumulator by its name."""
+        """Return a copy of this rank's state: the tensor of every accumulator by its name."""
         return {name: accumulator.value.clone() for name, accumulator in self.accumulators().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:

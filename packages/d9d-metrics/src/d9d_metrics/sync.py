@@ -15,7 +15,8 @@ from d9d_metrics.accumulator import Accumulator, Reduction
 from d9d_metrics.metric import Metric, MetricValue
 
 M = TypeVar("M", bound=Metric)
-_ORDER: tuple[Reduction, ...] = ("sum", "max", "min", "concat")
+_ORDER: tuple[Reduction, ...] = ("sum", "count", "max", "min", "concat")
+_HALF = 32  # bits
 
 
 def sync_metrics(metrics: Mapping[str, M], over: ProcessGroup | DeviceMesh | None) -> dict[str, M]:
@@ -24,9 +25,9 @@ def sync_metrics(metrics: Mapping[str, M], over: ProcessGroup | DeviceMesh | Non
     Collectives: one float64 all-reduce for everything; on a mesh, one for each axis of more than one rank. Pass a mesh
     flattened to one axis for the fewest. Ranks that saw nothing take part with the identity of each reduction.
 
-    The message has a place for each sum, and one *for each rank* for each element of a maximum, a minimum or a
-    concatenation: a rank fills its own, so that the sum over ranks is a gather. These are few, so one longer message
-    costs less than two.
+    The message has a place for each sum, two for each count (the halves of its bits, whose sums over up to 2**21 ranks
+    float64 holds exactly), and one *for each rank* for each element of a maximum, a minimum or a concatenation: a rank
+    fills its own, so that the sum over ranks is a gather. These are few, so one longer message costs less than two.
 
     Args:
         metrics: The same names and kinds of metrics on every rank, on the device of the group's backend. Their order
@@ -101,7 +102,7 @@ class MetricSync(Generic[M]):
         # deepcopy takes an object found in its memo instead of copying it: exactly the accumulators are swapped.
         memo: dict[int, object] = {id(a): b for a, b in zip(self._local, reduced, strict=True)}
         self._reduced, self._copies = reduced, copy.deepcopy(dict(metrics), memo)
-        self._groups = _groups(over)
+        self._groups = _groups(over) if found else []
 
     def start(self) -> "PendingSync[M]":
         """Take the state as it is now, and let its reduction begin.
@@ -158,11 +159,35 @@ class _Run(NamedTuple):
     length: int
     shape: tuple[int, ...] | None
 
+    @property
+    def num_places(self) -> int:
+        """How much room they take."""
+        return 2 * self.length if self.reduction == "count" else self.length
 
-class _Layout(NamedTuple):
-    """How all accumulators are one flat tensor: first the sums, then the maxima, the minima and the concatenations."""
+    def write(self, values: Sequence[Tensor]) -> Tensor:
+        """The values as one tensor of float64."""
+        piece = torch.stack(tuple(values)) if self.shape is None else values[0].reshape(-1)
+        if self.reduction == "count":
+            return torch.cat([piece >> _HALF, piece & (1 << _HALF) - 1]).double()
+        return piece
 
-    runs: tuple[_Run, ...]
+    def read(self, piece: Tensor) -> Sequence[Tensor]:
+        """The values of what `write` gave; views, where they are no counts."""
+        if self.reduction == "count":
+            upper, lower = piece.long().view(2, self.length)
+            piece = (upper << _HALF) + lower
+        return piece.unbind() if self.shape is None else (piece.view(self.shape),)
+
+
+@final
+class _Layout:
+    """How all accumulators are one flat tensor: first what is added up, then maxima, minima and concatenations."""
+
+    def __init__(self, runs: Sequence[_Run]) -> None:
+        self._runs = tuple(runs)
+        self._places = [run.num_places for run in self._runs]
+        self._num_sums = sum(run.num_places for run in self._runs if run.reduction in ("sum", "count"))
+        self._num_others = sum(self._places) - self._num_sums
 
     @staticmethod
     def of(accumulators: Sequence[Accumulator]) -> "_Layout":
@@ -175,33 +200,28 @@ class _Layout(NamedTuple):
                 runs.append(_Run(reduction, len(members), None))
             else:
                 runs += [_Run(reduction, each.value.numel(), tuple(each.value.shape)) for each in members]
-        return _Layout(tuple(runs))
+        return _Layout(runs)
 
     def pack(self, accumulators: Sequence[Accumulator]) -> Tensor:
         """A new tensor that holds the values of the accumulators that the layout was made of."""
-        values = iter([each.value for each in accumulators])
-        pieces = [
-            torch.stack(list(itertools.islice(values, run.length))) if run.shape is None else next(values).reshape(-1)
-            for run in self.runs
-        ]
-        if len(pieces) == 1 and self.runs[0].shape is None:
-            return pieces[0]  # stacked, so it is new
+        values = [each.value for each in accumulators]
+        if len(self._runs) == 1 and self._runs[0].shape is None:
+            return self._runs[0].write(values)  # stacked, so it is new
+        pieces, start = [], 0
+        for run in self._runs:
+            stop = start + (run.length if run.shape is None else 1)
+            pieces.append(run.write(values[start:stop]))
+            start = stop
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.float64)
 
     def unpack(self, flat: Tensor) -> list[Tensor]:
-        """Views of the value of each accumulator."""
-        views: list[Tensor] = []
-        pieces = [flat] if len(self.runs) == 1 else flat.split([run.length for run in self.runs])
-        for run, piece in zip(self.runs, pieces, strict=True):
-            views += piece.unbind() if run.shape is None else [piece.view(run.shape)]
-        return views
-
-    def length(self, *reductions: Reduction) -> int:
-        return sum(run.length for run in self.runs if run.reduction in reductions)
+        """The value of each accumulator."""
+        pieces = [flat] if len(self._runs) == 1 else flat.split(self._places)
+        return [value for run, piece in zip(self._runs, pieces, strict=True) for value in run.read(piece)]
 
     def to_wire(self, flat: Tensor, group: ProcessGroup) -> Tensor:
         """What an all-reduce by sum makes the sums of, and a gather of everything else: every rank has places."""
-        num_sums, num_others = self.length("sum"), self.length("max", "min", "concat")
+        num_sums, num_others = self._num_sums, self._num_others
         if num_others == 0:
             return flat
         wire = flat.new_zeros(num_sums + group.size() * num_others)
@@ -212,15 +232,15 @@ class _Layout(NamedTuple):
 
     def from_wire(self, wire: Tensor, group: ProcessGroup) -> Tensor:
         """The flat tensor of the layout `after` the group, from what the all-reduce made of what `to_wire` gave."""
-        num_sums, num_others = self.length("sum"), self.length("max", "min", "concat")
-        if num_others == 0:
+        if self._num_others == 0:
             return wire
-        pieces = [wire[:num_sums]]
-        places, start = wire[num_sums:].view(group.size(), num_others), 0
-        for reduction, runs in itertools.groupby(self.runs, lambda run: run.reduction):
-            if reduction == "sum":
+        pieces = [wire[: self._num_sums]]
+        places, start = wire[self._num_sums :].view(group.size(), self._num_others), 0
+        for reduction, group_of_runs in itertools.groupby(self._runs, lambda run: run.reduction):
+            runs = list(group_of_runs)
+            if reduction in ("sum", "count"):
                 continue
-            for length in [run.length for run in runs] if reduction == "concat" else [self.length(reduction)]:
+            for length in [run.length for run in runs] if reduction == "concat" else [sum(run.length for run in runs)]:
                 block, start = places[:, start : start + length], start + length
                 match reduction:
                     case "max":
@@ -233,12 +253,14 @@ class _Layout(NamedTuple):
 
     def after(self, group: ProcessGroup) -> "_Layout":
         """The layout of what is reduced over a group: concatenations hold what all of its ranks had."""
+        if all(run.reduction != "concat" for run in self._runs):
+            return self
         size = group.size()
         return _Layout(
-            tuple(
+            [
                 _Run("concat", size * run.length, (size * run.length,)) if run.reduction == "concat" else run
-                for run in self.runs
-            )
+                for run in self._runs
+            ]
         )
 
 

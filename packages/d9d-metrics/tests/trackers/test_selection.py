@@ -1,10 +1,19 @@
+import threading
 from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from d9d_dist import UserError
-from d9d_metrics import ConsoleTrackerConfig, JsonlTrackerConfig, TrackerConfig, build_trackers, read_metrics
+from d9d_metrics import (
+    ConsoleTrackerConfig,
+    JsonlTrackerConfig,
+    TrackerConfig,
+    build_trackers,
+    check_trackers,
+    read_metrics,
+)
+from d9d_metrics.trackers import _extras
 
 TRACKERS: TypeAdapter[list[TrackerConfig]] = TypeAdapter(list[TrackerConfig])
 
@@ -30,6 +39,24 @@ def test_refuses_an_unknown_kind() -> None:
 def test_refuses_an_unknown_field() -> None:
     with pytest.raises(ValidationError, match=r"jsonl\.path\n  Extra inputs are not permitted"):
         TRACKERS.validate_python([{"kind": "jsonl", "path": "a.jsonl"}])
+
+
+def test_a_missing_package_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = TRACKERS.validate_python([{"kind": "wandb", "project": "p"}, {"kind": "tensorboard"}])
+    monkeypatch.setattr(_extras, "find_spec", lambda module: None if module == "tensorboard" else object())
+    before = threading.active_count()
+    for refuse in (lambda: check_trackers(configs), lambda: build_trackers(configs, tmp_path)):
+        with pytest.raises(
+            UserError, match=r"the tensorboard tracker needs .*pip install 'd9d-metrics\[tensorboard\]'"
+        ):
+            refuse()
+    # One that fails for another reason, when the first has its threads already.
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers" / "tensorboard").write_text("in the way")
+    monkeypatch.setattr(_extras, "find_spec", lambda _module: object())
+    with pytest.raises(OSError, match="tensorboard"):
+        build_trackers(configs, tmp_path)
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("config", [{"kind": "jsonl"}, {"kind": "tensorboard"}, {"kind": "wandb", "project": "p"}])

@@ -1,9 +1,16 @@
 """Mixture of experts for PyTorch: routing, dispatch, grouped experts, expert parallelism."""
 
 from d9d_moe.all_to_all import AllToAllDispatched, AllToAllDispatcher
-from d9d_moe.deep_ep import refuse_deep_ep
-from d9d_moe.dispatch import Dispatched, Dispatcher, LocalDispatched, LocalDispatcher
-from d9d_moe.expert_balance import LoadStatistics, load_statistics, take_expert_counts, update_selection_bias
+from d9d_moe.deep_ep import DeepEpBuffer, DeepEpDispatched, DeepEpDispatcher, deep_ep_buffer
+from d9d_moe.dispatch import Combining, Dispatched, Dispatcher, LocalDispatched, LocalDispatcher
+from d9d_moe.expert_balance import (
+    LoadStatistics,
+    balance_experts,
+    load_statistics,
+    take_expert_counts,
+    update_global_load,
+    update_selection_bias,
+)
 from d9d_moe.expert_counts import ExpertCounter
 from d9d_moe.expert_parallel import Dispatch, DispatchName, parallelize_expert_parallel
 from d9d_moe.experts import GroupedSwiGLU
@@ -55,6 +62,10 @@ __all__ = [
     "AllToAllDispatcher",
     "BackboneSizes",
     "BalanceScope",
+    "Combining",
+    "DeepEpBuffer",
+    "DeepEpDispatched",
+    "DeepEpDispatcher",
     "DeepseekV3ForCausalLM",
     "DeepseekV3ForClassification",
     "DeepseekV3ForEmbedding",
@@ -95,7 +106,9 @@ __all__ = [
     "SigmoidRouter",
     "TokenGroups",
     "TopKRouter",
+    "balance_experts",
     "choose_backend",
+    "deep_ep_buffer",
     "deepseek_v3_from_hugging_face",
     "deepseek_v3_hugging_face_config",
     "deepseek_v3_params_from_hugging_face",
@@ -111,8 +124,8 @@ __all__ = [
     "qwen3_moe_hugging_face_config",
     "qwen3_moe_params_from_hugging_face",
     "qwen3_moe_tensor_plan",
-    "refuse_deep_ep",
     "take_expert_counts",
     "token_losses",
+    "update_global_load",
     "update_selection_bias",
 ]

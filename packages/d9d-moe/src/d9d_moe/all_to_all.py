@@ -1,14 +1,15 @@
 """Dispatch over ranks: each has some of the experts, and tokens travel to them and back by all-to-all.
 
-Tokens are sorted by expert, so what goes to a rank is one piece; each copy of a token travels once there and once back,
-nothing is padded, and no token is dropped. How many rows travel follows from the routing: the host has to know it, and
-waits for the device once in each forward pass. That is the only time.
+Tokens are sorted by expert, so what goes to a rank is one piece. Each copy of a token travels once there and once back,
+unless its expert is on the same rank; nothing is padded, and no token is dropped. How many rows travel follows from the
+routing: the host has to know it, and waits for the device once in each forward pass. That is the only time. The way
+back is asynchronous: what a layer computes before it waits for its tokens, such as shared experts, overlaps with it.
 
 Shape legend: T tokens, D hidden size, E experts, A experts active for each token, R ranks, P experts of a rank (E / R),
 N rows that leave this rank (T * A), M rows that arrive.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, final
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from d9d_dist import all_to_all
-from d9d_moe.dispatch import LocalDispatched, LocalDispatcher
+from d9d_moe.dispatch import Combining, LocalDispatched, LocalDispatcher
 from d9d_moe.permute import inverse_permutation, take_rows
 from d9d_moe.router import Routing
 
@@ -42,7 +43,7 @@ class AllToAllDispatcher:
         leaving_RP = local.counts.view(self.group.size(), -1)
         arriving_RP = all_to_all(leaving_RP, self.group)
         leaving, arriving = torch.stack((leaving_RP.sum(1), arriving_RP.sum(1))).tolist()
-        rows_MD = _exchange(local.rows, leaving, arriving, self.group)
+        rows_MD = _exchange(local.rows, leaving, arriving, self.group)()
         order_M = _by_expert(arriving_RP, num_rows=sum(arriving))
         inverse_M = inverse_permutation(order_M)
         return AllToAllDispatched(
@@ -82,10 +83,11 @@ class AllToAllDispatched:
     arriving: tuple[int, ...]
     group: dist.ProcessGroup
 
-    def combine(self, outputs_ND: Tensor) -> Tensor:
+    def combine(self, outputs_ND: Tensor) -> Combining:
         """See `Dispatched.combine`; weights and sums are taken where the tokens are."""
         by_rank_MD = take_rows(outputs_ND, self.inverse, self.order)
-        return self.local.combine(_exchange(by_rank_MD, self.arriving, self.leaving, self.group))
+        arrived = _exchange(by_rank_MD, self.arriving, self.leaving, self.group)
+        return Combining(lambda: self.local.combine(arrived()).wait())
 
 
 def _by_expert(arriving_RP: Tensor, *, num_rows: int) -> Tensor:
@@ -96,20 +98,34 @@ def _by_expert(arriving_RP: Tensor, *, num_rows: int) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows; its adjoint is the way back."""
+    """An all-to-all of rows that is under way, with what to wait for; its adjoint is the way back."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup
-    ) -> Tensor:
+    ) -> tuple[Tensor, dist.Work]:
         ctx.sizes, ctx.group = (leaving, arriving), group
-        return all_to_all(x, group, send_sizes=leaving, receive_sizes=arriving)
+        received = x.new_empty(sum(arriving), x.shape[1])
+        work = dist.all_to_all_single(
+            received, x.contiguous(), list(arriving), list(leaving), group=group, async_op=True
+        )
+        assert work is not None, "what is asynchronous gives its work"
+        return received, work
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         leaving, arriving = ctx.sizes
-        return _exchange(gradients[0], arriving, leaving, ctx.group), None, None, None
+        return _exchange(gradients[0], arriving, leaving, ctx.group)(), None, None, None
 
 
-def _exchange(x: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    return cast(Tensor, _Exchange.apply(x, leaving, arriving, group))
+def _exchange(
+    x: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup
+) -> Callable[[], Tensor]:
+    """Begin to exchange rows; the result gives those that arrive."""
+    received, work = cast(tuple[Tensor, dist.Work], _Exchange.apply(x, leaving, arriving, group))
+
+    def wait() -> Tensor:
+        work.wait()
+        return received
+
+    return wait

@@ -5,6 +5,7 @@ A dispatcher returns what it dispatched together with the way back, so it keeps 
 Shape legend: T tokens, D hidden size, E experts, A experts active for each token, N = rows dispatched (T * A locally).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, final
 
@@ -13,6 +14,18 @@ from torch import Tensor
 
 from d9d_moe.permute import combine_rows, inverse_permutation, take_rows
 from d9d_moe.router import Routing
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Combining:
+    """Tokens that may still be on their way back: what is computed before `wait` overlaps with it.
+
+    Attributes:
+        wait: Gives the tokens [T, D]; called once.
+    """
+
+    wait: Callable[[], Tensor]
 
 
 class Dispatched(Protocol):
@@ -28,14 +41,15 @@ class Dispatched(Protocol):
         """Number of rows of each expert of this rank [E], int64; they add up to N."""
         ...
 
-    def combine(self, outputs_ND: Tensor) -> Tensor:
-        """Add up what the experts made of each token, weighed by the router.
+    def combine(self, outputs_ND: Tensor) -> Combining:
+        """Begin to add up what the experts made of each token, weighed by the router.
 
         Args:
             outputs_ND: The experts' answers [N, D], in the order of `rows`.
 
         Returns:
-            Tokens [T, D] in the dtype of `outputs_ND`; summed in the wider of its dtype and the probabilities'.
+            What to wait for: tokens [T, D] in the dtype of `outputs_ND`, those of each rank summed in the wider of its
+            dtype and the probabilities'.
         """
         ...
 
@@ -64,13 +78,11 @@ class LocalDispatcher:
 
     def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> "LocalDispatched":
         """Sort copies of the tokens [T, D] by expert; the tokens of one expert stay in their order."""
-        experts_N, order_N = routing.indices.flatten().sort(stable=True)
+        order_N, counts_E = sort_by_expert(routing.indices.flatten(), num_experts)
         inverse_N = inverse_permutation(order_N)
-        # A search in the sorted ids, since torch.bincount would wait for the device.
-        starts = torch.searchsorted(experts_N, torch.arange(num_experts + 1, device=experts_N.device))
         return LocalDispatched(
             rows=take_rows(tokens_TD, order_N, inverse_N, copies=routing.indices.shape[1]),
-            counts=starts.diff(),
+            counts=counts_E,
             order=order_N,
             inverse=inverse_N,
             probabilities=routing.probabilities,
@@ -96,6 +108,19 @@ class LocalDispatched:
     inverse: Tensor
     probabilities: Tensor
 
-    def combine(self, outputs_ND: Tensor) -> Tensor:
+    def combine(self, outputs_ND: Tensor) -> Combining:
         """See `Dispatched.combine`."""
-        return combine_rows(outputs_ND, self.probabilities, self.order, self.inverse)
+        return Combining(lambda: combine_rows(outputs_ND, self.probabilities, self.order, self.inverse))
+
+
+def sort_by_expert(experts_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The order that sorts rows by their expert, stable [N], and how many each expert has [E]; waits for no device.
+
+    Args:
+        experts_N: The expert of each row, int64; those from `num_experts` on come last, and are not counted.
+        num_experts: E.
+    """
+    sorted_N, order_N = experts_N.sort(stable=True)
+    # A search in the sorted ids, since torch.bincount would wait for the device.
+    starts = torch.searchsorted(sorted_N, torch.arange(num_experts + 1, device=sorted_N.device))
+    return order_N, starts.diff()

@@ -1,8 +1,9 @@
-"""What follows from how often experts were chosen: a bias that evens it out once a step, and statistics to look at.
+"""What follows from how often experts were chosen: what evens it out once a step, and statistics to look at.
 
 Shape legend: E experts.
 """
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple, final
 
@@ -14,6 +15,19 @@ from d9d_dist import canonical_name
 from d9d_dist.errors import UserError
 from d9d_moe.layer import MoeFeedForward
 from d9d_moe.router import SigmoidRouter
+
+
+def balance_experts(model: nn.Module, *, rate: float = 1e-3) -> dict[str, Tensor]:
+    """All that the balance of experts needs once a step: counts over all ranks, then biases and loads that follow them.
+
+    In a job it is a handler: `trainer.events.on(GradientsReady, lambda ready: balance_experts(ready.model))`.
+    Collective as `take_expert_counts` is, which gives what this returns; see `update_selection_bias` for the rate, and
+    what raises.
+    """
+    counts = take_expert_counts(model)
+    update_selection_bias(model, counts, rate=rate)
+    update_global_load(model, counts)
+    return counts
 
 
 @torch.no_grad()
@@ -66,9 +80,23 @@ def update_selection_bias(model: nn.Module, counts: Mapping[str, Tensor], *, rat
             bias_E.add_((seen_E.mean() - seen_E).sign().to(bias_E.dtype), alpha=rate)
 
 
+@torch.no_grad()
+def update_global_load(model: nn.Module, counts: Mapping[str, Tensor]) -> None:
+    """Hand the load of a step's whole batch to the balance losses of the next, where their scope is "global_batch".
+
+    Args:
+        model: The model that the counts are of; layers without such a loss are passed over.
+        counts: What `take_expert_counts` gave for the step.
+    """
+    for name, block in _blocks(model).items():
+        if name in counts and block.global_load is not None:
+            seen_E = counts[name].double()
+            block.global_load.copy_(seen_E / seen_E.mean().clamp(min=1 / len(seen_E)))
+
+
 @final
 class LoadStatistics(NamedTuple):
-    """How evenly experts were chosen; 0-dim tensors in float64.
+    """How evenly experts were chosen; one number in float64 for each layer.
 
     Attributes:
         max_over_mean: Load of the busiest expert, 1 where all are equal.
@@ -84,13 +112,13 @@ class LoadStatistics(NamedTuple):
 
 
 def load_statistics(counts_E: Tensor) -> LoadStatistics:
-    """Statistics of the counts [E] of one layer; zeros where nothing was counted. No host synchronisation."""
+    """Statistics of counts [..., E], of one layer or several; zeros where nothing was counted. Waits for no device."""
     counts = counts_E.double()
-    total = counts.sum()
-    shares = counts / total.clamp(min=1)
-    even = torch.log(torch.full((), max(len(counts), 2), dtype=torch.float64, device=counts.device))
-    entropy = torch.special.entr(shares).sum() / even
-    return LoadStatistics(shares.max() * len(counts), entropy, (counts == 0).sum().double(), torch.zeros_like(total))
+    num_experts = counts.shape[-1]
+    shares = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
+    entropy = torch.special.entr(shares).sum(dim=-1) / math.log(max(num_experts, 2))
+    busiest = shares.amax(dim=-1)
+    return LoadStatistics(busiest * num_experts, entropy, (counts == 0).sum(dim=-1).double(), torch.zeros_like(busiest))
 
 
 def _blocks(model: nn.Module) -> dict[str, MoeFeedForward]:

@@ -1,6 +1,6 @@
 """Expert parallelism of a model as one function: experts to their ranks, and tokens to the experts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal, TypeAlias, get_args
 
 import torch.distributed as dist
@@ -8,13 +8,13 @@ from torch import nn
 
 from d9d_dist import DistributedContext, Precision, UserError, canonical_name, parallelize_experts
 from d9d_moe.all_to_all import AllToAllDispatcher
-from d9d_moe.deep_ep import refuse_deep_ep
+from d9d_moe.deep_ep import DeepEpDispatcher, check_deep_ep, deep_ep_buffer
 from d9d_moe.dispatch import Dispatcher
 from d9d_moe.layer import MoeFeedForward
 from d9d_moe.router_losses import TokenGroups
 
 DispatchName: TypeAlias = Literal["all_to_all", "deep_ep"]
-"""How tokens travel to experts of other ranks; "deep_ep" is refused, saying why."""
+"""How tokens travel to experts of other ranks."""
 
 Dispatch: TypeAlias = DispatchName | Callable[[dist.ProcessGroup], Dispatcher]
 """A name, or a function that makes a dispatcher of the ranks that share the experts out."""
@@ -53,30 +53,43 @@ def parallelize_expert_parallel(
     Raises:
         UserError: If the degree does not divide the experts, or the way to travel is not there.
     """
-    make_dispatcher = _maker(dispatch, ctx)
     mesh = ctx.mesh_for("expert")["ep_replicate", "ep_shard"]
     groups = TokenGroups(sequence=ctx.group_for("batch", "cp", "tp"), batch=ctx.group_for("batch", "dp", "cp", "tp"))
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, MoeFeedForward)}
     degree = mesh["ep_shard"].size()
+    _check_dispatch(dispatch, ctx, degree)
     for name, block in blocks.items():
         if block.num_experts % degree:
             raise UserError(
                 f"mesh.expert_parallel = {degree} does not divide the {block.num_experts} experts of "
                 f"{canonical_name(name)}. Use a degree that divides {block.num_experts}."
             )
+    dispatcher = _dispatcher(dispatch, mesh["ep_shard"].get_group(), ctx, blocks.values()) if degree > 1 else None
     for block in blocks.values():
         parallelize_experts(block.experts, mesh, shard_replicas=shard_replicas, precision=precision)
         block.token_groups = groups
-        if degree > 1:
-            block.dispatcher = make_dispatcher(mesh["ep_shard"].get_group())
+        if dispatcher is not None:
+            block.dispatcher = dispatcher
 
 
-def _maker(dispatch: Dispatch, ctx: DistributedContext) -> Callable[[dist.ProcessGroup], Dispatcher]:
+def _check_dispatch(dispatch: Dispatch, ctx: DistributedContext, degree: int) -> None:
     if dispatch == "deep_ep":
-        refuse_deep_ep(ctx.device)
-    if not isinstance(dispatch, str):
-        return dispatch
-    if dispatch != "all_to_all":
+        if degree > 1:  # else nothing travels
+            check_deep_ep(ctx.device, num_ranks=degree)
+    elif isinstance(dispatch, str) and dispatch != "all_to_all":
         expected = ", ".join(get_args(DispatchName))
         raise UserError(f"dispatch = {dispatch!r}; expected one of {expected}, or a function.")
-    return AllToAllDispatcher
+
+
+def _dispatcher(
+    dispatch: Dispatch, group: dist.ProcessGroup, ctx: DistributedContext, blocks: Collection[MoeFeedForward]
+) -> Dispatcher | None:
+    """One for all layers; None where a stage has none: collective over the group, whose ranks have the same stage."""
+    if not blocks:
+        return None
+    if not isinstance(dispatch, str):
+        return dispatch(group)
+    if dispatch == "all_to_all":
+        return AllToAllDispatcher(group)
+    widest = max(block.experts.down_proj.weight.shape[1] for block in blocks)
+    return DeepEpDispatcher(deep_ep_buffer(group, hidden_size=widest, device=ctx.device))

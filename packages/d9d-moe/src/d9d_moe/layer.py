@@ -2,12 +2,13 @@
 
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from d9d_moe.dispatch import Dispatcher, LocalDispatcher
 from d9d_moe.expert_counts import ExpertCounter
 from d9d_moe.experts import GroupedSwiGLU
-from d9d_moe.router import Router
+from d9d_moe.router import Router, Routing
 from d9d_moe.router_losses import HiddenAndLosses, RouterLosses, TokenGroups, token_losses
 
 LOCAL = LocalDispatcher()
@@ -28,13 +29,15 @@ class MoeFeedForward(nn.Module):
         intermediate_size: Size of the gated space of each expert.
         router: Chooses experts: a module that is a `Router`.
         shared: What all tokens pass through beside them; None for nothing.
-        losses: What the routing costs.
+        losses: What the routing costs, while training: in evaluation mode each token costs 0.
         dispatcher: Brings tokens to experts.
         init_std: Standard deviation of the initial weights of the experts.
 
     Attributes:
         dispatcher: As above; `parallelize_expert_parallel` puts that of the experts' ranks in its place.
         token_groups: The ranks that have other tokens; set there too.
+        global_load: How often each expert was chosen in the step before [E], float32, 1 where all were equally; a
+            buffer, which `update_global_load` writes, for losses that follow it; else None.
     """
 
     def __init__(
@@ -57,6 +60,15 @@ class MoeFeedForward(nn.Module):
         self.counter = ExpertCounter(router.num_experts)
         self.experts = GroupedSwiGLU(router.num_experts, hidden_size, intermediate_size, init_std=init_std)
         self.shared = shared
+        self.global_load: Tensor | None
+        has_load = losses.follow_global_batch
+        self.register_buffer("global_load", torch.empty(router.num_experts, dtype=torch.float32) if has_load else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Take the load of the step before the first one as even."""
+        if self.global_load is not None:
+            nn.init.ones_(self.global_load)
 
     def forward(self, x: Tensor) -> Tensor | HiddenAndLosses:
         """Map `x` [..., hidden_size] to the same shape and dtype; collective if the dispatcher or the losses are.
@@ -71,10 +83,16 @@ class MoeFeedForward(nn.Module):
         routing = self.router(tokens_TD)
         counted = routing._replace(probabilities=self.counter(routing.probabilities, routing.indices))
         dispatched = self.dispatcher.dispatch(tokens_TD, counted, num_experts=self.num_experts)
-        y = dispatched.combine(self.experts(dispatched.rows, dispatched.counts)).view_as(x)
-        if self.shared is not None:
-            y = y + self.shared(x)
-        if not self.losses.any:
-            return y
-        losses_T = token_losses(routing, self.losses, self.token_groups, rows=len(x))
-        return HiddenAndLosses(y, losses_T.view(x.shape[:-1]))
+        combining = dispatched.combine(self.experts(dispatched.rows, dispatched.counts))
+        shared = None if self.shared is None else self.shared(x)  # while tokens are on their way back
+        y = combining.wait().view_as(x)
+        if shared is not None:
+            y = y + shared
+        return HiddenAndLosses(y, self._losses(routing, x)) if self.losses.any else y
+
+    def _losses(self, routing: Routing, x: Tensor) -> Tensor:
+        """What each token costs [...]."""
+        if not self.training:
+            return x.new_zeros(x.shape[:-1], dtype=routing.probabilities.dtype)
+        losses_T = token_losses(routing, self.losses, self.token_groups, rows=len(x), global_load_E=self.global_load)
+        return losses_T.view(x.shape[:-1])

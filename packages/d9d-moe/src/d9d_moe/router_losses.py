@@ -9,7 +9,7 @@ Shape legend: B batch, L length, T = B * L tokens, E experts, A experts active f
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import Literal, NamedTuple, TypeAlias, final, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor
 from d9d_dist.errors import UserError
 from d9d_moe.router import Routing
 
-BalanceScope: TypeAlias = Literal["sequence", "batch"]
+BalanceScope: TypeAlias = Literal["sequence", "batch", "global_batch"]
 """Over which tokens the load of experts is counted."""
 
 
@@ -34,7 +34,10 @@ class RouterLosses:
             factor of `transformers` is this one divided by `top_k`.
         scope: Over which tokens f is counted. "sequence": those of one row, wherever its parts are: the same numbers in
             every layout, however a step is cut into microbatches. "batch": those of a whole microbatch on all ranks
-            (arXiv:2501.11873): with one microbatch in a step those of the global batch.
+            (arXiv:2501.11873): with one microbatch in a step those of the global batch. "global_batch": those of all of
+            the step before, which `balance_experts` hands on: the same numbers in every layout, too. Those of the step
+            itself are known only when its last microbatch was routed; the paper counts the microbatches so far, and
+            what a token costs then depends on how many came before it.
         z: Factor of the z-loss, the mean of `logsumexp(logits)^2` ("ST-MoE", arXiv:2202.08906, equation 5).
     """
 
@@ -43,11 +46,14 @@ class RouterLosses:
     z: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse factors below zero.
+        """Refuse factors below zero, and a scope that there is not.
 
         Raises:
             UserError: Naming the field, its value, and what it may be.
         """
+        if self.scope not in get_args(BalanceScope):
+            expected = ", ".join(get_args(BalanceScope))
+            raise UserError(f"router_losses.scope = {self.scope!r}; expected one of {expected}.")
         for name, value in (("balance", self.balance), ("z", self.z)):
             if value < 0:
                 raise UserError(f"router_losses.{name} = {value}; expected 0 (none) or above.")
@@ -56,6 +62,11 @@ class RouterLosses:
     def any(self) -> bool:
         """Whether there are any."""
         return self.balance > 0 or self.z > 0
+
+    @property
+    def follow_global_batch(self) -> bool:
+        """Whether they need the load that the step before had."""
+        return self.balance > 0 and self.scope == "global_batch"
 
 
 @final
@@ -85,16 +96,20 @@ class TokenGroups:
     batch: dist.ProcessGroup | None = None
 
 
-def token_losses(routing: Routing, losses: RouterLosses, groups: TokenGroups, *, rows: int) -> Tensor:
+def token_losses(
+    routing: Routing, losses: RouterLosses, groups: TokenGroups, *, rows: int, global_load_E: Tensor | None = None
+) -> Tensor:
     """What the routing of each token costs [T].
 
-    With a balance loss collective over the scope's group: one all-reduce of the counts.
+    With a balance loss of sequences or a batch collective over the scope's group: one all-reduce of the counts.
 
     Args:
         routing: Of tokens [T] that are `rows` rows of equal lengths, one after the other.
         losses: Which losses.
         groups: The ranks with other tokens, as many as this one has.
         rows: B.
+        global_load_E: How often each expert was chosen in the step before [E], 1 where all were equally; given where
+            the scope is "global_batch".
 
     Raises:
         UserError: If the router gives no scores.
@@ -106,9 +121,13 @@ def token_losses(routing: Routing, losses: RouterLosses, groups: TokenGroups, *,
         )
     total_T = torch.zeros_like(routing.scores[:, 0])
     if losses.balance:
-        load_BE = expert_load(routing, groups, scope=losses.scope, rows=rows).to(routing.scores.dtype)
+        if losses.scope == "global_batch":
+            assert global_load_E is not None
+            load_BE = global_load_E.unsqueeze(0)
+        else:
+            load_BE = expert_load(routing, groups, scope=losses.scope, rows=rows)
         num_tokens, num_counted = len(total_T), len(load_BE)
-        load_TE = load_BE.repeat_interleave(num_tokens // max(num_counted, 1), dim=0)
+        load_TE = load_BE.to(routing.scores.dtype).repeat_interleave(num_tokens // max(num_counted, 1), dim=0)
         total_T = total_T + losses.balance * (routing.scores * load_TE).sum(dim=-1)
     if losses.z:
         total_T = total_T + losses.z * routing.logits.logsumexp(dim=-1).square()
@@ -116,7 +135,7 @@ def token_losses(routing: Routing, losses: RouterLosses, groups: TokenGroups, *,
 
 
 @torch.no_grad()
-def expert_load(routing: Routing, groups: TokenGroups, *, scope: BalanceScope, rows: int) -> Tensor:
+def expert_load(routing: Routing, groups: TokenGroups, *, scope: Literal["sequence", "batch"], rows: int) -> Tensor:
     """How often each expert was chosen, where 1 is as often as if all were chosen equally.
 
     Collective over the scope's group: one all-reduce of B x E or E numbers.

@@ -1,10 +1,12 @@
 """Against an independent implementation: `transformers`' Qwen3-MoE."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,11 +24,13 @@ from d9d_modules import Qwen3Params
 from d9d_moe import (
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
+    RouterLosses,
     qwen3_moe_from_hugging_face,
     qwen3_moe_hugging_face_config,
     qwen3_moe_params_from_hugging_face,
 )
-from d9d_state import StateMapper, load_model_state, save_model_state
+from d9d_moe.models import experts_hugging_face
+from d9d_state import StateMapper, load_model_state, save_model_state, stack
 
 
 @st.composite
@@ -197,6 +201,35 @@ def test_an_export_loads_in_the_reference(tmp_path: Path, tied: bool) -> None:
     assert isinstance(reference, Reference)
     input_ids = torch.randint(0, 21, (2, 9))
     assert _relative_error(model(input_ids), reference(input_ids).logits) <= 1e-5
+
+
+def test_experts_in_another_order_are_caught(tmp_path: Path) -> None:
+    params, ids = _params(tied=False), torch.randint(0, 21, (2, 9))
+    reference = _reference(params, torch.float32)
+    reference.save_pretrained(tmp_path)
+
+    def swapped(names: Sequence[str], name: str) -> StateMapper:
+        return stack([names[1], names[0], *names[2:]], name)
+
+    with mock.patch.object(experts_hugging_face, "stack", swapped):
+        mapper = qwen3_moe_from_hugging_face(params)
+    model = Qwen3MoeForCausalLM(params)
+    load_model_state(model, tmp_path, mapper)
+    assert _relative_error(model(ids), reference(ids).logits) > 1e-3
+
+
+def test_what_losses_remember_has_no_place_on_disk(tmp_path: Path) -> None:
+    params = replace(_params(tied=False), router_losses=RouterLosses(balance=0.1, scope="global_batch"))
+    mapper = qwen3_moe_from_hugging_face(params)
+    model, again = Qwen3MoeForCausalLM(params), Qwen3MoeForCausalLM(params)
+    load = "backbone.layers.0.feed_forward.global_load"
+    model.get_buffer(load).fill_(3.0)
+    save_model_state(model, tmp_path, mapper.inverse())
+    load_model_state(again, tmp_path, mapper)
+    assert again.get_buffer(load).eq(1.0).all()
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("global_load")}
+    torch.testing.assert_close({name: again.state_dict()[name] for name in state}, state, rtol=0, atol=0)
+    assert not any("load" in name for name in load_file(tmp_path / "model.safetensors"))
 
 
 @pytest.mark.parametrize("tied", [False, True])

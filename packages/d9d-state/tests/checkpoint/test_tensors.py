@@ -126,6 +126,21 @@ def test_a_checkpoint_of_this_model_is_accepted_on_meta(tmp_path: Path) -> None:
         check_same_model(info, _Model())
 
 
+def test_frozen_parameters_may_be_left_out_and_buffers_not(tmp_path: Path) -> None:
+    model = _Model()
+    kept = model_tensors(model, trainable_only=True)
+    assert model_tensors(model).keys() - kept.keys() == {"model.frozen"}
+    _, info = _saved(tmp_path, kept)
+    check_same_model(info, model, trainable_only=True)
+    with pytest.raises(UserError, match=r"\n  the model has frozen, the checkpoint does not\n"):
+        check_same_model(info, model)
+    model.scale.requires_grad_(False)
+    model.frozen.requires_grad_(True)
+    message = r"the model trains frozen, the checkpoint does not\n  the checkpoint trains scale, the model does not\n"
+    with pytest.raises(UserError, match=message):
+        check_same_model(info, model, trainable_only=True)
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
     other = nn.Module()
     other.register_parameter("scale", nn.Parameter(torch.ones(2)))

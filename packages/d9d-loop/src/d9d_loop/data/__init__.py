@@ -16,6 +16,7 @@ from d9d_loop.data.sharded_samples import ShardedSamples
 from d9d_loop.data.shuffled_stream import ShuffledStream
 from d9d_loop.data.stream_loader import Share, StreamLoader
 from d9d_loop.data.text_tokens import TextFiles, is_held_out, tokenize_text, train_tokenizer
+from d9d_loop.data.token_cache import cached_token_file
 from d9d_loop.data.token_file import TokenFile, TokenManifest
 from d9d_loop.data.token_file_writer import TokenFileWriter
 from d9d_loop.data.token_samples import PackedSamples, TokenWindows
@@ -51,6 +52,7 @@ __all__ = [
     "TokenWindows",
     "TokenizedStream",
     "best_fit_decreasing",
+    "cached_token_file",
     "is_held_out",
     "pack_row",
     "pad_sequences",

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any, final
 
+from torch import Tensor
 from torch.utils.data import default_collate
 
 from d9d_dist import UserError
@@ -12,7 +13,15 @@ from d9d_loop.data.sample_stream import SampleStream
 
 
 class DataProvider(ABC):
-    """Makes the training data of a job, its evaluation data, and batches of both."""
+    """Makes the training data of a job, its evaluation data, and batches of both.
+
+    Attributes:
+        draws: Whether reading samples or making batches may draw random numbers, as augmentations do. They come from
+            streams that follow from the samples' positions then, which takes some tens of microseconds for each
+            microbatch; data that draw nothing may say so.
+    """
+
+    draws: bool = True
 
     @abstractmethod
     def training(self, *, seed: int) -> SampleStream:
@@ -35,6 +44,8 @@ class DataProvider(ABC):
 class DatasetProvider(DataProvider):
     """A dataset, in an order that is a function of seed and position.
 
+    Lists, tuples and tensors are known to draw no random numbers; of other datasets it is assumed that they may.
+
     Args:
         samples: The training data.
         shuffle: Whether each epoch has a random order of its own.
@@ -52,6 +63,7 @@ class DatasetProvider(DataProvider):
     ) -> None:
         self._samples, self._shuffle = samples, shuffle
         self._evaluation, self._collate = evaluation, collate
+        self.draws = type(samples) not in {list, tuple, Tensor} or collate is not default_collate
 
     def training(self, *, seed: int) -> SampleStream:
         """The samples, shuffled anew in each epoch if they are at all."""

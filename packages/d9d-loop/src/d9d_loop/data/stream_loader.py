@@ -17,7 +17,7 @@ from d9d_loop.data.prefetcher import Prefetcher
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.worker_pool import WorkerPool
-from d9d_loop.data_random import position_random
+from d9d_loop.data_random import nothing_drawn, position_random
 
 
 @final
@@ -80,6 +80,7 @@ class StreamLoader:
         num_workers: Processes that read samples; 0 reads in this one, at the moment that a batch is asked for.
         prefetch: Steps that are kept ready in a thread, if there are workers.
         timeout: Seconds that a worker may take for a batch; `None` for any time.
+        draws: Whether samples and the collate function may draw random numbers; see `DataProvider`.
 
     Raises:
         UserError: If a number is out of its range.
@@ -97,6 +98,7 @@ class StreamLoader:
         num_workers: int = 0,
         prefetch: int = 2,
         timeout: float | None = 600.0,
+        draws: bool = True,
     ) -> None:
         for name, value, least in (("num_workers", num_workers, 0), ("prefetch", prefetch, 1)):
             if value < least:
@@ -105,6 +107,7 @@ class StreamLoader:
         self._reader = SampleReader(stream, collate)
         self._place, self._device = place, torch.device(device)
         self._num_workers, self._prefetch, self._timeout = num_workers, prefetch, timeout
+        self._draws, self._is_first = draws, True
         self._used = _Place()
         self._steps: Iterator[tuple[list[Any], _Place]] | None = None
         self._pool: WorkerPool | None = None
@@ -184,5 +187,8 @@ class StreamLoader:
             yield microbatches, places.popleft()
 
     def _read_here(self, job: ReadJob) -> Any:
-        with position_random(self._seed, position=job.position):
+        if not self._draws and not self._is_first:
+            return self._reader(job)
+        with position_random(self._seed, position=job.position) if self._draws else nothing_drawn():
+            self._is_first = False
             return self._reader(job)

@@ -1,24 +1,14 @@
 """Keeps a bad step away from the parameters: one whose loss or gradient is not finite, or whose loss is a spike.
 
-All ranks decide together, on the device: the optimizer's update is left out there, and the host learns of it a step
-later, so that it never waits for the device. This needs an optimizer whose kernels take a flag, as torch's fused ones
-do (`found_inf`, the protocol of `torch.amp.GradScaler`). For others the host waits for the flag on an accelerator; on a
-CPU there is nothing to wait for.
-
-A loss is a spike if it exceeds
-
-    median + deviations * max(1.4826 * MAD, 0.01 * |median|)
-
-of a window of losses that ends two steps before it, where MAD is the median distance from the median (Leys et al.:
-"Detecting outliers", 2013); 1.4826 MAD is the standard deviation of normal numbers, and the other term keeps a plateau
-from having no deviation at all. Two steps, because the host does not know the last one.
+All ranks decide together. On an accelerator they do so there: the optimizer's update is left out on the device, and
+the host learns of it a step later, so that it never waits. This needs an optimizer whose kernels take a flag, as
+torch's fused ones do (`found_inf`, the protocol of `torch.amp.GradScaler`); for others the host waits for the flag. On
+a CPU there is nothing to wait for, and plain numbers are cheaper than tensors.
 """
 
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Literal, final
 
 import torch
@@ -26,11 +16,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext
+from d9d_loop.resilience.loss_window import LossWindow
 from d9d_loop.resilience.resilience_config import BadStepConfig
-
-_MAD_TO_DEVIATION = 1.4826
-_LEAST_DEVIATION = 0.01  # of the median
-_UNKNOWN_STEPS = 1  # before a step, of which the host of an accelerator knows nothing yet
 
 Decision = Literal["report", "skip", "rewind", "stop"]
 
@@ -69,7 +56,8 @@ class StepGuard:
 
     def __init__(self, optimizer: Optimizer, *, config: BadStepConfig, ctx: DistributedContext) -> None:
         self._optimizer, self._config, self._ctx = optimizer, config, ctx
-        self._losses: deque[tuple[int, float]] = deque(maxlen=config.spike_window + _UNKNOWN_STEPS)  # with their steps
+        self._is_on_host = _is_on_host(ctx.device)
+        self._losses = LossWindow(config)
         self._pending: list[_Measured] = []
         self._left_out: set[int] = set()  # steps whose update is left out when they come again
         self._rewound_from: set[int] = set()
@@ -78,29 +66,45 @@ class StepGuard:
     def step(self, step: int, *, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Take the optimizer's step, unless it is a bad one.
 
-        Collective over all ranks: an all-reduce of two numbers on the device, so that replicas which differ, as they
-        never should, do not part.
+        Collective over all ranks: an all-reduce of two numbers, so that replicas which differ, as they never should, do
+        not part.
 
         Args:
             step: The step, counted from 1.
             loss: Weighted mean over the global batch, 0-dim.
             grad_norm: Global norm of the gradients, 0-dim.
         """
-        known = [loss for earlier, loss in self._losses if earlier < step - _UNKNOWN_STEPS]
-        limit = spike_limit(known, self._config)
-        acts = self._config.spike in {"skip", "rewind", "stop"}
+        limit = self._losses.limit(step)
+        is_left_out = step in self._left_out
+        if self._is_on_host:
+            self._step_on_host(step, loss.item(), grad_norm.item(), limit=limit, is_left_out=is_left_out)
+        else:
+            self._step_on_device(step, loss, grad_norm, limit=limit, is_left_out=is_left_out)
+
+    def _step_on_host(self, step: int, loss: float, grad_norm: float, *, limit: float, is_left_out: bool) -> None:
+        non_finite, spike = not (math.isfinite(loss) and math.isfinite(grad_norm)), loss > limit
+        if self._ctx.world_size > 1:
+            bad = torch.tensor([non_finite, spike], dtype=torch.float32)
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+            non_finite, spike = map(bool, bad.tolist())
+        self._pending.append(_Measured(step, lambda: [non_finite, spike, loss, grad_norm], is_left_out))
+        if not (is_left_out or non_finite or (spike and self._spikes_are_left_out)):
+            self._optimizer.step()
+
+    def _step_on_device(
+        self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, *, limit: float, is_left_out: bool
+    ) -> None:
         # What exceeds its limit, and what is no number, which compares as false.
         bad = torch.stack([~(torch.isfinite(loss) & torch.isfinite(grad_norm)), loss > limit]).to(torch.float32)
         if self._ctx.world_size > 1:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        gates = bad if acts else bad[:1]
-        is_left_out = step in self._left_out
-        measured = _Measured(step, torch.stack([*bad.double(), loss.double(), grad_norm.double()]), is_left_out)
-        self._pending.append(measured)
+        gates = bad if self._spikes_are_left_out else bad[:1]
+        values = _on_its_way(torch.stack([*bad.double(), loss.double(), grad_norm.double()]))
+        self._pending.append(_Measured(step, values, is_left_out))
         if is_left_out:
             return
         if not _takes_flag(self._optimizer):
-            if not gates.any():  # on an accelerator the host waits here
+            if not gates.any():  # the host waits here
                 self._optimizer.step()
             return
         optimizer: Any = self._optimizer  # it takes the flag as an attribute, as `GradScaler` gives it
@@ -109,6 +113,10 @@ class StepGuard:
             self._optimizer.step()
         finally:
             del optimizer.found_inf, optimizer.grad_scale
+
+    @property
+    def _spikes_are_left_out(self) -> bool:
+        return self._config.spike in {"skip", "rewind", "stop"}
 
     def verdict(self, *, settle: bool = False) -> BadStep | None:
         """What was decided about the next bad step that the host knows of and has not told; equal on every rank.
@@ -119,7 +127,7 @@ class StepGuard:
         Args:
             settle: Whether to wait for the device and take the last step: before a save, and at the end.
         """
-        unknown = 0 if settle or self._ctx.device.type == "cpu" else _UNKNOWN_STEPS
+        unknown = 0 if settle or self._is_on_host else 1
         while len(self._pending) > unknown:
             judged = self._judge(self._pending.pop(0))
             if judged is not None:
@@ -137,15 +145,14 @@ class StepGuard:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON: recent losses and what to leave out. After `verdict(settle=True)`."""
         return {
-            "losses": [[step, float(loss).hex()] for step, loss in self._losses],
+            "losses": self._losses.state_dict(),
             "left_out": sorted(self._left_out),
             "in_a_row": self._in_a_row,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` gave. What to leave out is added to what is known already."""
-        self._losses.clear()
-        self._losses.extend((step, float.fromhex(loss)) for step, loss in state["losses"])
+        self._losses.load_state_dict(state["losses"])
         self._left_out |= set(state["left_out"])
         self._in_a_row = state["in_a_row"]
 
@@ -155,18 +162,15 @@ class StepGuard:
         if measured.is_left_out or not (non_finite or is_spike):
             self._in_a_row = 0
             if math.isfinite(loss) and not measured.is_left_out:
-                self._losses.append((measured.step, loss))
+                self._losses.add(measured.step, loss)
             return None
         kind: Literal["non-finite", "spike"] = "non-finite" if non_finite else "spike"
         if kind == "spike" and self._config.spike == "report":
-            self._losses.append((measured.step, loss))
+            self._losses.add(measured.step, loss)
         decision, why = self._decide(measured.step, kind)
         what = f"step {measured.step}: loss {loss:g}, gradient norm {grad_norm:g}"
-        what += " is not finite" if non_finite else f" is a spike over {self._median():g}"
+        what += " is not finite" if non_finite else f" is a spike over {self._losses.median():g}"
         return BadStep(measured.step, kind, loss, grad_norm, decision, f"{what}; {why}")
-
-    def _median(self) -> float:
-        return median(loss for _, loss in self._losses)
 
     def _decide(self, step: int, kind: Literal["non-finite", "spike"]) -> tuple[Decision, str]:
         config = self._config
@@ -194,37 +198,34 @@ class StepGuard:
         return "rewind", "the job goes back to its last checkpoint."
 
 
-def spike_limit(losses: Sequence[float], config: BadStepConfig) -> float:
-    """The loss from which on one is a spike after others; infinite if they are too few, or nobody wants to know.
-
-    See the equation at the top of this file.
-    """
-    window = losses[-config.spike_window :]
-    if config.spike == "ignore" or len(window) < config.spike_after:
-        return math.inf
-    middle = median(window)
-    deviation = _MAD_TO_DEVIATION * median(abs(loss - middle) for loss in window)
-    return middle + config.spike_deviations * max(deviation, _LEAST_DEVIATION * abs(middle))
-
-
-@final
+@dataclass(frozen=True, slots=True)
 class _Measured:
-    """What a step measured, on its way to the host, which it does not keep waiting."""
+    """What a step measured: `values` gives whether it was not finite or a spike, its loss and its gradient norm."""
 
-    def __init__(self, step: int, values: torch.Tensor, is_left_out: bool) -> None:
-        self.step, self.is_left_out = step, is_left_out
-        self._event: torch.Event | None = None
-        self._values = values
-        if values.device.type != "cpu":
-            self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._event = torch.Event(values.device)
-            self._event.record()
+    step: int
+    values: Callable[[], list[float]]
+    is_left_out: bool
 
-    def values(self) -> list[float]:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._values.tolist()
+
+def _on_its_way(values: torch.Tensor) -> Callable[[], list[float]]:
+    """Copy numbers to the host, which waits for them only when it asks."""
+    if values.device.type == "cpu":
+        return values.tolist
+    on_host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    on_host.copy_(values, non_blocking=True)
+    copied = torch.Event(values.device)
+    copied.record()
+
+    def wait() -> list[float]:
+        copied.synchronize()
+        return on_host.tolist()
+
+    return wait
+
+
+def _is_on_host(device: torch.device) -> bool:
+    """Whether the host knows at once what is computed there."""
+    return device.type == "cpu"
 
 
 def _takes_flag(optimizer: Optimizer) -> bool:

@@ -35,6 +35,7 @@ _REPORT_INTERVALS = 6.0  # in which the asker hears what came of an alarm
 _LEAVE_SECONDS = 1.5  # for the main thread to leave by itself when a peer has failed
 _LOCKED_SECONDS = 1.5  # over the timeout, for a process whose interpreter is locked
 _ALARM, _LOST = "alarm", "lost: "  # the key of an alarm, which holds the rank that rang it, or this and who is lost
+_MARGIN_INTERVALS = 20.0  # for an alarm, its answers and the report, on a busy machine
 _LARGE_WORLD = 1024  # ranks, from which on each of them asks the store less often
 
 
@@ -89,6 +90,16 @@ class HangWatchdog:
         faulthandler.cancel_dump_traceback_later()
         if self._asker is not None:
             self._asker.leave(in_order=error is None)
+
+    @property
+    def margin(self) -> timedelta:
+        """How much longer than a step collectives are to wait: nothing is known any more once they fail by themselves.
+
+        Give it to `ctx.set_timeout` on top of the step's limit.
+        """
+        if not self._enabled or self._asker is None:
+            return timedelta(0)
+        return timedelta(seconds=_MARGIN_INTERVALS * self._asker.interval)
 
     def beat(self, step: int, doing: str = "a step") -> None:
         """Say that the main thread moves. Local, and cheap.

@@ -34,6 +34,9 @@ _END = b"\0"  # no signal has this number
 class Stopped(SystemExit):
     """The job has saved and leaves, as a signal asked. Not caught, it ends the process with `ExitCode.STOPPED`.
 
+    The signals are ignored from then on, so that one that comes once more does not change the exit code. Whoever
+    catches this and goes on gives them a meaning again, with `signal.signal`.
+
     Attributes:
         by: The signal.
         step: Steps done, all of which are saved.
@@ -86,6 +89,7 @@ class StopSignals:
         self._group = _host_group(ctx)
         self._asked: tuple[torch.Tensor, dist.Work] | None = None
         self._handlers: dict[signal.Signals, _Handler] = {}
+        self._is_leaving = False
         self._mask: set[signal.Signals | int] = set()
 
     def __enter__(self) -> Self:
@@ -103,10 +107,10 @@ class StopSignals:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Let signals do what they did before."""
+        """Let signals do what they did before, or nothing if the process is about to end."""
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._handlers.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if self._is_leaving else handler)
             signal.set_wakeup_fd(self._wakeup_before)
             self._handlers = {}
             # Not by closing it: a process that was forked meanwhile may hold it open.
@@ -139,6 +143,14 @@ class StopSignals:
             signal.signal(number, handler)
         self._unblock()
         self._handlers = {}
+
+    def leave(self) -> None:
+        """Have signals ignored from the end of the block on: all is saved, and the process is about to end.
+
+        Python takes its own handlers away before the process is gone, and a signal that comes then, such as the
+        scheduler's second one, would end it with another exit code.
+        """
+        self._is_leaving = True
 
     def agreed(self) -> signal.Signals | None:
         """The signal that all ranks are to stop for now, or `None`; the same on all of them.

@@ -122,13 +122,21 @@ class AimTrackerConfig(BaseModel):
     repository: str = "."
     experiment: str | None = None
 
+    def check(self) -> None:
+        """Refuse it if the package is missing.
+
+        Raises:
+            UserError: With the command that installs it.
+        """
+        check_extra("aim", extra=self.kind)
+
     def build(self, run_dir: Path) -> BackgroundTracker:
         """Make the tracker.
 
         Raises:
             UserError: If the package is missing.
         """
-        check_extra("aim", extra=self.kind)
+        self.check()
         place = self.repository if "://" in self.repository else str(run_dir / self.repository)
         return BackgroundTracker(
             lambda: AimTracker(place, experiment=self.experiment),

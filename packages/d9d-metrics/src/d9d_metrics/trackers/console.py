@@ -72,6 +72,9 @@ class ConsoleTrackerConfig(BaseModel):
 
     kind: Literal["console"] = "console"
 
+    def check(self) -> None:
+        """Do nothing: it needs no package."""
+
     def build(self, run_dir: Path) -> BackgroundTracker:
         """Make the tracker; it leaves nothing in the run's folder."""
         return BackgroundTracker(ConsoleTracker, name=self.kind)

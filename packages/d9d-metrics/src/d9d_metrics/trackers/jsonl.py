@@ -117,6 +117,9 @@ class JsonlTrackerConfig(BaseModel):
     kind: Literal["jsonl"] = "jsonl"
     file: str = "metrics.jsonl"
 
+    def check(self) -> None:
+        """Do nothing: it needs no package."""
+
     def build(self, run_dir: Path) -> BackgroundTracker:
         """Make the tracker of the file in the run's folder."""
         path = run_dir / self.file

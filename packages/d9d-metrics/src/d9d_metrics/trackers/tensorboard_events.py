@@ -120,13 +120,21 @@ class TensorBoardTrackerConfig(BaseModel):
     kind: Literal["tensorboard"] = "tensorboard"
     folder: str = "tensorboard"
 
+    def check(self) -> None:
+        """Refuse it if the package is missing.
+
+        Raises:
+            UserError: With the command that installs it.
+        """
+        check_extra("tensorboard", extra=self.kind)
+
     def build(self, run_dir: Path) -> BackgroundTracker:
         """Make the tracker.
 
         Raises:
             UserError: If the package is missing.
         """
-        check_extra("tensorboard", extra=self.kind)
+        self.check()
         folder = run_dir / self.folder
         return BackgroundTracker(
             lambda: TensorBoardTracker(folder), name=self.kind, spool=run_dir / "trackers" / self.kind

@@ -142,13 +142,21 @@ class WandbTrackerConfig(BaseModel):
     tags: tuple[str, ...] = ()
     mode: Literal["online", "offline"] = "online"
 
+    def check(self) -> None:
+        """Refuse it if the package is missing.
+
+        Raises:
+            UserError: With the command that installs it.
+        """
+        check_extra("wandb", extra=self.kind)
+
     def build(self, run_dir: Path) -> BackgroundTracker:
         """Make the tracker.
 
         Raises:
             UserError: If the package is missing.
         """
-        check_extra("wandb", extra=self.kind)
+        self.check()
         options = self.model_dump(exclude={"kind"})
         return BackgroundTracker(
             lambda: WandbTracker(run_dir, **options), name=self.kind, spool=run_dir / "trackers" / self.kind

@@ -4,7 +4,7 @@ from d9d_dist.errors import UserError
 from d9d_modules import HuggingFaceConfig, Qwen3Params, config_value, require_value, swiglu_from_hugging_face
 from d9d_modules.models.hugging_face_rope import rope_from_hugging_face, rope_to_hugging_face
 from d9d_moe.models.deepseek_v3 import DeepseekV3Params
-from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face
+from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face, router_losses_state
 from d9d_state import JsonValue, StateMapper, parallel, rename, repeat, scope
 
 
@@ -176,4 +176,5 @@ def _sparse(params: DeepseekV3Params, layout: ExpertsLayout) -> StateMapper:
         rename("gate.e_score_correction_bias", "router.selection_bias"),
         experts_from_hugging_face(params.num_experts, params.expert_intermediate_size, layout=layout),
         *(shared if params.num_shared_experts else []),
+        *router_losses_state(params.router_losses),
     )

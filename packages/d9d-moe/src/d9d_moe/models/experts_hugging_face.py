@@ -3,7 +3,8 @@
 from typing import Literal, TypeAlias
 
 from d9d_dist.errors import UserError
-from d9d_state import StateMapper, parallel, rename, split, stack
+from d9d_moe.router_losses import RouterLosses
+from d9d_state import StateMapper, keep, parallel, rename, split, stack
 
 ExpertsLayout: TypeAlias = Literal["per_expert", "fused"]
 """`per_expert`: `experts.3.gate_proj.weight`, what is on disk. `fused`: `experts.gate_up_proj` [E, 2 F, D] and
@@ -36,3 +37,8 @@ def experts_from_hugging_face(num_experts: int, intermediate_size: int, *, layou
             )
         case _:
             raise UserError(f"layout = {layout!r}; expected 'per_expert' or 'fused'.")
+
+
+def router_losses_state(losses: RouterLosses) -> list[StateMapper]:
+    """What a block keeps for its losses, which the layout has no place for; names of one layer."""
+    return [keep("global_load")] if losses.follow_global_batch else []

@@ -13,7 +13,7 @@ from d9d_modules import (
     require_value,
     swiglu_from_hugging_face,
 )
-from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face
+from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face, router_losses_state
 from d9d_moe.models.qwen3_moe import Qwen3MoeParams
 from d9d_state import JsonValue, StateMapper, parallel, rename
 
@@ -26,7 +26,7 @@ def qwen3_moe_from_hugging_face(params: Qwen3MoeParams, *, layout: ExpertsLayout
         layout: How experts are stored.
     """
     experts = experts_from_hugging_face(params.num_experts, params.expert_intermediate_size, layout=layout)
-    sparse = parallel(rename("gate.weight", "router.weight"), experts)
+    sparse = parallel(rename("gate.weight", "router.weight"), experts, *router_losses_state(params.router_losses))
 
     def feed_forward(index: int) -> StateMapper:
         return swiglu_from_hugging_face() if index in params.dense_layers else sparse

@@ -16,9 +16,15 @@ _OPTIMIZER = "optimizer."
 _COUNTERS = ("step", "mu_product")  # what torch's optimizers keep on the CPU, unless they are captured or fused
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer as `model.<name>`, a tied one once: what to save, or to load into."""
-    return {_MODEL + name: tensor.detach() for name, tensor in unique_tensors(model).items()}
+def model_tensors(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer as `model.<name>`, a tied one once: what to save, or to load into.
+
+    Args:
+        model: Materialised and parallelised.
+        trainable_only: Whether parameters that do not require gradients are left out. Buffers never are: training may
+            change them.
+    """
+    return {_MODEL + name: tensor.detach() for name, tensor in _held_tensors(model, trainable_only).items()}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -74,12 +80,13 @@ def prepare_optimizer_for_load(model: nn.Module, optimizer: Optimizer, info: Che
             }
 
 
-def check_same_model(info: CheckpointInfo, model: nn.Module) -> None:
+def check_same_model(info: CheckpointInfo, model: nn.Module, *, trainable_only: bool = False) -> None:
     """Refuse a checkpoint of another model, before anything is started.
 
     Args:
         info: The checkpoint.
         model: The whole model; `meta` is enough.
+        trainable_only: Whether the checkpoint is one of the tensors that `model_tensors` gives with this.
 
     Raises:
         UserError: Listing every tensor that is missing, unexpected, or of another shape or dtype.
@@ -87,9 +94,10 @@ def check_same_model(info: CheckpointInfo, model: nn.Module) -> None:
     saved = {
         name.removeprefix(_MODEL): tensor_info for name, tensor_info in info.tensors.items() if name.startswith(_MODEL)
     }
-    wanted = {name: TensorInfo.of(tensor) for name, tensor in unique_tensors(model).items()}
-    lines = [f"  the model has {name}, the checkpoint does not" for name in wanted if name not in saved]
-    lines += [f"  the checkpoint has {name}, the model does not" for name in saved if name not in wanted]
+    wanted = {name: TensorInfo.of(tensor) for name, tensor in _held_tensors(model, trainable_only).items()}
+    has = "trains" if trainable_only else "has"
+    lines = [f"  the model {has} {name}, the checkpoint does not" for name in wanted if name not in saved]
+    lines += [f"  the checkpoint {has} {name}, the model does not" for name in saved if name not in wanted]
     lines += [
         f"  {name} is {saved[name].describe()} in the checkpoint, {wanted[name].describe()} in the model"
         for name in wanted
@@ -120,6 +128,14 @@ def named_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, 
                 )
             found.append((names[id(parameter)], parameter, group))
     return found
+
+
+def _held_tensors(model: nn.Module, trainable_only: bool) -> dict[str, Tensor]:
+    return {
+        name: tensor
+        for name, tensor in unique_tensors(model).items()
+        if tensor.requires_grad or not (trainable_only and isinstance(tensor, nn.Parameter))
+    }
 
 
 def _empty_state(key: str, info: TensorInfo, parameter: Tensor, group: Mapping[str, object]) -> Tensor:

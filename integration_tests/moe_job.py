@@ -1,0 +1,149 @@
+"""A job that trains a tiny DeepSeek-V3 in float64, balances its experts once a step, and reports their load."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from d9d_dist import DistributedContext, StageInfo
+from d9d_loop import GradientsReady, Inputs, Loss, ModelProvider, ModelReady, Task, Trainer, TrainerConfig, handles
+from d9d_loop.testing import parse_layout
+from d9d_metrics import Accumulator, Metric, MetricValue
+from d9d_moe import (
+    DeepseekV3ForCausalLM,
+    DeepseekV3Params,
+    RouterLosses,
+    balance_experts,
+    deepseek_v3_tensor_plan,
+    load_statistics,
+    parallelize_moe_decoder,
+)
+
+NUM_ROWS, LENGTH, VOCAB = 8, 16, 32
+
+PARAMS = DeepseekV3Params(
+    vocab_size=VOCAB,
+    hidden_size=12,
+    num_layers=3,
+    num_heads=4,
+    kv_rank=6,
+    q_rank=10,
+    head_dim=4,
+    rotary_dim=2,
+    value_dim=5,
+    intermediate_size=20,
+    num_dense_layers=1,
+    num_experts=8,
+    top_k=2,
+    expert_intermediate_size=8,
+    num_groups=4,
+    top_groups=2,
+    router_losses=RouterLosses(balance=0.01, scope="global_batch", z=0.001),
+    initializer_range=0.3,
+)
+SPARSE_LAYERS = [f"backbone.layers.{index}.feed_forward" for index in range(1, PARAMS.num_layers)]
+
+
+@final
+class TinyDeepseek(ModelProvider):
+    """Builds the model and parallelises it as a user does."""
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        return DeepseekV3ForCausalLM(PARAMS, stage).double()
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        parallelize_moe_decoder(model, ctx, plan=deepseek_v3_tensor_plan(PARAMS))
+
+
+@final
+class ExpertLoad(Metric):
+    """How evenly the experts of some layers were chosen."""
+
+    def __init__(self, layers: Sequence[str], num_experts: int) -> None:
+        self.layers = list(layers)
+        self.counts = Accumulator("sum", shape=(len(layers), num_experts))
+
+    def accumulators(self) -> dict[str, Accumulator]:
+        return {"counts": self.counts}
+
+    def update(self, counts: Mapping[str, Tensor]) -> None:
+        for layer, seen in counts.items():
+            self.counts.value[self.layers.index(layer)] += seen
+
+    def compute(self) -> MetricValue:
+        each = load_statistics(self.counts.value)
+        return {
+            "max_over_mean": each.max_over_mean.max(),
+            "entropy": each.entropy.mean(),
+            "idle": each.idle.sum(),
+            "dropped": each.dropped.sum(),
+        }
+
+
+@final
+class BalancedNextToken(Task):
+    """Predicts tokens; as a subscriber, balances experts and takes their counts into a metric."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.newest = self.load = ExpertLoad(SPARSE_LAYERS, PARAMS.num_experts)
+        self.is_counting = False
+
+    def inputs(self, batch: Any) -> Inputs:
+        return Inputs(batch["input_ids"], labels=batch["labels"], position_ids=torch.arange(LENGTH).unsqueeze(0))
+
+    def loss(self, outputs: Any, batch: Any) -> Loss:
+        return Loss(outputs.sum(), weight=outputs.numel())
+
+    def metrics(self) -> dict[str, Metric]:
+        self.newest = ExpertLoad(SPARSE_LAYERS, PARAMS.num_experts)
+        return {"experts": self.newest}
+
+    @handles(ModelReady)
+    def start(self, ready: ModelReady) -> None:
+        """Keep the metric of the training, since evaluations make others; counts are equal on all ranks of a stage."""
+        self.load = self.newest
+        self.is_counting = ready.ctx.coordinate("batch", "dp") == ready.ctx.coordinate("batch", "cp") == 0
+
+    @handles(GradientsReady)
+    def balance(self, ready: GradientsReady) -> None:
+        """Once a step."""
+        counts = balance_experts(ready.model, rate=self.rate)
+        if self.is_counting:
+            self.load.update(counts)
+
+
+def train(layout: str, folder: str, steps: int, rate: float) -> None:
+    """Train up to a step, from where the folder's last job stopped; what it reports is in its metrics.jsonl."""
+    where = parse_layout(layout)
+    config = TrainerConfig.model_validate(
+        {
+            "steps": steps,
+            "batch": {"global_size": NUM_ROWS, "microbatch_size": where.microbatch_size},
+            "run": {"folder": Path(folder).parent, "name": Path(folder).name},
+            "mesh": where.mesh,
+            "pipeline": {"schedule": where.schedule},
+            "optimizer": {"learning_rate": 3e-3},
+            "logging": {"progress": False, "every": 1},
+            "evaluation": {"every": max(steps // 2, 1)},
+            "export": False,
+        }
+    )
+    task = BalancedNextToken(rate)
+    trainer = Trainer(
+        config,
+        model=TinyDeepseek(),
+        data=_samples(),
+        task=task,
+        evaluation_data=_samples()[:5],
+        lr_schedule=lambda step: 1.0,  # else it would follow from the number of steps
+    )
+    trainer.events.subscribe(task)
+    trainer.train()
+
+
+def _samples() -> list[dict[str, Tensor]]:
+    windows = torch.randint(0, VOCAB, (NUM_ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": window[:-1], "labels": window[1:]} for window in windows]

@@ -1,0 +1,251 @@
+"""A job goes on in another layout with the samples that it has not seen, in their order, and with the same losses.
+
+Each layout trains once from the start and saves in the middle; from there each is continued in others. In float64 all
+of them agree with one process that was never interrupted.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias, final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from d9d_dist import ContextSplit, DistributedContext, MeshConfig, StageInfo
+from d9d_dist.testing import run_ranks
+from d9d_loop import (
+    ConfigReady,
+    DataProvider,
+    Inputs,
+    Loss,
+    ModelProvider,
+    StepDone,
+    StepStarted,
+    Task,
+    Trainer,
+    TrainerConfig,
+)
+from d9d_loop.data import IndexedStream, SampleStream, ShuffledStream
+from d9d_loop.testing import parse_layout
+from d9d_modules import Qwen3Params
+from d9d_moe import Qwen3MoeForCausalLM, Qwen3MoeParams, parallelize_moe_decoder, qwen3_moe_tensor_plan
+
+STEPS, SAVED = 4, 2
+GLOBAL_SIZE = 4
+NUM_SAMPLES = 11  # an epoch ends in the third step, which is the first after going on
+LENGTH, VOCAB = 8, 16
+
+LAYOUTS = (
+    "",
+    "dp_shard=2",
+    "dp_replicate=2,microbatch=1",
+    "tp=2",
+    "cp_shard=2",
+    "pp=2,microbatch=1",
+    "ep=2,dp_shard=2",
+    "dp_shard=2,tp=2",
+    "pp=2,dp_replicate=2,schedule=zb1p,microbatch=1",
+    "ep=4,dp_shard=4",
+    "ep=2,tp=2,cp_replicate=2",
+    "pp=2,ep=2,dp_shard=2,microbatch=1",
+)
+PAIRS = [(source, LAYOUTS[(index + by) % len(LAYOUTS)]) for by in (1, 5) for index, source in enumerate(LAYOUTS)]
+SAME = ("tp=2", "pp=2,ep=2,dp_shard=2,microbatch=1")
+"""Where the layout stays, so do the bits."""
+
+Batch: TypeAlias = Mapping[str, Tensor]
+Job: TypeAlias = tuple[str, Path]
+"""A layout, and the folder of a run."""
+
+_PARAMS = Qwen3MoeParams(
+    decoder=Qwen3Params(
+        vocab_size=VOCAB,
+        hidden_size=8,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        intermediate_size=12,
+        initializer_range=0.3,
+    ),
+    num_experts=4,
+    top_k=2,
+    expert_intermediate_size=6,
+)
+
+
+@final
+class _Decoder(ModelProvider):
+    def build(self, stage: StageInfo) -> nn.Module:
+        return Qwen3MoeForCausalLM(_PARAMS, stage).double()
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        parallelize_moe_decoder(model, ctx, plan=qwen3_moe_tensor_plan(_PARAMS))
+
+
+@final
+class _Numbered(DataProvider):
+    """Rows that know their number."""
+
+    def training(self, *, seed: int) -> SampleStream:
+        tokens = torch.randint(VOCAB, (NUM_SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+        rows = [
+            {"ids": row[:-1], "labels": row[1:], "positions": torch.arange(LENGTH), "number": torch.tensor(number)}
+            for number, row in enumerate(tokens)
+        ]
+        return ShuffledStream(IndexedStream(rows, seed=seed), window=5, seed=seed)
+
+
+@final
+class _NextToken(Task):
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []  # the samples of each microbatch
+
+    def inputs(self, batch: Batch) -> Inputs:
+        self.seen.append(batch["number"].tolist())
+        return Inputs(batch["ids"], labels=batch["labels"], position_ids=batch["positions"])
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Loss:
+        return Loss(outputs.sum(), weight=outputs.numel())
+
+    def split_sequence(self, batch: Batch, split: ContextSplit) -> Batch:
+        rows = {name: batch[name] for name in ("ids", "labels", "positions")}
+        return {**batch, **split.split(rows)}
+
+
+@dataclass(slots=True)
+class _Life:
+    """What a rank saw of a job, from one start to its end."""
+
+    dp_rank: int = 0
+    microbatches: dict[int, list[list[int]]] = field(default_factory=dict)
+    """Of each step, the samples of each of the rank's microbatches."""
+    losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+
+
+def _live(layout: str, folder: Path) -> _Life:
+    """Run a job, or go on with it, on every rank."""
+    parsed = parse_layout(layout)
+    off = {"enabled": False}
+    config = {
+        "steps": STEPS,
+        "batch": {"global_size": GLOBAL_SIZE, "microbatch_size": parsed.microbatch_size},
+        "mesh": parsed.mesh,
+        "pipeline": {"schedule": parsed.schedule},
+        "optimizer": {"learning_rate": 0.05},
+        "lr_schedule": {"warmup_steps": 2},
+        "gradients": {"max_norm": 0.5},
+        "checkpoint": {"every": SAVED, "background": False},
+        "run": {"folder": folder},
+        "trackers": (),
+        "logging": {"progress": False},
+        "resilience": {"health": off, "watchdog": off},
+        "host": {"collect_garbage_every": None},  # which begins by looking at all objects, longer than the job takes
+        "export": False,
+    }
+    life, task = _Life(), _NextToken()
+
+    def on_step(done: StepDone) -> None:
+        life.microbatches[done.step], task.seen = task.seen, []
+        life.losses[done.step], life.norms[done.step] = done.loss.item(), done.grad_norm.item()
+
+    def on_start(ready: ConfigReady) -> None:
+        life.dp_rank = ready.ctx.coordinate("batch", "dp")
+
+    trainer = Trainer(TrainerConfig.model_validate(config), model=_Decoder(), data=_Numbered(), task=task)
+    trainer.events.on(ConfigReady, on_start)
+    trainer.events.on(StepStarted, lambda _: task.seen.clear())  # of the check of shapes, before the first
+    trainer.events.on(StepDone, on_step)
+    trainer.train()
+    return life
+
+
+def _live_all(jobs: Sequence[Job]) -> list[_Life]:
+    """Jobs one after the other in one process group, which costs them little."""
+    lives = []
+    with MeshConfig(data_parallel_shard=-1).build():
+        for layout, folder in jobs:
+            try:
+                lives.append(_live(layout, folder))
+            except Exception as error:
+                error.add_note(f"in the layout {layout!r}, {folder}")
+                raise
+    return lives
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """What a job did: the samples of each step in the global order, its losses, and norms of gradients."""
+
+    samples: dict[int, list[int]]
+    losses: dict[int, float]
+    norms: dict[int, float]
+
+
+def _courses(jobs: Sequence[Job]) -> list[_Course]:
+    """Run jobs on as many ranks as their layouts have."""
+    courses: dict[Job, _Course] = {}
+    for world_size in {parse_layout(layout).world_size for layout, _ in jobs}:
+        ours = [job for job in jobs if parse_layout(job[0]).world_size == world_size]
+        lives_of_ranks = run_ranks(_live_all, ours, world_size=world_size, timeout=400)
+        courses.update(zip(ours, map(_course, zip(*lives_of_ranks, strict=True)), strict=True))
+    return [courses[job] for job in jobs]
+
+
+def _course(lives: Sequence[_Life]) -> _Course:
+    """One course of what all ranks saw; those that share samples saw the same, and all have the same losses."""
+    first, by_dp_rank = lives[0], {life.dp_rank: life.microbatches for life in lives}
+    assert all((life.losses, life.norms) == (first.losses, first.norms) for life in lives)
+    assert all(life.microbatches == by_dp_rank[life.dp_rank] for life in lives)
+    samples = {
+        step: [
+            sample
+            for microbatches in zip(*(by_dp_rank[rank][step] for rank in sorted(by_dp_rank)), strict=True)
+            for microbatch in microbatches
+            for sample in microbatch
+        ]
+        for step in first.losses
+    }
+    return _Course(samples, first.losses, first.norms)
+
+
+def _left_in_the_middle(run: Path, folder: Path) -> Path:
+    """A copy of a run that was killed after its first checkpoint."""
+    shutil.copytree(run, folder)
+    shutil.rmtree(folder / "run" / "checkpoints" / f"step-{STEPS:08}")
+    return folder
+
+
+def _assert_close(found: _Course, expected: _Course, what: str) -> None:
+    assert found.samples == {step: expected.samples[step] for step in found.samples}, what
+    for values, others in ((found.losses, expected.losses), (found.norms, expected.norms)):
+        assert values == pytest.approx({step: others[step] for step in values}, rel=1e-9), what
+
+
+def test_in_any_other_layout_it_goes_on_with_what_it_has_not_seen(tmp_path: Path) -> None:
+    runs = {layout: tmp_path / str(number) for number, layout in enumerate(LAYOUTS)}
+    whole = dict(zip(LAYOUTS, _courses(list(runs.items())), strict=True))
+    one = whole[""]
+    seen = [sample for samples in one.samples.values() for sample in samples]
+    assert len(set(seen[: NUM_SAMPLES - 1])) == NUM_SAMPLES - 1  # the last one is in a window with the next epoch's
+    for layout, course in whole.items():
+        assert list(course.losses) == [1, 2, 3, 4]
+        _assert_close(course, one, layout)
+    ways = [*PAIRS, *((layout, layout) for layout in SAME)]
+    assert len(set(PAIRS)) >= 20
+    folders = [_left_in_the_middle(runs[source], tmp_path / f"way-{number}") for number, (source, _) in enumerate(ways)]
+    jobs = [(target, folder) for (_, target), folder in zip(ways, folders, strict=True)]
+    for (source, target), course in zip(ways, _courses(jobs), strict=True):
+        assert list(course.losses) == [3, 4]
+        _assert_close(course, one, f"from {source!r} to {target!r}")
+        if source == target:
+            expected = whole[source]
+            assert (course.losses, course.norms) == (_last(expected.losses), _last(expected.norms)), source
+
+
+def _last(values: dict[int, float]) -> dict[int, float]:
+    return {step: value for step, value in values.items() if step > SAVED}

@@ -1,0 +1,16 @@
+"""The command `python -m d9d_loop.infer`, alone or under torchrun: runs the inference that a preset names."""
+
+from d9d_loop.command_line import command_line
+from d9d_loop.preset import InferencePresetConfig, look_beside_preset, preset_inference
+
+
+def main() -> None:
+    """Compute results: `python -m d9d_loop.infer PRESET.toml [--section.key VALUE ...]`."""
+    with command_line():
+        config = InferencePresetConfig.from_cli()
+        look_beside_preset()
+        print(preset_inference(config).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from d9d_loop.resilience import BadStepConfig
+from d9d_loop.resilience.loss_window import LossWindow
+
+_CONFIG = BadStepConfig(spike_window=10, spike_after=4, spike_deviations=3)
+
+
+@given(st.lists(st.tuples(st.floats(-10, 10), st.integers(1, 3)), min_size=1, max_size=40), st.integers(0, 40))
+def test_the_limit_is_the_equation_on_what_was_known_two_steps_before(
+    drawn: list[tuple[float, int]], resumed_at: int
+) -> None:
+    window, step, known = LossWindow(_CONFIG), 0, list[tuple[int, float]]()
+    for count, (loss, gap) in enumerate(drawn):
+        step += gap  # the losses of steps that were left out are not there
+        losses = [each for earlier, each in known if earlier < step - 1][-10:]
+        assert window.limit(step) == pytest.approx(_reference(losses), abs=1e-9)
+        window.add(step, loss)
+        known.append((step, loss))
+        if count == resumed_at:
+            state = json.loads(json.dumps(window.state_dict()))
+            window = LossWindow(_CONFIG)
+            window.load_state_dict(state)
+        assert window.median() == pytest.approx(
+            torch.tensor([each for _, each in known[-11:]], dtype=torch.float64).quantile(0.5).item()
+        )
+
+
+def _reference(losses: list[float]) -> float:
+    if len(losses) < 4:
+        return math.inf
+    values = torch.tensor(losses, dtype=torch.float64)
+    middle = values.quantile(0.5)
+    deviation = torch.maximum(1.4826 * (values - middle).abs().quantile(0.5), 0.01 * middle.abs())
+    return (middle + 3 * deviation).item()
+
+
+def test_nothing_is_a_spike_if_nobody_asks() -> None:
+    window = LossWindow(BadStepConfig(spike="ignore", spike_after=1))
+    for step in range(1, 6):
+        window.add(step, 1.0)
+    assert window.limit(9) == math.inf

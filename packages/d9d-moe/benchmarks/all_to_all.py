@@ -1,0 +1,88 @@
+"""Bytes that an all-to-all dispatch moves between ranks, against the fewest that its routing allows.
+
+    uv run --group test python packages/d9d-moe/benchmarks/all_to_all.py --output all_to_all.json
+
+Ranks are processes of this machine, over gloo. What crosses is counted where it is handed to the collective; the bound
+is a row for each choice of an expert on another rank, there and back, forward and backward. `counts` is what ranks tell
+each other beforehand. As `per_rank_bound` stands what would be left if a token went once to a rank, however many of its
+experts are there, as DeepEP sends it.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from d9d_dist import MeshConfig
+from d9d_dist.testing import run_ranks
+from d9d_moe import AllToAllDispatcher, Routing
+
+
+def main() -> None:
+    """Count, print JSON, and write it if asked to."""
+    parser = argparse.ArgumentParser(description="Bytes that cross ranks, against the fewest.")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=512, help="of each rank")
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    figures: dict[str, Any] = {name: value for name, value in vars(args).items() if name != "output"}
+    for routing in ("balanced", "Zipf"):
+        ranks = run_ranks(_count, routing, figures, world_size=args.ranks)
+        total = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
+        figures[routing] = {**total, "moved / bound": total["moved"] / total["bound"]}
+    text = json.dumps(figures, indent=2)
+    print(text)
+    if args.output:
+        args.output.write_text(text + "\n", encoding="utf-8")
+
+
+def _count(routing_name: str, sizes: dict[str, int]) -> dict[str, int]:
+    """Bytes that this rank sends in forward and backward, and the fewest."""
+    sent: list[int] = []
+    real = dist.all_to_all_single
+
+    def counted(received: Tensor, x: Tensor, arriving: Any = None, leaving: Any = None, **options: Any) -> Any:
+        group = options["group"]
+        parts = [len(x) // group.size()] * group.size() if leaving is None else leaving
+        row_bytes = x[0].numel() * x.element_size() if len(x) else 0
+        sent.append((sum(parts) - parts[group.rank()]) * row_bytes)
+        return real(received, x, arriving, leaving, **options)
+
+    with MeshConfig(data_parallel_shard=-1, expert_parallel=-1).build() as ctx:
+        routing = _routing(routing_name, sizes, seed=ctx.rank)
+        tokens = torch.randn(sizes["tokens"], sizes["hidden_size"], requires_grad=True)
+        with mock.patch.object(dist, "all_to_all_single", counted):
+            dispatcher = AllToAllDispatcher(ctx.group_for("expert", "ep_shard"))
+            dispatched = dispatcher.dispatch(tokens, routing, num_experts=sizes["experts"])
+            dispatched.combine(dispatched.rows).wait().sum().backward()
+        homes_TA = routing.indices // (sizes["experts"] // ctx.world_size)
+        is_there_TR = torch.zeros(sizes["tokens"], ctx.world_size, dtype=torch.bool).scatter_(1, homes_TA, value=True)
+        is_there_TR[:, ctx.rank] = False
+    counts, *rows = sent
+    row_bytes = 4 * tokens[0].nbytes  # there and back, twice; what a rank sends back, others have sent it
+    return {
+        "moved": sum(rows),
+        "bound": int((homes_TA != ctx.rank).sum()) * row_bytes,
+        "per_rank_bound": int(is_there_TR.sum()) * row_bytes,
+        "counts": counts,
+    }
+
+
+def _routing(name: str, sizes: dict[str, int], *, seed: int) -> Routing:
+    """Each token's experts, drawn evenly, or so that the n-th has a share of about 1 / n."""
+    draws = torch.Generator().manual_seed(seed)
+    shares = torch.ones(sizes["experts"]) if name == "balanced" else 1.0 / torch.arange(1, sizes["experts"] + 1)
+    indices = torch.multinomial(shares.expand(sizes["tokens"], -1), sizes["top_k"], generator=draws)
+    return Routing(indices, torch.full(indices.shape, 1 / sizes["top_k"]))
+
+
+if __name__ == "__main__":
+    main()
