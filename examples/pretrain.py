@@ -130,6 +130,8 @@ def read_text(text: Text) -> tuple[list[bytes], list[bytes]]:
 class PackedText(DataProvider):
     """Rows of `text.length` bytes, into which files are packed: a byte sees the bytes before it in its own file."""
 
+    draws = False  # nothing is random but the order
+
     def __init__(self, text: Text) -> None:
         self.length = text.length
         self.train, self.held_out = (cached_token_file(files, text.tokens) for files in read_text(text))

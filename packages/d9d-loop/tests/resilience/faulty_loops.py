@@ -43,6 +43,17 @@ def watched_victim_of_itself(place: Place, culprit: int) -> None:
         time.sleep(30)
 
 
+def watched_failing_late(place: Place) -> None:
+    """Rank 1 hangs; what rank 0 waits for fails at about the time at which that is found."""
+    with MeshConfig(data_parallel_shard=-1).build(timeouts=TIMEOUTS) as ctx, HangWatchdog(ctx) as watchdog:
+        dist.barrier()
+        watchdog.beat(1)
+        if ctx.rank == 1:
+            do("sleeps", place)
+        time.sleep(0.9 * TIMEOUTS.step.total_seconds())
+        raise RuntimeError("connection closed by peer")
+
+
 def unwatched(place: Place, fault: str, culprit: int) -> None:
     """Steps without a watchdog."""
     with MeshConfig(data_parallel_shard=-1).build(timeouts=TIMEOUTS) as ctx:

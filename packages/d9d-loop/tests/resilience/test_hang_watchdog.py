@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from faulty_loops import BAD_STEP, unwatched, watched, watched_victim_of_itself
+from faulty_loops import BAD_STEP, unwatched, watched, watched_failing_late, watched_victim_of_itself
 from forked_faults import Rank, run_forked
 
 from d9d_loop.resilience import ExitCode
@@ -27,6 +27,12 @@ def test_a_rank_that_computes_for_ever_is_named_with_its_line(culprit: int) -> N
         assert f"Ranks {waiting} wait: in a step, step {BAD_STEP}, in all_reduce over ranks 0, 1, 2, at " in report
     assert ended[culprit].code == ExitCode.HANG
     assert "time.sleep" in ended[culprit].errors or "in do" in ended[culprit].errors
+
+
+def test_what_fails_because_of_a_hang_ends_by_its_report() -> None:
+    ended = run_forked(watched_failing_late)
+    assert [rank.code for rank in ended] == [ExitCode.HANG] * 2
+    assert all("no progress for" in rank.errors for rank in ended)
 
 
 def test_a_rank_whose_process_is_stopped_is_named_with_it() -> None:

@@ -229,15 +229,33 @@ def test_flush_waits_for_what_was_logged(spool: Path | None) -> None:
     tracker.close()
 
 
-def test_close_without_any_call_opens_nothing(spool: Path | None) -> None:
+def test_a_flush_does_not_wait_for_a_tracker_that_is_down(caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder()
+    tracker = tracker_of(recorder, close_seconds=60.0)
+    tracker.log(1, {"loss": 1.0})
+    tracker.flush()
+    recorder.is_down = True
+    for step in (2, 3):
+        tracker.log(step, {"loss": 1.0})
+        begin = time.monotonic()
+        tracker.flush()
+        assert time.monotonic() - begin < 30.0
+    assert "what was logged last is not safe yet" in caplog.text
+    recorder.is_down = False
+    wait_for(lambda: recorder.steps == [1, 2, 3])
+    tracker.flush()
+    tracker.close()
+
+
+def test_close_without_any_call_opens_nothing(spool: Path | None) -> None:
+    recorder, before = Recorder(), set(threading.enumerate())
     tracker = tracker_of(recorder, spool)
     tracker.close()
     tracker.close()
     with pytest.raises(ValueError, match="the test tracker is closed"):
         tracker.log(1, {})
     assert recorder.calls == []
-    assert not [thread for thread in threading.enumerate() if thread.name == "d9d-metrics-test"]
+    assert set(threading.enumerate()) <= before
 
 
 def wait_for(condition: Any) -> None:

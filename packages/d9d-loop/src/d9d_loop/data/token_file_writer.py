@@ -62,7 +62,7 @@ class TokenFileWriter:
         Raises:
             UserError: If there are none, or one is outside of the vocabulary.
         """
-        values = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)  # an array would take bytes as memory
         if not values:
             raise UserError(f"document {self._num_documents} has no tokens; expected at least one. Leave it out.")
         if min(values) < 0 or max(values) >= self._vocab_size:

@@ -36,6 +36,7 @@ _LEAVE_SECONDS = 1.5  # for the main thread to leave by itself when a peer has f
 _LOCKED_SECONDS = 1.5  # over the timeout, for a process whose interpreter is locked
 _ALARM, _LOST = "alarm", "lost: "  # the key of an alarm, which holds the rank that rang it, or this and who is lost
 _MARGIN_INTERVALS = 20.0  # for an alarm, its answers and the report, on a busy machine
+_LATE = 0.75  # of a timeout, from when on what fails may have failed because of a hang
 _LARGE_WORLD = 1024  # ranks, from which on each of them asks the store less often
 
 
@@ -85,6 +86,8 @@ class HangWatchdog:
         """End watching. The other ranks are told that this one has left in good order, or that it has not."""
         if not self._enabled:
             return
+        if error is not None:
+            self._prefer_report(error)
         self._end.set()
         self._decider.join()
         faulthandler.cancel_dump_traceback_later()
@@ -134,6 +137,13 @@ class HangWatchdog:
     def stuck_seconds(self) -> float:
         """For how long nothing has moved."""
         return time.monotonic() - self._progress.since
+
+    def _prefer_report(self, error: BaseException) -> None:
+        """End by the report of a hang, if one is under way, rather than by what a peer that ended so made fail here."""
+        if self._asker is None or self.stuck_seconds() < _LATE * self._progress.timeout:
+            return
+        if self._asker.report.wait(_REPORT_INTERVALS * self._asker.interval):
+            self._end_process(f"{self._asker.text}\nIts step ended with {error!r}", ExitCode.HANG)
 
     def _decide(self) -> None:
         """Look at the clock and at what the asker has heard, until the end."""

@@ -86,7 +86,7 @@ class BackgroundTracker:
         self._outbox.put(Entry(step, dict(values)))
 
     def flush(self) -> None:
-        """Wait until everything is in the spool, or with the tracker if there is none."""
+        """Wait until everything is in the spool, or with the tracker if there is none; not for one that is down."""
         if self._thread.ident is not None and not self._outbox.flush(self._close_seconds):
             _LOGGER.warning("the %s tracker is behind; what was logged last is not safe yet", self._name)
 
@@ -125,6 +125,7 @@ class BackgroundTracker:
                 self._deliver(entry)
             except Exception as error:  # whatever a tracker raises, the run goes on
                 self._after_failure(error, retry)
+                self._outbox.failed()
                 if self._refusal is not None or self._closing.is_set():
                     break
                 self._closing.wait(retry)

@@ -43,6 +43,10 @@ class Outbox(Protocol):
         """Let go of the entry that `head` returned."""
         ...
 
+    def failed(self) -> None:
+        """Hear that the tracker did not take it; it will be tried again."""
+        ...
+
     def flush(self, seconds: float) -> bool:
         """Wait until what was put would survive the process; whether that came true in time."""
         ...
@@ -81,7 +85,7 @@ class MemoryOutbox:
         self._changed = threading.Condition()
         self._capacity = capacity
         self._left_out = 0
-        self._is_closed = False
+        self._is_closed = self._is_failing = False
 
     def put(self, entry: Entry) -> None:
         """Append it."""
@@ -102,12 +106,20 @@ class MemoryOutbox:
         """Remove the oldest one."""
         with self._changed:
             self._entries.popleft()
+            self._is_failing = False
+            self._changed.notify_all()
+
+    def failed(self) -> None:
+        """Let nobody wait for a tracker that is down."""
+        with self._changed:
+            self._is_failing = True
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until the tracker has everything."""
+        """Wait until the tracker has everything, or is down."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._entries, timeout=seconds)
+            self._changed.wait_for(lambda: not self._entries or self._is_failing, timeout=seconds)
+            return not self._entries
 
     def forget_after(self, step: int) -> None:
         """Do nothing: there is nothing from before."""

@@ -77,6 +77,9 @@ class Spool:
             self._note_delivered()
             self._changed.notify_all()
 
+    def failed(self) -> None:
+        """Do nothing: what is on the disk can wait."""
+
     def flush(self, seconds: float) -> bool:
         """Wait until everything is on the disk."""
         wanted = self._num_put
