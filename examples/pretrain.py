@@ -75,6 +75,12 @@ class Experts(Section):
     intermediate_size: int
     router_losses: RouterLosses = RouterLosses()
 
+    @model_validator(mode="after")
+    def _has_a_load(self) -> Self:
+        if self.router_losses.follow_global_batch:
+            raise ValueError('scope = "global_batch" needs balance_experts, which this example does not call')
+        return self
+
 
 class Parallelism(Section):
     context_method: ContextMethod = "all_gather"

@@ -430,7 +430,7 @@ def gradients_of_the_own_next_stage_are_halved() -> Generator[None]:
 # --- context parallelism
 
 
-@caught_by("dense,cp_shard=2")
+@caught_by("plain,cp_shard=2")
 def positions_count_from_zero_on_every_rank() -> AbstractContextManager[object]:
     def local(self: ContextSplit, length: int) -> Tensor:
         return torch.arange(length // self._mesh.size()).unsqueeze(0)

@@ -68,6 +68,8 @@ def _guess(size=3, shuffle=True, name="x", rate=0.5):  # noqa: ANN001, ANN202
 
 def test_arguments_without_annotations_are_what_their_defaults_are() -> None:
     assert _build(_HERE + "_guess", size="8", shuffle="false", name="7", rate="1e-3") == (8, False, "7", 1e-3)
+    # A default may be narrower than what is meant.
+    assert _build(_HERE + "_guess", size=0.5, shuffle="batches", name=None, rate=None) == (0.5, "batches", None, None)
 
 
 class Lazy:

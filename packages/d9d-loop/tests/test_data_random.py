@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from d9d_dist import UserError
-from d9d_loop.data_random import nothing_drawn, position_random, seed_data_random
+from d9d_loop.data_random import check_draws_nothing, position_random, seed_data_random
 
 
 def _draw() -> tuple[float, float, float]:
@@ -52,12 +52,15 @@ def test_a_position_has_a_stream_in_any_process() -> None:
     ids=["python", "numpy", "torch"],
 )
 def test_what_is_drawn_though_nothing_should_be_is_found(draw: Callable[[], object], name: str) -> None:
-    with nothing_drawn():
-        torch.rand((), generator=torch.Generator())
+    check_draws_nothing(lambda: torch.rand((), generator=torch.Generator()))
     with pytest.raises(UserError, match=f"drew random numbers from {name}; expected none, since the data provider has"):
-        _draw_in_vain(draw)
+        check_draws_nothing(draw)
 
 
-def _draw_in_vain(draw: Callable[[], object]) -> None:
-    with nothing_drawn():
-        draw()
+def test_what_another_thread_draws_once_is_not_taken_for_it() -> None:
+    draws = iter([random.random, object])
+
+    def read() -> None:
+        next(draws)()
+
+    check_draws_nothing(read)

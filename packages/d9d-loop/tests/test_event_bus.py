@@ -134,7 +134,7 @@ def test_handlers_change_neither_modes_nor_gradients() -> None:
         assert not event.model(torch.ones(2)).requires_grad
 
     events.on(GradientsReady, use)
-    events.emit(GradientsReady(1, model))
+    events.emit(GradientsReady(1, model, torch.ones(())))
     assert [module.training for module in model.modules()] == [True, True, False]
 
 
@@ -148,7 +148,7 @@ def test_gradients_may_be_changed() -> None:
             parameter.grad.mul_(3)
 
     events.on(GradientsReady, triple)
-    events.emit(GradientsReady(1, model))
+    events.emit(GradientsReady(1, model, torch.ones(())))
     assert model.weight.grad.item() == 3
 
 

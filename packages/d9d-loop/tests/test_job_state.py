@@ -211,7 +211,7 @@ def test_frozen_parameters_that_change_are_not_left_out(tmp_path: Path, ctx: Dis
     job.model.weight.data += 1
     for save in (job.state.prepare, lambda: job.state.save(Record(1))):
         with pytest.raises(
-            UserError, match=r"checkpoint.trainable_only = true, but .* have changed since the job began"
+            UserError, match=r"checkpoint.trainable_only = true, but .* are not what the job begins with"
         ):
             save()
     assert not list(tmp_path.glob("step-*"))
@@ -224,10 +224,8 @@ def test_a_run_may_change_what_its_checkpoints_have(tmp_path: Path, ctx: Distrib
     assert _saved_names(tmp_path) == {"model.bias", "model.weight"}
     other = _Frozen(tmp_path, ctx)
     other.initial += 1
-    assert other.restore().step == 1
-    assert torch.equal(other.model.weight, job.model.weight)
     with pytest.raises(UserError, match="no checkpoint would bring them back"):
-        other.state.save(Record(2))
+        other.restore()
     less = _Frozen(tmp_path, ctx)
     assert less.restore().step == 1
     less.state.save(Record(2))

@@ -1,5 +1,6 @@
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 
 import pytest
 import torch
@@ -73,13 +74,20 @@ def test_the_lag_is_bounded() -> None:
     assert delivered == [0, 1, 2]
 
 
+def _collect_thrice(collector: MetricCollector) -> None:
+    for _ in range(3):
+        collector.collect(1)
+
+
 def test_what_the_delivery_raises_is_raised_at_the_next_call() -> None:
     def refuse(step: int, _values: Mapping[str, float]) -> None:
         raise UserError(f"step {step} is refused")
 
-    collector = MetricCollector({"sum": Sum()}, None, refuse)
-    collector.collect(1)
-    with pytest.raises(UserError, match="step 1 is refused"):
+    collector = MetricCollector({"sum": Sum()}, None, refuse, max_lag=1)
+    for _ in range(3):  # a failure does not use the lag up
+        with pytest.raises(UserError, match="step 1 is refused"):
+            _collect_thrice(collector)
+    with suppress(UserError):
         collector.flush()
     collector.collect(2)
     with pytest.raises(UserError, match="step 2 is refused"):

@@ -124,10 +124,38 @@ def test_the_load_of_a_step_is_handed_to_the_next() -> None:
     torch.testing.assert_close(
         model.get_buffer("0.router.selection_bias"), 0.25 * (seen.double().mean() - seen).sign().float()
     )
-    update_global_load(model, {"0": torch.zeros(4, dtype=torch.int64)})
-    assert load.eq(0).all()
+    before = load.clone()
+    update_global_load(model, {"0": torch.zeros(4, dtype=torch.int64)})  # as of a layer that no gradient reaches
+    assert torch.equal(load, before)
     assert "0.global_load" in model.state_dict()
     assert "0.global_load" not in _model().state_dict()
+
+
+@pytest.mark.parametrize("grad_norm", [torch.tensor(float("nan")), float("inf")])
+def test_a_step_that_is_not_finite_moves_nothing(grad_norm: Tensor | float) -> None:
+    model, x = _following_model(), torch.randn(3, 5, 8)
+    for norm in (torch.tensor(1.0), grad_norm):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        sum(part.sum() for part in model(x)).backward()
+        assert torch.equal(balance_experts(model, grad_norm=norm)["0"], _expected_before(model, before, x))
+        moved = not torch.equal(before["0.global_load"], model.get_buffer("0.global_load"))
+        assert moved is (norm is not grad_norm)
+        assert moved is not torch.equal(before["0.router.selection_bias"], model.get_buffer("0.router.selection_bias"))
+
+
+def _expected_before(model: nn.Module, before: dict[str, Tensor], x: Tensor) -> Tensor:
+    """What the router chose with the bias that it had."""
+    now = model.get_buffer("0.router.selection_bias").clone()
+    model.get_buffer("0.router.selection_bias").copy_(before["0.router.selection_bias"])
+    expected = _expected(model, x)
+    model.get_buffer("0.router.selection_bias").copy_(now)
+    return expected
+
+
+def test_a_bias_of_half_precision_is_refused() -> None:
+    model = _model().bfloat16()
+    with pytest.raises(UserError, match=r"the selection bias of 0 is torch.bfloat16; expected float32"):
+        balance_experts(model)
 
 
 def test_losses_of_the_global_batch_even_the_load_out() -> None:

@@ -28,6 +28,13 @@ def test_takes_the_largest_probabilities(renormalize: bool, top_k: int) -> None:
         torch.testing.assert_close(probabilities[token], expected)
 
 
+def test_autocast_does_not_reach_the_router() -> None:
+    router, x = TopKRouter(8, num_experts=4, top_k=2, init_std=1.0), torch.randn(5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        routing = router(x)
+    assert torch.equal(routing.probabilities, router(x).probabilities)
+
+
 def test_half_precision_is_routed_in_float32() -> None:
     router = TopKRouter(16, num_experts=8, top_k=2, init_std=1.0).bfloat16()
     x = torch.randn(50, 16).bfloat16()

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from d9d_dist import UserError
+from d9d_dist import MeshConfig, UserError
+from d9d_dist.testing import run_ranks
 from d9d_moe import RouterLosses, Routing, SigmoidRouter, TokenGroups, TopKRouter, expert_load, token_losses
 
 ALONE = TokenGroups()
@@ -48,6 +49,22 @@ def test_the_balance_of_a_batch_is_that_of_transformers() -> None:
     torch.testing.assert_close(2 * got, expected)
     (wanted,) = torch.autograd.grad(expected, router.weight, retain_graph=True)
     torch.testing.assert_close(2 * torch.autograd.grad(got, router.weight)[0], wanted)
+
+
+def _load_of_a_batch(num_tokens: int) -> Tensor:
+    with MeshConfig(data_parallel_replicate=-1).build() as ctx:
+        indices = torch.arange(num_tokens * (1 + ctx.rank)).unsqueeze(1) % 4
+        shape = (len(indices), 4)
+        routing = Routing(indices, torch.ones(len(indices), 1), torch.zeros(shape), torch.full(shape, 0.25))
+        groups = TokenGroups(sequence=None, batch=ctx.group_for("batch", "dp"))
+        return expert_load(routing, groups, scope="batch", rows=1)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_the_load_of_a_batch_counts_ranks_with_more_tokens_for_more(num_tokens: int) -> None:
+    counts = torch.bincount(torch.cat([torch.arange(num_tokens), torch.arange(2 * num_tokens)]) % 4, minlength=4)
+    for load in run_ranks(_load_of_a_batch, num_tokens, world_size=2):
+        torch.testing.assert_close(load[0], counts * 4 / counts.sum().clamp(min=1))
 
 
 def test_even_loads_cost_the_factor() -> None:

@@ -62,7 +62,7 @@ def parallelize_experts(
             compute_locally(owner)
         parallelize_hsdp(module, replicate, shard_axis="ep_replicate", precision=precision, shard_dim=shard_dim)
         return
-    if replicate.size() > 1:
+    if replicate.size() > 1 or mesh.size() == 1:  # on one rank too, for the dtype
         distribute_parameters(module, replicate, {}, default=Replicate())
     dtypes = precision or Precision()
     for owner in owners:

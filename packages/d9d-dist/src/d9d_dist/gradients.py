@@ -1,6 +1,7 @@
 """What happens to gradients between backward and the optimizer: summed over ranks, divided once, measured, clipped."""
 
 from collections.abc import Iterable, Iterator
+from functools import reduce
 
 import torch
 from torch import nn
@@ -98,7 +99,8 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor | 
         return
     if isinstance(factor, torch.Tensor):
         # A factor of the gradients' own dtype keeps the fused kernel; one of less than float32 would be inexact.
-        factor = factor.to(torch.promote_types(gradients[0].dtype, torch.float32))
+        dtypes = {gradient.dtype for gradient in gradients}
+        factor = factor.to(reduce(torch.promote_types, dtypes, torch.float32))
     torch._foreach_mul_(gradients, factor)
 
 

@@ -6,6 +6,7 @@ import re
 import typing
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
@@ -89,7 +90,9 @@ class Component(Section):
             ) from None
         hints = _hints(factory)
         return {
-            name: _convert(value, hints.get(name, _type_of_default(signature, name)), f"{key}.{name}")
+            name: _convert(value, hints[name], f"{key}.{name}")
+            if name in hints
+            else _as_default(value, _type_of_default(signature, name))
             for name, value in given.items()
         }
 
@@ -99,6 +102,14 @@ def _type_of_default(signature: inspect.Signature, name: str) -> Any:
     parameter = signature.parameters.get(name)
     default = None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
     return type(default) if isinstance(default, bool | int | float) else Any
+
+
+def _as_default(value: Any, kind: Any) -> Any:
+    """An argument without an annotation: text is read as its default is, if it can be, as it may be more than that."""
+    if isinstance(value, str):
+        with suppress(UserError):
+            return _convert(value, kind, "")
+    return value
 
 
 def _hints(factory: Callable[..., Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import pickle
 import random
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -44,27 +44,32 @@ def seed_data_random(seed: int, *, position: int) -> None:
         numpy.random.seed(key % 2**32)
 
 
-@contextmanager
-def nothing_drawn() -> Generator[None]:
-    """Check that no random numbers are drawn in here, of data that are said to need none.
+def check_draws_nothing(read: Callable[[], object]) -> None:
+    """Check that no random numbers are drawn by reading data that are said to need none.
+
+    They are read twice if some were: another thread, such as a tracker's, may have drawn them the first time.
 
     Raises:
-        UserError: If some were.
+        UserError: If some were drawn both times.
     """
+    drawn = _drawn_by(read) and _drawn_by(read)
+    if drawn:
+        raise UserError(
+            f"reading a batch drew random numbers from {' and '.join(drawn)}; expected none, since the data provider "
+            "has draws = False. Set it to True, so that what samples draw follows from their position."
+        )
+
+
+def _drawn_by(read: Callable[[], object]) -> list[str]:
     before = _states()
-    yield
+    read()
     after = _states()
     drawn = {
         "NumPy": before.numpy is not None and pickle.dumps(before.numpy) != pickle.dumps(after.numpy),
         "Python": before.python != after.python,
         "torch": not torch.equal(before.torch, after.torch),
     }
-    if any(drawn.values()):
-        names = " and ".join(name for name, is_drawn in drawn.items() if is_drawn)
-        raise UserError(
-            f"reading a batch drew random numbers from {names}; expected none, since the data provider has draws = "
-            "False. Set it to True, so that what samples draw follows from their position."
-        )
+    return [name for name, is_drawn in drawn.items() if is_drawn]
 
 
 class _States(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from pydantic import JsonValue
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext
@@ -105,9 +105,11 @@ class GradientsReady(Event):
 
     Attributes:
         model: The model, whose parameters hold them.
+        grad_norm: Their global norm before clipping, 0-dim, on the device; not finite in a step that may be left out.
     """
 
     model: nn.Module
+    grad_norm: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,8 +155,7 @@ class JobState:
             return Record()
         if expected is not None and self._frozen_digest != expected:
             raise UserError(_other_frozen(info))
-        prepare_optimizer_for_load(self._model, self._optimizer, info)
-        self._store.load(info, self._tensors(trainable_only=expected is not None), self._ctx)
+        self._load_tensors(info, trainable_only=expected is not None)
         state: Any = info.state
         record = _RECORD.validate_python(state["record"])
         for name, part in self._parts.items():
@@ -172,6 +171,13 @@ class JobState:
         else:
             seed_everything(self._seed, self._ctx, step=record.step)
         return record
+
+    def _load_tensors(self, info: CheckpointInfo, *, trainable_only: bool) -> None:
+        prepare_optimizer_for_load(self._model, self._optimizer, info)
+        self._store.load(info, self._tensors(trainable_only=trainable_only), self._ctx)
+        if not trainable_only:  # it may have brought frozen parameters that the job does not begin with
+            self._check_frozen()
+            self._is_digest_checked = False
 
     def rewind(self) -> Record:
         """Go back to the newest sound checkpoint. Collective.
@@ -263,10 +269,10 @@ class JobState:
             return
         if frozen_digest(self._model, self._ctx) != self._frozen_digest:
             raise UserError(
-                "checkpoint.trainable_only = true, but parameters that do not require gradients have changed since the "
-                "job began, and no checkpoint would bring them back; expected the values of initial_weights, or those "
-                "of the seed. Do not change them in handlers or in the optimizer, or set checkpoint.trainable_only to "
-                "false."
+                "checkpoint.trainable_only = true, but parameters that do not require gradients are not what the job "
+                "begins with, and no checkpoint would bring them back; expected the values of initial_weights, or "
+                "those of the seed. Name the initial_weights that the run began with, do not change them in handlers "
+                "or in the optimizer, or set checkpoint.trainable_only to false."
             )
         self._is_digest_checked = True
 

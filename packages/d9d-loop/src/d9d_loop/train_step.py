@@ -119,7 +119,7 @@ class TrainStep:
         # A batch without weight has no gradients either: they stay zero instead of becoming 0 / 0.
         per_weight = torch.where(weight > 0, 1.0 / weight, 0.0)
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)
-        self._events.emit(GradientsReady(step + 1, self._model))
+        self._events.emit(GradientsReady(step + 1, self._model, grad_norm))
         factor = self._lr_schedule(step)
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor

@@ -188,7 +188,7 @@ class TrainingJob:
         first_step = record.step
         ready = DataReady(first_step, plan.num_microbatches, plan.microbatch_size)
         self._events.emit(ready)
-        with self._reports, self._loader, self._garbage, self._profiler, self._watchdog, self._stop:
+        with self._reports, self._loader, self._garbage, self._watchdog, self._stop, self._profiler:
             self._profiler.step(ready)
             batches: list[Any] = []
             while record.step < config.steps:

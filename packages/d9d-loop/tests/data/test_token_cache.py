@@ -4,6 +4,7 @@ from threading import Barrier
 from typing import Any
 
 import pytest
+import torch
 
 from d9d_dist import UserError
 from d9d_loop.data import cached_token_file
@@ -15,6 +16,13 @@ def test_bytes_are_tokens_and_empty_documents_are_left_out(tmp_path: Path) -> No
     file = cached_token_file(TEXTS, tmp_path)
     assert [bytes(file[index]["tokens"].tolist()) for index in range(len(file))] == [b"one", b"another"]
     file.verify()
+
+
+def test_what_a_tokenizer_gives_may_be_a_tensor(tmp_path: Path) -> None:
+    file = cached_token_file([b"\0", b"ab"], tmp_path, tokenize=lambda text: torch.tensor(list(text)), name="org/bytes")
+    assert [sample["tokens"].tolist() for sample in map(file.__getitem__, range(len(file)))] == [[0], [97, 98]]
+    assert [path.parent for path in tmp_path.iterdir()] == [tmp_path]
+    assert len(list(tmp_path.glob("org-bytes-*"))) == 1
 
 
 def test_what_is_there_is_not_made_again(tmp_path: Path) -> None:

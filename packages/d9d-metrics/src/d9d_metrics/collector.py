@@ -81,8 +81,11 @@ class MetricCollector:
             values: What is known on every rank already, to be handed on with the metrics and before them: numbers, or
                 scalar tensors on their device, which are not read here and must not be overwritten later.
         """
-        self._free.acquire()
         self._raise_failure()
+        self._free.acquire()
+        if self._failure is not None:
+            self._free.release()
+            self._raise_failure()
         pending = self._sync.start()
         for metric in self._metrics.values():
             metric.reset()

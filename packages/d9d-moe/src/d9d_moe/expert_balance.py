@@ -16,17 +16,30 @@ from d9d_dist.errors import UserError
 from d9d_moe.layer import MoeFeedForward
 from d9d_moe.router import SigmoidRouter
 
+_BIAS_BYTES = 4
 
-def balance_experts(model: nn.Module, *, rate: float = 1e-3) -> dict[str, Tensor]:
+
+def balance_experts(
+    model: nn.Module, *, rate: float = 1e-3, grad_norm: Tensor | float | None = None
+) -> dict[str, Tensor]:
     """All that the balance of experts needs once a step: counts over all ranks, then biases and loads that follow them.
 
-    In a job it is a handler: `trainer.events.on(GradientsReady, lambda ready: balance_experts(ready.model))`.
-    Collective as `take_expert_counts` is, which gives what this returns; see `update_selection_bias` for the rate, and
-    what raises.
+    In a job it is a handler of `GradientsReady`: `balance_experts(ready.model, grad_norm=ready.grad_norm)`. Collective
+    as `take_expert_counts` is, which gives what this returns; see `update_selection_bias` for what raises.
+
+    Args:
+        model: A model, or one stage of it.
+        rate: How much a bias moves in a step.
+        grad_norm: The step's global gradient norm. A step in which it is not finite, and which is therefore left out,
+            moves nothing; the host waits for nothing. By default every step counts.
     """
     counts = take_expert_counts(model)
-    update_selection_bias(model, counts, rate=rate)
-    update_global_load(model, counts)
+    counted = counts
+    if grad_norm is not None:
+        norm = torch.as_tensor(grad_norm)
+        counted = {name: seen_E * norm.isfinite().to(seen_E.device) for name, seen_E in counts.items()}
+    update_selection_bias(model, counted, rate=rate)
+    update_global_load(model, counted)
     return counts
 
 
@@ -65,11 +78,11 @@ def update_selection_bias(model: nn.Module, counts: Mapping[str, Tensor], *, rat
 
     Args:
         model: The model that the counts are of; layers whose router has no bias are passed over.
-        counts: What `take_expert_counts` gave for the step.
+        counts: What `take_expert_counts` gave for the step; zeros leave a bias as it is.
         rate: How much a bias moves in a step.
 
     Raises:
-        UserError: If the rate is below zero.
+        UserError: If the rate is below zero, or a bias is of fewer than 32 bits, in which steps of the rate are lost.
     """
     if rate < 0:
         raise UserError(f"rate = {rate}; expected 0 or above.")
@@ -77,6 +90,11 @@ def update_selection_bias(model: nn.Module, counts: Mapping[str, Tensor], *, rat
         if name in counts and isinstance(block.router, SigmoidRouter):
             seen_E = counts[name].double()
             bias_E = block.router.selection_bias
+            if bias_E.element_size() < _BIAS_BYTES:
+                raise UserError(
+                    f"the selection bias of {name} is {bias_E.dtype}; expected float32, in which steps of rate = "
+                    f"{rate} are not rounded away. Use parallelize_moe_decoder(precision=...), not model.to(...)."
+                )
             bias_E.add_((seen_E.mean() - seen_E).sign().to(bias_E.dtype), alpha=rate)
 
 
@@ -86,12 +104,13 @@ def update_global_load(model: nn.Module, counts: Mapping[str, Tensor]) -> None:
 
     Args:
         model: The model that the counts are of; layers without such a loss are passed over.
-        counts: What `take_expert_counts` gave for the step.
+        counts: What `take_expert_counts` gave for the step; a layer in which nothing was counted keeps its load.
     """
     for name, block in _blocks(model).items():
         if name in counts and block.global_load is not None:
             seen_E = counts[name].double()
-            block.global_load.copy_(seen_E / seen_E.mean().clamp(min=1 / len(seen_E)))
+            load_E = seen_E / seen_E.mean().clamp(min=1 / len(seen_E))
+            block.global_load.copy_(torch.where(seen_E.any(), load_E, block.global_load.double()))
 
 
 @final

@@ -204,4 +204,5 @@ def check_groups(*, num_experts: int, top_k: int, num_groups: int, top_groups: i
 def _logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """In float32 whatever the model computes in: close experts must not be tied by rounding."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
-    return F.linear(x_TD.to(dtype), weight_ED.to(dtype))
+    with torch.autocast(x_TD.device.type, enabled=False):
+        return F.linear(x_TD.to(dtype), weight_ED.to(dtype))

@@ -37,7 +37,7 @@ class RouterLosses:
             (arXiv:2501.11873): with one microbatch in a step those of the global batch. "global_batch": those of all of
             the step before, which `balance_experts` hands on: the same numbers in every layout, too. Those of the step
             itself are known only when its last microbatch was routed; the paper counts the microbatches so far, and
-            what a token costs then depends on how many came before it.
+            what a token costs then depends on how many came before it. Padding counts as any token does.
         z: Factor of the z-loss, the mean of `logsumexp(logits)^2` ("ST-MoE", arXiv:2202.08906, equation 5).
     """
 
@@ -106,7 +106,7 @@ def token_losses(
     Args:
         routing: Of tokens [T] that are `rows` rows of equal lengths, one after the other.
         losses: Which losses.
-        groups: The ranks with other tokens, as many as this one has.
+        groups: The ranks with other tokens.
         rows: B.
         global_load_E: How often each expert was chosen in the step before [E], 1 where all were equally; given where
             the scope is "global_batch".
@@ -142,7 +142,7 @@ def expert_load(routing: Routing, groups: TokenGroups, *, scope: Literal["sequen
 
     Args:
         routing: Of tokens [T].
-        groups: The ranks with other tokens, as many as this one has.
+        groups: The ranks with other tokens.
         scope: Over which tokens it is counted.
         rows: B, into which the tokens are cut.
 
@@ -153,12 +153,10 @@ def expert_load(routing: Routing, groups: TokenGroups, *, scope: Literal["sequen
     num_tokens, num_experts = routing.scores.shape
     top_k = routing.indices.shape[1]
     num_counted, group = (rows, groups.sequence) if scope == "sequence" else (1, groups.batch)
-    num_ranks = 1 if group is None else group.size()
     counts_BE = torch.zeros(num_counted, num_experts, dtype=torch.float32, device=routing.indices.device)
     # Without tokens there is nothing to cut into rows.
     chosen_BN = routing.indices.reshape(num_counted, num_tokens * top_k // max(num_counted, 1))
     counts_BE.scatter_add_(1, chosen_BN, torch.ones_like(chosen_BN, dtype=torch.float32))
-    if num_ranks > 1:
+    if group is not None and group.size() > 1:
         dist.all_reduce(counts_BE, group=group)
-    num_choices = max(chosen_BN.shape[1] * num_ranks, 1)
-    return counts_BE * (num_experts / num_choices)
+    return counts_BE * (num_experts / counts_BE.sum(dim=-1, keepdim=True).clamp(min=1))

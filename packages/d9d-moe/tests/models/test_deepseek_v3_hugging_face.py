@@ -204,6 +204,10 @@ def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
     ("changes", "message"),
     [
         ({"model_type": "qwen3"}, r"config\.json has model_type = 'qwen3'; only 'deepseek_v3' is supported"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"config\.json has quantization_config = .*fp8.*; only None",
+        ),
         ({"attention_bias": True}, r"config\.json has attention_bias = True; only False is supported"),
         ({"scoring_func": "softmax"}, r"config\.json has scoring_func = 'softmax'; only 'sigmoid' is supported"),
         ({"moe_layer_freq": 2}, r"config\.json has moe_layer_freq = 2; only 1 is supported"),

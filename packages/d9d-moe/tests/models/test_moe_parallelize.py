@@ -49,9 +49,9 @@ def _train_both(shard_replicas: bool) -> list[tuple[torch.Tensor, dict[str, torc
 
 
 def test_experts_compute_in_the_precision_that_is_asked_for() -> None:
-    for shard_replicas in (True, False):
+    for shard_replicas, world_size in ((True, 2), (False, 2), (True, 1)):
         for (losses, gradients), (mixed_losses, mixed_gradients) in run_ranks(
-            _train_both, shard_replicas, world_size=2
+            _train_both, shard_replicas, world_size=world_size
         ):
             assert mixed_losses.dtype == torch.float32
             assert not torch.equal(mixed_losses, losses)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from types import TracebackType
 from typing import Any, Self, final
@@ -17,7 +18,7 @@ from d9d_loop.data.prefetcher import Prefetcher
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.worker_pool import WorkerPool
-from d9d_loop.data_random import nothing_drawn, position_random
+from d9d_loop.data_random import check_draws_nothing, position_random
 
 
 @final
@@ -187,8 +188,10 @@ class StreamLoader:
             yield microbatches, places.popleft()
 
     def _read_here(self, job: ReadJob) -> Any:
-        if not self._draws and not self._is_first:
-            return self._reader(job)
-        with position_random(self._seed, position=job.position) if self._draws else nothing_drawn():
+        if self._draws:
+            with position_random(self._seed, position=job.position):
+                return self._reader(job)
+        if self._is_first:
+            check_draws_nothing(partial(self._reader, job))
             self._is_first = False
-            return self._reader(job)
+        return self._reader(job)

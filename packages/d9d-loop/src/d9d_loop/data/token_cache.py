@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torch import Tensor
+
 from d9d_loop.data.token_file import TokenFile
 from d9d_loop.data.token_file_writer import TokenFileWriter
 
@@ -12,7 +14,7 @@ def cached_token_file(
     documents: Sequence[bytes],
     cache: str | Path,
     *,
-    tokenize: Callable[[bytes], Sequence[int]] = list,
+    tokenize: Callable[[bytes], Sequence[int] | Tensor] = list,
     name: str = "bytes",
     vocab_size: int = 256,
 ) -> TokenFile:
@@ -31,12 +33,12 @@ def cached_token_file(
     Raises:
         UserError: If there is no token at all, or one is outside of the vocabulary.
     """
-    folder = Path(cache, f"{name}-{_digest(documents, vocab_size)}")
+    folder = Path(cache, f"{name.replace('/', '-')}-{_digest(documents, vocab_size)}")
     if not folder.exists():
         try:
             with TokenFileWriter(folder, vocab_size=vocab_size, about={"tokenizer": name}) as writer:
                 for document in documents:
-                    if tokens := tokenize(document):
+                    if len(tokens := tokenize(document)):
                         writer.append(tokens)
         except (OSError, ValueError):  # a rank that was faster, if it is there now
             if not folder.exists():

@@ -35,7 +35,7 @@ class LossWindow:
         self._window: deque[float] = deque()
         self._sorted: list[float] = []  # the same losses
         self._steps: deque[tuple[int, float]] = deque(maxlen=config.spike_window + _UNKNOWN_STEPS)
-        self._late: deque[tuple[int, float]] = deque()  # too new for the window
+        self._late: deque[tuple[int, float]] = deque(maxlen=self._steps.maxlen)  # too new for the window
 
     def add(self, step: int, loss: float) -> None:
         """Take the loss of a step, later than all before."""

@@ -40,6 +40,7 @@ def llama3_params_from_hugging_face(config: HuggingFaceConfig) -> Llama3Params:
     """
     require_value(config, "model_type", "llama", required=True)
     require_value(config, "hidden_act", "silu")
+    require_value(config, "quantization_config", None)
     require_value(config, "attention_bias", supported=False)
     require_value(config, "mlp_bias", supported=False)
     # The head sizes may be left out, or null.

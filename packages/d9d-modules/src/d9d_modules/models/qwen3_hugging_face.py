@@ -60,6 +60,7 @@ def decoder_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3Params:
     """
     require_value(config, "hidden_act", "silu")
     require_value(config, "attention_bias", supported=False)
+    require_value(config, "quantization_config", None)
     theta, scaling = rope_from_hugging_face(config)
     return Qwen3Params(
         vocab_size=config_value(config, "vocab_size", int),

@@ -88,6 +88,7 @@ def deepseek_v3_params_from_hugging_face(config: HuggingFaceConfig) -> DeepseekV
         UserError: If it describes another family, lacks a size, or asks for what is not implemented.
     """
     require_value(config, "model_type", "deepseek_v3", required=True)
+    require_value(config, "quantization_config", None)  # its scales would be taken for tensors of no use
     require_value(config, "hidden_act", "silu")
     require_value(config, "attention_bias", supported=False)
     require_value(config, "scoring_func", "sigmoid")
