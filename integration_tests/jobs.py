@@ -32,8 +32,11 @@ TINY_MODEL = {
     "text.tokens": str(EXAMPLES.parent / ".cache" / "tokens"),
     "batch.global_size": "8",
     "evaluation.num_samples": "11",
+    "resilience.health.memory_mib": "1",
+    "resilience.health.message_mib": "1",
+    "resilience.health.matrix_size": "32",
 }
-"""Overrides that make the main job take a second."""
+"""Overrides that make the main job take a second; the last ones make what comes before it short."""
 
 _NEW_TOKENS = 40
 """How much a trained model writes: more than fits into the context of `TINY_MODEL`, which then moves on."""

@@ -144,7 +144,6 @@ def _live(layout: str, folder: Path) -> _Life:
         "trackers": (),
         "logging": {"progress": False},
         "resilience": {"health": off, "watchdog": off},
-        "host": {"collect_garbage_every": None},  # which begins by looking at all objects, longer than the job takes
         "export": False,
     }
     life, task = _Life(), _NextToken()

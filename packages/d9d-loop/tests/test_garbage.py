@@ -45,6 +45,14 @@ def test_what_lives_at_the_beginning_is_not_looked_at_again() -> None:
         assert gc.get_freeze_count() > 0
 
 
+def test_what_was_frozen_before_stays_so() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with GarbageCollection(1):
+        pass
+    assert gc.get_freeze_count() == frozen
+
+
 def test_python_may_do_it() -> None:
     garbage = GarbageCollection(None)
     with garbage:

@@ -14,7 +14,7 @@ class GarbageCollection:
 
     A collection takes long where many objects live, and one slow rank keeps all others waiting: with a thousand ranks
     that each collect at a time of their own, some rank always does. What lives at the beginning (modules, the
-    interpreter's own) is not looked at again until the end.
+    interpreter's own) is not looked at again until the end; what somebody has frozen before stays so.
 
     Args:
         every: Steps between collections; `None` leaves it to Python.
@@ -22,7 +22,7 @@ class GarbageCollection:
 
     def __init__(self, every: int | None) -> None:
         self._every = every
-        self._was_enabled = gc.isenabled()
+        self._was_enabled, self._freezes = gc.isenabled(), False
 
     def __enter__(self) -> Self:
         """Take over from Python."""
@@ -30,13 +30,16 @@ class GarbageCollection:
             self._was_enabled = gc.isenabled()
             gc.disable()
             gc.collect()
-            gc.freeze()
+            self._freezes = gc.get_freeze_count() == 0
+            if self._freezes:
+                gc.freeze()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Leave it to Python again."""
         if self._every is not None:
-            gc.unfreeze()
+            if self._freezes:
+                gc.unfreeze()
             if self._was_enabled:
                 gc.enable()
 

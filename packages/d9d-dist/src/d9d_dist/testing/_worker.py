@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper
-from itertools import accumulate, count
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -22,10 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
-
-# Process groups that models hold in reference cycles keep their threads, each of which wakes a hundred times a second:
-# after some dozens of models a machine does little else. A collection takes a tenth of a second.
-_CALLS_BETWEEN_COLLECTIONS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +59,19 @@ def serve(connection: Connection, log: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the parent, which ends its ranks
     torch.set_num_threads(1)
     gc.freeze()
-    for number in count(1):
+    num_modules = len(sys.modules)
+    while True:
         try:
             call = pickle.loads(connection.recv_bytes())  # noqa: S301  (bytes of our own parent)
         except (EOFError, OSError):
             return
         connection.send_bytes(pickle.dumps(_run(call)))
-        if number % _CALLS_BETWEEN_COLLECTIONS == 0:
-            gc.collect()
+        # Process groups that models hold in reference cycles keep their threads, each of which wakes a hundred times a
+        # second: after some dozens of models a machine does little else. What was imported is not looked at again.
+        gc.collect()
+        if len(sys.modules) > num_modules:
+            num_modules = len(sys.modules)
+            gc.freeze()
 
 
 def _run(call: Call) -> Outcome:

@@ -167,6 +167,7 @@ def _config(experiment: Experiment, layout: Layout, folder: Path) -> TrainerConf
             "trackers": (),
             "logging": {"progress": False},
             "export": False,
+            "resilience": {"health": {"enabled": False}},  # which would take longer than the job
         }
     )
 
