@@ -5,11 +5,9 @@ Shape legend: B batch, L length, D hidden size, V vocabulary, C classes, E embed
 
 from typing import final
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from d9d_dist import StageInfo, UserError, check_token_ids
+from d9d_dist import StageInfo, UserError
 from d9d_modules import (
     IGNORED_LABEL,
     WHOLE_MODEL,
@@ -18,6 +16,7 @@ from d9d_modules import (
     LanguageModelHead,
     Pooling,
 )
+from d9d_modules.models.decoder_pooled import classify
 from d9d_moe.models.moe_decoder import MoeDecoder, MoeDecoderParams, Received
 
 
@@ -149,14 +148,11 @@ class MoeForClassification(nn.Module):
         if self.head is None:
             return x
         x_BLD, router_losses_BL = x if isinstance(x, tuple) else (x, None)
-        logits_BC = self.head(x_BLD, mask_BL=mask_BL)
-        if labels is None:
-            return logits_BC
-        losses_B = _class_losses(logits_BC, labels)
-        if router_losses_BL is None:
-            return losses_B
+        outputs = classify(self.head, x_BLD, mask_BL=mask_BL, labels_B=labels)
+        if labels is None or router_losses_BL is None:
+            return outputs
         assert self.router_losses is not None
-        return losses_B + self.router_losses(router_losses_BL).mean(dim=1).masked_fill(labels == IGNORED_LABEL, 0.0)
+        return outputs + self.router_losses(router_losses_BL).mean(dim=1).masked_fill(labels == IGNORED_LABEL, 0.0)
 
 
 @final
@@ -254,14 +250,3 @@ def _pooled_backbone(params: MoeDecoderParams, stage: StageInfo) -> MoeDecoder:
     if not stage.is_first:
         backbone.embedding = None
     return backbone
-
-
-def _class_losses(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
-    if labels_B.shape != logits_BC.shape[:1]:
-        raise UserError(
-            f"labels of classes have shape {tuple(labels_B.shape)}; expected {tuple(logits_BC.shape[:1])}, one class "
-            "for each row."
-        )
-    check_token_ids(labels_B, logits_BC.shape[1], what="labels of classes", ignored=IGNORED_LABEL)
-    wide_BC = logits_BC.to(torch.promote_types(logits_BC.dtype, torch.float32))
-    return F.cross_entropy(wide_BC, labels_B, reduction="none", ignore_index=IGNORED_LABEL)
