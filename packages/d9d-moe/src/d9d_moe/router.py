@@ -5,6 +5,7 @@ A router is pure: it changes nothing in its forward pass, so evaluation, recompu
 Shape legend: T tokens, D hidden size, E experts, A experts active for each token (top-k), G groups of experts.
 """
 
+from contextlib import nullcontext
 from typing import NamedTuple, Protocol, final
 
 import torch
@@ -204,5 +205,7 @@ def check_groups(*, num_experts: int, top_k: int, num_groups: int, top_groups: i
 def _logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """In float32 whatever the model computes in: close experts must not be tied by rounding."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
-    with torch.autocast(x_TD.device.type, enabled=False):
+    device = x_TD.device.type
+    # The meta device, where shapes are found out, knows no autocast.
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
         return F.linear(x_TD.to(dtype), weight_ED.to(dtype))
