@@ -42,10 +42,12 @@ from d9d_metrics import BitsPerByte, plot_metrics
 from d9d_modules import (
     IGNORED_LABEL,
     CheckpointPolicy,
+    Float8,
     Qwen3ForCausalLM,
     Qwen3Params,
     checkpoint_activations,
     generate,
+    multiply_in_float8,
     qwen3_from_hugging_face,
     qwen3_hugging_face_config,
     qwen3_tensor_plan,
@@ -85,6 +87,8 @@ class Experts(Section):
 class Parallelism(Section):
     context_method: ContextMethod = "all_gather"
     activation_checkpointing: CheckpointPolicy = "none"
+    compile_blocks: bool = False
+    float8: Float8 | None = None  # e.g. --parallelism.float8.recipe rowwise
 
 
 class PretrainConfig(TrainerConfig):
@@ -114,11 +118,13 @@ class PretrainConfig(TrainerConfig):
 
 Batch = dict[str, torch.Tensor]
 
+_CHANGE = "Change it with --text.folder PATH or --text.pattern PATTERN; of a preset, with --dataset.text.folder PATH."
+
 
 def read_text(text: Text) -> tuple[list[bytes], list[bytes]]:
     """Training and held-out text: whole files, one in ten held out, chosen by the hash of their names."""
     if not text.folder.is_dir():
-        raise UserError(f"text.folder = {text.folder} is not a folder; name one with --text.folder PATH.")
+        raise UserError(f"text.folder = {text.folder} is not a folder; expected one with text. {_CHANGE}")
     files = [path.relative_to(text.folder) for path in sorted(text.folder.glob(text.pattern)) if path.is_file()]
     files = [file for file in files if not {"site-packages", "test"} & set(file.parts)]
     parts: tuple[list[bytes], list[bytes]] = ([], [])
@@ -128,7 +134,7 @@ def read_text(text: Text) -> tuple[list[bytes], list[bytes]]:
     if not all(map(any, parts)):
         raise UserError(
             f"text.folder = {text.folder} has {len(files)} files {text.pattern}; expected text to train on, and in the "
-            "tenth of them that is held out. Name others with --text.folder PATH, or --text.pattern PATTERN."
+            f"tenth of them that is held out. {_CHANGE}"
         )
     return parts
 
@@ -162,12 +168,17 @@ class Decoder(ModelProvider):
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         dense, cp = ctx.mesh_for("dense"), ctx.mesh_for("batch")["cp"]
         plan = qwen3_tensor_plan(self.dense) if self.moe is None else qwen3_moe_tensor_plan(self.moe)
+        blocks = model.get_submodule("backbone.layers")
+        if self.parallelism.float8 is not None:
+            multiply_in_float8(blocks, self.parallelism.float8, ctx)
         parallelize_tensor(model, dense["tp"], plan)
         parallelize_context(model, cp, method=self.parallelism.context_method)
         parallelize_expert_parallel(model, ctx)
         dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
-        for block in model.get_submodule("backbone.layers").children():
+        for block in blocks.children():
             checkpoint_activations(block, policy=self.parallelism.activation_checkpointing)
+            if self.parallelism.compile_blocks:
+                block.compile()
             parallelize_hsdp(block, dp, shard_axis="dp_cp_shard")
         parallelize_hsdp(model, dp, shard_axis="dp_cp_shard")
 

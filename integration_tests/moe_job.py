@@ -124,7 +124,7 @@ def train(layout: str, folder: str, steps: int, rate: float) -> None:
             "batch": {"global_size": NUM_ROWS, "microbatch_size": where.microbatch_size},
             "run": {"folder": Path(folder).parent, "name": Path(folder).name},
             "mesh": where.mesh,
-            "pipeline": {"schedule": where.schedule},
+            "pipeline": {"schedule": where.schedule, "draw": False},
             "optimizer": {"learning_rate": 3e-3},
             "logging": {"progress": False, "every": 1},
             "evaluation": {"every": max(steps // 2, 1)},

@@ -135,7 +135,7 @@ def _live(layout: str, folder: Path) -> _Life:
         "steps": STEPS,
         "batch": {"global_size": GLOBAL_SIZE, "microbatch_size": parsed.microbatch_size},
         "mesh": parsed.mesh,
-        "pipeline": {"schedule": parsed.schedule},
+        "pipeline": {"schedule": parsed.schedule, "draw": False},
         "optimizer": {"learning_rate": 0.05},
         "lr_schedule": {"warmup_steps": 2},
         "gradients": {"max_norm": 0.5},

@@ -8,9 +8,9 @@ Bucketing and overlap follow "PyTorch Distributed: Experiences on Accelerating D
 arXiv:2006.15704, without its copy back: a reduced gradient stays where it was reduced.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from typing import final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, final
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -79,10 +79,10 @@ class GradientSync:
         self._unplanned = [parameter for parameter in _spread_outside_fsdp(model) if id(parameter) not in planned]
         self._num_started = 0
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        for bucket in self._buckets:
-            for slot in bucket.slots:
-                self._handles.append(slot.parameter.register_hook(partial(Slot.set_aside, slot)))
-                receive = partial(self._receive, bucket, slot)
+        for number, bucket in enumerate(self._buckets):
+            for place, slot in enumerate(bucket.slots):
+                set_aside, receive = (_weak(method, number, place) for method in (self._set_aside, self._receive))
+                self._handles.append(slot.parameter.register_hook(set_aside))
                 self._handles.append(slot.parameter.register_post_accumulate_grad_hook(receive))
 
     def finish(self) -> None:
@@ -110,8 +110,14 @@ class GradientSync:
         slots = [Slot(parameter, self._dtype) for parameter in parameters]
         return [Bucket(group) for group in plan_buckets(slots, bucket_bytes=self._bucket_bytes)]
 
-    def _receive(self, bucket: Bucket, slot: Slot, parameter: torch.Tensor) -> None:
+    def _set_aside(self, number: int, place: int, gradient: torch.Tensor) -> None:
+        """A gradient is about to be added to `.grad`."""
+        self._buckets[number].slots[place].set_aside(gradient)
+
+    def _receive(self, number: int, place: int, parameter: torch.Tensor) -> None:
         """A gradient has been added to `.grad`."""
+        bucket = self._buckets[number]
+        slot = bucket.slots[place]
         slot.num_received += 1
         if self.num_microbatches is None:
             return
@@ -141,6 +147,17 @@ def sync_gradients(model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, dtype:
         sync.finish()
     finally:
         sync.close()
+
+
+def _weak(method: Callable[..., None], *args: Any) -> Callable[[torch.Tensor], None]:
+    """A hook that does not keep the method's object alive: Python finds no reference cycles through tensors' hooks."""
+    reference = WeakMethod(method)
+
+    def hook(tensor: torch.Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive(*args, tensor)
+
+    return hook
 
 
 def _used_by_any(buckets: Sequence[Bucket]) -> list[list[bool]]:

@@ -129,6 +129,11 @@ class PipelineConfig(Section):
     schedule: PipelineScheduleConfig = Field(
         ScheduleConfig.model_validate({}), description="In which order ranks compute; see the gallery of schedules."
     )
+    draw: bool = Field(
+        True,
+        description="Whether to draw the schedule, as `schedule.png` before the first step and, measured in the "
+        "second, as `schedule_measured.png`.",
+    )
 
 
 class LoggingConfig(Section):

@@ -161,7 +161,7 @@ class Reports:
     def _draw_plans(self) -> None:
         """Draw what is known before the first step."""
         config = self._config
-        if len(self._program.ranks) > 1:
+        if config.pipeline.draw and len(self._program.ranks) > 1:
             draw_program(self._program, config.run.dir, title=self._schedule)
         if config.logging.draw_lr_schedule:
             peak = config.optimizer.learning_rate

@@ -186,6 +186,7 @@ class TrainingJob:
         config, plan, record = self._config, self._plan, self._record
         on_step(record.step)
         first_step = record.step
+        draws_pipeline = config.pipeline.draw and len(plan.program.ranks) > 1
         ready = DataReady(first_step, plan.num_microbatches, plan.microbatch_size)
         self._events.emit(ready)
         with self._reports, self._loader, self._garbage, self._watchdog, self._stop, self._profiler:
@@ -195,7 +196,7 @@ class TrainingJob:
                 self._watchdog.beat(record.step + 1)
                 before, batches = batches, next(self._loader)
                 # The second step: the first one makes kernels, process groups and shapes known.
-                is_measured = len(plan.program.ranks) > 1 and record.step == first_step + 1
+                is_measured = draws_pipeline and record.step == first_step + 1
                 outcome = self._take_step(record.step, batches, measured=is_measured)
                 record.step += 1
                 on_step(record.step)

@@ -33,6 +33,7 @@ from d9d_modules.decay_gate import DecayGate, DecayParallel
 from d9d_modules.decoder import DecoderLayer
 from d9d_modules.delta_rule import DeltaRuleBackend, gated_delta_rule
 from d9d_modules.embedding import SplitTokenEmbedding, TokenEmbedding
+from d9d_modules.float8 import Float8, Float8Recipe, multiply_in_float8
 from d9d_modules.gated_delta_net import GatedDeltaNet, gated_delta_tensor_plan
 from d9d_modules.gated_norm import GatedRMSNorm
 from d9d_modules.generation import generate
@@ -140,6 +141,8 @@ __all__ = [
     "Flash2Backend",
     "Flash4Backend",
     "FlexBackend",
+    "Float8",
+    "Float8Recipe",
     "GatedDeltaNet",
     "GatedRMSNorm",
     "GroupedQueryAttention",
@@ -208,6 +211,7 @@ __all__ = [
     "llama3_from_hugging_face",
     "llama3_hugging_face_config",
     "llama3_params_from_hugging_face",
+    "multiply_in_float8",
     "parallelize_decoder",
     "pool",
     "qwen3_attention_tensor_plan",

@@ -161,13 +161,15 @@ def _config(experiment: Experiment, layout: Layout, folder: Path) -> TrainerConf
             "batch": {"global_size": len(experiment.batch), "microbatch_size": layout.microbatch_size},
             "run": {"folder": folder},
             "mesh": layout.mesh,
-            "pipeline": {"schedule": layout.schedule},
+            "pipeline": {"schedule": layout.schedule, "draw": False},
             "optimizer": {"learning_rate": 1e-2},
             "gradients": {"max_norm": 1.0},
             "trackers": (),
             "logging": {"progress": False},
             "export": False,
-            "resilience": {"health": {"enabled": False}},  # which would take longer than the job
+            # What would take longer than the job.
+            "host": {"collect_garbage_every": None},
+            "resilience": {"health": {"enabled": False}, "watchdog": {"enabled": False}},
         }
     )
 

@@ -16,6 +16,7 @@ from d9d_dist import (
 )
 from d9d_modules.checkpointing import CheckpointPolicy, checkpoint_layers
 from d9d_modules.compiling import compile_layers
+from d9d_modules.float8 import Float8, multiply_in_float8
 from d9d_modules.models.decoder_tensor_plan import WholeRows
 
 
@@ -28,13 +29,14 @@ def parallelize_decoder(
     checkpointing: CheckpointPolicy = "none",
     checkpoint_every: int = 1,
     compile_blocks: bool = False,
+    float8: Float8 | None = None,
     precision: Precision | None = None,
 ) -> None:
     """Parallelise a decoder of any family, or one pipeline stage of it, in place.
 
-    Tensor and sequence parallel over `tp`, context parallel over `cp`, then block by block activation checkpointing,
-    compilation, and data parallel: sharded over `dp_cp_shard`, replicated over the rest. An axis of one rank changes
-    nothing. Collective over all ranks of the job, as `parallelize_hsdp` is.
+    Float8, tensor and sequence parallel over `tp`, context parallel over `cp`, then block by block activation
+    checkpointing, compilation, and data parallel: sharded over `dp_cp_shard`, replicated over the rest. An axis of one
+    rank changes nothing. Collective over all ranks of the job, as `parallelize_hsdp` is.
 
     Args:
         model: The model, on `meta`; its blocks are `backbone.layers`.
@@ -45,11 +47,12 @@ def parallelize_decoder(
         checkpoint_every: Which blocks that is for: those whose index in the whole model it divides; the others keep
             everything.
         compile_blocks: Whether each block is compiled.
+        float8: How linear layers of blocks multiply in float8; None for not at all.
         precision: dtypes of computation and reduction; None for those of the parameters.
 
     Raises:
-        UserError: If the plan does not fit the model or the degrees, or a head pools rows that context-parallel ranks
-            share out.
+        UserError: If the plan does not fit the model or the degrees, a head pools rows that context-parallel ranks
+            share out, or `multiply_in_float8` refuses float8.
     """
     dense, cp = ctx.mesh_for("dense"), ctx.mesh_for("batch")["cp"]
     dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
@@ -57,6 +60,8 @@ def parallelize_decoder(
     assert isinstance(layers, nn.ModuleDict)
     _check_rows_are_whole(plan, cp.size())
 
+    if float8 is not None:
+        multiply_in_float8(layers, float8, ctx)
     parallelize_tensor(model, dense["tp"], plan)
     parallelize_context(model, cp, method=context_method)
     checkpoint_layers(layers, policy=checkpointing, every=checkpoint_every)

@@ -1,9 +1,11 @@
 """The order of parallelisms for a sparse decoder, as straight-line code: copy it and change it."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_dist import (
     ContextMethod,
@@ -17,12 +19,22 @@ from d9d_dist import (
     parallelize_hsdp,
     parallelize_tensor,
 )
-from d9d_modules import CheckpointPolicy, WholeRows, checkpoint_layers, compile_layers
+from d9d_modules import CheckpointPolicy, Float8, WholeRows, checkpoint_layers, compile_layers, multiply_in_float8
 from d9d_modules.models.decoder_tensor_plan import SEQUENCE
 from d9d_moe.expert_parallel import Dispatch, parallelize_expert_parallel
 
 ATTENTION = "backbone.layers.*.attention"
 """What the attention of the layers is called in a sparse decoder."""
+
+
+@final
+@dataclass(frozen=True)
+class RowParts(TensorStyle):
+    """A module that gets a rank's part of rows that arrive whole: the first positional argument [B, L, ...] is cut."""
+
+    def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """See `TensorStyle.forward`."""
+        return inner(args[0].chunk(mesh.size(), dim=1)[mesh.get_local_rank()], *args[1:], **kwargs)
 
 
 def parallelize_moe_decoder(
@@ -36,6 +48,7 @@ def parallelize_moe_decoder(
     checkpointing: CheckpointPolicy = "none",
     checkpoint_every: int = 1,
     compile_blocks: bool = False,
+    float8: Float8 | None = None,
     precision: Precision | None = None,
 ) -> None:
     """Parallelise a sparse decoder of any family, or one pipeline stage of it, in place.
@@ -54,6 +67,7 @@ def parallelize_moe_decoder(
         checkpointing: What each block keeps for its backward pass.
         checkpoint_every: Which blocks that is for: those whose index in the whole model it divides.
         compile_blocks: Whether each block is compiled.
+        float8: How linear layers of blocks, which experts and routers are not, multiply in float8; None for not at all.
         precision: dtypes of computation and reduction; None for those of the parameters. Inputs of blocks are never
             cast: what routing costs stays in float32.
 
@@ -65,6 +79,8 @@ def parallelize_moe_decoder(
     precision = None if precision is None else replace(precision, cast_inputs=False)
     layers = model.get_submodule("backbone.layers")
     assert isinstance(layers, nn.ModuleDict)
+    if float8 is not None:
+        multiply_in_float8(layers, float8, ctx)
     parallelize_tensor(model, dense["tp"], plan)
     parallelize_context(model, ctx.mesh_for("batch")["cp"], method=context_method)
     parallelize_expert_parallel(model, ctx, dispatch=dispatch, shard_replicas=shard_replicas, precision=precision)
@@ -91,6 +107,7 @@ def moe_tensor_plan(attention: Mapping[str, TensorStyle], *, pooled_head: bool =
     )
     return {
         "backbone.embedding": VocabParallelEmbedding(output=SEQUENCE),
+        "backbone.token_mask": RowParts(),
         "backbone.layers": SequenceParallel(),
         **attention,
         "backbone.norm": SequenceParallel(),

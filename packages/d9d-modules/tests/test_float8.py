@@ -1,0 +1,103 @@
+import copy
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from d9d_dist import DistributedContext, MeshConfig, UserError, materialize
+from d9d_modules import Float8, Float8Recipe, Linear, multiply_in_float8
+
+EMULATED = Float8(emulate=True)
+
+
+@pytest.fixture(scope="module")
+def ctx() -> Iterator[DistributedContext]:
+    with MeshConfig().build() as ctx:
+        yield ctx
+
+
+def _rounded(x: Tensor, *, dim: int | None) -> Tensor:
+    """x / s * s with x / s in float8 and s the power of two that lets the largest of its row, or of all, just fit."""
+    largest = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = torch.exp2(torch.floor(torch.log2(448.0 / largest)))
+    return (x * scale).to(torch.float8_e4m3fn).float() / scale
+
+
+def test_products_are_of_rounded_factors_but_for_the_gradient_of_the_weight(ctx: DistributedContext) -> None:
+    linear = nn.Linear(32, 48)
+    plain = copy.deepcopy(linear)
+    assert multiply_in_float8(nn.Sequential(linear), EMULATED, ctx) == ["0"]
+    x, seed = torch.randn(2, 5, 32, requires_grad=True), torch.randn(2, 5, 48)
+    y = linear(x)
+    y.backward(seed)
+    torch.testing.assert_close(
+        y, _rounded(x, dim=-1) @ _rounded(plain.weight, dim=-1).T + plain.bias, rtol=1e-5, atol=1e-5
+    )
+    expected = _rounded(seed, dim=-1) @ _rounded(plain.weight, dim=None)
+    torch.testing.assert_close(x.grad, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(linear.weight.grad, seed.flatten(0, 1).T @ x.flatten(0, 1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "rowwise", "tensorwise"])
+def test_every_recipe_is_close_to_what_it_stands_for(ctx: DistributedContext, recipe: Float8Recipe) -> None:
+    plain = nn.Sequential(Linear(16, 64, init_std=0.2), nn.GELU(), Linear(64, 16, init_std=0.2)).bfloat16()
+    rounded = copy.deepcopy(plain)
+    multiply_in_float8(rounded, Float8(recipe=recipe, emulate=True), ctx)
+    x = torch.randn(64, 16, dtype=torch.bfloat16)
+    error = ((rounded(x) - plain(x)).norm() / plain(x).norm()).item()
+    assert 0.005 < error < 0.1
+
+
+def test_names_classes_and_initial_values_stay(ctx: DistributedContext) -> None:
+    def build() -> nn.ModuleDict:
+        with torch.device("meta"):
+            return nn.ModuleDict(
+                {"wide": Linear(16, 32, init_std=3.0), "odd": nn.Linear(16, 5), "norm": nn.RMSNorm(16)}
+            )
+
+    model, plain = build(), build()
+    assert multiply_in_float8(model, EMULATED, ctx) == ["wide"]
+    for each in (model, plain):
+        materialize(each, device=torch.device("cpu"), seed=0)
+    assert isinstance(model["wide"], Linear)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    assert torch.equal(model["odd"](torch.ones(16)), plain["odd"](torch.ones(16)))
+
+
+def test_a_device_without_it_is_refused(ctx: DistributedContext) -> None:
+    linear = nn.Linear(16, 16)
+    with pytest.raises(
+        UserError, match=r"'rowwise_with_gw_hp' was asked for on cpu; expected an accelerator .* 9\.0 or more"
+    ):
+        multiply_in_float8(nn.Sequential(linear), Float8(), ctx)
+    assert type(linear) is nn.Linear
+
+
+@pytest.mark.parametrize(("capability", "is_enough"), [((8, 6), False), ((8, 9), True), ((10, 0), True), ({}, False)])
+def test_what_a_device_can_do_decides(ctx: DistributedContext, capability: object, is_enough: bool) -> None:
+    device = mock.Mock(ctx, device=torch.device("xpu", 0), size=lambda *_: 1)
+    model = nn.Sequential(nn.Linear(16, 16))
+    with mock.patch.object(
+        torch, "get_device_module", return_value=mock.Mock(get_device_capability=lambda _: capability)
+    ):
+        if is_enough:
+            assert multiply_in_float8(model, Float8(recipe="tensorwise"), device) == ["0"]
+        else:
+            with pytest.raises(UserError, match=r"expected an accelerator of compute capability 8\.9 or more"):
+                multiply_in_float8(model, Float8(recipe="tensorwise"), device)
+
+
+def test_a_module_without_a_layer_for_it_is_refused(ctx: DistributedContext) -> None:
+    with pytest.raises(UserError, match="Sequential has no linear layer for float8; expected one whose sizes are mult"):
+        multiply_in_float8(nn.Sequential(nn.Linear(16, 5)), EMULATED, ctx)
+
+
+def test_torchao_missing_is_said(ctx: DistributedContext) -> None:
+    with (
+        mock.patch("d9d_modules.float8.find_spec", return_value=None),
+        pytest.raises(UserError, match=r"pip install 'd9d-modules\[float8\]'"),
+    ):
+        multiply_in_float8(nn.Linear(16, 16), EMULATED, ctx)
