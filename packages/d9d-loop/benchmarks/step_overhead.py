@@ -1,11 +1,13 @@
 """What the Trainer adds to a step: against a hand-written loop, and Accelerate and Lightning where installed.
 
     python packages/d9d-loop/benchmarks/step_overhead.py --output step_overhead.json
+    python packages/d9d-loop/benchmarks/step_overhead.py --step-ms 20 --steps 150
 
-All train the same 64-wide MLP with AdamW and clipping on the same batches; the Trainer with a metric, the JSONL
-tracker and checkpoints in the background besides. A repeat times two lengths of each, one after the other: the slope
-is the time of a step, without start-up. Reported are medians over repeats, in microseconds, and what each adds to the
-hand-written loop of the same repeat.
+All train the same MLP with AdamW and clipping on the same batches, 64 wide or as wide as a step is to be long; the
+Trainer with a metric, the JSONL tracker and checkpoints in the background besides. A repeat times two lengths of each,
+one after the other: the slope is the time of a step, without start-up. Reported are medians over repeats: the time in
+microseconds, what each adds to the hand-written loop of the same repeat, and how many times as long it takes. On a
+machine that others use, `--cpu-time` counts the processor's time, of all threads, instead of the clock's.
 """
 
 import argparse
@@ -28,21 +30,23 @@ from d9d_loop import Loss, Task, Trainer, TrainerConfig
 from d9d_metrics import WeightedMean
 
 Batch = dict[str, torch.Tensor]
+Train = Callable[[list[Batch], int, int], None]
+Clock = Callable[[], float]
 
-SIZE, WIDTH, MAX_NORM, RATE = 16, 64, 1.0, 1e-3
+SIZE, INPUTS, WIDTH, MAX_NORM, RATE = 16, 64, 64, 1.0, 1e-3
 
 
 def data() -> list[Batch]:
     """The samples."""
     generator = torch.Generator().manual_seed(0)
     return [
-        {"x": torch.randn(WIDTH, generator=generator), "y": torch.randn(1, generator=generator)} for _ in range(1024)
+        {"x": torch.randn(INPUTS, generator=generator), "y": torch.randn(1, generator=generator)} for _ in range(1024)
     ]
 
 
-def mlp() -> nn.Module:
+def mlp(width: int) -> nn.Module:
     """The model."""
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+    return nn.Sequential(nn.Linear(INPUTS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
 
 
 def batches(samples: list[Batch], steps: int) -> Iterator[Batch]:
@@ -53,9 +57,9 @@ def batches(samples: list[Batch], steps: int) -> Iterator[Batch]:
         yield batch
 
 
-def by_hand(samples: list[Batch], steps: int) -> None:
+def by_hand(samples: list[Batch], steps: int, width: int) -> None:
     """Train with a loop written by hand."""
-    model = mlp()
+    model = mlp(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=True)
     for batch in batches(samples, steps):
         F.mse_loss(model(batch["x"]), batch["y"]).backward()
@@ -84,7 +88,7 @@ class Regression(Task):
         metrics["error"].update(loss.total.detach(), loss.weight)
 
 
-def d9d(samples: list[Batch], steps: int) -> None:
+def d9d(samples: list[Batch], steps: int, width: int) -> None:
     """Train with the Trainer, with all that it does by default."""
     with tempfile.TemporaryDirectory() as folder:
         config = TrainerConfig.model_validate(
@@ -100,13 +104,13 @@ def d9d(samples: list[Batch], steps: int) -> None:
                 "export": False,
             }
         )
-        Trainer(config, model=lambda stage: mlp(), data=samples, task=Regression()).train()
+        Trainer(config, model=lambda stage: mlp(width), data=samples, task=Regression()).train()
 
 
-def accelerate(samples: list[Batch], steps: int) -> None:
+def accelerate(samples: list[Batch], steps: int, width: int) -> None:
     """Train with Accelerate's wrappers around the same loop."""
     accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
-    model = mlp()
+    model = mlp(width)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=RATE, foreach=True))
     for batch in batches(samples, steps):
         with accelerator.accumulate(model):
@@ -116,14 +120,14 @@ def accelerate(samples: list[Batch], steps: int) -> None:
             optimizer.zero_grad()
 
 
-def lightning(samples: list[Batch], steps: int) -> None:
+def lightning(samples: list[Batch], steps: int, width: int) -> None:
     """Train with Lightning's Trainer, without logging and checkpoints."""
     peer: Any = importlib.import_module("lightning")
 
     class Module(peer.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = mlp()
+            self.model = mlp(width)
 
         def training_step(self, batch: Batch, _index: int) -> torch.Tensor:
             return F.mse_loss(self.model(batch["x"]), batch["y"])
@@ -147,11 +151,24 @@ def lightning(samples: list[Batch], steps: int) -> None:
     trainer.fit(Module(), torch.utils.data.DataLoader(Batches(), batch_size=None))
 
 
-def seconds_of(train: Callable[[list[Batch], int], None], samples: list[Batch], steps: int) -> float:
-    """How long it takes, from nothing to the end."""
-    begin = time.perf_counter()
-    train(samples, steps)
-    return time.perf_counter() - begin
+def seconds_of_step(train: Train, samples: list[Batch], steps: int, width: int, clock: Clock) -> float:
+    """The time of a step, without start-up."""
+    short = steps // 5
+    times = []
+    for length in (steps, short):
+        begin = clock()
+        train(samples, length, width)
+        times.append(clock() - begin)
+    return (times[0] - times[1]) / (steps - short)
+
+
+def width_of(milliseconds: float, samples: list[Batch], clock: Clock) -> int:
+    """The width of a model whose step, by hand, takes about so long."""
+    width = 512
+    for _ in range(2):  # the first guess is far off
+        taken = min(seconds_of_step(by_hand, samples, 15, width, clock) for _ in range(3))
+        width = max(INPUTS, round(width * (milliseconds / 1e3 / taken) ** 0.5 / 8) * 8)
+    return width
 
 
 def main() -> None:
@@ -159,26 +176,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--step-ms", type=float, help="widen the model until a step by hand takes about so long")
+    parser.add_argument("--cpu-time", action="store_true", help="count the processor's time, not the clock's")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    peers = {"accelerate": accelerate, "lightning": lightning}
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    peers: dict[str, Train] = {"accelerate": accelerate, "lightning": lightning}
     installed = {name: train for name, train in peers.items() if importlib.util.find_spec(name) is not None}
-    runs: dict[str, Callable[[list[Batch], int], None]] = {"by_hand": by_hand, "d9d": d9d, **installed}
-    samples, short = data(), arguments.steps // 5
+    runs: dict[str, Train] = {"by_hand": by_hand, "d9d": d9d, **installed}
+    samples = data()
+    width = WIDTH if arguments.step_ms is None else width_of(arguments.step_ms, samples, clock)
     found: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(arguments.repeats + 1):
         for name, train in runs.items():
-            slope = (seconds_of(train, samples, arguments.steps) - seconds_of(train, samples, short)) / (
-                arguments.steps - short
-            )
+            seconds = seconds_of_step(train, samples, arguments.steps, width, clock)
             if repeat:  # the first one makes kernels and caches
-                found[name].append(slope * 1e6)
+                found[name].append(seconds * 1e6)
     added = {
         name: [one - hand for one, hand in zip(times, found["by_hand"], strict=True)] for name, times in found.items()
     }
+    ratios = {
+        name: [one / hand for one, hand in zip(times, found["by_hand"], strict=True)] for name, times in found.items()
+    }
     result = {
+        "width": width,
         "microseconds_per_step": {name: round(statistics.median(times), 1) for name, times in found.items()},
+        "times_by_hand": {name: round(statistics.median(times), 4) for name, times in ratios.items()},
         "added_to_by_hand": {name: round(statistics.median(times), 1) for name, times in added.items()},
         "quartiles_added": {
             name: [round(value, 1) for value in statistics.quantiles(times, n=4)]

@@ -108,7 +108,7 @@ def test_an_unknown_key_that_is_like_nothing_is_answered_with_all_keys() -> None
         ),
         (
             {"optimizer": {"kind": "adam", "decay": 1}},
-            "optimizer.decay is not a configuration key; [optimizer] has betas, kind, learning_rate.",
+            "optimizer.decay is a key of another kind of [optimizer]; this kind has betas, kind, learning_rate.",
         ),
         (
             {"optimizer": {"kind": "momentum", "decai": 1}},
@@ -149,12 +149,12 @@ def test_keys_are_known_in_dataclasses_unions_and_lists(values: dict[str, Any], 
         (
             {"optimizer": {"kind": "sgd"}},
             "optimizer.kind = 'sgd'; expected one of 'adam', 'momentum'. Change it in the "
-            "configuration file, or with --optimizer VALUE.",
+            "configuration file, or with --optimizer.kind VALUE.",
         ),
         (
             {"optimizer": {"decay": 1}},
             "optimizer.kind is missing; expected one of 'adam', 'momentum'. Change it in the "
-            "configuration file, or with --optimizer VALUE.",
+            "configuration file, or with --optimizer.kind VALUE.",
         ),
         (
             {"each": [{"kind": "adam", "betas": [1, "x"]}]},

@@ -2,6 +2,7 @@ import pytest
 
 from d9d_dist import UserError
 from d9d_loop import command_line
+from d9d_state import StateError
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,20 @@ def test_everything_else_passes_through(error: BaseException, capsys: pytest.Cap
         raise error
     assert passed.value is error
     assert capsys.readouterr() == ("", "")
+
+
+def test_state_that_cannot_be_written_is_a_message_on_each_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    error = StateError("checkpoints/step-00000004: no space left.")
+    error.add_note("Rank 0 failed before this rank: StateError")
+    with pytest.raises(SystemExit) as stop, command_line():
+        raise error
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == (
+        "d9d: checkpoints/step-00000004: no space left. Rank 0 failed before this rank: StateError\n"
+    )
 
 
 def test_a_mistake_that_only_one_rank_meets_is_printed_there(

@@ -126,7 +126,7 @@ def test_one_file_may_be_included_twice(tmp_path: Path) -> None:
 
 def test_an_absent_include_is_named(tmp_path: Path) -> None:
     _write(tmp_path, job='include = ["bases/none.toml"]')
-    with pytest.raises(UserError, match=r"bases/none\.toml cannot be read"):
+    with pytest.raises(UserError, match=r"bases/none\.toml cannot be read: .*, which .*job\.toml includes\."):
         read_config_file(tmp_path / "job.toml")
 
 

@@ -54,6 +54,14 @@ def test_another_kind_on_the_command_line_replaces_the_section_of_the_file(tmp_p
     assert _values(config.optimizer) == {**_values(SGDConfig()), "learning_rate": 0.3}
 
 
+def test_a_section_that_names_no_kind_is_of_the_default_one(tmp_path: Path) -> None:
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps({**JOB, "optimizer": {"betas": [0.5, 0.75], "eps": 1e-6}}), encoding="utf-8")
+    assert _parse(str(file), "--optimizer.kind", "sgd").optimizer == SGDConfig()
+    config = _parse(str(file), "--optimizer.kind", "adamw").optimizer
+    assert config == AdamWConfig(betas=(0.5, 0.75), eps=1e-6)
+
+
 def test_a_list_may_be_written_as_json() -> None:
     config = _parse("--steps=1", "--batch.global_size=8", '--trackers=[{"kind": "console"}]')
     assert [tracker.kind for tracker in config.trackers] == ["console"]

@@ -35,7 +35,7 @@ BLUE, ORANGE = (42, 111, 187), (217, 98, 43)
 def test_draws_one_panel_for_each_group_that_has_values(tmp_path: Path) -> None:
     run, png = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
     write_run(run, steps=300, values=("loss", "evaluation_loss", "learning_rate"))
-    plot_metrics(run, png, title="run")
+    plot_metrics(str(run), str(png), title="run")
     tall, inks = height_and_inks(png)
     assert {BLUE, ORANGE} <= inks
     plot_metrics(run, png, panels=[["loss", "absent"], ["also absent"]])

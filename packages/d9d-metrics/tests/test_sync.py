@@ -253,3 +253,26 @@ def sync_again_and_again() -> list[float]:
 
 def test_a_sync_is_used_again_and_takes_the_state_at_its_start() -> None:
     assert run_ranks(sync_again_and_again, world_size=4) == [[0.0, 4.0, 8.0]] * 4
+
+
+def test_values_that_were_replaced_are_taken() -> None:
+    total, mean = Sum(), WeightedMean()
+    first, second = MetricSync({"total": total, "mean": mean}, None), MetricSync({"total": total}, None)
+    for sync in (first, second, first):
+        total.update(1)
+        mean.update(6, 2)
+        sync.start().wait()
+    total.accumulators()["total"].value = torch.tensor(10.0, dtype=torch.float64)
+    total.to("cpu").update(1)
+    for sync in (first, second):
+        assert sync.start().wait()["total"].compute().item() == 11
+    assert first.start().wait()["mean"].compute().item() == 3
+    assert total.compute().item() == 11
+
+
+def test_metrics_first_read_in_inference_mode_are_updated_outside() -> None:
+    count = PerClassCount()
+    with torch.inference_mode():
+        compute_metrics({"count": count}, None)
+    count.update(torch.ones(2, 3))
+    assert compute_metrics({"count": count}, None) == {"count/0": 1.0, "count/1": 1.0, "count/2": 1.0}

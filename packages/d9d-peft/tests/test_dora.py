@@ -128,5 +128,5 @@ def test_says_what_it_is() -> None:
 
 
 def test_refuses_a_rank_below_one() -> None:
-    with pytest.raises(UserError, match="DoRA got rank = 0; expected at least 1"):
+    with pytest.raises(UserError, match="DoRA got rank = 0; expected a whole number, at least 1"):
         DoRA("q", rank=0)

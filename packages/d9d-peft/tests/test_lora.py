@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from d9d_dist import SplitBackward, UserError
 from d9d_moe import GroupedLinear, grouped_matmul
-from d9d_peft import LoRA, LoraAdapter, LowRank, inject
+from d9d_peft import DoRA, LoRA, LoraAdapter, LowRank, inject
 
 
 class Attention(nn.Module):
@@ -179,9 +180,25 @@ def test_refuses_a_target_that_matches_other_modules_only(
         inject(LoRA(target), Attention())
 
 
-def test_refuses_a_rank_below_one() -> None:
-    with pytest.raises(UserError, match="LoRA got rank = 0; expected at least 1"):
-        LoRA("q", rank=0)
+@pytest.mark.parametrize("rank", [0, 4.0, "4"])
+def test_refuses_a_rank_that_is_no_whole_number_from_one(rank: Any) -> None:
+    with pytest.raises(UserError, match=f"LoRA got rank = {rank!r}; expected a whole number, at least 1"):
+        LoRA("q", rank=rank)
+
+
+@pytest.mark.parametrize("target", ["out_proj", "linear2", nn.Linear])
+@pytest.mark.parametrize("method", [LoRA, DoRA])
+def test_refuses_layers_whose_weight_is_used_without_calling_them(method: Any, target: Any) -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8))
+    message = r"(LoRA|DoRA) got a target that matches 0\.\S+, whose weight nn\.\w+ uses without calling the layer"
+    with pytest.raises(UserError, match=message):
+        inject(method(target), model)
+
+
+def test_layers_in_attention_of_torch_that_are_called_are_adapted() -> None:
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "q_proj": nn.Linear(4, 4)})
+    inject(LoRA("q_proj"), model)
+    assert "adapter" in dict(model["q_proj"].named_children())
 
 
 @pytest.mark.parametrize("alpha", [math.inf, math.nan])

@@ -239,6 +239,12 @@ def test_refuses_to_be_injected_twice() -> None:
         inject(LoRA("down"), model)
 
 
+def test_refuses_the_model_in_place_of_the_method() -> None:
+    swapped: Any = (Model(), LoRA("up"))
+    with pytest.raises(UserError, match=r"inject\(\) got a Model as its method; expected inject\(method, model\)"):
+        inject(*swapped)
+
+
 def sharded() -> None:
     with MeshConfig().build() as ctx:
         model = nn.Sequential(nn.Linear(2, 2))

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -37,6 +39,12 @@ def test_refuses_two_methods_on_one_layer() -> None:
 def test_refuses_two_methods_on_one_tied_weight() -> None:
     with torch.device("meta"), pytest.raises(UserError, match=r"both claim embedding\.weight"):
         Stack(LoRA("head"), FullTune("embedding")).plan(tied())
+
+
+def test_refuses_a_list() -> None:
+    methods: Any = [LoRA("q"), FullTune("embedding")]
+    with pytest.raises(UserError, match=r"Stack got a list of methods; expected .* Stack\(\*methods\)"):
+        Stack(methods)
 
 
 def test_refuses_to_be_empty() -> None:

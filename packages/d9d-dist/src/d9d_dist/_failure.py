@@ -29,7 +29,7 @@ def report_failure(error: BaseException, *, rank: int, world_size: int) -> None:
     """
     with suppress(RuntimeError, ValueError):
         store = dist.distributed_c10d._get_default_store()
-        text = f"{type(error).__name__}: {error}"[:_LONGEST]
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")[:_LONGEST]
         found = (_cause(store, rank, world_size) if is_victim(error) else None) or f"{rank}\n{text}"
         first = store.compare_set(FIRST_FAILURE, "", found).decode(errors="replace")
         first_rank, _, first_text = first.partition("\n")

@@ -26,7 +26,8 @@ def _explain(model: type[BaseModel], details: ErrorDetails) -> str:
         case "missing":
             return _explain_missing(name, [key.name for key in place.below if key.default is None])
         case "union_tag_not_found" | "union_tag_invalid":
-            return f"{name}.{_explain_choice(place, details.get('ctx', {}))}. {_advice(place.keys)}"
+            context = details.get("ctx", {})
+            return f"{name}.{_explain_choice(place, context)}. {_advice([*place.keys, _discriminator(context)])}"
         case "value_error" | "assertion_error":
             message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
             return f"{name}{': ' if name else ''}{message}{'' if message.endswith('.') else '.'}"
@@ -38,6 +39,8 @@ def _explain_unknown(model: type[BaseModel], name: str, siblings: Sequence[str])
     section = name.rpartition(".")[0]
     if close := _closest(model, name, siblings):
         return f"{name} is not a configuration key; did you mean {' or '.join(close)}?"
+    if name in (key.name for key in all_keys(model)):
+        return f"{name} is a key of another kind of [{section}]; this kind has {', '.join(sorted(siblings))}."
     place = f"[{section}] has" if section else "there are"
     return f"{name} is not a configuration key; {place} {', '.join(sorted(siblings))}."
 
@@ -62,10 +65,14 @@ def _explain_missing(name: str, required_below: Sequence[str]) -> str:
 
 def _explain_choice(place: Place, context: Mapping[str, str]) -> str:
     """About the key that says which member of a union is meant, usually `kind`."""
-    key = context["discriminator"].strip("'")
+    key = _discriminator(context)
     expected = ", ".join(repr(tag) for other in place.below if other.name == key for tag in get_args(other.annotation))
     got = f"= {context['tag']!r}" if "tag" in context else "is missing"
     return f"{key} {got}; expected one of {expected}"
+
+
+def _discriminator(context: Mapping[str, str]) -> str:
+    return context["discriminator"].strip("'")
 
 
 def _expected(message: str) -> str:

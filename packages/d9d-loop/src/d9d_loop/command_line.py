@@ -1,4 +1,4 @@
-"""How a script ends: a user's mistake is one message and exit code 2, Ctrl-C is 130, a bug is a traceback."""
+"""How a script ends: a mistake is one message and code 2, a full disk one and 1, Ctrl-C 130, a bug a traceback."""
 
 import os
 import sys
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from d9d_dist import UserError
 from d9d_loop.resilience import Stopped
+from d9d_state import StateError
 
 
 @contextmanager
@@ -14,8 +15,9 @@ def command_line() -> Generator[None]:
     """Run a script's main part in a `with` statement, and end the process as its outcome deserves.
 
     A `UserError` is printed as one message to the standard error, once on each node, and ends the process with exit
-    code 2. Ctrl-C ends it with 130: what was saved is kept, and the same command continues from there. A job that a
-    signal asked to stop says so, and ends it with 75 (`ExitCode.STOPPED`).
+    code 2; a `StateError`, such as that of a full disk, is printed on every rank, with exit code 1. Ctrl-C ends it with
+    130: what was saved is kept, and the same command continues from there. A job that a signal asked to stop says so,
+    and ends it with 75 (`ExitCode.STOPPED`).
     """
     try:
         yield
@@ -23,6 +25,9 @@ def command_line() -> Generator[None]:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         _say(f"{error}{notes}", everywhere=bool(notes))
         raise SystemExit(2) from None
+    except StateError as error:
+        _say(" ".join([str(error), *getattr(error, "__notes__", ())]), everywhere=True)
+        raise SystemExit(1) from None
     except Stopped as stopped:
         _say(str(stopped))
         raise

@@ -32,7 +32,7 @@ def _read(path: Path, included_by: Sequence[Path]) -> _Values:
     if path.resolve() in included_by:
         chain = " -> ".join(str(one) for one in [*included_by, path.resolve()])
         raise UserError(f"configuration file {path} includes itself: {chain}. Take one include out.")
-    values = _parse(path)
+    values = _parse(path, included_by)
     names = values.pop("include", [])
     values.pop("$schema", None)  # for editors
     names = [names] if isinstance(names, str) else names
@@ -56,7 +56,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> _Values:
     return merged
 
 
-def _parse(path: Path) -> _Values:
+def _parse(path: Path, included_by: Sequence[Path]) -> _Values:
     if path.suffix not in _PARSERS:
         raise UserError(f"configuration file {path}: expected a .toml, .json or .yaml file.")
     try:
@@ -64,6 +64,7 @@ def _parse(path: Path) -> _Values:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         where = "" if path.is_absolute() else f", from {Path.cwd()}"
+        where += f", which {included_by[-1]} includes" if included_by else ""
         raise UserError(f"configuration file {path} cannot be read: {why}. Check the path{where}.") from None
     try:
         values = _PARSERS[path.suffix](text)

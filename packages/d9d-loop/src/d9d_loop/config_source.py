@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from d9d_dist import UserError
 from d9d_loop._config_errors import explain
 from d9d_loop._config_help import describe_fields
+from d9d_loop._config_keys import sections_of
 from d9d_loop.config_file import merge, read_config_file
 
 M = TypeVar("M", bound=BaseModel)
@@ -44,7 +45,22 @@ def parse_command_line(model: type[M], default_file: str | Path | None, argument
     over: dict[str, Any] = {}
     for key, text in overrides:
         _override(over, key, text, values)
-    return validate_config(model, merge(values, over))
+    return validate_config(model, merge(_with_default_kinds(values, model), over))
+
+
+def _with_default_kinds(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """Name the kind of sections that leave it out, so that one on the command line is known to be another."""
+    named = dict(values)
+    for key, field in model.model_fields.items():
+        section = named.get(key)
+        if not (isinstance(section, dict) and isinstance(field.default, BaseModel)):
+            continue
+        if len(sections_of(field.annotation)) > 1:
+            default = field.default.model_dump(include={"kind"})
+            named[key] = {**default, **section}
+        else:
+            named[key] = _with_default_kinds(section, type(field.default))
+    return named
 
 
 def validate_config(model: type[M], values: Mapping[str, Any]) -> M:

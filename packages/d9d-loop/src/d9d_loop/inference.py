@@ -1,13 +1,15 @@
 """Runs a model over data, forward only: each result is written once, in the order of the samples, whatever happens."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from pydantic import JsonValue
 from torch import nn
 from torch.utils.data import default_collate
@@ -25,6 +27,7 @@ from d9d_loop.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.own_random import own_random
 from d9d_loop.pipeline import Pipeline
 from d9d_loop.progress import Progress
+from d9d_loop.resilience import HangWatchdog
 from d9d_loop.results_folder import ResultsFolder
 from d9d_loop.task import InferenceTask, to_inputs
 from d9d_pipeline import Executor, OneForwardOneBackward
@@ -91,15 +94,19 @@ class Inference:
             UserError: If the job cannot be as it was asked for; before anything starts.
         """
         plan = self._check()
-        with plan.mesh.build(launch=plan.launch) as ctx:
+        hangs = self._config.resilience
+        with (
+            plan.mesh.build(launch=plan.launch, timeouts=hangs.timeouts.timeouts) as ctx,
+            HangWatchdog(ctx, enabled=hangs.watchdog.enabled) as watchdog,
+        ):
             resolved = self._config.model_dump(mode="json")
             ctx.check_agreement("the configuration", json.dumps(resolved, sort_keys=True))
             self.events.emit(ConfigReady(0, resolved, ctx))
             with CheckpointStore(self._results.folder).locked(ctx):
-                self._complete(plan, ctx)
+                self._complete(plan, ctx, watchdog)
         return InferenceResult(len(self._data), self._results.file)
 
-    def _complete(self, plan: ModelPlan, ctx: DistributedContext) -> None:
+    def _complete(self, plan: ModelPlan, ctx: DistributedContext, watchdog: HangWatchdog) -> None:
         """Compute what is missing, and make one file of all."""
         found: tuple[bool, list[int]] = (False, [])
         if ctx.is_main_process:
@@ -108,11 +115,12 @@ class Inference:
         if is_complete:
             return
         if missing:
-            self._compute(missing, self._load(plan, ctx), ctx)
+            self._compute(missing, self._load(plan, ctx), ctx, watchdog)
+        ctx.set_timeout(ctx.timeouts.startup + watchdog.margin)
+        with watchdog.phase("writing the results", timeout=ctx.timeouts.startup):
+            if ctx.is_main_process:
+                self._results.finish()
             ctx.wait_world()
-        if ctx.is_main_process:
-            self._results.finish()
-        ctx.wait_world()
 
     def _check(self) -> ModelPlan:
         config, task = self._config, self._task
@@ -156,10 +164,13 @@ class Inference:
         self.events.emit(ModelReady(0, pipeline.model, ctx))
         return pipeline
 
-    def _compute(self, missing: Sequence[int], pipeline: Pipeline, ctx: DistributedContext) -> None:
+    def _compute(
+        self, missing: Sequence[int], pipeline: Pipeline, ctx: DistributedContext, watchdog: HangWatchdog
+    ) -> None:
         """Go through the missing parts, each on one data-parallel rank, as many at a time as there are such ranks."""
         dp_size, config = ctx.size("batch", "dp"), self._config
         forward = _PartForward(pipeline, self._task, ctx)
+        keep_pace = _Pace(ctx, watchdog)
         # Every rank runs equally many batches, since it takes part in the others' collectives; the rest is ignored.
         batches_of_a_part = -(-min(config.part_size, len(self._data)) // config.batch_size)
         own = [missing[start : start + dp_size] for start in range(0, len(missing), dp_size)]
@@ -184,16 +195,19 @@ class Inference:
             with torch.no_grad(), own_random(config.seed, "part", -1 if part is None else part, device=True):
                 start = number * batches_of_a_part
                 sizes = [len(batch) for batch in indices[start : start + batches_of_a_part]]
-                results = forward(list(islice(placed, batches_of_a_part)), sizes)
+                results = forward(placed, sizes, before_each=partial(watchdog.beat, number + 1, "a part"))
             if part is not None and results is not None:
                 # What is left over are the results of batches that only keep this rank in step.
                 self._results.write(part, results[: len(self._results.samples_of(part))])
             if number == 0:
                 # The first part makes kernels and process groups; from then on a rank that is late is lost.
-                ctx.set_timeout(ctx.timeouts.step)
-            self.events.emit(PartWritten(num_parts - len(missing) + number + 1, part))
+                ctx.set_timeout(ctx.timeouts.step + watchdog.margin)
             for _ in own[number]:
                 progress.step()
+            num_done = num_parts - len(missing) + min((number + 1) * dp_size, len(missing))
+            self.events.emit(PartWritten(num_done, part))
+            keep_pace()
+        keep_pace.end()
         progress.close()
 
     def _batches_of(self, part: int | None, num_batches: int) -> list[list[int]]:
@@ -213,6 +227,28 @@ def _what_results_follow_from(config: InferenceConfig, task: InferenceTask) -> d
 
 
 @final
+class _Pace:
+    """Keeps data-parallel ranks within a part of each other: else one that is lost would be missed at the end only."""
+
+    def __init__(self, ctx: DistributedContext, watchdog: HangWatchdog) -> None:
+        self._watchdog = watchdog
+        self._device_ids = None if ctx.device.type == "cpu" else [ctx.device.index]
+        self._last_part: dist.Work | None = None
+
+    def __call__(self) -> None:
+        """A part is done. Collective: a barrier, which is waited for when the next part is done."""
+        done = dist.barrier(device_ids=self._device_ids, async_op=True)
+        self.end()
+        self._last_part = done
+
+    def end(self) -> None:
+        """Wait for the ranks that are behind."""
+        if self._last_part is not None:
+            with self._watchdog.phase("the wait for other ranks"):
+                self._last_part.wait()
+
+
+@final
 class _PartForward:
     """Runs the batches of a part through the model, as many at a time as keep all ranks of a pipeline at work."""
 
@@ -224,23 +260,27 @@ class _PartForward:
         is_last = ctx.coordinate("batch", "pp") == ctx.size("batch", "pp") - 1
         self._writes = is_last and ctx.coordinate("batch", "cp") == ctx.coordinate("batch", "tp") == 0
 
-    def __call__(self, batches: Sequence[Any], sizes: Sequence[int]) -> list[JsonValue] | None:
+    def __call__(
+        self, batches: Iterator[Any], sizes: Sequence[int], *, before_each: Callable[[], None]
+    ) -> list[JsonValue] | None:
         """The results of all samples in order; `None` on ranks whose results are not written.
 
         Args:
-            batches: The batches of the part.
-            sizes: How many samples each of them has.
+            batches: Those of the part come first.
+            sizes: How many samples each batch of the part has.
+            before_each: Called before as many batches as are computed at a time.
 
         Raises:
             UserError: If the task gives more or fewer results for a batch.
         """
         results: list[JsonValue] = []
-        for start in range(0, len(batches), self._at_a_time):
-            some = batches[start : start + self._at_a_time]
+        for start in range(0, len(sizes), self._at_a_time):
+            before_each()
+            some = list(islice(batches, min(self._at_a_time, len(sizes) - start)))
 
-            def take(outputs: Any, number: int, start: int = start) -> None:
+            def take(outputs: Any, number: int, start: int = start, some: Sequence[Any] = some) -> None:
                 whole = outputs if self._split is None else self._task.join_sequence(outputs, self._split)
-                found = self._task.results(whole, batches[start + number])
+                found = self._task.results(whole, some[number])
                 if len(found) != sizes[start + number]:
                     raise UserError(
                         f"{type(self._task).__name__}.results gave {len(found)} results for a batch of "

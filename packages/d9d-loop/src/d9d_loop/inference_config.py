@@ -6,6 +6,7 @@ from pydantic import Field, PositiveInt
 
 from d9d_dist import MeshConfig
 from d9d_loop.config import DataConfig, JobConfig, LoggingConfig, RunConfig
+from d9d_loop.resilience import HangConfig
 
 
 class InferenceConfig(JobConfig):
@@ -22,4 +23,5 @@ class InferenceConfig(JobConfig):
     run: RunConfig = RunConfig()
     mesh: MeshConfig = MeshConfig.model_validate({})
     data: DataConfig = DataConfig()
+    resilience: HangConfig = HangConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from d9d_dist import StageInfo, UserError, read_launch
+from d9d_loop.batches import Samples
 from d9d_loop.config import TrainerConfig
 from d9d_loop.data import DataProvider, SampleStream
 from d9d_loop.job_check import check_data, check_degrees, check_weights, check_writable
@@ -37,11 +38,13 @@ class JobPlan(ModelPlan):
         microbatch_size: Samples of a microbatch on one rank.
         num_microbatches: Microbatches of a step on one rank.
         stream: The training data in their order.
+        evaluation_data: The held-out data, if there are any.
     """
 
     microbatch_size: int
     num_microbatches: int
     stream: SampleStream
+    evaluation_data: Samples | None
 
 
 def check_job(
@@ -100,7 +103,18 @@ def check_job(
         stages_per_rank=schedule.stages_per_rank,
         inputs=None if cuts else lambda: task.inputs(_first_batch(stream, data, microbatch_size)),
     )
-    return JobPlan(launch, mesh, schedule, program, mapper, shared_names, microbatch_size, num_microbatches, stream)
+    return JobPlan(
+        launch,
+        mesh,
+        schedule,
+        program,
+        mapper,
+        shared_names,
+        microbatch_size,
+        num_microbatches,
+        stream,
+        evaluation_data,
+    )
 
 
 def _check_inverse(mapper: StateMapper) -> None:

@@ -363,7 +363,7 @@ class TrainingJob:
         )
 
     def _evaluator(self) -> Evaluator | None:
-        samples = self._parts.data.evaluation()
+        samples = self._plan.evaluation_data
         if samples is None:
             return None
         return Evaluator(

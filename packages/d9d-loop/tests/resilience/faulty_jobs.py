@@ -7,7 +7,7 @@ import signal
 import tempfile
 import time
 import uuid
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -18,59 +18,137 @@ from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn import functional as F
 
-from d9d_loop import CheckpointStarted, Loss, StepDone, Task, Trainer, TrainerConfig, command_line
+from d9d_loop import (
+    CheckpointStarted,
+    Inference,
+    InferenceConfig,
+    InferenceTask,
+    Loss,
+    PartWritten,
+    StepDone,
+    Task,
+    Trainer,
+    TrainerConfig,
+    command_line,
+)
 from d9d_loop.resilience import Stopped
 from d9d_metrics import TensorBoardTracker
 
 BAD_STEP = 3
 _NUM_STEPS = 6
+_SIGNALS = {
+    "is killed": signal.SIGKILL,
+    "is stopped": signal.SIGSTOP,
+    "is asked twice": signal.SIGTERM,
+    "is asked again when it leaves": signal.SIGTERM,
+}
 
 
 def trains(place: Place, fault: str, culprit: int, **sections: Any) -> None:
     """A job of two ranks; something happens to one of them in step 3."""
-    own_fault = fault if place.rank == culprit else "nothing"
-    trainer = _trainer(place.folder, own_fault, **sections)
-    match own_fault:
-        case "event handler raises":
-            trainer.events.on(StepDone, _raise)
-        case "disk is full":
-            trainer.events.on(StepDone, _fill_disk)
-        case "is killed":
-            trainer.events.on(StepDone, partial(_signal_itself, signal.SIGKILL))
-        case "is stopped":
-            trainer.events.on(StepDone, partial(_signal_itself, signal.SIGSTOP))
-        case "is asked twice" | "is asked again when it leaves":
-            trainer.events.on(StepDone, partial(_signal_itself, signal.SIGTERM))
-        case "tracker is down":
-            mock.patch.object(TensorBoardTracker, "__init__", _refuse).start()
-    if own_fault == "is asked twice":
-        trainer.events.on(CheckpointStarted, _ask_again)
+    own = _Fault(fault if place.rank == culprit else "nothing", place)
+    trainer = _trainer(own, **sections)
+    trainer.events.on(StepDone, own.on_step)
+    if own.name == "is asked twice":
+        trainer.events.on(CheckpointStarted, own.ask_again)
+    if own.name == "tracker is down":
+        mock.patch.object(TensorBoardTracker, "__init__", own.refuse).start()
     with command_line():
         try:
             trainer.train()
         except Stopped:
-            if own_fault == "is asked again when it leaves":
+            if own.name == "is asked again when it leaves":
                 os.kill(os.getpid(), signal.SIGTERM)
             raise
 
 
+def infers(place: Place, culprit: int) -> None:
+    """An inference of two ranks without collectives in their forward passes; one of them is stopped after two parts."""
+    config = {
+        "batch_size": 1,
+        "part_size": 2,
+        "mesh": {"data_parallel_replicate": 2},
+        "run": {"folder": place.folder},
+        "resilience": {"timeouts": {"startup_seconds": 40, "step_seconds": 2}},
+    }
+    fault = _Fault("is stopped" if place.rank == culprit else "nothing", place)
+    inference = Inference(
+        InferenceConfig.model_validate(config), model=lambda stage: _Model(fault), data=_Samples(fault), task=_Outputs()
+    )
+    inference.events.on(PartWritten, lambda event: fault.strike() if event.step == 4 else None)
+    with command_line():
+        inference.run()
+
+
+class _Outputs(InferenceTask):
+    def inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"x": batch["x"]}
+
+    def results(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> list[float]:
+        return outputs[:, 0].tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """What goes wrong on this rank; from when it does, the time until ranks end is taken."""
+
+    name: str
+    place: Place
+
+    def strikes(self, name: str, *, when: bool = True) -> bool:
+        """Whether this is the fault of that name, and its time has come."""
+        if self.name != name or not when:
+            return False
+        self.place.fault_is_now()
+        return True
+
+    def raises(self, name: str, *, when: bool) -> None:
+        if self.strikes(f"{name} raises", when=when):
+            raise KeyError(f"in the {name}")
+
+    def on_step(self, event: StepDone) -> None:
+        if event.step == BAD_STEP:
+            self.strike()
+
+    def strike(self) -> None:
+        self.raises("event handler", when=True)
+        if self.strikes("disk is full"):
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then what writes too much gets an error
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+        if self.name in _SIGNALS:
+            if self.name != "is asked twice":  # of which the second time counts
+                self.place.fault_is_now()
+            os.kill(os.getpid(), _SIGNALS[self.name])
+
+    def ask_again(self, event: CheckpointStarted) -> None:
+        """In the save that the first signal asked for, which takes long."""
+        if event.step > BAD_STEP:
+            time.sleep(0.5)
+            self.place.fault_is_now()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+
+    def refuse(self, *_arguments: Any) -> NoReturn:
+        self.place.fault_is_now()
+        raise ConnectionError("the tracker is down")
+
+
 class _Model(nn.Module):
-    def __init__(self, fault: str) -> None:
+    def __init__(self, fault: _Fault) -> None:
         super().__init__()
         self.linear, self.fault, self.num_calls = nn.Linear(4, 1), fault, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
-        if self.fault == "model raises" and self.num_calls == BAD_STEP:
-            raise KeyError("in the model")
+        self.fault.raises("model", when=self.num_calls == BAD_STEP)
         y = self.linear(x)
-        if self.fault == "gradient is NaN" and self.num_calls >= BAD_STEP:  # also when the step is done again
+        if self.fault.strikes("gradient is NaN", when=self.num_calls >= BAD_STEP):  # also when the step is done again
             y.register_hook(lambda gradient: gradient * torch.nan)
         return y
 
 
 class _Regression(Task):
-    def __init__(self, fault: str) -> None:
+    def __init__(self, fault: _Fault) -> None:
         self.fault, self.num_calls = fault, 0
 
     def inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -78,13 +156,12 @@ class _Regression(Task):
 
     def loss(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> Loss:
         self.num_calls += 1
-        if self.fault == "task raises" and self.num_calls == BAD_STEP:
-            raise KeyError("in the task")
+        self.fault.raises("task", when=self.num_calls == BAD_STEP)
         return Loss(F.mse_loss(outputs, batch["y"], reduction="sum"), weight=batch["y"].numel())
 
 
 class _Samples:
-    def __init__(self, fault: str) -> None:
+    def __init__(self, fault: _Fault) -> None:
         self.fault, self.num_calls = fault, 0
 
     def __len__(self) -> int:
@@ -92,20 +169,19 @@ class _Samples:
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         self.num_calls += 1
-        if self.fault == "data raises" and self.num_calls == 4 * BAD_STEP:
-            raise KeyError("in the data")
-        if self.fault == "data worker is killed" and self.num_calls == 4 * BAD_STEP:
+        self.fault.raises("data", when=self.num_calls == 4 * BAD_STEP)
+        if self.fault.strikes("data worker is killed", when=self.num_calls == 4 * BAD_STEP):
             os.kill(os.getpid(), signal.SIGKILL)
         return {"x": torch.full((4,), index / 64), "y": torch.full((1,), 1.0)}
 
 
-def _trainer(folder: Path, fault: str, **more: Any) -> Trainer:
+def _trainer(fault: _Fault, **more: Any) -> Trainer:
     config = {
         "steps": _NUM_STEPS,
         "batch": {"global_size": 8},
         "mesh": {"data_parallel_shard": 2},
         "checkpoint": {"every": 2},
-        "run": {"folder": folder},
+        "run": {"folder": fault.place.folder},
         "export": False,
         **more,
     }
@@ -115,34 +191,6 @@ def _trainer(folder: Path, fault: str, **more: Any) -> Trainer:
         data=_Samples(fault),
         task=_Regression(fault),
     )
-
-
-def _raise(event: StepDone) -> None:
-    if event.step == BAD_STEP:
-        raise KeyError("in an event handler")
-
-
-def _fill_disk(event: StepDone) -> None:
-    if event.step == BAD_STEP:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then what writes too much gets an error
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
-
-
-def _signal_itself(number: signal.Signals, event: StepDone) -> None:
-    if event.step == BAD_STEP:
-        os.kill(os.getpid(), number)
-
-
-def _ask_again(event: CheckpointStarted) -> None:
-    """In the save that the first signal asked for, which takes long."""
-    if event.step > BAD_STEP:
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(30)
-
-
-def _refuse(*_arguments: Any) -> NoReturn:
-    raise ConnectionError("the tracker is down")
 
 
 def restarted() -> list[tuple[int, list[int]]]:
@@ -168,7 +216,8 @@ def _life(folder: str) -> tuple[int, list[int]]:
     """In a process that torchrun's agent forked."""
     os.environ["D9D_DEVICE"] = "cpu"
     torch.set_num_threads(1)
-    trainer = _trainer(Path(folder), "nothing", checkpoint={"every": 2, "background": False})
+    nothing = _Fault("nothing", Place(Path(folder), int(os.environ["RANK"])))
+    trainer = _trainer(nothing, checkpoint={"every": 2, "background": False})
     steps: list[int] = []
 
     def on_step(event: StepDone) -> None:

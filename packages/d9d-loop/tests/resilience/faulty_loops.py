@@ -46,8 +46,10 @@ def watched_victim_of_itself(place: Place, culprit: int) -> None:
 def watched_failing_late(place: Place) -> None:
     """Rank 1 hangs; what rank 0 waits for fails at about the time at which that is found."""
     with MeshConfig(data_parallel_shard=-1).build(timeouts=TIMEOUTS) as ctx, HangWatchdog(ctx) as watchdog:
-        dist.barrier()
         watchdog.beat(1)
+        time.sleep(1.3 * TIMEOUTS.step.total_seconds())  # as the first step may, in which kernels are made
+        dist.barrier()
+        watchdog.beat(2)
         if ctx.rank == 1:
             do("sleeps", place)
         time.sleep(0.9 * TIMEOUTS.step.total_seconds())

@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -52,8 +53,9 @@ class Place:
     rank: int
 
     def fault_is_now(self) -> None:
-        """Start the clock of `Rank.seconds`."""
-        (self.folder / "fault").touch()
+        """Start the clock of `Rank.seconds`, unless it runs already."""
+        with suppress(FileExistsError), (self.folder / "fault").open("x") as file:
+            file.write(str(time.monotonic()))
 
 
 def run_forked(
@@ -95,7 +97,7 @@ def _launch(job: Callable[..., None], arguments: tuple[Any, ...], world_size: in
                 _be_rank(job, arguments, Place(folder, rank), world_size, store.port)
             children[child] = rank
         codes, times = _wait(dict(children), unwaited)
-        start = (folder / "fault").stat().st_mtime if (folder / "fault").exists() else None
+        start = float((folder / "fault").read_text()) if (folder / "fault").exists() else None
         return [
             Rank(codes[rank], _errors(folder, rank), None if start is None else times[rank] - start)
             for rank in range(world_size)
@@ -117,7 +119,7 @@ def _wait(left: dict[int, int], unwaited: int | None) -> tuple[dict[int, int], d
             found, status = os.waitpid(child, os.WNOHANG)
             if found:
                 rank = left.pop(child)
-                codes[rank], times[rank] = os.waitstatus_to_exitcode(status), time.time()
+                codes[rank], times[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
         time.sleep(0.002)
     return codes, times
 
@@ -150,6 +152,7 @@ def _be_rank(
         # The pool's rank handles it in native code; a job starts without.
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         multiprocessing.current_process().daemon = False  # may have data workers, as the pool's rank may not
+        multiprocessing.set_start_method("fork", force=True)  # workers that need not import torch once more
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         sys.__stderr__ = sys.stderr  # the fork server's is not ours
         torch.set_num_threads(1)

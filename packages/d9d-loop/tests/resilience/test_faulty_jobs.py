@@ -1,17 +1,34 @@
-"""Whatever a rank of a job of the Trainer does, all ranks end, and say which rank it was and why."""
+"""Whatever a rank of a job of the Trainer does, all ranks end in time, and say which rank it was and why."""
 
 import re
 from typing import Any
 
 import pytest
-from faulty_jobs import restarted, trains
-from forked_faults import run_forked
+from faulty_jobs import infers, restarted, trains
+from forked_faults import Rank, run_forked
 
 from d9d_dist.testing import RankPool
 from d9d_loop.resilience import ExitCode
 
 WORKER: dict[str, Any] = {"data": {"num_workers": 1}}
-SHORT: dict[str, Any] = {"resilience": {"timeouts": {"startup_seconds": 40, "step_seconds": 3}}}
+STEP_SECONDS = 3.0
+
+
+def _run(
+    fault: str, culprit: int, *, unwaited: int | None = None, resilience: dict[str, Any] | None = None, **sections: Any
+) -> list[Rank]:
+    """How the ranks of a job with a fault ended: all of them within the time limit of a step, and 2 seconds."""
+    timeouts = {"startup_seconds": 40, "step_seconds": STEP_SECONDS}
+    resilience = {"timeouts": timeouts, **(resilience or {})}
+    ended = run_forked(trains, fault, culprit, unwaited=unwaited, resilience=resilience, **sections)
+    late = [rank for number, rank in enumerate(ended) if number != unwaited and not _is_in_time(rank)]
+    assert not late, late
+    return ended
+
+
+def _is_in_time(rank: Rank) -> bool:
+    assert rank.seconds is not None, "there was no fault"
+    return 0 <= rank.seconds <= STEP_SECONDS + 2
 
 
 @pytest.mark.parametrize(
@@ -34,23 +51,23 @@ SHORT: dict[str, Any] = {"resilience": {"timeouts": {"startup_seconds": 40, "ste
             WORKER,
             r"DataError: data worker 0 \(process \d+\) was killed by SIGKILL at sample 11 \(position 23 of the glob",
         ),
-        ("event handler raises", {}, "KeyError: 'in an event handler'"),
+        ("event handler raises", {}, "KeyError: 'in the event handler'"),
     ],
 )
 def test_what_a_rank_raises_is_named_on_the_others(fault: str, sections: dict[str, Any], expected: str) -> None:
-    ended = run_forked(trains, fault, 1, **sections)
+    ended = _run(fault, 1, **sections)
     assert [rank.code for rank in ended] == [1, 1]
     assert re.search(expected, ended[1].errors), ended[1].errors
     assert re.search(f"Rank 1 failed before this rank: {expected}", ended[0].errors), ended[0].errors
 
 
 def test_a_handler_is_named() -> None:
-    ended = run_forked(trains, "event handler raises", 0)
-    assert re.search("raised by the handler .*_raise", ended[0].errors)
+    ended = _run("event handler raises", 0)
+    assert re.search("raised by the handler _Fault.on_step of StepDone", ended[0].errors)
 
 
 def test_a_full_disk_ends_all_ranks_with_the_rank_that_has_it() -> None:
-    ended = run_forked(trains, "disk is full", 1)
+    ended = _run("disk is full", 1)
     assert [rank.code for rank in ended] == [1, 1]
     for rank in ended:
         assert "File too large" in rank.errors
@@ -59,7 +76,7 @@ def test_a_full_disk_ends_all_ranks_with_the_rank_that_has_it() -> None:
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_that_is_killed_is_named(culprit: int) -> None:
-    ended = run_forked(trains, "is killed", culprit)
+    ended = _run("is killed", culprit)
     assert ended[culprit].code == -9
     survivor = ended[1 - culprit]
     assert survivor.code in (1, ExitCode.PEER_LOST), survivor
@@ -69,13 +86,22 @@ def test_a_rank_that_is_killed_is_named(culprit: int) -> None:
 
 
 def test_a_rank_that_is_stopped_is_named() -> None:
-    ended = run_forked(trains, "is stopped", 1, unwaited=1, **SHORT)
+    ended = _run("is stopped", 1, unwaited=1)
     assert ended[0].code == ExitCode.HANG, ended[0]
     assert re.search(r"Rank 1 is missing: (it does not answer; )?its process \d+ on \S+ is stopped\.", ended[0].errors)
 
 
+def test_a_rank_that_is_stopped_in_an_inference_is_named() -> None:
+    ended = run_forked(infers, 1, unwaited=1)
+    assert ended[0].code == ExitCode.HANG, ended[0]
+    assert _is_in_time(ended[0])
+    assert re.search(r"Rank 1 is missing: (it does not answer; )?its process \d+ on \S+ is stopped\.", ended[0].errors)
+    where = r"Rank 0 waits: in the wait for other ranks, step [23], in the wait for a collective, at"
+    assert re.search(where, ended[0].errors), ended[0].errors.partition("The stacks")[0]
+
+
 def test_a_rank_that_is_asked_to_stop_twice_does_so_and_is_named() -> None:
-    ended = run_forked(trains, "is asked twice", 1, resilience={"stop": {"repeat_seconds": 0.3}})
+    ended = _run("is asked twice", 1, resilience={"stop": {"repeat_seconds": 0.3}})
     assert ended[1].code == 128 + 15
     assert "rank 1 ends without saving: a second signal came (SIGTERM)" in ended[1].errors
     assert ended[0].code in (1, ExitCode.PEER_LOST), ended[0]
@@ -83,13 +109,13 @@ def test_a_rank_that_is_asked_to_stop_twice_does_so_and_is_named() -> None:
 
 
 def test_once_all_is_saved_another_signal_does_not_change_the_exit_code() -> None:
-    ended = run_forked(trains, "is asked again when it leaves", 1)
+    ended = _run("is asked again when it leaves", 1)
     assert [rank.code for rank in ended] == [ExitCode.STOPPED] * 2, ended
     assert "stopped by SIGTERM after step 4, which is saved" in ended[0].errors
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_is_told_by_all() -> None:
-    ended = run_forked(trains, "gradient is NaN", 1, resilience={"bad_steps": {"non_finite": "stop"}})
+    ended = _run("gradient is NaN", 1, resilience={"bad_steps": {"non_finite": "stop"}})
     assert [rank.code for rank in ended] == [1, 1]
     where = r"BadStepError: step 3: .* the gradient of \w+ of 'linear', in the backward pass of rank 1\."
     assert all(re.search(where, rank.errors) for rank in ended), ended
@@ -97,7 +123,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_told_by_all() -> None:
 
 def test_a_tracker_that_is_down_is_named_and_costs_nothing() -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard, which is optional")
-    ended = run_forked(trains, "tracker is down", 0, trackers=[{"kind": "tensorboard"}])
+    ended = _run("tracker is down", 0, trackers=[{"kind": "tensorboard"}])
     assert [rank.code for rank in ended] == [0, 0], ended
     assert "the tensorboard tracker failed and is tried again in 1 s: ConnectionError('the tr" in ended[0].errors
     assert "the tensorboard tracker did not take everything" in ended[0].errors

@@ -32,7 +32,7 @@ def test_a_rank_that_computes_for_ever_is_named_with_its_line(culprit: int) -> N
 def test_what_fails_because_of_a_hang_ends_by_its_report() -> None:
     ended = run_forked(watched_failing_late)
     assert [rank.code for rank in ended] == [ExitCode.HANG] * 2
-    assert all("no progress for" in rank.errors for rank in ended)
+    assert all("no progress for" in rank.errors and "in a step, step 2" in rank.errors for rank in ended)
 
 
 def test_a_rank_whose_process_is_stopped_is_named_with_it() -> None:

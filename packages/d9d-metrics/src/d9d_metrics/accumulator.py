@@ -30,7 +30,8 @@ class Accumulator:
     Attributes:
         reduction: How values, and later ranks, are combined: `"sum"`, `"max"` and `"min"`, in which NaN wins over
             everything; `"count"`, a sum of whole numbers; or `"concat"`.
-        value: What was gathered so far; float64, or int64 of a count, of the shape given.
+        value: What was gathered so far; float64, or int64 of a count, of the shape given. Ask for it whenever it is
+            needed: `Metric.to` and the first sync put another tensor in its place.
     """
 
     def __init__(self, reduction: Reduction, *, shape: Sequence[int] = (), device: torch.device | None = None) -> None:
@@ -86,4 +87,4 @@ class Accumulator:
         is_new = ~operand.isnan()
         places = torch.where(is_new, taken + is_new.cumsum(0) - 1, length).clamp_(max=length)
         # The place behind the last one takes what is left out.
-        self.value = torch.cat([self.value, self.value.new_empty(1)]).scatter_(0, places, operand)[:length]
+        self.value.copy_(torch.cat([self.value, self.value.new_empty(1)]).scatter_(0, places, operand)[:length])

@@ -24,6 +24,8 @@ class BinaryAUROC(Metric):
     Bins are of equal width in $x / (1 + |x|)$ of the logit $x$, so that they are fine where scores are many, and fine
     near the probabilities 0 and 1; no range needs to be known.
 
+    Counts are of float64: exact up to 2^53, and half as long as whole numbers in the message between ranks.
+
     Until a rank has seen more samples of a class than `exact_samples`, its samples themselves are kept, and if that
     holds for every rank, the value is exact and the bound is 0. Memory: 16 bytes for each bin, and 16 for each sample
     that may be kept; in a collective the latter for each rank.

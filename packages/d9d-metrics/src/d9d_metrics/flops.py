@@ -31,25 +31,34 @@ PEAK_FLOPS: Mapping[str, float] = {
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
+    "H800 PCIe": 756e12,
     "H800": 989e12,
     "H20": 148e12,
     "A100": 312e12,
     "A800": 312e12,
     "A40": 149.7e12,
+    "A30": 165e12,
     "A10G": 70e12,
     "A10": 125e12,
     "L40S": 362e12,
     "L40": 181e12,
     "L4": 121e12,
+    "RTX A6000": 154.8e12,
+    "RTX 5090": 209.5e12,
     "RTX 4090": 165.2e12,
     "RTX 3090": 71e12,
     "MI355X": 2.5e15,
+    "MI350X": 2.3e15,
     "MI325X": 1307e12,
     "MI300X": 1307e12,
+    "MI300A": 980e12,
     "MI250X": 191.5e12,
+    "MI250": 181e12,
 }
-"""Peak rates of dense bfloat16 matrix products by vendors' data sheets, in FLOP/s of one device as torch counts devices
-(an MI250X is two). A device has the rate of the longest name that is part of its own."""
+"""Peak rates of dense bfloat16 matrix products with float32 sums, in FLOP/s of one device as torch counts devices (an
+MI250X is two). They are those of NVIDIA's and AMD's data sheets, of which NVIDIA's often give twice as much, for sparse
+matrices; SXM and OAM modules where the name says no other form (PCIe, NVL). A device has the rate of the longest name
+that is part of its own."""
 
 
 def peak_flops(device: torch.device, *, table: Mapping[str, float] = PEAK_FLOPS) -> float:

@@ -26,8 +26,8 @@ class _Curve(NamedTuple):
 
 
 def plot_metrics(
-    metrics_path: Path,
-    png_path: Path,
+    metrics_path: Path | str,
+    png_path: Path | str,
     *,
     panels: Sequence[Sequence[str]] = (("loss", "evaluation_loss"), ("learning_rate",)),
     title: str = "",

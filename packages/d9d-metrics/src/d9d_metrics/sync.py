@@ -1,9 +1,11 @@
 """Reduces all metrics of a job over ranks in one fused collective, instead of a few small ones for each metric."""
 
 import copy
+import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar, final
+from typing import Generic, TypeAlias, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,12 @@ from d9d_metrics.accumulator import Accumulator, Reduction
 from d9d_metrics.metric import Metric, MetricValue
 
 M = TypeVar("M", bound=Metric)
-_ORDER: tuple[Reduction, ...] = ("sum", "count", "max", "min", "concat")
+_Shapes: TypeAlias = Sequence[tuple[Reduction, tuple[int, ...]]]
+_SUMS: tuple[Reduction, ...] = ("sum",)
+_COUNTS: tuple[Reduction, ...] = ("count",)
+_EXTREMES: tuple[Reduction, ...] = ("max", "min")
+_OTHERS: tuple[Reduction, ...] = (*_EXTREMES, "concat")
+_ORDER = (*_SUMS, *_COUNTS, *_OTHERS)
 _HALF = 32  # bits
 
 
@@ -88,6 +95,9 @@ def _flattened(values: Mapping[str, MetricValue]) -> Iterator[tuple[str, Tensor]
 class MetricSync(Generic[M]):
     """Reduces the same metrics again and again: what does not change from time to time is worked out once.
 
+    The first `start` moves the values of all accumulators into one tensor, of which they are views from then on, so
+    that later ones take them all by one operation.
+
     Args:
         metrics: As for `sync_metrics`.
         over: The ranks to reduce over; `None` for this process alone.
@@ -95,14 +105,14 @@ class MetricSync(Generic[M]):
 
     def __init__(self, metrics: Mapping[str, M], over: ProcessGroup | DeviceMesh | None) -> None:
         found = [each for name in sorted(metrics) for each in metrics[name].accumulators().values()]
-        # Scalars of one reduction stand together: they are packed and unpacked by one operation.
-        self._local = sorted(found, key=lambda each: (_ORDER.index(each.reduction), each.value.dim() > 0))
-        self._layout = _Layout.of(self._local)
-        reduced = [each.holding(each.value) for each in self._local]
+        local = sorted(found, key=lambda each: _ORDER.index(each.reduction))
+        reduced = [each.holding(each.value) for each in local]
         # deepcopy takes an object found in its memo instead of copying it: exactly the accumulators are swapped.
-        memo: dict[int, object] = {id(a): b for a, b in zip(self._local, reduced, strict=True)}
-        self._reduced, self._copies = reduced, copy.deepcopy(dict(metrics), memo)
-        self._groups = _groups(over) if found else []
+        memo: dict[int, object] = {id(a): b for a, b in zip(local, reduced, strict=True)}
+        self._copies = copy.deepcopy(dict(metrics), memo)
+        self._local, self._reduced = _Holders(local), _Holders(reduced)
+        self._groups = _groups(over) if found else [None]
+        self._stages: list[_Stage] = []
 
     def start(self) -> "PendingSync[M]":
         """Take the state as it is now, and let its reduction begin.
@@ -110,15 +120,15 @@ class MetricSync(Generic[M]):
         The metrics may be updated and reset from here on. On a mesh of several axes all but the last collective are
         waited for here.
         """
-        layout, flat = self._layout, self._layout.pack(self._local)
-        for group in self._groups[:-1]:
-            wire = layout.to_wire(flat, group)
-            dist.all_reduce(wire, group=group)
-            flat, layout = layout.from_wire(wire, group), layout.after(group)
-        last = self._groups[-1] if self._groups else None
-        wire = flat if last is None else layout.to_wire(flat, last)
-        work = None if last is None else dist.all_reduce(wire, group=last, async_op=True)
-        return PendingSync(layout, wire, last, work, into=(self._reduced, self._copies))
+        if not self._stages or self._stages[0].device != self._local.device:
+            with torch.inference_mode(False):  # metrics that were first read in an evaluation are updated in training
+                self._stages = _stages(self._local.shapes, self._groups, self._local.device)
+        self._local.move_to(self._stages[0].before)
+        for stage, following in itertools.pairwise(self._stages):
+            stage.receive(*stage.send())
+            following.before.copy_(stage.after)
+        last = self._stages[-1]
+        return PendingSync(last, *last.send(), into=(self._reduced, self._copies))
 
 
 @final
@@ -126,16 +136,10 @@ class PendingSync(Generic[M]):
     """A reduction under way."""
 
     def __init__(
-        self,
-        layout: "_Layout",
-        wire: Tensor,
-        group: ProcessGroup | None,
-        work: dist.Work | None,
-        *,
-        into: tuple[Sequence[Accumulator], dict[str, M]],
+        self, stage: "_Stage", wire: Tensor, work: dist.Work | None, *, into: tuple["_Holders", dict[str, M]]
     ) -> None:
-        self._layout, self._wire, self._group, self._work = layout, wire, group, work
-        self._accumulators, self._metrics = into
+        self._stage, self._wire, self._work = stage, wire, work
+        self._reduced, self._metrics = into
 
     def wait(self) -> dict[str, M]:
         """Wait for the collective (on an accelerator, let the current stream wait for it).
@@ -143,129 +147,149 @@ class PendingSync(Generic[M]):
         Returns:
             Metrics that hold the reduced state. The next `wait` of the same `MetricSync` changes them.
         """
-        layout, flat = self._layout, self._wire
-        if self._work is not None and self._group is not None:
-            self._work.wait()
-            flat, layout = layout.from_wire(self._wire, self._group), layout.after(self._group)
-        for accumulator, value in zip(self._accumulators, layout.unpack(flat), strict=True):
-            accumulator.value = value
+        self._stage.receive(self._wire, self._work)
+        self._reduced.show(self._stage.after)
         return self._metrics
 
 
-class _Run(NamedTuple):
-    """Accumulators that stand together: several scalars, or one tensor."""
+@final
+class _Holders:
+    """Accumulators whose values are the views of a state."""
 
-    reduction: Reduction
-    length: int
-    shape: tuple[int, ...] | None
+    def __init__(self, accumulators: Sequence[Accumulator]) -> None:
+        self._accumulators = accumulators
+        self.shapes = [(each.reduction, tuple(each.value.shape)) for each in accumulators]
 
     @property
-    def num_places(self) -> int:
-        """How much room they take."""
-        return 2 * self.length if self.reduction == "count" else self.length
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self._accumulators[0].value.device if self._accumulators else torch.device("cpu")
 
-    def write(self, values: Sequence[Tensor]) -> Tensor:
-        """The values as one tensor of float64."""
-        piece = torch.stack(tuple(values)) if self.shape is None else values[0].reshape(-1)
-        if self.reduction == "count":
-            return torch.cat([piece >> _HALF, piece & (1 << _HALF) - 1]).double()
-        return piece
+    def move_to(self, state: "_State") -> None:
+        """Move values into the state that are not there: at first, or replaced since (`Metric.to`, another sync)."""
+        for accumulator, view in zip(self._accumulators, state.views, strict=True):
+            if accumulator.value is not view:
+                accumulator.value = view.copy_(accumulator.value)
 
-    def read(self, piece: Tensor) -> Sequence[Tensor]:
-        """The values of what `write` gave; views, where they are no counts."""
-        if self.reduction == "count":
-            upper, lower = piece.long().view(2, self.length)
-            piece = (upper << _HALF) + lower
-        return piece.unbind() if self.shape is None else (piece.view(self.shape),)
+    def show(self, state: "_State") -> None:
+        """Hold the values of the state."""
+        for accumulator, view in zip(self._accumulators, state.views, strict=True):
+            accumulator.value = view
 
 
 @final
-class _Layout:
-    """How all accumulators are one flat tensor: first what is added up, then maxima, minima and concatenations."""
+class _Stage:
+    """An all-reduce by sum over one group: of sums, of the halves of counts, and of a row for each rank of the others.
 
-    def __init__(self, runs: Sequence[_Run]) -> None:
-        self._runs = tuple(runs)
-        self._places = [run.num_places for run in self._runs]
-        self._num_sums = sum(run.num_places for run in self._runs if run.reduction in ("sum", "count"))
-        self._num_others = sum(self._places) - self._num_sums
+    A rank fills its own row, so that the sum of rows over ranks is a gather. All but the message lives as long as the
+    stage, so that little is left to do for each message: on CPU an operation costs more than what it works on.
 
-    @staticmethod
-    def of(accumulators: Sequence[Accumulator]) -> "_Layout":
-        runs = []
-        for (reduction, is_scalar), group in itertools.groupby(
-            accumulators, lambda each: (each.reduction, each.value.dim() == 0)
-        ):
-            members = list(group)
-            if is_scalar:
-                runs.append(_Run(reduction, len(members), None))
-            else:
-                runs += [_Run(reduction, each.value.numel(), tuple(each.value.shape)) for each in members]
-        return _Layout(runs)
+    Attributes:
+        device: Where it takes place.
+        before: What this rank puts in.
+        after: What comes out.
+    """
 
-    def pack(self, accumulators: Sequence[Accumulator]) -> Tensor:
-        """A new tensor that holds the values of the accumulators that the layout was made of."""
-        values = [each.value for each in accumulators]
-        if len(self._runs) == 1 and self._runs[0].shape is None:
-            return self._runs[0].write(values)  # stacked, so it is new
-        pieces, start = [], 0
-        for run in self._runs:
-            stop = start + (run.length if run.shape is None else 1)
-            pieces.append(run.write(values[start:stop]))
-            start = stop
-        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.float64)
+    def __init__(self, shapes: _Shapes, group: ProcessGroup | None, device: torch.device) -> None:
+        self.device, self._group = device, group
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        new = functools.partial(torch.zeros, dtype=torch.float64, device=device)
+        num_sums, num_counts, num_others = (_num_elements(shapes, kinds) for kinds in (_SUMS, _COUNTS, _OTHERS))
+        self.before = _State(shapes, new(num_sums), new(num_counts, dtype=torch.int64), new(num_others))
+        self._halves, zero = new(2, num_counts), new(1)
+        others_before, others_after = zero.expand(rank * num_others), zero.expand((size - 1 - rank) * num_others)
+        pieces = [self.before.sums, self._halves.view(-1), others_before, self.before.others, others_after]
+        self._pieces = [piece for piece in pieces if piece.numel() > 0] or pieces[:1]
 
-    def unpack(self, flat: Tensor) -> list[Tensor]:
-        """The value of each accumulator."""
-        pieces = [flat] if len(self._runs) == 1 else flat.split(self._places)
-        return [value for run, piece in zip(self._runs, pieces, strict=True) for value in run.read(piece)]
+        self._arrived = new(num_sums + 2 * num_counts + size * num_others)
+        sums, halves, rows = self._arrived.split([num_sums, 2 * num_counts, size * num_others])
+        self._arrived_halves = halves.view(2, num_counts)
+        gathered = [(name, (size * shape[0],) if name == "concat" else shape) for name, shape in shapes]
+        others = new(_num_elements(gathered, _OTHERS))
+        self.after = _State(gathered, sums, new(num_counts, dtype=torch.int64), others)
+        self._rows = list(_blocks(shapes, rows.view(size, num_others)))
+        self._results = [result for _, result in _blocks(gathered, others.view(1, -1))]
 
-    def to_wire(self, flat: Tensor, group: ProcessGroup) -> Tensor:
-        """What an all-reduce by sum makes the sums of, and a gather of everything else: every rank has places."""
-        num_sums, num_others = self._num_sums, self._num_others
-        if num_others == 0:
-            return flat
-        wire = flat.new_zeros(num_sums + group.size() * num_others)
-        wire[:num_sums] = flat[:num_sums]
-        own = num_sums + group.rank() * num_others
-        wire[own : own + num_others] = flat[num_sums:]
-        return wire
+    def send(self) -> tuple[Tensor, dist.Work | None]:
+        """Begin the all-reduce of a message that holds `before` as it is now."""
+        if self._halves.numel() > 0:
+            counts = self.before.counts
+            self._halves.copy_(torch.stack([counts >> _HALF, counts & (1 << _HALF) - 1]))
+        wire = torch.cat(self._pieces)
+        work = None if self._group is None else dist.all_reduce(wire, group=self._group, async_op=True)
+        return wire, work
 
-    def from_wire(self, wire: Tensor, group: ProcessGroup) -> Tensor:
-        """The flat tensor of the layout `after` the group, from what the all-reduce made of what `to_wire` gave."""
-        if self._num_others == 0:
-            return wire
-        pieces = [wire[: self._num_sums]]
-        places, start = wire[self._num_sums :].view(group.size(), self._num_others), 0
-        for reduction, group_of_runs in itertools.groupby(self._runs, lambda run: run.reduction):
-            runs = list(group_of_runs)
-            if reduction in ("sum", "count"):
-                continue
-            for length in [run.length for run in runs] if reduction == "concat" else [sum(run.length for run in runs)]:
-                block, start = places[:, start : start + length], start + length
-                match reduction:
-                    case "max":
-                        pieces.append(block.amax(0))
-                    case "min":
-                        pieces.append(block.amin(0))
-                    case "concat":
-                        pieces.append(block.reshape(-1))
-        return torch.cat(pieces)
-
-    def after(self, group: ProcessGroup) -> "_Layout":
-        """The layout of what is reduced over a group: concatenations hold what all of its ranks had."""
-        if all(run.reduction != "concat" for run in self._runs):
-            return self
-        size = group.size()
-        return _Layout(
-            [
-                _Run("concat", size * run.length, (size * run.length,)) if run.reduction == "concat" else run
-                for run in self._runs
-            ]
-        )
+    def receive(self, wire: Tensor, work: dist.Work | None) -> None:
+        """Wait for a message, and work out `after`."""
+        if work is not None:
+            work.wait()
+        self._arrived.copy_(wire)
+        if self._halves.numel() > 0:
+            upper, lower = self._arrived_halves.long()
+            torch.add(upper << _HALF, lower, out=self.after.counts)
+        for (reduction, rows), result in zip(self._rows, self._results, strict=True):
+            match reduction:
+                case "max":
+                    torch.amax(rows, 0, keepdim=True, out=result)
+                case "min":
+                    torch.amin(rows, 0, keepdim=True, out=result)
+                case "concat":
+                    result.view_as(rows).copy_(rows)
 
 
-def _groups(over: ProcessGroup | DeviceMesh | None) -> list[ProcessGroup]:
-    """The process groups to reduce over one after the other; those of a single rank are left out."""
+@final
+class _State:
+    """The values of accumulators, in the order of their reductions, as three flat tensors.
+
+    Attributes:
+        shapes: The reduction and the shape of each.
+        sums: float64.
+        counts: int64.
+        others: Maxima, minima and concatenations; float64.
+        views: The value of each accumulator: a view of one of them.
+    """
+
+    def __init__(self, shapes: _Shapes, sums: Tensor, counts: Tensor, others: Tensor) -> None:
+        self.shapes, self.sums, self.counts, self.others = shapes, sums, counts, others
+        self.views: list[Tensor] = []
+        for flat, kinds in ((sums, _SUMS), (counts, _COUNTS), (others, _OTHERS)):
+            own = [shape for reduction, shape in shapes if reduction in kinds]
+            pieces = flat.split([math.prod(shape) for shape in own]) if own else ()
+            self.views += [piece.view(shape) for piece, shape in zip(pieces, own, strict=True)]
+
+    def copy_(self, other: "_State") -> None:
+        """Take over the values of a state of the same shapes."""
+        self.sums.copy_(other.sums)
+        self.counts.copy_(other.counts)
+        self.others.copy_(other.others)
+
+
+def _num_elements(shapes: _Shapes, reductions: tuple[Reduction, ...]) -> int:
+    return sum(math.prod(shape) for reduction, shape in shapes if reduction in reductions)
+
+
+def _blocks(shapes: _Shapes, others: Tensor) -> Iterator[tuple[Reduction, Tensor]]:
+    """The columns of all maxima, of all minima, and of each concatenation."""
+    columns: list[tuple[Reduction, int]] = [(kind, _num_elements(shapes, (kind,))) for kind in _EXTREMES]
+    columns += [(reduction, shape[0]) for reduction, shape in shapes if reduction == "concat"]
+    start = 0
+    for reduction, length in columns:
+        if length > 0:
+            yield reduction, others[:, start : start + length]
+        start += length
+
+
+def _stages(shapes: _Shapes, groups: Sequence[ProcessGroup | None], device: torch.device) -> list[_Stage]:
+    """One for each group, each fed with what comes out of the one before."""
+    stages = []
+    for group in groups:
+        stages.append(_Stage(shapes, group, device))
+        shapes = stages[-1].after.shapes
+    return stages
+
+
+def _groups(over: ProcessGroup | DeviceMesh | None) -> list[ProcessGroup | None]:
+    """The groups to reduce over one after the other, without those of a single rank; `None` if there is no other."""
     match over:
         case None:
             groups = []
@@ -273,4 +297,4 @@ def _groups(over: ProcessGroup | DeviceMesh | None) -> list[ProcessGroup]:
             groups = over.get_all_groups()
         case _:
             groups = [over]
-    return [group for group in groups if group.size() > 1]
+    return [group for group in groups if group.size() > 1] or [None]

@@ -96,6 +96,22 @@ def test_hands_on_everything_in_order(spool: Path | None) -> None:
     ]
 
 
+def test_goes_back_in_the_order_of_what_is_handed_on(spool: Path | None) -> None:
+    recorder = Recorder()
+    recorder.is_down = True
+    tracker = tracker_of(recorder, spool)
+    for step in (1, 2, 3):
+        tracker.log(step, {})
+    tracker.resume(1)
+    for step in (2, 3):
+        tracker.log(step, {})
+    recorder.is_down = False
+    tracker.close()
+    calls = [what[0] if isinstance(what, tuple) else name for name, what in recorder.calls]
+    assert calls == ["open", 1, 2, 3, 1, 2, 3, "close"]
+    assert recorder.calls[4] == ("resume", (1, {"id": "run-7"}))
+
+
 def test_what_is_logged_is_what_it_was_then(spool: Path | None) -> None:
     recorder, values = Recorder(), {"loss": 1.0}
     recorder.is_free.clear()

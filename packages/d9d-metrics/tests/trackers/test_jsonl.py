@@ -5,7 +5,7 @@ from io import FileIO
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d9d_dist import UserError
@@ -41,6 +41,7 @@ def test_a_line_is_in_the_file_when_log_returns(tmp_path: Path) -> None:
 
 
 @given(values=st.dictionaries(st.text().filter(lambda name: name not in {"step", "time", "config"}), st.floats()))
+@settings(deadline=None)
 def test_reads_back_every_float_and_every_name(
     values: dict[str, float], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -48,7 +49,7 @@ def test_reads_back_every_float_and_every_name(
     tracker = JsonlTracker(path, clock=lambda: 0.0)
     tracker.log(7, values)
     tracker.close()
-    (record,) = read_metrics(path)
+    (record,) = read_metrics(str(path))
     assert record == pytest.approx(values | {"step": 7, "time": 0.0}, rel=0, abs=0, nan_ok=True)
 
 

@@ -5,14 +5,14 @@ import pytest
 
 from d9d_metrics import Histogram, Picture, Text
 from d9d_metrics.trackers import spool as spool_module
-from d9d_metrics.trackers.outbox import Entry
+from d9d_metrics.trackers.outbox import RunConfig, StepValues
 from d9d_metrics.trackers.spool import Spool
 
 
 def filled(folder: Path, *steps: int) -> Spool:
     spool = Spool(folder)
     for step in steps:
-        spool.put(Entry(step, {"loss": float(step)}))
+        spool.put(StepValues(step, {"loss": float(step)}))
     assert spool.flush(60)
     return spool
 
@@ -21,7 +21,7 @@ def drained(spool: Spool) -> list[int | None]:
     spool.close()
     steps = []
     while (entry := spool.head()) is not None:
-        steps.append(entry.step)
+        steps.append(entry.step if isinstance(entry, StepValues) else None)
         spool.delivered()
     return steps
 
@@ -35,15 +35,16 @@ def test_gives_back_every_kind_of_value(tmp_path: Path) -> None:
         "text": Text("größe"),
         "picture": Picture(b"\x89PNG\xff"),
     }
-    spool.put(Entry(3, {**values, "nan": math.nan}))
-    spool.put(Entry(None, config={"a": {"b": [1, None]}}))
+    spool.put(StepValues(3, {**values, "nan": math.nan}))
+    spool.put(RunConfig({"a": {"b": [1, None]}}))
     entry = spool.head()
     assert entry is not None
+    assert isinstance(entry, StepValues)
     assert entry.step == 3
     assert repr(entry.values["nan"]) == "nan"
     assert {name: value for name, value in entry.values.items() if name != "nan"} == values
     spool.delivered()
-    assert spool.head() == Entry(None, config={"a": {"b": [1, None]}})
+    assert spool.head() == RunConfig({"a": {"b": [1, None]}})
     spool.close()
 
 
@@ -74,9 +75,9 @@ def test_a_kill_between_emptying_and_its_note_loses_nothing_new(tmp_path: Path) 
 
 def test_forgets_later_steps_but_no_configuration(tmp_path: Path) -> None:
     first = filled(tmp_path, 1, 2)
-    first.put(Entry(None, config={"a": 1}))
-    first.put(Entry(3, {}))
-    first.put(Entry(4, {}))
+    first.put(RunConfig({"a": 1}))
+    first.put(StepValues(3, {}))
+    first.put(StepValues(4, {}))
     first.head()
     first.delivered()
     first.close()
@@ -107,7 +108,7 @@ def test_a_disk_that_stays_full_is_not_waited_for_at_the_end(tmp_path: Path, mon
 
     monkeypatch.setattr(spool_module.os, "write", failing)
     spool = Spool(tmp_path)
-    spool.put(Entry(1, {}))
+    spool.put(StepValues(1, {}))
     assert drained(spool) == []
     assert spool.describe_rest() == "1 entries are lost"
 
@@ -115,7 +116,7 @@ def test_a_disk_that_stays_full_is_not_waited_for_at_the_end(tmp_path: Path, mon
 def test_leaves_out_what_is_beyond_its_size(tmp_path: Path) -> None:
     spool = Spool(tmp_path, max_bytes=100)
     for step in range(5):
-        spool.put(Entry(step, {"loss": 1.0}))
+        spool.put(StepValues(step, {"loss": 1.0}))
     spool.flush(60)
     assert spool.describe_rest() == f"74 bytes wait in {tmp_path} for the next start of the run; 3 entries are lost"
     assert drained(spool) == [0, 1]

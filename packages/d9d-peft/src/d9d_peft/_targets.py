@@ -12,6 +12,11 @@ Target: TypeAlias = str | type[nn.Module] | tuple[type[nn.Module], ...]
 """A regular expression that is searched in qualified names, or types of modules."""
 
 _NAMES_SHOWN = 8
+# Layers that torch passes by: always, and in the fast path of evaluation.
+_NOT_CALLED: Mapping[type[nn.Module], tuple[str, ...]] = {
+    nn.MultiheadAttention: ("out_proj",),
+    nn.TransformerEncoderLayer: ("linear1", "linear2"),
+}
 
 
 def check_target(target: Target, method: str) -> None:
@@ -54,10 +59,14 @@ def find_layers(
 
     Returns:
         The layers; and a message, if there is none.
+
+    Raises:
+        UserError: If torch uses the weight of one without calling the layer, so that an adapter would have no say.
     """
     modules = dict(model.named_modules())
     found = {name: module for name, module in modules.items() if is_target(target, name, module)}
     layers = {name: module for name, module in found.items() if fits(module)}
+    _refuse_layers_not_called(layers, modules, method)
     if layers:
         return layers, ()
     others = shorten([f"{name} ({type(module).__name__})" for name, module in found.items()])
@@ -66,6 +75,18 @@ def find_layers(
         f"{expected}. This model has {shorten([name for name, module in modules.items() if fits(module)])}."
     )
     return {}, (message,)
+
+
+def _refuse_layers_not_called(layers: Mapping[str, nn.Module], modules: Mapping[str, nn.Module], method: str) -> None:
+    for name in layers:
+        owner, _, child = name.rpartition(".")
+        for kind, children in _NOT_CALLED.items():
+            if owner != name and isinstance(modules[owner], kind) and child in children:
+                raise UserError(
+                    f"{method} got a target that matches {name}, whose weight nn.{kind.__name__} uses without calling "
+                    "the layer: an adapter would change nothing. Narrow the target, train it by FullTune, or build the "
+                    "model of layers that are called."
+                )
 
 
 def shorten(names: list[str]) -> str:

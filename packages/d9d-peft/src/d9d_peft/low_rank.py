@@ -47,8 +47,8 @@ class LowRank:
         Raises:
             UserError: Naming the method and the number that is out of range.
         """
-        if self.rank < 1:
-            raise UserError(f"{method} got rank = {self.rank}; expected at least 1.")
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise UserError(f"{method} got rank = {self.rank!r}; expected a whole number, at least 1.")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"{method} got dropout = {self.dropout}; expected 0 <= dropout < 1.")
         if not math.isfinite(self.alpha):

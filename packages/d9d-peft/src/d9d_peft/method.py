@@ -72,6 +72,8 @@ def inject(method: PeftMethod, model: nn.Module, *, is_part: bool = False) -> St
         UserError: If the method does not fit the model or finds nothing in it, or the model has adapters or is
             parallelised already; the model is unchanged then.
     """
+    if isinstance(method, nn.Module):
+        raise UserError(f"inject() got a {type(method).__name__} as its method; expected inject(method, model).")
     _check_is_first(model)
     plan = method.plan(model)
     if plan.unmatched and not is_part:

@@ -21,8 +21,10 @@ class Stack:
             methods: At least one.
 
         Raises:
-            UserError: If there is none.
+            UserError: If there is none, or a list of them.
         """
+        if methods and isinstance(methods[0], list | tuple):
+            raise UserError("Stack got a list of methods; expected one after the other, as in Stack(*methods).")
         if not methods:
             raise UserError("Stack got no methods; expected at least one, as in Stack(LoRA(...), FullTune(...)).")
         self._methods = methods

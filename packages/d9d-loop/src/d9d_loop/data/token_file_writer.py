@@ -2,10 +2,8 @@
 
 import hashlib
 import os
-import shutil
 import struct
 import sys
-import tempfile
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from d9d_dist import UserError
+from d9d_loop.data.partial_folder import PartialFolder
 from d9d_loop.data.token_file import DOCUMENTS, MANIFEST, TOKENS, FileRecord, TokenDtype, TokenManifest
 
 _TYPE_CODES = {"uint16": "H", "uint32": "I"}
@@ -25,7 +24,8 @@ _TYPE_CODES = {"uint16": "H", "uint32": "I"}
 class TokenFileWriter:
     """Writes a folder for `TokenFile`, in a `with` statement.
 
-    The folder appears when the statement ends, complete; an exception in it leaves nothing behind.
+    The folder appears when the statement ends, complete; an exception in it leaves nothing behind. What a process that
+    was killed left is removed by the next one that writes beside it on that machine.
 
     Args:
         folder: Where to write; must not exist.
@@ -47,9 +47,8 @@ class TokenFileWriter:
         self._num_tokens = self._num_documents = 0
 
     def __enter__(self) -> Self:
-        self._folder.parent.mkdir(parents=True, exist_ok=True)
-        self._partial = Path(tempfile.mkdtemp(prefix=f".{self._folder.name}.", dir=self._folder.parent))
-        self._tokens, self._documents = (_DigestedFile(self._partial / name) for name in (TOKENS, DOCUMENTS))
+        self._partial = PartialFolder(self._folder)
+        self._tokens, self._documents = (_DigestedFile(self._partial.path / name) for name in (TOKENS, DOCUMENTS))
         self._documents.write(struct.pack("<q", 0))
         return self
 
@@ -86,7 +85,7 @@ class TokenFileWriter:
             if kind is None:
                 self._publish(files)
         finally:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.close()
 
     def _publish(self, files: dict[str, FileRecord]) -> None:
         if not self._num_documents:
@@ -98,11 +97,10 @@ class TokenFileWriter:
             files=files,
             about=self._about,
         )
-        last = _DigestedFile(self._partial / MANIFEST)
+        last = _DigestedFile(self._partial.path / MANIFEST)
         last.write(manifest.model_dump_json(indent=2).encode() + b"\n")
         last.finish()
-        self._partial.chmod(0o755)  # a temporary folder is for its owner alone
-        self._partial.rename(self._folder)
+        self._partial.publish()
 
 
 @final

@@ -8,6 +8,7 @@ from d9d_loop.resilience.non_finite import NonFinite, Watch, find_non_finite
 from d9d_loop.resilience.replica_check import ReplicaError, check_replicas
 from d9d_loop.resilience.resilience_config import (
     BadStepConfig,
+    HangConfig,
     HealthConfig,
     ReplicaConfig,
     ResilienceConfig,
@@ -21,6 +22,7 @@ __all__ = [
     "BadStep",
     "BadStepConfig",
     "ExitCode",
+    "HangConfig",
     "HangWatchdog",
     "HealthConfig",
     "HealthError",

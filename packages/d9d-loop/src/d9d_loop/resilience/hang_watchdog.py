@@ -62,14 +62,15 @@ class HangWatchdog:
     enter phases together: the first one whose timeout is over ends the job.
 
     Args:
-        ctx: The job's context, whose timeouts are used: that of start-up until the first beat.
+        ctx: The job's context, whose timeouts are used: that of start-up to the end of the first step.
         enabled: Whether to watch at all.
     """
 
     def __init__(self, ctx: DistributedContext, *, enabled: bool = True) -> None:
         self._enabled = enabled
         self._rank, self._timeout = ctx.rank, ctx.timeouts.step.total_seconds()
-        self._progress = _Progress(0, "start-up", time.monotonic(), ctx.timeouts.startup.total_seconds())
+        self._startup = ctx.timeouts.startup.total_seconds()
+        self._progress = _Progress(0, "start-up", time.monotonic(), self._startup)
         self._end = threading.Event()
         self._asker = _Asker(ctx, self) if ctx.world_size > 1 else None
         self._decider = threading.Thread(target=self._decide, name="d9d-hang-decider", daemon=True)
@@ -107,11 +108,14 @@ class HangWatchdog:
     def beat(self, step: int, doing: str = "a step") -> None:
         """Say that the main thread moves. Local, and cheap.
 
+        The first step makes kernels and process groups, and waits for data workers that import: it has start-up's time.
+
         Args:
             step: The step that it works on, counted from 1.
             doing: On what, for messages.
         """
-        self._progress = _Progress(step, doing, time.monotonic(), self._timeout)
+        limit = self._timeout if self._progress.step else self._startup
+        self._progress = _Progress(step, doing, time.monotonic(), limit)
 
     @contextmanager
     def phase(self, doing: str, *, timeout: timedelta | None = None) -> Generator[None]:
@@ -140,10 +144,13 @@ class HangWatchdog:
 
     def _prefer_report(self, error: BaseException) -> None:
         """End by the report of a hang, if one is under way, rather than by what a peer that ended so made fail here."""
-        if self._asker is None or self.stuck_seconds() < _LATE * self._progress.timeout:
+        if self._asker is None or self._asker.lost is not None:
             return
-        if self._asker.report.wait(_REPORT_INTERVALS * self._asker.interval):
-            self._end_process(f"{self._asker.text}\nIts step ended with {error!r}", ExitCode.HANG)
+        if self.stuck_seconds() < _LATE * self._progress.timeout:
+            return
+        self._asker.report.wait(_REPORT_INTERVALS * self._asker.interval)
+        if (hang := self._asker.hang()) is not None:
+            self._end_process(f"{hang}\nIts step ended with {error!r}", ExitCode.HANG)
 
     def _decide(self) -> None:
         """Look at the clock and at what the asker has heard, until the end."""
@@ -163,10 +170,13 @@ class HangWatchdog:
 
     def _heed(self, asker: "_Asker") -> None:
         """End the process if another rank rang the alarm, or failed and this one does not leave by itself."""
-        if asker.report.is_set():
-            self._end_process(asker.text, ExitCode.HANG)
+        if (hang := asker.hang()) is not None:
+            self._end_process(hang, ExitCode.HANG)
         if asker.lost is not None and not self._end.wait(_LEAVE_SECONDS):
-            self._end_process(f"{asker.lost}\nThis rank is {self.place().describe()}.", ExitCode.PEER_LOST)
+            self._end_lost(asker.lost)
+
+    def _end_lost(self, why: str) -> None:
+        self._end_process(f"{why}\nThis rank is {self.place().describe()}.", ExitCode.PEER_LOST)
 
     def _end_hang(self) -> None:
         # What has armed itself for a locked interpreter must not end the process before it has said why.
@@ -176,15 +186,19 @@ class HangWatchdog:
             return
         self._asker.alarm.set()
         heard = self._asker.report.wait(_REPORT_INTERVALS * self._asker.interval)
+        if self._asker.lost is not None:
+            self._end_lost(self._asker.lost)
         self._end_process(self._asker.text if heard else self._asker.describe_silence(), ExitCode.HANG)
 
     def _end_process(self, text: str, code: ExitCode) -> None:
-        """Say why, show all stacks, and end without waiting for anything."""
+        """Say why, of a hang with all stacks, and end without waiting for anything."""
         if self._end.is_set():  # the main thread has left after all
             return
         out = sys.__stderr__ or sys.stderr
-        print(f"d9d: rank {self._rank} ends: {text}\nThe stacks of rank {self._rank}:", file=out, flush=True)
-        faulthandler.dump_traceback(file=out, all_threads=True)
+        print(f"d9d: rank {self._rank} ends: {text}", file=out, flush=True)
+        if code == ExitCode.HANG:
+            print(f"The stacks of rank {self._rank}:", file=out, flush=True)
+            faulthandler.dump_traceback(file=out, all_threads=True)
         out.flush()
         os._exit(code)
 
@@ -211,6 +225,10 @@ class _Asker:
         self._end = threading.Event()
         self._here: list[Peer] = []
         self._thread = threading.Thread(target=self._ask, name="d9d-hang-asker", daemon=True)
+
+    def hang(self) -> str | None:
+        """The report of a hang, if there is one. That the others wait for a rank which is lost is none."""
+        return self.text if self.report.is_set() and self.lost is None else None
 
     def start(self) -> None:
         self._here = self._channel.peers_here()
@@ -261,23 +279,30 @@ class _Asker:
         failure = self._channel.first_failure()
         if failure is not None and failure[0] != self._rank:
             self.lost = f"rank {failure[0]} failed: {failure[1]}"
-        elif alarm is not None:
+        elif alarm is not None and alarm.startswith(_LOST):
             self.lost = alarm.removeprefix(_LOST)
 
     def _gone(self) -> list[Peer]:
         return [peer for peer in self._here if peer.state() == "is gone"]
 
     def _tell_and_hear(self) -> None:
-        """Say where this rank is; as the first to ring the alarm, write the report, else read it."""
+        """Say where this rank is; as the first to ring the alarm, write the report, else read it.
+
+        Unless the others wait for a rank that failed or is gone: that is what happened, and no hang.
+        """
         seconds = self._watchdog.stuck_seconds()
         self._channel.write(f"place/{self._rank}", dump_place(self._watchdog.place()))
-        if self._channel.write_first(_ALARM, str(self._rank)) == str(self._rank):
+        alarm = self._channel.write_first(_ALARM, str(self._rank))
+        self._look_for_lost(alarm)
+        if self.lost is not None:
+            return
+        if alarm == str(self._rank):
             self._wait_for(*(f"place/{rank}" for rank in self._ranks), intervals=_ANSWER_INTERVALS)
             self.text = describe_hang(self._places(), seconds=seconds, states=self._states())
             self._channel.write("report", self.text)
         else:
             self._wait_for("report", intervals=_HEAR_INTERVALS)
-            self.text = self._channel.read("report") or f"rank {self._channel.read(_ALARM)} says that nothing moves."
+            self.text = self._channel.read("report") or f"rank {alarm} says that nothing moves."
 
     def _wait_for(self, *keys: str, intervals: float) -> None:
         deadline = time.monotonic() + intervals * self.interval

@@ -102,9 +102,11 @@ class TimeoutConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     startup_seconds: PositiveFloat = Field(
-        1800.0, description="While ranks import, load and compile, to the first step."
+        1800.0, description="While ranks import, load and compile, to the end of the first step."
     )
-    step_seconds: PositiveFloat = Field(600.0, description="For a step, a save or an evaluation after that.")
+    step_seconds: PositiveFloat = Field(
+        600.0, description="For a step, a save, an evaluation or a batch of inference after that."
+    )
 
     @property
     def timeouts(self) -> Timeouts:
@@ -112,14 +114,19 @@ class TimeoutConfig(BaseModel):
         return Timeouts(timedelta(seconds=self.startup_seconds), timedelta(seconds=self.step_seconds))
 
 
-class ResilienceConfig(BaseModel):
-    """What a job does about what goes wrong."""
+class HangConfig(BaseModel):
+    """What a job does about ranks that do not come."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     timeouts: TimeoutConfig = TimeoutConfig.model_validate({})
+    watchdog: WatchdogConfig = WatchdogConfig.model_validate({})
+
+
+class ResilienceConfig(HangConfig):
+    """What a job does about what goes wrong."""
+
     health: HealthConfig = HealthConfig.model_validate({})
     stop: StopConfig = StopConfig.model_validate({})
     bad_steps: BadStepConfig = BadStepConfig.model_validate({})
-    watchdog: WatchdogConfig = WatchdogConfig.model_validate({})
     replicas: ReplicaConfig = ReplicaConfig.model_validate({})

@@ -9,7 +9,7 @@ from typing import final
 from pydantic import JsonValue
 
 from d9d_dist import UserError
-from d9d_metrics.trackers.outbox import Entry, MemoryOutbox, Outbox
+from d9d_metrics.trackers.outbox import Entry, GoBack, MemoryOutbox, Outbox, RunConfig, StepValues
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.spool import Spool
 from d9d_metrics.trackers.tracker import Tracker
@@ -63,11 +63,15 @@ class BackgroundTracker:
         self._thread = threading.Thread(target=self._deliver_all, name=f"d9d-metrics-{name}", daemon=True)
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
-        """Continue a run, with what its last life did not deliver.
+        """Continue a run, with what its last life did not deliver; or go back in the order of what is handed on.
 
         Raises:
             UserError: If the tracker refused in time.
         """
+        if self._thread.ident is not None:
+            self._start()
+            self._outbox.put(GoBack(step))
+            return
         self._outbox.forget_after(step)
         self._state, self._step, self._is_resumed = dict(state) or self._state, step, True
         self._start()
@@ -78,12 +82,12 @@ class BackgroundTracker:
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
         """Hand on the configuration, its secrets redacted: it may be written to the disk on its way."""
         self._start()
-        self._outbox.put(Entry(None, config=redact_secrets(config)))
+        self._outbox.put(RunConfig(redact_secrets(config)))
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
         """Hand on values; takes a few microseconds, whatever the tracker does."""
         self._start()
-        self._outbox.put(Entry(step, dict(values)))
+        self._outbox.put(StepValues(step, dict(values)))
 
     def flush(self) -> None:
         """Wait until everything is in the spool, or with the tracker if there is none; not for one that is down."""
@@ -159,14 +163,17 @@ class BackgroundTracker:
     def _deliver(self, entry: Entry) -> None:
         tracker = self._tracker or self._open()
         try:
-            if entry.step is None:
-                tracker.log_config(entry.config)
-            else:
-                tracker.log(entry.step, entry.values)
+            match entry:
+                case StepValues(step, values):
+                    tracker.log(step, values)
+                case RunConfig(config):
+                    tracker.log_config(config)
+                case GoBack(step):
+                    tracker.resume(step, self._state)
         except UserError as error:
             _LOGGER.warning("the %s tracker leaves out an entry: %s", self._name, error)
         self._is_resumed = True
-        if entry.step is not None:
+        if not isinstance(entry, RunConfig):
             self._step = entry.step
 
     def _after_failure(self, error: Exception, retry: float) -> None:

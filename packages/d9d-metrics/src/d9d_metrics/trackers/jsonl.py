@@ -126,7 +126,7 @@ class JsonlTrackerConfig(BaseModel):
         return BackgroundTracker(lambda: JsonlTracker(path), name=f"{self.kind} ({path})", start_seconds=30.0)
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
+def read_metrics(path: Path | str) -> list[dict[str, float]]:
     """Read what a `JsonlTracker` logged.
 
     Args:
@@ -141,7 +141,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """
     return [
         {name: float(value) for name, value in record.items() if not isinstance(value, dict)} | {"step": record["step"]}
-        for _, record in _lines(path)
+        for _, record in _lines(Path(path))
         if "step" in record
     ]
 

@@ -4,28 +4,36 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol, final
+from typing import NamedTuple, Protocol, TypeAlias, final
 
 from pydantic import JsonValue
 
 from d9d_metrics.trackers.values import Tracked
 
+_LOOK_SECONDS = 0.05
 
-@final
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One thing to hand to a tracker: the values of a step, or the configuration where there is no step.
 
-    Attributes:
-        step: The step.
-        values: The values of the step.
-        config: The configuration.
-    """
+class StepValues(NamedTuple):
+    """The values of a step, on their way to a tracker."""
 
-    step: int | None
-    values: Mapping[str, Tracked] = field(default_factory=dict)
-    config: Mapping[str, JsonValue] = field(default_factory=dict)
+    step: int
+    values: Mapping[str, Tracked]
+
+
+class RunConfig(NamedTuple):
+    """The configuration of a run, on its way to a tracker."""
+
+    config: Mapping[str, JsonValue]
+
+
+class GoBack(NamedTuple):
+    """The steps after this one will be taken again."""
+
+    step: int
+
+
+Entry: TypeAlias = StepValues | RunConfig | GoBack
+"""One thing to hand to a tracker."""
 
 
 class Outbox(Protocol):
@@ -73,6 +81,37 @@ class Outbox(Protocol):
 
 
 @final
+class Inbox:
+    """The way from the run's thread to a tracker's: its reader looks into it several times a second.
+
+    To wake a thread takes longer than all else that the run's thread does for an entry.
+    """
+
+    def __init__(self) -> None:
+        self._entries: deque[Entry | None] = deque()
+        self._look_now = threading.Event()
+
+    def __len__(self) -> int:
+        """Return how many entries wait."""
+        return len(self._entries)
+
+    def put(self, entry: Entry | None) -> None:
+        """Append an entry, or the end."""
+        self._entries.append(entry)
+
+    def look_now(self) -> None:
+        """Wake the reader."""
+        self._look_now.set()
+
+    def get(self) -> Entry | None:
+        """Wait for the oldest entry, and remove it."""
+        while not self._entries:
+            self._look_now.wait(_LOOK_SECONDS)
+            self._look_now.clear()
+        return self._entries.popleft()
+
+
+@final
 class MemoryOutbox:
     """Keeps entries in memory: what the tracker has not taken is lost with the process.
 
@@ -81,31 +120,33 @@ class MemoryOutbox:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._entries: deque[Entry] = deque()
-        self._changed = threading.Condition()
+        self._incoming = Inbox()
+        self._head: Entry | None = None
         self._capacity = capacity
-        self._left_out = 0
-        self._is_closed = self._is_failing = False
+        self._num_put = self._num_delivered = self._left_out = 0
+        # Guards what `flush` waits for; `put` does not take it.
+        self._changed = threading.Condition()
+        self._is_failing = False
 
     def put(self, entry: Entry) -> None:
         """Append it."""
-        with self._changed:
-            if len(self._entries) < self._capacity:
-                self._entries.append(entry)
-                self._changed.notify_all()
-            else:
-                self._left_out += 1
+        if len(self._incoming) >= self._capacity:
+            self._left_out += 1
+        else:
+            self._num_put += 1
+            self._incoming.put(entry)
 
     def head(self) -> Entry | None:
         """Return the oldest one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._entries or self._is_closed)
-            return self._entries[0] if self._entries else None
+        if self._head is None:
+            self._head = self._incoming.get()
+        return self._head
 
     def delivered(self) -> None:
         """Remove the oldest one."""
+        self._head = None
         with self._changed:
-            self._entries.popleft()
+            self._num_delivered += 1
             self._is_failing = False
             self._changed.notify_all()
 
@@ -117,9 +158,11 @@ class MemoryOutbox:
 
     def flush(self, seconds: float) -> bool:
         """Wait until the tracker has everything, or is down."""
+        wanted = self._num_put
+        self._incoming.look_now()
         with self._changed:
-            self._changed.wait_for(lambda: not self._entries or self._is_failing, timeout=seconds)
-            return not self._entries
+            self._changed.wait_for(lambda: self._num_delivered >= wanted or self._is_failing, timeout=seconds)
+            return self._num_delivered >= wanted
 
     def forget_after(self, step: int) -> None:
         """Do nothing: there is nothing from before."""
@@ -133,14 +176,12 @@ class MemoryOutbox:
 
     def close(self) -> None:
         """Let `head` end."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._incoming.put(None)
+        self._incoming.look_now()
 
     def describe_rest(self) -> str:
         """Return how many are lost."""
-        with self._changed:
-            lost = len(self._entries) + self._left_out
+        lost = self._num_put - self._num_delivered + self._left_out
         return f"{lost} entries are lost" if lost else ""
 
 

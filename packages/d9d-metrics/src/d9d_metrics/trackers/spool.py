@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import queue
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import final
 from pydantic import JsonValue
 
 from d9d_metrics.trackers._files import replace_file
-from d9d_metrics.trackers.outbox import Entry
+from d9d_metrics.trackers.outbox import Entry, GoBack, Inbox, RunConfig, StepValues
 from d9d_metrics.trackers.values import from_json, to_json
 
 _LOGGER = logging.getLogger("d9d.metrics")
@@ -43,7 +42,7 @@ class Spool:
         noted = os.pread(self._note, _DIGITS, 0)
         # A kill may have come between the emptying of the file and the note of it.
         self._delivered = int(noted) if noted.isdigit() and int(noted) <= self._size else 0
-        self._incoming: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
+        self._incoming = Inbox()
         self._capacity = capacity
         self._num_put = self._num_handled = self._left_out = 0
         # Guards the files and what is known about them; `put` does not take it.
@@ -55,7 +54,7 @@ class Spool:
 
     def put(self, entry: Entry) -> None:
         """Hand an entry to the thread that writes."""
-        if self._incoming.qsize() >= self._capacity:
+        if len(self._incoming) >= self._capacity:
             self._left_out += 1
         else:
             self._num_put += 1
@@ -83,6 +82,7 @@ class Spool:
     def flush(self, seconds: float) -> bool:
         """Wait until everything is on the disk."""
         wanted = self._num_put
+        self._incoming.look_now()
         with self._changed:
             is_done = self._changed.wait_for(lambda: self._num_handled >= wanted, timeout=seconds)
             os.fsync(self._file)
@@ -92,7 +92,7 @@ class Spool:
         """Rewrite the file without the undelivered entries of later steps."""
         with self._changed:
             waiting = self._path.read_bytes()[self._delivered :].splitlines(keepends=True)
-            kept = [line for line in waiting if (_decoded(line).step or 0) <= step]
+            kept = [line for line in waiting if not _is_after(step, _decoded(line))]
             # First the note, then the file: a kill between them delivers twice; the other way round it would lose some.
             self._delivered = 0
             self._note_delivered()
@@ -115,6 +115,7 @@ class Spool:
         """Let the thread that writes end once it is through, and `head` after the last entry."""
         self._closing.set()
         self._incoming.put(None)
+        self._incoming.look_now()
         self._writer.join(timeout=_CLOSE_SECONDS)
 
     def describe_rest(self) -> str:
@@ -174,15 +175,26 @@ def _open_whole_lines(path: Path) -> tuple[int, int]:
     return file, size
 
 
+def _is_after(step: int, entry: Entry) -> bool:
+    return isinstance(entry, StepValues) and entry.step > step
+
+
 def _encoded(entry: Entry) -> bytes:
-    values = {name: to_json(value) for name, value in entry.values.items()}
-    record = {"config": dict(entry.config)} if entry.step is None else {"step": entry.step, "values": values}
+    match entry:
+        case StepValues(step, values):
+            record = {"step": step, "values": {name: to_json(value) for name, value in values.items()}}
+        case RunConfig(config):
+            record = {"config": dict(config)}
+        case GoBack(step):
+            record = {"go_back_to": step}
     return json.dumps(record).encode() + b"\n"
 
 
 def _decoded(line: bytes) -> Entry:
     match json.loads(line):
         case {"step": int(step), "values": dict(values)}:
-            return Entry(step, {name: from_json(value) for name, value in values.items()})
+            return StepValues(step, {name: from_json(value) for name, value in values.items()})
+        case {"go_back_to": int(step)}:
+            return GoBack(step)
         case record:
-            return Entry(None, config=record["config"])
+            return RunConfig(record["config"])

@@ -11,8 +11,9 @@ from d9d_metrics.trackers.values import Tracked
 class Tracker(Protocol):
     """Takes in the values that a run measures. One process of a job owns it; all calls come from one thread.
 
-    The calls are `resume` once, if the run continues one that was interrupted; `log_config` once; any number of `log`
-    with steps that never decrease, of `flush` and of `state_dict`; `close` once. A tracker of one's own needs no base
+    The calls are `resume` first, if the run continues one that was interrupted; `log_config` once; any number of `log`
+    with steps that never decrease, of `flush` and of `state_dict`; `resume` again, if the job goes back to a checkpoint
+    of its own; `close` once. A tracker of one's own needs no base
     class and no registration; it may wait and it may raise, if a `BackgroundTracker` stands before it.
     """
 
