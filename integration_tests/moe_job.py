@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, StageInfo
-from d9d_loop import GradientsReady, Inputs, Loss, ModelProvider, ModelReady, Task, Trainer, TrainerConfig, handles
+from d9d_loop import Inputs, Loss, ModelProvider, ModelReady, OptimizerDone, Task, Trainer, TrainerConfig, handles
 from d9d_loop.testing import parse_layout
 from d9d_metrics import Accumulator, Metric, MetricValue
 from d9d_moe import (
@@ -107,10 +107,10 @@ class BalancedNextToken(Task):
         self.load = self.newest
         self.is_counting = ready.ctx.coordinate("batch", "dp") == ready.ctx.coordinate("batch", "cp") == 0
 
-    @handles(GradientsReady)
-    def balance(self, ready: GradientsReady) -> None:
+    @handles(OptimizerDone)
+    def balance(self, done: OptimizerDone) -> None:
         """Once a step."""
-        counts = balance_experts(ready.model, rate=self.rate)
+        counts = balance_experts(done.model, rate=self.rate, taken=done.taken)
         if self.is_counting:
             self.load.update(counts)
 

@@ -21,7 +21,7 @@ import d9d_moe.expert_parallel
 import d9d_moe.grouped_linear
 from d9d_dist import DistributedContext, StageInfo, canonical_name, gather_shards
 from d9d_dist.testing import differences, full_gradients
-from d9d_loop import GradientsReady, ModelProvider, Trainer
+from d9d_loop import GradientsReady, Inputs, ModelProvider, Trainer
 from d9d_loop.testing import Around, Experiment, parse_layout, trace_layout
 from d9d_modules import CheckpointPolicy, Qwen3Params
 from d9d_moe import (
@@ -29,10 +29,12 @@ from d9d_moe import (
     DeepseekV3ForCausalLM,
     DeepseekV3Params,
     ExpertCounter,
+    LocalDispatched,
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
     RouterLosses,
     Routing,
+    RowParts,
     SigmoidRouter,
     TokenGroups,
     balance_experts,
@@ -74,7 +76,8 @@ class MoeProvider(ModelProvider):
     """Builds one of the models and parallelises it as a user does.
 
     "qwen3" has a balance loss of the sequence and a z-loss, "batch" one of the batch, "global_batch" one of the step's;
-    "deepseek" has all of its family; with "skewed" all tokens go to the same experts, and the others get none.
+    "padded" is the first with a mask of its tokens; "deepseek" has all of its family; with "skewed" all tokens go to
+    the same experts, and the others get none.
     """
 
     row: Row
@@ -84,7 +87,7 @@ class MoeProvider(ModelProvider):
     def params(self) -> Qwen3MoeParams | DeepseekV3Params:
         scopes: dict[str, BalanceScope] = {"batch": "batch", "global_batch": "global_batch"}
         losses = RouterLosses(balance=0.5, scope=scopes.get(self.row.model, "sequence"), z=0.1)
-        if self.row.model in ("qwen3", *scopes):
+        if self.row.model in ("qwen3", "padded", *scopes):
             dense = Qwen3Params(
                 vocab_size=32,
                 hidden_size=12,
@@ -143,6 +146,14 @@ class MoeProvider(ModelProvider):
         )
 
 
+class PaddedNextToken(MaskedNextToken):
+    """Tells the model which tokens do not count."""
+
+    def inputs(self, batch: Any) -> Inputs:
+        known = super().inputs(batch)
+        return Inputs(*known.first, **known.shared, mask_BL=batch["mask"])
+
+
 def _reset_skewed(router: SigmoidRouter) -> None:
     SigmoidRouter.reset_parameters(router)
     nn.init.constant_(router.selection_bias[2:4], 100.0)
@@ -180,8 +191,9 @@ def _one_process(model: str, num_layers: int) -> dict[str, Any]:
 
 
 def _trace(row: Row, num_layers: int, *, num_steps: int = 2, around: Around = balanced) -> dict[str, Any]:
+    task = PaddedNextToken() if row.model == "padded" else MaskedNextToken()
     experiment = Experiment(
-        model=MoeProvider(row, num_layers), batch=samples(ragged=True), task=MaskedNextToken(), num_steps=num_steps
+        model=MoeProvider(row, num_layers), batch=samples(ragged=True), task=task, num_steps=num_steps
     )
     return trace_layout(experiment, parse_layout(row.layout), around=around)
 
@@ -210,6 +222,7 @@ ROWS = [
     Row("qwen3", "pp=2,ep=2,dp_shard=2,schedule=zb1p,microbatch=1"),
     Row("batch", "ep=2,dp_shard=2,tp=2"),
     Row("global_batch", "ep=1,dp_shard=2,microbatch=2"),
+    Row("padded", "pp=2,ep=4,cp_shard=2,tp=2,microbatch=2", "full"),
     Row("deepseek", "ep=2,dp_shard=2,tp=2", "full"),
     Row("deepseek", "ep=4,dp_shard=4,microbatch=1"),
     Row("deepseek", "ep=2,cp_shard=2,cp_replicate=2", shard_replicas=False),
@@ -237,11 +250,36 @@ def _weight_gradients_are_scaled_by_the_degree() -> AbstractContextManager[objec
     return mock.patch.dict(products, {"eager": lambda y, x, counts: 2 * real(y, x, counts)})
 
 
-def _arrived_rows_keep_the_order_of_ranks() -> AbstractContextManager[object]:
-    def as_they_came(arriving_RP: Tensor, *, num_rows: int) -> Tensor:
-        return torch.arange(num_rows)
+def _experts_of_a_rank_are_counted_backwards() -> AbstractContextManager[object]:
+    real = d9d_moe.all_to_all._numbered_here
 
-    return mock.patch.object(d9d_moe.all_to_all, "_by_expert", as_they_came)
+    def backwards(experts_MA: Tensor, rank: int, num_here: int) -> Tensor:
+        own_MA = real(experts_MA, rank, num_here)
+        return torch.where(own_MA < num_here, num_here - 1 - own_MA, own_MA)
+
+    return mock.patch.object(d9d_moe.all_to_all, "_numbered_here", backwards)
+
+
+def _with_arrived_weights(change: Callable[[Tensor, Tensor], Tensor]) -> AbstractContextManager[object]:
+    real = d9d_moe.all_to_all.dispatch_some
+
+    def changed(rows_MD: Tensor, here: Routing, *, num_experts: int, num_rows: int) -> LocalDispatched:
+        weights_MA = change(here.probabilities, here.indices < num_experts)
+        return real(rows_MD, here._replace(probabilities=weights_MA), num_experts=num_experts, num_rows=num_rows)
+
+    return mock.patch.object(d9d_moe.all_to_all, "dispatch_some", changed)
+
+
+def _weights_count_twice() -> AbstractContextManager[object]:
+    return _with_arrived_weights(lambda weights_MA, _: weights_MA.square())
+
+
+def _a_second_expert_on_a_rank_is_dropped() -> AbstractContextManager[object]:
+    return _with_arrived_weights(lambda weights_MA, is_here_MA: weights_MA * (is_here_MA.cumsum(1) == 1))
+
+
+def _gradients_of_weights_stay_with_the_experts() -> AbstractContextManager[object]:
+    return _with_arrived_weights(lambda weights_MA, _: weights_MA.detach())
 
 
 def _the_bias_weighs() -> AbstractContextManager[object]:
@@ -255,16 +293,24 @@ def _the_bias_weighs() -> AbstractContextManager[object]:
 
 
 def _forward_counts() -> AbstractContextManager[object]:
-    def forward(self: ExpertCounter, probabilities_TA: Tensor, indices_TA: Tensor) -> Tensor:
+    def forward(self: ExpertCounter, y: Tensor, indices_TA: Tensor, mask_T: Tensor | None = None) -> Tensor:
         if torch.is_grad_enabled():
             self.counts.add_(torch.bincount(indices_TA.flatten(), minlength=len(self.counts)))
-        return probabilities_TA
+        return y
 
     return mock.patch.object(ExpertCounter, "forward", forward)
 
 
 def _ranks_count_alone() -> AbstractContextManager[object]:
-    return mock.patch.object(d9d_moe.expert_parallel, "TokenGroups", return_value=TokenGroups())
+    real = TokenGroups
+    return mock.patch.object(d9d_moe.expert_parallel, "TokenGroups", lambda sequence, batch: real(None, batch))
+
+
+def _ranks_take_the_first_part_of_the_mask() -> AbstractContextManager[object]:
+    def first_part(self: RowParts, module: nn.Module, mesh: Any, inner: Any, mask_BL: Tensor) -> Tensor:
+        return inner(mask_BL.chunk(mesh.size(), dim=1)[0])
+
+    return mock.patch.object(RowParts, "forward", first_part)
 
 
 def _replicas_of_experts_are_not_added_up() -> AbstractContextManager[object]:
@@ -297,13 +343,17 @@ def _router_losses_are_not_joined() -> AbstractContextManager[object]:
 
 MUTANTS: list[tuple[Bug, Row]] = [
     (_weight_gradients_are_scaled_by_the_degree, Row("qwen3", "ep=2,dp_shard=2")),
-    (_arrived_rows_keep_the_order_of_ranks, Row("qwen3", "ep=2,dp_shard=2")),
+    (_experts_of_a_rank_are_counted_backwards, Row("qwen3", "ep=2,dp_shard=2")),
+    (_weights_count_twice, Row("qwen3", "ep=2,dp_shard=2")),
+    (_a_second_expert_on_a_rank_is_dropped, Row("qwen3", "ep=2,dp_shard=2")),
+    (_gradients_of_weights_stay_with_the_experts, Row("qwen3", "ep=2,dp_shard=2")),
     (_the_bias_weighs, Row("skewed", "ep=2,dp_shard=2")),
     (_forward_counts, Row("deepseek", "ep=2,dp_shard=2", "full")),
     (_ranks_count_alone, Row("qwen3", "ep=2,cp_shard=2")),
     (_replicas_of_experts_are_not_added_up, Row("qwen3", "ep=1,dp_shard=2", shard_replicas=False)),
     (_the_norm_forgets_other_ranks_experts, Row("qwen3", "ep=2,dp_shard=2")),
     (_router_losses_are_not_joined, Row("qwen3", "ep=2,tp=2")),
+    (_ranks_take_the_first_part_of_the_mask, Row("padded", "ep=2,tp=2")),
 ]
 
 

@@ -139,7 +139,7 @@ _MISTAKES = {
         ["--batch.global_size", "10", "--batch.microbatch_size", "4"],
         "batch.global_size = 10 cannot be shared out evenly to 1 data-parallel ranks x batch.microbatch_size = 4",
     ),
-    "a missing data folder": (["--text.folder", "no/such"], "text.folder = no/such is not a folder; name one"),
+    "a missing data folder": (["--text.folder", "no/such"], "text.folder = no/such is not a folder; expected one"),
     "no length": (["--text.length", "0"], "text.length = '0'; expected a number greater than 0"),
     "files without text": (["--text.pattern", "*.none"], "has 0 files *.none; expected text to train on"),
     "too few tokens": (

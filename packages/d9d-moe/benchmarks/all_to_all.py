@@ -3,9 +3,9 @@
     uv run --group test python packages/d9d-moe/benchmarks/all_to_all.py --output all_to_all.json
 
 Ranks are processes of this machine, over gloo. What crosses is counted where it is handed to the collective; the bound
-is a row for each choice of an expert on another rank, there and back, forward and backward. `counts` is what ranks tell
-each other beforehand. As `per_rank_bound` stands what would be left if a token went once to a rank, however many of its
-experts are there, as DeepEP sends it.
+is a row for each token and each other rank that has some of its experts, there and back, forward and backward.
+`metadata` is what travels beside the rows: their number, their experts, and the weights and their gradients. As
+`per_choice` stands what a row for each choice of an expert on another rank would take.
 """
 
 import argparse
@@ -37,7 +37,8 @@ def main() -> None:
     for routing in ("balanced", "Zipf"):
         ranks = run_ranks(_count, routing, figures, world_size=args.ranks)
         total = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
-        figures[routing] = {**total, "moved / bound": total["moved"] / total["bound"]}
+        shares = {f"{name} / bound": total[name] / total["bound"] for name in ("moved", "metadata")}
+        figures[routing] = {**total, **shares, "moved / per_choice": total["moved"] / total["per_choice"]}
     text = json.dumps(figures, indent=2)
     print(text)
     if args.output:
@@ -46,19 +47,21 @@ def main() -> None:
 
 def _count(routing_name: str, sizes: dict[str, int]) -> dict[str, int]:
     """Bytes that this rank sends in forward and backward, and the fewest."""
-    sent: list[int] = []
+    sent = {"moved": 0, "metadata": 0}
     real = dist.all_to_all_single
 
     def counted(received: Tensor, x: Tensor, arriving: Any = None, leaving: Any = None, **options: Any) -> Any:
         group = options["group"]
         parts = [len(x) // group.size()] * group.size() if leaving is None else leaving
         row_bytes = x[0].numel() * x.element_size() if len(x) else 0
-        sent.append((sum(parts) - parts[group.rank()]) * row_bytes)
+        is_row = x.shape[1] == sizes["hidden_size"] and x.is_floating_point()
+        sent["moved" if is_row else "metadata"] += (sum(parts) - parts[group.rank()]) * row_bytes
         return real(received, x, arriving, leaving, **options)
 
     with MeshConfig(data_parallel_shard=-1, expert_parallel=-1).build() as ctx:
         routing = _routing(routing_name, sizes, seed=ctx.rank)
         tokens = torch.randn(sizes["tokens"], sizes["hidden_size"], requires_grad=True)
+        routing.probabilities.requires_grad_()
         with mock.patch.object(dist, "all_to_all_single", counted):
             dispatcher = AllToAllDispatcher(ctx.group_for("expert", "ep_shard"))
             dispatched = dispatcher.dispatch(tokens, routing, num_experts=sizes["experts"])
@@ -66,13 +69,11 @@ def _count(routing_name: str, sizes: dict[str, int]) -> dict[str, int]:
         homes_TA = routing.indices // (sizes["experts"] // ctx.world_size)
         is_there_TR = torch.zeros(sizes["tokens"], ctx.world_size, dtype=torch.bool).scatter_(1, homes_TA, value=True)
         is_there_TR[:, ctx.rank] = False
-    counts, *rows = sent
     row_bytes = 4 * tokens[0].nbytes  # there and back, twice; what a rank sends back, others have sent it
     return {
-        "moved": sum(rows),
-        "bound": int((homes_TA != ctx.rank).sum()) * row_bytes,
-        "per_rank_bound": int(is_there_TR.sum()) * row_bytes,
-        "counts": counts,
+        **sent,
+        "bound": int(is_there_TR.sum()) * row_bytes,
+        "per_choice": int((homes_TA != ctx.rank).sum()) * row_bytes,
     }
 
 

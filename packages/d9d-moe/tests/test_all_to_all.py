@@ -1,78 +1,53 @@
-import os
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from d9d_dist import MeshConfig
 from d9d_dist.testing import assert_trees_close, run_ranks
 from d9d_moe import AllToAllDispatcher, LocalDispatcher, Routing
 
-NUM_EXPERTS = 8
-KINDS = ("random", "no tokens", "one expert")
+NUM_EXPERTS, SIZE = 8, 3
 
 
-def _case(kind: str, rank: int) -> tuple[Tensor, Routing, Tensor]:
-    """Tokens of a rank, where they go, and the gradient of what comes back; float64."""
-    draws = torch.Generator().manual_seed(10 + rank)
-    num_tokens = {"random": 3 + 2 * rank, "no tokens": 4 * rank, "one expert": 5}[kind]
-    tokens, gradient = torch.randn(2, num_tokens, 3, generator=draws, dtype=torch.float64)
-    choices = [torch.randperm(NUM_EXPERTS, generator=draws)[:2] for _ in range(num_tokens)]
-    indices = torch.stack(choices) if choices else torch.zeros(0, 2, dtype=torch.int64)
-    if kind == "one expert":
-        indices = torch.tensor([[5, 4]]).expand(num_tokens, 2)
-    return tokens, Routing(indices, torch.rand(num_tokens, 2, generator=draws, dtype=torch.float64)), gradient
+@final
+@dataclass(frozen=True)
+class Case:
+    """What all ranks have, in float64.
+
+    Attributes:
+        num_tokens: Of each rank.
+        top_k: Experts of each token.
+        used: The experts that are chosen, at least `top_k`.
+        seed: Of the draws.
+    """
+
+    num_tokens: tuple[int, ...]
+    top_k: int
+    used: tuple[int, ...]
+    seed: int = 0
+
+    def of_rank(self, rank: int) -> tuple[Tensor, Routing, Tensor]:
+        """Tokens of a rank, where they go, and the gradient of what comes back."""
+        draws = torch.Generator().manual_seed(100 * self.seed + rank)
+        num_tokens = self.num_tokens[rank]
+        tokens, gradient = torch.randn(2, num_tokens, SIZE, generator=draws, dtype=torch.float64)
+        chosen = torch.rand(num_tokens, len(self.used), generator=draws).argsort(dim=1)[:, : self.top_k]
+        weights = torch.rand(num_tokens, self.top_k, generator=draws, dtype=torch.float64)
+        return tokens, Routing(torch.tensor(self.used)[chosen], weights), gradient
 
 
 def _scales() -> Tensor:
-    return torch.randn(NUM_EXPERTS, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.randn(NUM_EXPERTS, SIZE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def _run(kind: str) -> dict[str, Tensor]:
-    with MeshConfig(data_parallel_shard=-1, expert_parallel=-1).build() as ctx:
-        group = ctx.group_for("expert", "ep_shard")
-        per_rank = NUM_EXPERTS // ctx.world_size
-        scales = _scales()[ctx.rank * per_rank :][:per_rank].clone().requires_grad_()
-        tokens, routing, gradient = _case(kind, ctx.rank)
-        return _through(AllToAllDispatcher(group), tokens, routing, gradient, scales)
-
-
-def _run_all_kinds() -> list[dict[str, Tensor]]:
-    return [_run(kind) for kind in KINDS]
-
-
-def _through(
-    dispatcher: AllToAllDispatcher | LocalDispatcher, tokens: Tensor, routing: Routing, gradient: Tensor, scales: Tensor
-) -> dict[str, Tensor]:
-    tokens.requires_grad_()
-    routing.probabilities.requires_grad_()
-    dispatched = dispatcher.dispatch(tokens, routing, num_experts=NUM_EXPERTS)
-    outputs = dispatched.rows.tanh() * scales.repeat_interleave(dispatched.counts, dim=0)
-    combined = dispatched.combine(outputs).wait()
-    inputs = (tokens, routing.probabilities, scales)
-    gradients = torch.autograd.grad(combined, inputs, gradient)
-    return {"out": combined.detach(), **dict(zip(("tokens", "probabilities", "scales"), gradients, strict=True))}
-
-
-def test_tokens_travel_there_and_back() -> None:
-    for num_ranks in (2, 4):
-        for kind, *found in zip(KINDS, *run_ranks(_run_all_kinds, world_size=num_ranks), strict=True):
-            expected_scales = torch.zeros(NUM_EXPERTS, 3, dtype=torch.float64)
-            for rank, ours in enumerate(found):
-                tokens, routing, gradient = _case(kind, rank)
-                expected = _through(LocalDispatcher(), tokens, routing, gradient, _scales().requires_grad_())
-                expected_scales += expected.pop("scales")
-                got = {name: ours[name] for name in expected}
-                assert_trees_close(got, expected, rtol=1e-12)
-            # Each rank has the gradients of its own experts, summed over the tokens of all ranks.
-            got_scales = torch.cat([ours["scales"] for ours in found])
-            torch.testing.assert_close(got_scales, expected_scales)
-
-
-def _crossing(kind: str) -> tuple[list[int], int]:
-    """Bytes that this rank sends to others in each all-to-all of forward and backward; rows that have to leave it."""
+def _run(case: Case) -> tuple[dict[str, Tensor], list[int]]:
+    """What comes back and all gradients; bytes that this rank sends to others in each all-to-all."""
     sent = []
     real = dist.all_to_all_single
 
@@ -82,25 +57,63 @@ def _crossing(kind: str) -> tuple[list[int], int]:
         sent.append((sum(sizes) - sizes[rank]) * x[0:1].nbytes if len(x) else 0)
         return real(received, x, arriving, leaving, **options)
 
-    with mock.patch.object(dist, "all_to_all_single", counted):
-        _run(kind)
-    rank, per_rank = int(os.environ["RANK"]), NUM_EXPERTS // int(os.environ["WORLD_SIZE"])
-    homes = _case(kind, rank)[1].indices // per_rank
-    return sent, int((homes != rank).sum())
+    with MeshConfig(data_parallel_shard=-1, expert_parallel=-1).build() as ctx:
+        group = ctx.group_for("expert", "ep_shard")
+        scales = _scales().chunk(ctx.world_size)[ctx.rank].clone()
+        with mock.patch.object(dist, "all_to_all_single", counted):
+            return _through(AllToAllDispatcher(group), case, ctx.rank, scales), sent
 
 
-def _crossing_of_all_kinds() -> list[tuple[list[int], int]]:
-    return [_crossing(kind) for kind in KINDS]
+def _through(
+    dispatcher: AllToAllDispatcher | LocalDispatcher, case: Case, rank: int, scales: Tensor
+) -> dict[str, Tensor]:
+    tokens, routing, gradient = case.of_rank(rank)
+    inputs = (tokens.requires_grad_(), routing.probabilities.requires_grad_(), scales.requires_grad_())
+    dispatched = dispatcher.dispatch(tokens, routing, num_experts=NUM_EXPERTS)
+    outputs = dispatched.rows.tanh() * scales.repeat_interleave(dispatched.counts, dim=0)
+    combined = dispatched.combine(outputs).wait()
+    gradients = torch.autograd.grad(combined, inputs, gradient)
+    return {"out": combined.detach(), **dict(zip(("tokens", "probabilities", "scales"), gradients, strict=True))}
 
 
-def test_only_rows_whose_expert_is_elsewhere_cross_and_nothing_is_padded() -> None:
-    num_ranks, row_bytes = 4, 3 * 8
-    for kind, *ranks in zip(KINDS, *run_ranks(_crossing_of_all_kinds, world_size=num_ranks), strict=True):
-        all_leaving = sum(leaving for _, leaving in ranks)
-        assert all_leaving > 0
-        for (counts, there, back, there_again, back_again), leaving in ranks:
-            assert counts == (num_ranks - 1) * NUM_EXPERTS // num_ranks * 8  # how many rows of each expert come
-            assert there == there_again == leaving * row_bytes, kind
-            assert back == back_again
-        # What is sent back is what came.
-        assert sum(sent[2] for sent, _ in ranks) == all_leaving * row_bytes
+@st.composite
+def _cases(draw: st.DrawFn) -> Case:
+    used = draw(st.sets(st.integers(0, NUM_EXPERTS - 1), min_size=1))
+    num_ranks = draw(st.sampled_from([2, 4]))
+    num_tokens = draw(st.lists(st.integers(0, 6), min_size=num_ranks, max_size=num_ranks))
+    return Case(tuple(num_tokens), draw(st.integers(1, len(used))), tuple(used), draw(st.integers(0, 99)))
+
+
+@settings(max_examples=10, deadline=None, derandomize=True, database=None)
+@given(case=_cases())
+@example(case=Case((5, 5, 5, 5), 1, (5,)))  # all to one expert
+@example(case=Case((3, 0, 7, 9), 5, tuple(range(NUM_EXPERTS))))  # more experts of a token than a rank has
+@example(case=Case((0, 0), 2, (0, 1)))
+def test_tokens_go_once_to_each_rank_and_come_back_as_if_all_experts_were_here(case: Case) -> None:
+    num_ranks = len(case.num_tokens)
+    found, crossed = zip(*run_ranks(_run, case, world_size=num_ranks), strict=True)
+    expected_scales = torch.zeros(NUM_EXPERTS, SIZE, dtype=torch.float64)
+    for rank, ours in enumerate(found):
+        expected = _through(LocalDispatcher(), case, rank, _scales())
+        expected_scales += expected.pop("scales")
+        assert_trees_close({name: ours[name] for name in expected}, expected, rtol=1e-12)
+    # Each rank has the gradients of its own experts, summed over the tokens of all ranks.
+    torch.testing.assert_close(torch.cat([ours["scales"] for ours in found]), expected_scales)
+    _assert_fewest_bytes(case, crossed)
+
+
+def _assert_fewest_bytes(case: Case, crossed: tuple[list[int], ...]) -> None:
+    """Each token once to each other rank that has an expert of it, and back; in backward again."""
+    num_ranks = len(crossed)
+    crossing_RR = torch.zeros(num_ranks, num_ranks, dtype=torch.int64)
+    for rank in range(num_ranks):
+        for experts in case.of_rank(rank)[1].indices.tolist():
+            for home in {expert * num_ranks // NUM_EXPERTS for expert in experts} - {rank}:
+                crossing_RR[rank, home] += 1
+    leaving, arriving = crossing_RR.sum(1).tolist(), crossing_RR.sum(0).tolist()
+    for rank, (counts, experts, weights, there, back, there_again, *of_gradients) in enumerate(crossed):
+        assert counts == (num_ranks - 1) * 2 * 8  # how many rows come, and for how many choices
+        assert (experts, weights) == (leaving[rank] * case.top_k * 4, leaving[rank] * case.top_k * 8)
+        assert there == there_again == leaving[rank] * SIZE * 8
+        assert back == arriving[rank] * SIZE * 8
+        assert sorted(of_gradients) == sorted((arriving[rank] * case.top_k * 8, back))

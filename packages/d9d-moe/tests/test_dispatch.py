@@ -52,11 +52,12 @@ def test_the_way_there_and_back_is_a_weighted_sum(num_experts: int, top_k: int, 
 
 def test_half_precision_is_summed_in_float32() -> None:
     outputs = torch.tensor([[256.0], [1.0], [-256.0]]).bfloat16()
-    routing = Routing(torch.tensor([[0, 1, 2]]), torch.ones(1, 3))
+    routing = Routing(torch.tensor([[0, 1, 2]]), torch.tensor([[1 + 2**-10, 1.0, 1.0]]))
     dispatched = LocalDispatcher().dispatch(torch.zeros(1, 1).bfloat16(), routing, num_experts=3)
-    combined = dispatched.combine(outputs).wait()
+    with torch.autocast("cpu", torch.bfloat16):
+        combined = dispatched.combine(outputs).wait()
     assert combined.dtype == torch.bfloat16
-    assert combined.item() == 1.0  # 256 + 1 is 256 in bfloat16
+    assert combined.item() == 1.25  # 256 + 1 is 256 in bfloat16, and the first weight is 1
 
 
 def test_no_tokens_give_no_rows() -> None:

@@ -3,7 +3,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from d9d_dist import SplitBackward, UserError
+from d9d_dist import MeshConfig, SplitBackward, UserError
+from d9d_dist.testing import run_ranks
 from d9d_moe import (
     MoeFeedForward,
     RouterLosses,
@@ -41,6 +42,24 @@ def test_evaluation_and_replays_count_nothing() -> None:
     with torch.no_grad():
         model(x)
     model(x)
+    model.eval()(x)
+    assert take_expert_counts(model)["0"].eq(0).all()
+
+
+FROZEN = {"router": ["0.router.weight"], "all": ["0.router", "0.experts"], "all but the router": ["0.experts"]}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_what_is_frozen_counts_too(frozen: str, is_recomputed: bool) -> None:
+    model, x, head = _model(), torch.randn(5, 8), nn.Linear(8, 1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(FROZEN[frozen])))
+    y = checkpoint(model, x, use_reentrant=False) if is_recomputed else model(x)
+    head(y).sum().backward()
+    assert torch.equal(take_expert_counts(model)["0"], _expected(model, x))
+    with torch.no_grad():
+        model(x)
     model.eval()(x)
     assert take_expert_counts(model)["0"].eq(0).all()
 
@@ -131,16 +150,14 @@ def test_the_load_of_a_step_is_handed_to_the_next() -> None:
     assert "0.global_load" not in _model().state_dict()
 
 
-@pytest.mark.parametrize("grad_norm", [torch.tensor(float("nan")), float("inf")])
-def test_a_step_that_is_not_finite_moves_nothing(grad_norm: Tensor | float) -> None:
+@pytest.mark.parametrize("taken", [True, False, torch.tensor(True), torch.tensor(False)])
+def test_a_step_that_is_left_out_is_counted_and_moves_nothing(taken: Tensor | bool) -> None:
     model, x = _following_model(), torch.randn(3, 5, 8)
-    for norm in (torch.tensor(1.0), grad_norm):
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        sum(part.sum() for part in model(x)).backward()
-        assert torch.equal(balance_experts(model, grad_norm=norm)["0"], _expected_before(model, before, x))
-        moved = not torch.equal(before["0.global_load"], model.get_buffer("0.global_load"))
-        assert moved is (norm is not grad_norm)
-        assert moved is not torch.equal(before["0.router.selection_bias"], model.get_buffer("0.router.selection_bias"))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    sum(part.sum() for part in model(x)).backward()
+    assert torch.equal(balance_experts(model, taken=taken)["0"], _expected_before(model, before, x))
+    for name in ("0.global_load", "0.router.selection_bias"):
+        assert torch.equal(before[name], model.get_buffer(name)) is not bool(taken)
 
 
 def _expected_before(model: nn.Module, before: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -150,6 +167,21 @@ def _expected_before(model: nn.Module, before: dict[str, Tensor], x: Tensor) -> 
     expected = _expected(model, x)
     model.get_buffer("0.router.selection_bias").copy_(now)
     return expected
+
+
+def _refusal() -> str:
+    with MeshConfig(data_parallel_replicate=-1).build():
+        try:
+            balance_experts(_model())
+        except UserError as error:
+            return str(error)
+        return ""
+
+
+def test_several_ranks_that_do_not_know_each_other_are_refused() -> None:
+    for message in run_ranks(_refusal, world_size=2):
+        assert "0 counts the tokens of its own rank alone, but there are 2 ranks" in message
+        assert "Call parallelize_expert_parallel(model, ctx), also with a degree of 1" in message
 
 
 def test_a_bias_of_half_precision_is_refused() -> None:

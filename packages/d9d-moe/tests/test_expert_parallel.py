@@ -1,10 +1,12 @@
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from d9d_dist import MeshConfig, UserError
+from d9d_dist import MeshConfig, Precision, UserError
 from d9d_dist.testing import run_ranks
 from d9d_moe import MoeFeedForward, TopKRouter, parallelize_expert_parallel
 
@@ -50,3 +52,26 @@ def test_experts_keep_their_global_names_and_shapes() -> None:
             "0.experts.up_proj.weight": ((4, 6, 4), (1, 6, 4)),
             "0.experts.down_proj.weight": ((4, 4, 6), (1, 4, 6)),
         }
+
+
+def _dtypes_of_experts(degrees: Sequence[int]) -> list[tuple[torch.dtype, torch.dtype]]:
+    """In what the experts compute, and what comes out, where rows are float32, on every way that experts are held."""
+    seen = []
+    for degree, shard_replicas in product(degrees, (True, False)):
+        with MeshConfig(data_parallel_shard=-1, expert_parallel=degree).build() as ctx:
+            block = MoeFeedForward(8, 8, router=TopKRouter(8, num_experts=4, top_k=4))
+            precision = Precision(compute=torch.bfloat16, reduce=torch.float32)
+            parallelize_expert_parallel(block, ctx, shard_replicas=shard_replicas, precision=precision)
+            block.experts.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+            y = block(torch.randn(3, 8))
+            y.sum().backward()
+            seen.append(y.dtype)
+    return list(zip(seen[::2], seen[1::2], strict=True))
+
+
+def test_rows_are_cast_to_the_precision_on_every_way_that_experts_are_held() -> None:
+    for found in [
+        *run_ranks(_dtypes_of_experts, [1, 2], world_size=2),
+        *run_ranks(_dtypes_of_experts, [1], world_size=1),
+    ]:
+        assert set(found) == {(torch.bfloat16, torch.bfloat16)}

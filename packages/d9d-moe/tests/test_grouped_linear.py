@@ -4,6 +4,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from d9d_dist import UserError
 from d9d_moe import BACKEND_VARIABLE, GroupedLinear, GroupedMatmulBackend, choose_backend, grouped_matmul
@@ -42,6 +43,29 @@ def test_values_and_gradients(
     wanted = torch.autograd.grad(expected, (x, weight), gradient)
     torch.testing.assert_close(got_gradients, wanted, rtol=tolerance, atol=8 * tolerance)
     assert got_gradients[1][sizes == 0].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("rows_dtype", "weight_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_autocast_decides_as_for_a_linear_layer(rows_dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    counts = [4, 0, 3, 5]
+    x = torch.randn(12, 16, dtype=rows_dtype, requires_grad=True)
+    weight = torch.randn(4, 8, 16, dtype=weight_dtype, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = grouped_matmul(x, weight, torch.tensor(counts))
+        expected = torch.cat([F.linear(rows, matrix) for rows, matrix in zip(x.split(counts), weight, strict=True)])
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7)
+    gradient = torch.randn_like(got)
+    ours, theirs = (torch.autograd.grad(each, (x, weight), gradient) for each in (got, expected))
+    torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from d9d_dist import UserError, materialize
@@ -47,6 +48,21 @@ def _dense_sum(moe: MoeFeedForward, x: Tensor) -> Tensor:
         dense = SwiGLU(x.shape[-1], 7).to(x.dtype)
         total = total + weights[:, expert : expert + 1] * torch.func.functional_call(dense, state, (tokens,))
     return total.view_as(x)
+
+
+def test_autocast_reaches_the_experts_alone() -> None:
+    moe, x = _moe(16, 16, num_experts=4, top_k=2, init_std=0.5), torch.randn(5, 16)
+    routing = moe.router(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = moe(x)
+        answers = []
+        for expert in range(4):
+            gate, up, down = (each[expert] for each in moe.experts.parameters())
+            answers.append(F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down))
+    chosen = torch.stack(answers, dim=1)[torch.arange(5).unsqueeze(1), routing.indices]
+    expected = (chosen.float() * routing.probabilities.unsqueeze(-1)).sum(1)
+    assert got.dtype == chosen.dtype == torch.bfloat16
+    torch.testing.assert_close(got, expected.bfloat16())
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -156,6 +172,11 @@ def test_routing_costs_nothing_in_evaluation() -> None:
     trained = moe.train()(x)
     assert trained.losses.gt(0).all()
     assert torch.equal(trained.hidden, evaluated.hidden)
+
+
+def test_a_mask_of_another_shape_is_refused() -> None:
+    with pytest.raises(UserError, match=r"the mask has shape \(2, 4\); expected \(2, 3\), one number for each token"):
+        _moe(4, 4, num_experts=2, top_k=1)(torch.randn(2, 3, 4), mask_BL=torch.ones(2, 4))
 
 
 def test_shared_experts_compute_while_tokens_are_on_their_way_back() -> None:

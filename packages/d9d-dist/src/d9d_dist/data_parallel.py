@@ -129,7 +129,7 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Pre
         if submodule._parameters and submodule not in apart:
             compute_locally(submodule, partial_axes=(axis,), compute_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
     if dtypes.compute is not None and dtypes.cast_inputs:
-        module.register_forward_pre_hook(partial(_cast_inputs, dtypes.compute), prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(partial(cast_inputs, dtypes.compute), prepend=True, with_kwargs=True)
 
 
 def _check_no_fsdp(module: nn.Module) -> None:
@@ -141,7 +141,7 @@ def _check_no_fsdp(module: nn.Module) -> None:
             )
 
 
-def _cast_inputs(
+def cast_inputs(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A forward pre-hook: cast all floating-point tensors among the arguments."""

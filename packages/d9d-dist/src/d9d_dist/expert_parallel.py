@@ -6,6 +6,8 @@ added up over the ranks that hold the same experts. Which tokens reach them is a
 file.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from d9d_dist._local_parameters import compute_locally, distribute_parameters, local_parameters_of
 from d9d_dist._mesh_axes import axes_of, axis_names
-from d9d_dist.data_parallel import Precision, parallelize_hsdp
+from d9d_dist.data_parallel import Precision, cast_inputs, parallelize_hsdp
 from d9d_dist.errors import UserError
 
 _AXES = ("ep_replicate", "ep_shard")
@@ -70,6 +72,8 @@ def parallelize_experts(
         hooks = local_parameters_of(owner)
         assert hooks is not None
         hooks.is_apart = True
+    if dtypes.compute is not None and dtypes.cast_inputs:  # as FSDP does above
+        module.register_forward_pre_hook(partial(cast_inputs, dtypes.compute), prepend=True, with_kwargs=True)
 
 
 def _check(module: nn.Module, shard: DeviceMesh) -> None:

@@ -114,15 +114,17 @@ class GradientsReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerDone(Event):
-    """The optimizer has changed the parameters; the gradients are still there.
+    """The optimizer has changed the parameters, or left a bad step out; the gradients are still there.
 
     Attributes:
         model: The model.
         optimizer: The optimizer.
+        taken: Whether it did, 0-dim bool, on the device: not of a bad step whose update was left out.
     """
 
     model: nn.Module
     optimizer: Optimizer
+    taken: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,10 +126,11 @@ class TrainStep:
         loss = total * per_weight
         if self._guard is None:
             self._optimizer.step()
+            taken = torch.ones_like(grad_norm, dtype=torch.bool)
         else:
-            self._guard.step(step + 1, loss=loss, grad_norm=grad_norm)
+            taken = self._guard.step(step + 1, loss=loss, grad_norm=grad_norm)
         self._shared.copy_values()
-        self._events.emit(OptimizerDone(step + 1, self._model, self._optimizer))
+        self._events.emit(OptimizerDone(step + 1, self._model, self._optimizer, taken))
         self._model.zero_grad()  # also what the optimizer does not have, which would add up forever
         return StepOutcome(loss, weight, grad_norm, self._peaks[0] * factor, timeline)
 

@@ -57,10 +57,11 @@ def _go_on(
         norm = 1.0 if norms is None else norms[index]
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, norm * 0.1)
-        guard.step(first + index, loss=torch.tensor(loss, dtype=torch.float64), grad_norm=torch.tensor(norm))
+        taken = guard.step(first + index, loss=torch.tensor(loss, dtype=torch.float64), grad_norm=torch.tensor(norm))
         verdicts.append(guard.verdict(settle=True))
         after = list(model.parameters())
         moved.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+        assert bool(taken) is moved[-1]
         assert all(bool(torch.isfinite(parameter).all()) for parameter in after)
     return verdicts, moved
 

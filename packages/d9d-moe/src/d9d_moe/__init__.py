@@ -36,9 +36,17 @@ from d9d_moe.models.deepseek_v3_hugging_face import (
 )
 from d9d_moe.models.deepseek_v3_tensor_plan import deepseek_v3_tensor_plan
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face
-from d9d_moe.models.moe_decoder import BackboneSizes, Hidden, MoeDecoder, MoeDecoderLayer, MoeDecoderParams, Received
+from d9d_moe.models.moe_decoder import (
+    BackboneSizes,
+    Hidden,
+    MoeDecoder,
+    MoeDecoderLayer,
+    MoeDecoderParams,
+    Received,
+    TokenMask,
+)
 from d9d_moe.models.moe_heads import MoeForCausalLM, MoeForClassification, MoeForEmbedding, RouterLossJoin
-from d9d_moe.models.moe_parallelize import moe_tensor_plan, parallelize_moe_decoder
+from d9d_moe.models.moe_parallelize import RowParts, moe_tensor_plan, parallelize_moe_decoder
 from d9d_moe.models.qwen3_moe import (
     Qwen3MoeForCausalLM,
     Qwen3MoeForClassification,
@@ -102,9 +110,11 @@ __all__ = [
     "RouterLossJoin",
     "RouterLosses",
     "Routing",
+    "RowParts",
     "SharedExperts",
     "SigmoidRouter",
     "TokenGroups",
+    "TokenMask",
     "TopKRouter",
     "balance_experts",
     "choose_backend",

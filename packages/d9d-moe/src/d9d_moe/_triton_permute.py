@@ -28,17 +28,20 @@ def _jit(kernel: Callable[..., Any]) -> _Kernel:
     return launchable
 
 
-def gather(x: Tensor, order_N: Tensor, *, copies: int) -> Tensor:
-    """Row `i` is row `order[i] // copies` of `x` [N / copies, D]; contiguous."""
+def gather(x: Tensor, order_K: Tensor, *, copies: int) -> Tensor:
+    """Row `i` is row `order[i] // copies` of `x`; contiguous."""
     x = x.contiguous()
-    out = x.new_empty(len(order_N), x.shape[1])
+    out = x.new_empty(len(order_K), x.shape[1])
     if out.numel():
-        _gather_kernel[len(order_N),](x, order_N, out, x.shape[1], copies, BLOCK=_block(x.shape[1]))
+        _gather_kernel[len(order_K),](x, order_K, out, x.shape[1], copies, BLOCK=_block(x.shape[1]))
     return out
 
 
 def gather_sum(rows: Tensor, inverse_N: Tensor, weights_TA: Tensor | None, *, copies: int) -> Tensor:
-    """Row `t` is the sum over `a < copies` of rows `inverse[t * copies + a]`, times a weight where there are any."""
+    """Row `t` is the sum over `a < copies` of rows `inverse[t * copies + a]`, times a weight where there are any.
+
+    What points behind the rows counts nothing.
+    """
     rows = rows.contiguous()
     out = rows.new_empty(len(inverse_N) // copies, rows.shape[1])
     if out.numel():
@@ -47,6 +50,7 @@ def gather_sum(rows: Tensor, inverse_N: Tensor, weights_TA: Tensor | None, *, co
             inverse_N,
             rows if weights_TA is None else weights_TA.contiguous(),
             out,
+            len(rows),
             rows.shape[1],
             copies,
             HAS_WEIGHTS=weights_TA is not None,
@@ -56,22 +60,22 @@ def gather_sum(rows: Tensor, inverse_N: Tensor, weights_TA: Tensor | None, *, co
 
 
 def combine_backward(
-    gradient_TD: Tensor, rows_ND: Tensor, weights_TA: Tensor, order_N: Tensor
+    gradient_TD: Tensor, rows_KD: Tensor, weights_TA: Tensor, order_K: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the rows and of the weights of a weighted sum, in one pass over both."""
-    gradient_TD, rows_ND, weights_TA = gradient_TD.contiguous(), rows_ND.contiguous(), weights_TA.contiguous()
-    grad_rows, grad_weights = torch.empty_like(rows_ND), torch.zeros_like(weights_TA)
-    if rows_ND.numel():
-        _combine_backward_kernel[len(rows_ND),](
+    gradient_TD, rows_KD, weights_TA = gradient_TD.contiguous(), rows_KD.contiguous(), weights_TA.contiguous()
+    grad_rows, grad_weights = torch.empty_like(rows_KD), torch.zeros_like(weights_TA)
+    if rows_KD.numel():
+        _combine_backward_kernel[len(rows_KD),](
             gradient_TD,
-            rows_ND,
+            rows_KD,
             weights_TA,
-            order_N,
+            order_K,
             grad_rows,
             grad_weights,
-            rows_ND.shape[1],
+            rows_KD.shape[1],
             weights_TA.shape[1],
-            BLOCK=_block(rows_ND.shape[1]),
+            BLOCK=_block(rows_KD.shape[1]),
         )
     return grad_rows, grad_weights
 
@@ -92,7 +96,7 @@ def _gather_kernel(x_ptr, order_ptr, out_ptr, size, copies, BLOCK: tl.constexpr)
 
 @_jit
 def _gather_sum_kernel(
-    rows_ptr, inverse_ptr, weights_ptr, out_ptr, size, copies, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr
+    rows_ptr, inverse_ptr, weights_ptr, out_ptr, num_rows, size, copies, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     for start in range(0, size, BLOCK):
@@ -101,7 +105,8 @@ def _gather_sum_kernel(
         total = tl.full((BLOCK,), 0.0, dtype=tl.float32)
         for copy in range(copies):
             source = tl.load(inverse_ptr + token * copies + copy)
-            row = tl.load(rows_ptr + source * size + offsets, mask=mask, other=0.0).to(tl.float32)
+            is_there = offsets < tl.where(source < num_rows, size, 0)
+            row = tl.load(rows_ptr + source * size + offsets, mask=is_there, other=0.0).to(tl.float32)
             if HAS_WEIGHTS:
                 row = row * tl.load(weights_ptr + token * copies + copy).to(tl.float32)
             total += row

@@ -3,8 +3,8 @@
 Over NVLink within a node, over RDMA between nodes: the sizes of its buffers say which. Experts' answers are weighed and
 added up where the experts are, and DeepEP adds up those of the ranks, asynchronously.
 
-Shape legend: T tokens, D hidden size, E experts, A experts active for each token, P experts of a rank, M tokens that
-arrive at this rank, N = M * A choices of those, K of which are experts of this rank.
+Shape legend: T tokens, D hidden size, E experts, A experts active for each token, M tokens that arrive at this rank, N
+choices of those that are experts of this rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
-from d9d_moe.dispatch import Combining, sort_by_expert
-from d9d_moe.permute import combine_rows, inverse_permutation, take_rows
+from d9d_moe.dispatch import Combining, LocalDispatched, dispatch_some
 from d9d_moe.router import Routing
 
 DEEP_EP_INSTALL = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP"
@@ -76,21 +74,10 @@ class DeepEpDispatcher:
             tuple[Tensor, Tensor, Tensor, Sequence[int], Any],
             _Send.apply(tokens_TD, routing.probabilities, routing.indices, self.buffer, num_experts),
         )
-        # Choices of experts of other ranks come last; the first of them stands for all, as a row of zeros.
-        choices_N = torch.where(choices_MA < 0, len(counts), choices_MA).flatten()
-        order_N, counts_P = sort_by_expert(choices_N, len(counts))
-        num_rows = sum(counts)
-        kept = order_N[: num_rows + 1]
-        inverse_N = inverse_permutation(order_N).clamp(max=num_rows)
-        return DeepEpDispatched(
-            rows=take_rows(rows_MD, kept, inverse_N, copies=choices_MA.shape[1])[:num_rows],
-            counts=counts_P,
-            order=kept,
-            inverse=inverse_N,
-            weights=weights_MA,
-            buffer=self.buffer,
-            handle=handle,
-        )
+        num_here = len(counts)
+        here = Routing(torch.where(choices_MA < 0, num_here, choices_MA), weights_MA)
+        arrived = dispatch_some(rows_MD, here, num_experts=num_here, num_rows=sum(counts))
+        return DeepEpDispatched(arrived=arrived, buffer=self.buffer, handle=handle)
 
 
 @final
@@ -99,27 +86,28 @@ class DeepEpDispatched:
     """What `DeepEpDispatcher` brought to this rank's experts.
 
     Attributes:
-        rows: See `Dispatched.rows` [K, D].
-        counts: See `Dispatched.counts` [P].
-        order: For each row, which of the N choices it is; one more, of another rank's expert, where there is any.
-        inverse: For each choice its row, or K.
-        weights: The router's weights of the tokens that arrived [M, A].
+        arrived: The tokens that arrived, sorted by expert.
         buffer: The way they came.
         handle: What it knows of them.
     """
 
-    rows: Tensor
-    counts: Tensor
-    order: Tensor
-    inverse: Tensor
-    weights: Tensor
+    arrived: LocalDispatched
     buffer: DeepEpBuffer
     handle: Any
 
+    @property
+    def rows(self) -> Tensor:
+        """See `Dispatched.rows`."""
+        return self.arrived.rows
+
+    @property
+    def counts(self) -> Tensor:
+        """See `Dispatched.counts`."""
+        return self.arrived.counts
+
     def combine(self, outputs_ND: Tensor) -> Combining:
         """See `Dispatched.combine`."""
-        padded = F.pad(outputs_ND, (0, 0, 0, len(self.order) - len(outputs_ND)))
-        sums_MD = combine_rows(padded, self.weights, self.order, self.inverse)
+        sums_MD = self.arrived.combine(outputs_ND).wait()
         tokens_TD, event = cast(tuple[Tensor, Any], _Return.apply(sums_MD, self.buffer, self.handle))
 
         def wait() -> Tensor:

@@ -78,27 +78,19 @@ class LocalDispatcher:
 
     def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> "LocalDispatched":
         """Sort copies of the tokens [T, D] by expert; the tokens of one expert stay in their order."""
-        order_N, counts_E = sort_by_expert(routing.indices.flatten(), num_experts)
-        inverse_N = inverse_permutation(order_N)
-        return LocalDispatched(
-            rows=take_rows(tokens_TD, order_N, inverse_N, copies=routing.indices.shape[1]),
-            counts=counts_E,
-            order=order_N,
-            inverse=inverse_N,
-            probabilities=routing.probabilities,
-        )
+        return dispatch_some(tokens_TD, routing, num_experts=num_experts, num_rows=routing.indices.numel())
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class LocalDispatched:
-    """What `LocalDispatcher` sorted.
+    """What was sorted on this rank.
 
     Attributes:
         rows: See `Dispatched.rows`.
         counts: See `Dispatched.counts`.
         order: For each row, which (token, choice) pair it is, counted along the flattened [T, A].
-        inverse: For each (token, choice) pair, its row.
+        inverse: For each (token, choice) pair, its row; beyond them, where it has none.
         probabilities: The router's weights [T, A].
     """
 
@@ -111,6 +103,27 @@ class LocalDispatched:
     def combine(self, outputs_ND: Tensor) -> Combining:
         """See `Dispatched.combine`."""
         return Combining(lambda: combine_rows(outputs_ND, self.probabilities, self.order, self.inverse))
+
+
+def dispatch_some(tokens_TD: Tensor, routing: Routing, *, num_experts: int, num_rows: int) -> LocalDispatched:
+    """Sort copies of tokens by expert, of those choices alone whose experts are here.
+
+    Args:
+        tokens_TD: Tokens [T, D].
+        routing: Their experts, from `num_experts` on for those that are elsewhere; their weights count nothing.
+        num_experts: Number of experts that are here.
+        num_rows: Number of choices of those: on the host, so that nothing has to wait for the device.
+    """
+    order_N, counts_E = sort_by_expert(routing.indices.flatten(), num_experts)
+    inverse_N = inverse_permutation(order_N)
+    order_K = order_N[:num_rows]
+    return LocalDispatched(
+        rows=take_rows(tokens_TD, order_K, inverse_N, copies=routing.indices.shape[1]),
+        counts=counts_E,
+        order=order_K,
+        inverse=inverse_N,
+        probabilities=routing.probabilities,
+    )
 
 
 def sort_by_expert(experts_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -19,25 +19,22 @@ from d9d_moe.router import SigmoidRouter
 _BIAS_BYTES = 4
 
 
-def balance_experts(
-    model: nn.Module, *, rate: float = 1e-3, grad_norm: Tensor | float | None = None
-) -> dict[str, Tensor]:
+def balance_experts(model: nn.Module, *, rate: float = 1e-3, taken: Tensor | bool = True) -> dict[str, Tensor]:
     """All that the balance of experts needs once a step: counts over all ranks, then biases and loads that follow them.
 
-    In a job it is a handler of `GradientsReady`: `balance_experts(ready.model, grad_norm=ready.grad_norm)`. Collective
-    as `take_expert_counts` is, which gives what this returns; see `update_selection_bias` for what raises.
+    In a job it is a handler of `OptimizerDone`: `balance_experts(done.model, taken=done.taken)`.
+    Collective as `take_expert_counts` is, which gives what this returns and says what raises, as
+    `update_selection_bias` does.
 
     Args:
         model: A model, or one stage of it.
         rate: How much a bias moves in a step.
-        grad_norm: The step's global gradient norm. A step in which it is not finite, and which is therefore left out,
-            moves nothing; the host waits for nothing. By default every step counts.
+        taken: Whether the step's update is taken, 0-dim if a tensor, for which the host does not wait: a step that is
+            left out moves nothing.
     """
     counts = take_expert_counts(model)
-    counted = counts
-    if grad_norm is not None:
-        norm = torch.as_tensor(grad_norm)
-        counted = {name: seen_E * norm.isfinite().to(seen_E.device) for name, seen_E in counts.items()}
+    is_taken = torch.as_tensor(taken)
+    counted = {name: seen_E * is_taken.to(seen_E.device) for name, seen_E in counts.items()}
     update_selection_bias(model, counted, rate=rate)
     update_global_load(model, counted)
     return counts
@@ -47,7 +44,7 @@ def balance_experts(
 def take_expert_counts(model: nn.Module) -> dict[str, Tensor]:
     """How many tokens of the step chose each expert, by the name of its layer; the count starts again from zero.
 
-    Call it once a step, between the last backward pass and the next forward, e.g. in a handler of `GradientsReady`.
+    Call it once a step, between the last backward pass and the next forward, e.g. in a handler of `OptimizerDone`.
     Collective over all ranks of a stage: one all-reduce for all layers. They are known from
     `parallelize_expert_parallel`, which a model of several ranks has to pass through, also with a degree of 1.
 
@@ -56,10 +53,14 @@ def take_expert_counts(model: nn.Module) -> dict[str, Tensor]:
 
     Returns:
         Counts [E] over all ranks, int64, by the names of the mixture-of-experts layers; the host waits for nothing.
+
+    Raises:
+        UserError: If there are several ranks, and the model does not know them.
     """
     blocks = _blocks(model)
     if not blocks:
         return {}
+    _check_ranks_are_known(blocks)
     counts = torch.cat([block.counter.counts for block in blocks.values()])
     group = next(iter(blocks.values())).token_groups.batch
     if group is not None and group.size() > 1:
@@ -138,6 +139,16 @@ def load_statistics(counts_E: Tensor) -> LoadStatistics:
     entropy = torch.special.entr(shares).sum(dim=-1) / math.log(max(num_experts, 2))
     busiest = shares.amax(dim=-1)
     return LoadStatistics(busiest * num_experts, entropy, (counts == 0).sum(dim=-1).double(), torch.zeros_like(busiest))
+
+
+def _check_ranks_are_known(blocks: Mapping[str, MoeFeedForward]) -> None:
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    alone = [name for name, block in blocks.items() if block.token_groups.batch is None]
+    if num_ranks > 1 and alone:
+        raise UserError(
+            f"{alone[0]} counts the tokens of its own rank alone, but there are {num_ranks} ranks; expected a model "
+            "that knows who has other tokens. Call parallelize_expert_parallel(model, ctx), also with a degree of 1."
+        )
 
 
 def _blocks(model: nn.Module) -> dict[str, MoeFeedForward]:

@@ -34,21 +34,39 @@ class ExpertCounter(nn.Module):
         """Start from zero."""
         nn.init.zeros_(self.counts)
 
-    def forward(self, probabilities_TA: Tensor, indices_TA: Tensor) -> Tensor:
-        """The probabilities [T, A] as they are; their backward counts the experts [T, A]. No collectives."""
-        return _CountInBackward.apply(probabilities_TA, indices_TA, self.counts)
+    def forward(self, y: Tensor, indices_TA: Tensor, mask_T: Tensor | None = None) -> Tensor:
+        """What the layer computed, as it is; its backward counts. No collectives.
+
+        Where everything up to here is frozen no gradient comes; then forward counts, in training mode and with
+        gradients enabled: nothing is recomputed there.
+
+        Args:
+            y: What came of the tokens, of any shape.
+            indices_TA: The experts that they chose [T, A].
+            mask_T: Which of them are tokens, and not padding [T], bool; None for all.
+        """
+        if y.requires_grad:
+            return _CountInBackward.apply(y, indices_TA, mask_T, self.counts)
+        if self.training and torch.is_grad_enabled():
+            _count(self.counts, indices_TA, mask_T)
+        return y
+
+
+def _count(counts_E: Tensor, indices_TA: Tensor, mask_T: Tensor | None) -> None:
+    seen_TA = (
+        torch.ones_like(indices_TA) if mask_T is None else mask_T.to(torch.int64).unsqueeze(1).expand_as(indices_TA)
+    )
+    counts_E.scatter_add_(0, indices_TA.flatten(), seen_TA.flatten())
 
 
 class _CountInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, probabilities: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(indices)
+    def forward(ctx: Any, y: Tensor, indices: Tensor, mask: Tensor | None, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(indices, mask)
         ctx.counts = counts
-        return probabilities.view_as(probabilities)
+        return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (indices,) = ctx.saved_tensors
-        chosen = indices.flatten()
-        ctx.counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        return gradients[0], None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        _count(ctx.counts, *ctx.saved_tensors)
+        return gradients[0], None, None, None

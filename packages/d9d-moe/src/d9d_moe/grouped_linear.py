@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from d9d_dist import GradientSlot, take_weight
 from d9d_dist.errors import UserError
+from d9d_moe.autocast import autocast_inputs
 
 GroupedMatmulBackend: TypeAlias = Literal["grouped_mm", "grouped_gemm", "eager"]
 
@@ -62,6 +63,8 @@ def grouped_matmul(
 ) -> Tensor:
     """Multiply each group of rows with its own matrix; in a `SplitBackward` the weight's gradient can wait.
 
+    Under `torch.autocast` both are cast to its dtype, as those of `torch.nn.Linear` are.
+
     Args:
         x_NI: Rows [N, I], those of the first group first.
         weight_GOI: A matrix for each group [G, O, I], in the dtype of the rows.
@@ -69,11 +72,12 @@ def grouped_matmul(
         backend: How to compute it; None for what `choose_backend` says.
 
     Returns:
-        The products [N, O] in the dtype of the rows.
+        The products [N, O] in the dtype of the rows, or of autocast.
 
     Raises:
         UserError: If the backend is unknown, not installed, or does not take such tensors.
     """
+    x_NI, weight_GOI = autocast_inputs(x_NI, weight_GOI)
     chosen = choose_backend(x_NI, weight_GOI) if backend is None else backend
     _check_backend(chosen, x_NI)
     weight, slot = take_weight(weight_GOI, x_NI)

@@ -5,6 +5,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from d9d_dist.errors import UserError
 from d9d_moe.dispatch import Dispatcher, LocalDispatcher
 from d9d_moe.expert_counts import ExpertCounter
 from d9d_moe.experts import GroupedSwiGLU
@@ -70,29 +71,40 @@ class MoeFeedForward(nn.Module):
         if self.global_load is not None:
             nn.init.ones_(self.global_load)
 
-    def forward(self, x: Tensor) -> Tensor | HiddenAndLosses:
+    def forward(self, x: Tensor, *, mask_BL: Tensor | None = None) -> Tensor | HiddenAndLosses:
         """Map `x` [..., hidden_size] to the same shape and dtype; collective if the dispatcher or the losses are.
 
         Args:
             x: Hidden states; [B, L, hidden_size] where there are losses.
+            mask_BL: Where there is a token [...], bool or 0 and 1; None for everywhere. Padding is routed as well, but
+                neither counted nor does it cost anything.
 
         Returns:
             The hidden states; with what each token's routing costs, where there are losses.
+
+        Raises:
+            UserError: If the mask has not a number for each token.
         """
+        if mask_BL is not None and mask_BL.shape != x.shape[:-1]:
+            raise UserError(
+                f"the mask has shape {tuple(mask_BL.shape)}; expected {tuple(x.shape[:-1])}, one number for each token "
+                'of this rank. Tensor parallel, a plan cuts it: see "backbone.token_mask" in moe_tensor_plan.'
+            )
+        mask_T = None if mask_BL is None else mask_BL.flatten().bool()
         tokens_TD = x.flatten(0, -2)
         routing = self.router(tokens_TD)
-        counted = routing._replace(probabilities=self.counter(routing.probabilities, routing.indices))
-        dispatched = self.dispatcher.dispatch(tokens_TD, counted, num_experts=self.num_experts)
+        dispatched = self.dispatcher.dispatch(tokens_TD, routing, num_experts=self.num_experts)
         combining = dispatched.combine(self.experts(dispatched.rows, dispatched.counts))
         shared = None if self.shared is None else self.shared(x)  # while tokens are on their way back
         y = combining.wait().view_as(x)
-        if shared is not None:
-            y = y + shared
-        return HiddenAndLosses(y, self._losses(routing, x)) if self.losses.any else y
+        y = self.counter(y if shared is None else y + shared, routing.indices, mask_T)
+        return HiddenAndLosses(y, self._losses(routing, x, mask_T)) if self.losses.any else y
 
-    def _losses(self, routing: Routing, x: Tensor) -> Tensor:
+    def _losses(self, routing: Routing, x: Tensor, mask_T: Tensor | None) -> Tensor:
         """What each token costs [...]."""
         if not self.training:
             return x.new_zeros(x.shape[:-1], dtype=routing.probabilities.dtype)
-        losses_T = token_losses(routing, self.losses, self.token_groups, rows=len(x), global_load_E=self.global_load)
+        losses_T = token_losses(
+            routing, self.losses, self.token_groups, rows=len(x), global_load_E=self.global_load, mask_T=mask_T
+        )
         return losses_T.view(x.shape[:-1])

@@ -1,10 +1,13 @@
-"""Rows to an order and back: copies of tokens sorted by expert, and the weighted sum of what experts made of them.
+"""Rows to an order and back: copies of tokens sorted by expert or rank, and the sums of what comes back of them.
 
 Torch's own indexing adds gradients up in an unordered way on accelerators. Here every permutation comes with its
 inverse, so each gradient is a gather and a sum in a fixed order. On an accelerator each direction is one Triton kernel
 that reads every row once and writes it once; what follows is the torch path, and what the kernels are tested against.
 
-Shape legend: T tokens, A copies of each token, N = T * A rows, D size of a row.
+A token has as many places for copies as any may have; an order of fewer rows than places leaves the others empty.
+
+Shape legend: T tokens, A places for copies of each token, N = T * A places, K rows, one for each place that is not
+empty (N where none is), D size of a row.
 """
 
 from importlib.util import find_spec
@@ -13,36 +16,54 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from d9d_moe.autocast import no_autocast
 
 
-def take_rows(x: Tensor, order_N: Tensor, inverse_N: Tensor, *, copies: int = 1) -> Tensor:
+def take_rows(x: Tensor, order_K: Tensor, inverse_N: Tensor, *, copies: int = 1) -> Tensor:
     """Row `i` of the result is row `order[i] // copies` of `x`; backward adds copies up in a fixed order.
 
     Args:
-        x: Rows [N / copies, D].
-        order_N: A permutation [N], int64.
-        inverse_N: Its inverse [N], int64.
-        copies: How often each row is taken.
+        x: Rows [T, D].
+        order_K: The first K of a permutation of the places [K], int64.
+        inverse_N: The inverse of all of it [N], int64: for an empty place, K or more.
+        copies: A.
 
     Returns:
-        Rows [N, D].
+        Rows [K, D].
     """
-    return cast(Tensor, _Take.apply(x, order_N, inverse_N, copies))
+    return cast(Tensor, _Take.apply(x, order_K, inverse_N, copies))
 
 
-def combine_rows(rows_ND: Tensor, weights_TA: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
+def sum_rows(rows_KD: Tensor, order_K: Tensor, inverse_N: Tensor, *, copies: int) -> Tensor:
+    """Row `t` of the result is the sum over `a` of `rows[inverse[t * A + a]]`: the adjoint of `take_rows`.
+
+    Args:
+        rows_KD: Rows [K, D], in the order in which `take_rows` gave them.
+        order_K: What `take_rows` took [K], int64.
+        inverse_N: Its inverse [N], int64.
+        copies: A.
+
+    Returns:
+        Rows [T, D] in the dtype of `rows_KD`; added up in float32 where that is wider.
+    """
+    return cast(Tensor, _Sum.apply(rows_KD, order_K, inverse_N, copies))
+
+
+def combine_rows(rows_KD: Tensor, weights_TA: Tensor, order_K: Tensor, inverse_N: Tensor) -> Tensor:
     """Row `t` of the result is the sum over `a` of `weights[t, a] * rows[inverse[t * A + a]]`.
 
     Args:
-        rows_ND: Rows [N, D], in the order in which `take_rows` gave them.
-        weights_TA: What each copy of a row counts [T, A].
-        order_N: The permutation that `take_rows` took [N], int64.
+        rows_KD: Rows [K, D], in the order in which `take_rows` gave them.
+        weights_TA: What each copy of a row counts [T, A]; what stands at an empty place counts nothing.
+        order_K: What `take_rows` took [K], int64.
         inverse_N: Its inverse [N], int64.
 
     Returns:
-        Rows [T, D] in the dtype of `rows_ND`; added up in the wider of its dtype and that of the weights.
+        Rows [T, D] in the dtype of `rows_KD`; added up in the wider of its dtype and that of the weights.
     """
-    return cast(Tensor, _Combine.apply(rows_ND, weights_TA, order_N, inverse_N))
+    return cast(Tensor, _Combine.apply(rows_KD, weights_TA, order_K, inverse_N))
 
 
 def inverse_permutation(order_N: Tensor) -> Tensor:
@@ -53,57 +74,82 @@ def inverse_permutation(order_N: Tensor) -> Tensor:
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(inverse)
+        ctx.save_for_backward(order, inverse)
         ctx.copies = copies
-        if _has_kernel(x):
-            from d9d_moe import _triton_permute  # noqa: PLC0415  (Triton is optional)
-
-            return _triton_permute.gather(x, order, copies=copies)
-        return x.index_select(0, order // copies if copies > 1 else order)
+        return _take(x, order, copies)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,) = gradients
-        (inverse,) = ctx.saved_tensors
-        if _has_kernel(gradient):
-            from d9d_moe import _triton_permute  # noqa: PLC0415  (Triton is optional)
+        order, inverse = ctx.saved_tensors
+        return sum_rows(gradients[0], order, inverse, copies=ctx.copies), None, None, None
 
-            return _triton_permute.gather_sum(gradient, inverse, None, copies=ctx.copies), None, None, None
-        by_copy = gradient.index_select(0, inverse)
-        if ctx.copies > 1:
-            by_copy = by_copy.view(len(inverse) // ctx.copies, ctx.copies, by_copy.shape[-1]).sum(dim=1)
-        return by_copy, None, None, None
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        ctx.copies = copies
+        return _sum(rows, inverse, copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        return take_rows(gradients[0], order, inverse, copies=ctx.copies), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, order, inverse)
+        ctx.save_for_backward(rows, weights, order)
         if _has_kernel(rows):
             from d9d_moe import _triton_permute  # noqa: PLC0415  (Triton is optional)
 
             return _triton_permute.gather_sum(rows, inverse, weights, copies=weights.shape[1])
         dtype = torch.promote_types(rows.dtype, weights.dtype)
-        by_token_TAD = rows.index_select(0, inverse).view(*weights.shape, rows.shape[-1]).to(dtype)
-        return torch.bmm(weights.unsqueeze(1).to(dtype), by_token_TAD).squeeze(1).to(rows.dtype)
+        by_token_TAD = _in_places(rows, inverse, weights.shape[1]).to(dtype)
+        with no_autocast(rows):
+            return torch.bmm(weights.unsqueeze(1).to(dtype), by_token_TAD).squeeze(1).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (gradient_TD,) = gradients
-        rows, weights, order, inverse = ctx.saved_tensors
+        rows, weights, order = ctx.saved_tensors
         if _has_kernel(gradient_TD):
             from d9d_moe import _triton_permute  # noqa: PLC0415  (Triton is optional)
 
             return *_triton_permute.combine_backward(gradient_TD, rows, weights, order), None, None
         dtype = torch.promote_types(rows.dtype, weights.dtype)
-        wide_TD = gradient_TD.to(dtype)
-        by_token_TAD = rows.index_select(0, inverse).view(*weights.shape, rows.shape[-1]).to(dtype)
-        grad_weights_TA = torch.bmm(by_token_TAD, wide_TD.unsqueeze(2)).squeeze(2).to(weights.dtype)
-        grad_ND = wide_TD.index_select(0, order // weights.shape[1])
-        grad_ND.mul_(weights.flatten().index_select(0, order).unsqueeze(1).to(dtype))
-        return grad_ND.to(rows.dtype), grad_weights_TA, None, None
+        gradient_KD = gradient_TD.to(dtype).index_select(0, order // weights.shape[1])
+        with no_autocast(rows):
+            grad_weights_K = torch.linalg.vecdot(gradient_KD, rows.to(dtype)).to(weights.dtype)
+        grad_weights_N = weights.new_zeros(weights.numel()).index_copy_(0, order, grad_weights_K)
+        gradient_KD.mul_(weights.flatten().index_select(0, order).unsqueeze(1).to(dtype))
+        return gradient_KD.to(rows.dtype), grad_weights_N.view_as(weights), None, None
+
+
+def _take(x: Tensor, order_K: Tensor, copies: int) -> Tensor:
+    if _has_kernel(x):
+        from d9d_moe import _triton_permute  # noqa: PLC0415  (Triton is optional)
+
+        return _triton_permute.gather(x, order_K, copies=copies)
+    return x.index_select(0, order_K // copies if copies > 1 else order_K)
+
+
+def _sum(rows_KD: Tensor, inverse_N: Tensor, copies: int) -> Tensor:
+    if _has_kernel(rows_KD):
+        from d9d_moe import _triton_permute  # noqa: PLC0415  (Triton is optional)
+
+        return _triton_permute.gather_sum(rows_KD, inverse_N, None, copies=copies)
+    by_token_TAD = _in_places(rows_KD, inverse_N, copies)
+    return by_token_TAD.sum(dim=1) if copies > 1 else by_token_TAD.squeeze(1)
+
+
+def _in_places(rows_KD: Tensor, inverse_N: Tensor, copies: int) -> Tensor:
+    """The rows of each token [T, A, D], zeros where a place is empty."""
+    if len(rows_KD) < len(inverse_N):
+        rows_KD, inverse_N = F.pad(rows_KD, (0, 0, 0, 1)), inverse_N.clamp(max=len(rows_KD))
+    return rows_KD.index_select(0, inverse_N).view(len(inverse_N) // copies, copies, rows_KD.shape[-1])
 
 
 def _has_kernel(x: Tensor) -> bool:

@@ -5,7 +5,6 @@ A router is pure: it changes nothing in its forward pass, so evaluation, recompu
 Shape legend: T tokens, D hidden size, E experts, A experts active for each token (top-k), G groups of experts.
 """
 
-from contextlib import nullcontext
 from typing import NamedTuple, Protocol, final
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d9d_dist.errors import UserError
+from d9d_moe.autocast import no_autocast
 
 
 @final
@@ -205,7 +205,5 @@ def check_groups(*, num_experts: int, top_k: int, num_groups: int, top_groups: i
 def _logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """In float32 whatever the model computes in: close experts must not be tied by rounding."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
-    device = x_TD.device.type
-    # The meta device, where shapes are found out, knows no autocast.
-    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+    with no_autocast(x_TD):
         return F.linear(x_TD.to(dtype), weight_ED.to(dtype))

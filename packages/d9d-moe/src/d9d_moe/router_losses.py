@@ -37,7 +37,7 @@ class RouterLosses:
             (arXiv:2501.11873): with one microbatch in a step those of the global batch. "global_batch": those of all of
             the step before, which `balance_experts` hands on: the same numbers in every layout, too. Those of the step
             itself are known only when its last microbatch was routed; the paper counts the microbatches so far, and
-            what a token costs then depends on how many came before it. Padding counts as any token does.
+            what a token costs then depends on how many came before it. Padding is not counted where a mask tells.
         z: Factor of the z-loss, the mean of `logsumexp(logits)^2` ("ST-MoE", arXiv:2202.08906, equation 5).
     """
 
@@ -97,9 +97,15 @@ class TokenGroups:
 
 
 def token_losses(
-    routing: Routing, losses: RouterLosses, groups: TokenGroups, *, rows: int, global_load_E: Tensor | None = None
+    routing: Routing,
+    losses: RouterLosses,
+    groups: TokenGroups,
+    *,
+    rows: int,
+    global_load_E: Tensor | None = None,
+    mask_T: Tensor | None = None,
 ) -> Tensor:
-    """What the routing of each token costs [T].
+    """What the routing of each token costs [T]; that of padding nothing.
 
     With a balance loss of sequences or a batch collective over the scope's group: one all-reduce of the counts.
 
@@ -110,6 +116,7 @@ def token_losses(
         rows: B.
         global_load_E: How often each expert was chosen in the step before [E], 1 where all were equally; given where
             the scope is "global_batch".
+        mask_T: Which are tokens, and not padding [T], bool; None for all.
 
     Raises:
         UserError: If the router gives no scores.
@@ -125,17 +132,24 @@ def token_losses(
             assert global_load_E is not None
             load_BE = global_load_E.unsqueeze(0)
         else:
-            load_BE = expert_load(routing, groups, scope=losses.scope, rows=rows)
+            load_BE = expert_load(routing, groups, scope=losses.scope, rows=rows, mask_T=mask_T)
         num_tokens, num_counted = len(total_T), len(load_BE)
         load_TE = load_BE.to(routing.scores.dtype).repeat_interleave(num_tokens // max(num_counted, 1), dim=0)
         total_T = total_T + losses.balance * (routing.scores * load_TE).sum(dim=-1)
     if losses.z:
         total_T = total_T + losses.z * routing.logits.logsumexp(dim=-1).square()
-    return total_T
+    return total_T if mask_T is None else total_T.masked_fill(~mask_T, 0.0)
 
 
 @torch.no_grad()
-def expert_load(routing: Routing, groups: TokenGroups, *, scope: Literal["sequence", "batch"], rows: int) -> Tensor:
+def expert_load(
+    routing: Routing,
+    groups: TokenGroups,
+    *,
+    scope: Literal["sequence", "batch"],
+    rows: int,
+    mask_T: Tensor | None = None,
+) -> Tensor:
     """How often each expert was chosen, where 1 is as often as if all were chosen equally.
 
     Collective over the scope's group: one all-reduce of B x E or E numbers.
@@ -145,6 +159,7 @@ def expert_load(routing: Routing, groups: TokenGroups, *, scope: Literal["sequen
         groups: The ranks with other tokens.
         scope: Over which tokens it is counted.
         rows: B, into which the tokens are cut.
+        mask_T: Which of them count [T], bool; None for all.
 
     Returns:
         Loads [B, E] for "sequence", [1, E] for "batch"; float32.
@@ -154,9 +169,12 @@ def expert_load(routing: Routing, groups: TokenGroups, *, scope: Literal["sequen
     top_k = routing.indices.shape[1]
     num_counted, group = (rows, groups.sequence) if scope == "sequence" else (1, groups.batch)
     counts_BE = torch.zeros(num_counted, num_experts, dtype=torch.float32, device=routing.indices.device)
+    seen_TA = torch.ones_like(routing.indices, dtype=torch.float32)
+    if mask_T is not None:
+        seen_TA = seen_TA * mask_T.unsqueeze(1)
     # Without tokens there is nothing to cut into rows.
-    chosen_BN = routing.indices.reshape(num_counted, num_tokens * top_k // max(num_counted, 1))
-    counts_BE.scatter_add_(1, chosen_BN, torch.ones_like(chosen_BN, dtype=torch.float32))
+    shape = (num_counted, num_tokens * top_k // max(num_counted, 1))
+    counts_BE.scatter_add_(1, routing.indices.reshape(shape), seen_TA.reshape(shape))
     if group is not None and group.size() > 1:
         dist.all_reduce(counts_BE, group=group)
     return counts_BE * (num_experts / counts_BE.sum(dim=-1, keepdim=True).clamp(min=1))

@@ -208,6 +208,8 @@ def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
             {"quantization_config": {"quant_method": "fp8"}},
             r"config\.json has quantization_config = .*fp8.*; only None",
         ),
+        ({"n_group": None}, r"config\.json has n_group = null, .*Write 1 for both n_group and topk_group"),
+        ({"topk_group": None}, r"config\.json has topk_group = null"),
         ({"attention_bias": True}, r"config\.json has attention_bias = True; only False is supported"),
         ({"scoring_func": "softmax"}, r"config\.json has scoring_func = 'softmax'; only 'sigmoid' is supported"),
         ({"moe_layer_freq": 2}, r"config\.json has moe_layer_freq = 2; only 1 is supported"),

@@ -1,15 +1,24 @@
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from d9d_dist import MeshConfig, StageInfo, UserError, materialize, parallelize_fsdp
 from d9d_dist.testing import run_ranks
 from d9d_modules import Qwen3Params, SwiGLU, checkpoint_activations
-from d9d_moe import MoeFeedForward, Qwen3MoeForCausalLM, Qwen3MoeParams, TopKRouter
+from d9d_moe import (
+    BalanceScope,
+    MoeFeedForward,
+    MoeForClassification,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeParams,
+    RouterLosses,
+    TopKRouter,
+    take_expert_counts,
+)
 
 PARAMS = Qwen3MoeParams(
     decoder=Qwen3Params(
@@ -54,6 +63,43 @@ def test_packed_documents_are_as_if_alone() -> None:
     # Positions count on: only distances within a document matter.
     torch.testing.assert_close(model(packed, documents_BL=documents_BL), alone, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(model(packed), alone, atol=1e-2)
+
+
+@pytest.mark.parametrize("scope", get_args(BalanceScope))
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_neither_counted_nor_costs_anything(scope: BalanceScope, side: str) -> None:
+    losses = RouterLosses(balance=0.7, scope=scope, z=0.3)
+    model = Qwen3MoeForCausalLM(replace(PARAMS, router_losses=losses)).double()
+    ids, padding = torch.randint(0, 19, (2, 5)), torch.randint(0, 19, (2, 3))
+    expected = _trained(model, ids, labels=ids)
+    parts = [(padding, False), (ids, True)] if side == "left" else [(ids, True), (padding, False)]
+    padded = torch.cat([tokens for tokens, _ in parts], dim=1)
+    mask_BL = torch.cat([torch.full_like(tokens, is_token) for tokens, is_token in parts], dim=1)
+    places = {"position_ids": (mask_BL.cumsum(1) - 1).clamp(min=0), "documents_BL": mask_BL, "mask_BL": mask_BL}
+    found = _trained(model, padded, labels=padded.where(mask_BL == 1, -100), **places)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_class_of_a_padded_row_costs_what_it_costs_without_padding() -> None:
+    params = replace(PARAMS, router_losses=RouterLosses(balance=0.7, z=0.3))
+    model = MoeForClassification(params, num_classes=3).double()
+    ids, labels = torch.randint(0, 19, (2, 8)), torch.tensor([0, 2])
+    lengths = torch.tensor([5, 8])
+    mask_BL = torch.arange(8) < lengths.unsqueeze(1)
+    found = _trained(model, ids, labels=labels, mask_BL=mask_BL)
+    alone = [_trained(model, ids[row : row + 1, : lengths[row]], labels=labels[row : row + 1]) for row in range(2)]
+    summed = {name: alone[0][name] + alone[1][name] for name in found if name != "losses"}
+    expected = {**summed, "losses": torch.cat([each["losses"] for each in alone])}
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def _trained(model: nn.Module, ids: Tensor, *, labels: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
+    """Losses that count, gradients of their sum, and counts of experts."""
+    model.zero_grad()
+    losses = model(ids, labels=labels, **inputs)
+    losses.sum().backward()
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return {"losses": losses[labels != -100], **gradients, **take_expert_counts(model)}
 
 
 def test_dense_layers_stay_dense_at_their_global_index() -> None:

@@ -63,7 +63,7 @@ class StepGuard:
         self._rewound_from: set[int] = set()
         self._in_a_row = self._num_rewinds = 0
 
-    def step(self, step: int, *, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+    def step(self, step: int, *, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
         """Take the optimizer's step, unless it is a bad one.
 
         Collective over all ranks: an all-reduce of two numbers, so that replicas which differ, as they never should, do
@@ -73,27 +73,32 @@ class StepGuard:
             step: The step, counted from 1.
             loss: Weighted mean over the global batch, 0-dim.
             grad_norm: Global norm of the gradients, 0-dim.
+
+        Returns:
+            Whether it was taken, 0-dim bool, on the device.
         """
         limit = self._losses.limit(step)
         is_left_out = step in self._left_out
         if self._is_on_host:
-            self._step_on_host(step, loss.item(), grad_norm.item(), limit=limit, is_left_out=is_left_out)
-        else:
-            self._step_on_device(step, loss, grad_norm, limit=limit, is_left_out=is_left_out)
+            taken = self._step_on_host(step, loss.item(), grad_norm.item(), limit=limit, is_left_out=is_left_out)
+            return torch.tensor(taken)
+        return self._step_on_device(step, loss, grad_norm, limit=limit, is_left_out=is_left_out)
 
-    def _step_on_host(self, step: int, loss: float, grad_norm: float, *, limit: float, is_left_out: bool) -> None:
+    def _step_on_host(self, step: int, loss: float, grad_norm: float, *, limit: float, is_left_out: bool) -> bool:
         non_finite, spike = not (math.isfinite(loss) and math.isfinite(grad_norm)), loss > limit
         if self._ctx.world_size > 1:
             bad = torch.tensor([non_finite, spike], dtype=torch.float32)
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
             non_finite, spike = map(bool, bad.tolist())
         self._pending.append(_Measured(step, lambda: [non_finite, spike, loss, grad_norm], is_left_out))
-        if not (is_left_out or non_finite or (spike and self._spikes_are_left_out)):
+        taken = not (is_left_out or non_finite or (spike and self._spikes_are_left_out))
+        if taken:
             self._optimizer.step()
+        return taken
 
     def _step_on_device(
         self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, *, limit: float, is_left_out: bool
-    ) -> None:
+    ) -> torch.Tensor:
         # What exceeds its limit, and what is no number, which compares as false.
         bad = torch.stack([~(torch.isfinite(loss) & torch.isfinite(grad_norm)), loss > limit]).to(torch.float32)
         if self._ctx.world_size > 1:
@@ -101,18 +106,20 @@ class StepGuard:
         gates = bad if self._spikes_are_left_out else bad[:1]
         values = _on_its_way(torch.stack([*bad.double(), loss.double(), grad_norm.double()]))
         self._pending.append(_Measured(step, values, is_left_out))
+        taken = torch.zeros_like(gates[0], dtype=torch.bool) if is_left_out else gates.amax() == 0
         if is_left_out:
-            return
+            return taken
         if not _takes_flag(self._optimizer):
             if not gates.any():  # the host waits here
                 self._optimizer.step()
-            return
+            return taken
         optimizer: Any = self._optimizer  # it takes the flag as an attribute, as `GradScaler` gives it
         optimizer.found_inf, optimizer.grad_scale = gates.amax(), None
         try:
             self._optimizer.step()
         finally:
             del optimizer.found_inf, optimizer.grad_scale
+        return taken
 
     @property
     def _spikes_are_left_out(self) -> bool:

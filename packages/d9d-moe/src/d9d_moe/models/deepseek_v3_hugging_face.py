@@ -94,6 +94,12 @@ def deepseek_v3_params_from_hugging_face(config: HuggingFaceConfig) -> DeepseekV
     require_value(config, "scoring_func", "sigmoid")
     require_value(config, "topk_method", "noaux_tc")
     require_value(config, "moe_layer_freq", 1)
+    for key in ("n_group", "topk_group"):
+        if config.get(key, 1) is None:
+            raise UserError(
+                f"config.json has {key} = null, with which transformers cannot route either; expected a number. Write "
+                "1 for both n_group and topk_group if experts are in no groups."
+            )
     theta, scaling = rope_from_hugging_face(config)
     is_interleaved = config_value(config, "rope_interleave", bool, default=True)
     return DeepseekV3Params(

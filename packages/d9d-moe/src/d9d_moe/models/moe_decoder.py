@@ -21,6 +21,7 @@ from d9d_modules import (
     TokenEmbedding,
     rotary_tables,
 )
+from d9d_moe.layer import MoeFeedForward
 from d9d_moe.router_losses import HiddenAndLosses, RouterLosses
 
 Hidden: TypeAlias = Tensor | HiddenAndLosses
@@ -92,7 +93,8 @@ class MoeDecoderLayer(nn.Module):
         hidden_size: Size of the last dim of input and output.
         attention: Called with hidden states [B, L, D], the rotary tables, and `documents_BL` by name where there are
             documents; returns [B, L, D].
-        feed_forward: Called with hidden states [B, L, D]; returns [B, L, D], or `HiddenAndLosses`.
+        feed_forward: Called with hidden states [B, L, D], a `MoeFeedForward` with `mask_BL` too where there is one;
+            returns [B, L, D], or `HiddenAndLosses`.
         norm_eps: Epsilon of both RMS norms.
     """
 
@@ -105,25 +107,38 @@ class MoeDecoderLayer(nn.Module):
         self.feed_forward_norm = RMSNorm(hidden_size, eps=norm_eps)
         self.feed_forward = feed_forward
 
-    def forward(self, x: Hidden, rotary: RotaryTables, *, documents_BL: Tensor | None = None) -> Hidden:
+    def forward(
+        self, x: Hidden, rotary: RotaryTables, *, documents_BL: Tensor | None = None, mask_BL: Tensor | None = None
+    ) -> Hidden:
         """Map hidden states to the same shape and dtype.
 
         Args:
             x: Hidden states [B, L, D], with what routers before cost where routers cost something.
             rotary: Tables of the positions.
             documents_BL: Which document each position belongs to [B, L], integers; None: each row is one.
+            mask_BL: Where there is a token [B, L]; see `MoeFeedForward.forward`.
         """
         x_BLD = x.hidden if isinstance(x, HiddenAndLosses) else x
         documents = {} if documents_BL is None else {"documents_BL": documents_BL}
         attention_BLD = self.attention(self.attention_norm(x_BLD), rotary, **documents)
         normed_BLD, attended_BLD = self.feed_forward_norm(attention_BLD, x_BLD)
-        y = self.feed_forward(normed_BLD)
+        is_masked = mask_BL is not None and isinstance(self.feed_forward, MoeFeedForward)
+        y = self.feed_forward(normed_BLD, mask_BL=mask_BL) if is_masked else self.feed_forward(normed_BLD)
         if not isinstance(x, HiddenAndLosses):
             assert not isinstance(y, HiddenAndLosses), "a backbone whose routers have losses carries them"
             return attended_BLD + y
         if isinstance(y, HiddenAndLosses):
             return HiddenAndLosses(attended_BLD + y.hidden, x.losses + y.losses)
         return HiddenAndLosses(attended_BLD + y, x.losses)
+
+
+@final
+class TokenMask(nn.Module):
+    """Where the mask of whole rows becomes that of a rank's tokens: tensor-parallel plans name it."""
+
+    def forward(self, mask_BL: Tensor) -> Tensor:
+        """The mask [B, L] as it is."""
+        return mask_BL
 
 
 @final
@@ -161,9 +176,15 @@ class MoeDecoder(nn.Module):
             }
         )
         self.norm = RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps) if stage.is_last else None
+        self.token_mask = TokenMask()
 
     def forward(
-        self, hidden: Received, *, position_ids: Tensor | None = None, documents_BL: Tensor | None = None
+        self,
+        hidden: Received,
+        *,
+        position_ids: Tensor | None = None,
+        documents_BL: Tensor | None = None,
+        mask_BL: Tensor | None = None,
     ) -> Received:
         """Run this stage; collective where experts or the counts of their losses are on several ranks.
 
@@ -173,6 +194,8 @@ class MoeDecoder(nn.Module):
                 scaling); None counts from 0 in each row. Where tensor-parallel ranks pass on their parts of the
                 sequence, later stages cannot count: pass the positions.
             documents_BL: Which document each position belongs to [B, L]; see `d9d_modules.DecoderModel.forward`.
+            mask_BL: Where there is a token [B, L], bool or 0 and 1; None for everywhere. Of padding, which attention
+                does not look at, experts are not counted, and routing costs nothing. Give it to all stages.
 
         Returns:
             Hidden states [B, L, D], normalised on the last stage; where routers have losses a tuple of them and of what
@@ -200,8 +223,9 @@ class MoeDecoder(nn.Module):
             assert self.embedding is not None
             x_BLD = self.embedding(received)
             x = _without_losses(x_BLD) if self.has_losses else x_BLD
+        mask_BL = None if mask_BL is None else self.token_mask(mask_BL)
         for layer in self.layers.values():
-            x = layer(x, rotary, documents_BL=documents_BL)
+            x = layer(x, rotary, documents_BL=documents_BL, mask_BL=mask_BL)
         if not isinstance(x, HiddenAndLosses):
             return x if self.norm is None else self.norm(x)
         return (x.hidden if self.norm is None else self.norm(x.hidden)), x.losses

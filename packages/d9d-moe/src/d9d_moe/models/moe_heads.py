@@ -57,6 +57,7 @@ class MoeForCausalLM(nn.Module):
         *,
         position_ids: Tensor | None = None,
         documents_BL: Tensor | None = None,
+        mask_BL: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Received:
         """Run this stage.
@@ -65,6 +66,8 @@ class MoeForCausalLM(nn.Module):
             hidden: Token ids [B, L], int64, on the first stage; on later ones what the stage before returned.
             position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
             documents_BL: Which document each position belongs to [B, L], integers; None: each row is one.
+            mask_BL: Where there is a token [B, L], bool or 0 and 1, None for everywhere: routing of padding costs
+                nothing, and is not counted.
             labels: The token to predict at each position [B, L], int64, shifted by the caller; -100 leaves a position
                 out. Only the last stage looks at them.
 
@@ -76,7 +79,7 @@ class MoeForCausalLM(nn.Module):
         Raises:
             UserError: If the input is not what this stage takes, or positions, documents or labels do not fit it.
         """
-        x = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL)
+        x = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL, mask_BL=mask_BL)
         if self.lm_head is None:
             return x
         if not isinstance(x, tuple):
@@ -138,13 +141,13 @@ class MoeForClassification(nn.Module):
             labels: The class of each row [B], int64; -100 leaves a row out. Only the last stage looks at them.
 
         Returns:
-            On the last stage the loss of each row [B] in nats if labels are given, with the mean over its positions of
+            On the last stage the loss of each row [B] in nats if labels are given, with the mean over its tokens of
             what routing costs, else its logits [B, C]. On every other stage as `MoeForCausalLM.forward`.
 
         Raises:
             UserError: If the input is not what this stage takes, or something else does not fit it.
         """
-        x = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL)
+        x = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL, mask_BL=mask_BL)
         if self.head is None:
             return x
         x_BLD, router_losses_BL = x if isinstance(x, tuple) else (x, None)
@@ -152,7 +155,9 @@ class MoeForClassification(nn.Module):
         if labels is None or router_losses_BL is None:
             return outputs
         assert self.router_losses is not None
-        return outputs + self.router_losses(router_losses_BL).mean(dim=1).masked_fill(labels == IGNORED_LABEL, 0.0)
+        router_losses_BL = self.router_losses(router_losses_BL)
+        num_tokens_B = router_losses_BL.shape[1] if mask_BL is None else mask_BL.sum(dim=1).clamp(min=1)
+        return outputs + (router_losses_BL.sum(dim=1) / num_tokens_B).masked_fill(labels == IGNORED_LABEL, 0.0)
 
 
 @final
@@ -227,7 +232,7 @@ class MoeForEmbedding(nn.Module):
         Raises:
             UserError: If the input is not what this stage takes, or something else does not fit it.
         """
-        hidden_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL)
+        hidden_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL, mask_BL=mask_BL)
         return hidden_BLD if self.head is None else self.head(hidden_BLD, mask_BL=mask_BL)
 
 
