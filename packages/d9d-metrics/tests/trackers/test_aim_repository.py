@@ -22,8 +22,13 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def wait_until_aim_knows_new_runs() -> None:
+    """It looks for them twice a second; behind a `BackgroundTracker` what it does not know yet is tried again."""
+    time.sleep(0.6)
+
+
 def reopened(folder: Path, state: dict[str, Any]) -> Any:
-    time.sleep(0.6)  # for half a second Aim does not know which runs are new
+    wait_until_aim_knows_new_runs()
     return aim.Run(
         state["aim_run_hash"],
         repo=str(folder),
@@ -50,6 +55,7 @@ def test_values_are_read_back_and_a_run_is_resumed(repository: Path) -> None:
     first.log(5, {"loss": 0.75})
     first.close()
     state = first.state_dict()
+    wait_until_aim_knows_new_runs()
     second = AimTracker(str(repository))
     second.resume(3, state)
     second.log(4, {"loss": 40.0})
