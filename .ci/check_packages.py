@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def environment(folder: Path, wheels: Path, name: str, *extra: str) -> Path:
     constraints = folder / "constraints.txt"
     locked = run("uv", "export", "-q", "--locked", "--all-packages", "--no-emit-workspace", "--no-hashes")
     constraints.write_text(locked, encoding="utf-8")
-    run("uv", "venv", "-q", "--python", sys.executable, folder / "venv")
+    run("uv", "venv", "-q", "--relocatable", "--python", sys.executable, folder / "venv")
     python = folder / "venv" / "bin" / "python"
     run(
         *("uv", "pip", "install", "-q", "--python", python, "--find-links", wheels, "--constraints", constraints),
@@ -54,16 +55,24 @@ def environment(folder: Path, wheels: Path, name: str, *extra: str) -> Path:
     return python
 
 
-def check_package(name: str, wheels: Path) -> str:
-    """Import a package and run its tests; the last line of what pytest printed."""
-    folder = wheels / "alone"  # one place for all, so that what they share is compiled once
+def prepare(name: str, wheels: Path) -> Path:
+    """The folder of an environment in which a package can be tested alone."""
+    folder = wheels / f"for-{name}"
     folder.mkdir()
-    python = environment(folder, wheels, name, *project(name)["dependency-groups"]["test"])
-    run(python, "-I", "-c", f"import {name.replace('-', '_')}")
+    environment(folder, wheels, name, *project(name)["dependency-groups"]["test"])
+    return folder
+
+
+def check_package(name: str, wheels: Path, prepared: Path) -> str:
+    """Import a package and run its tests; the last line of what pytest printed."""
+    # One place for all environments, so that what they share is compiled once.
+    folder, bytecode = prepared.rename(wheels / "alone"), wheels / "bytecode"
+    python = folder / "venv" / "bin" / "python"
+    run(python, "-I", "-X", f"pycache_prefix={bytecode}", "-c", f"import {name.replace('-', '_')}")
     output = run(
         *(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"packages/{name}/tests"),
         PYTHONDONTWRITEBYTECODE="",
-        PYTHONPYCACHEPREFIX=str(wheels / "bytecode"),
+        PYTHONPYCACHEPREFIX=str(bytecode),
     )
     shutil.rmtree(folder)
     (summary,) = re.findall(r"^\d+ passed.*$", output, flags=re.MULTILINE)
@@ -84,10 +93,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         wheels = Path(folder)
         run("uv", "build", "-q", "--all-packages", "--wheel", "--no-sources", "--out-dir", wheels)
-        for name in names:
-            start = time.monotonic()
-            summary = check_package(name, wheels)
-            print(f"{name}: {summary}; with its environment {time.monotonic() - start:.0f} s", flush=True)
+        with ThreadPoolExecutor(1) as pool:  # the next environment is made while a package is tested
+            following = pool.submit(prepare, names[0], wheels)
+            for name, after in zip(names, [*names[1:], None], strict=True):
+                prepared = following.result()
+                if after is not None:
+                    following = pool.submit(prepare, after, wheels)
+                start = time.monotonic()
+                summary = check_package(name, wheels, prepared)
+                print(f"{name}: {summary}; {time.monotonic() - start:.0f} s", flush=True)
         print(f"d9d: {check_meta(names, wheels)}", flush=True)
 
 

@@ -9,7 +9,8 @@ from pydantic import BaseModel
 
 from d9d_dist import UserError
 from d9d_loop import AdamWConfig, SGDConfig, TrainerConfig
-from d9d_loop.config_source import parse_command_line
+from d9d_loop.config_source import parse_command_line, validate_config
+from d9d_loop.optimizer import OptimizerConfig
 
 JOB = {"steps": 3, "batch": {"global_size": 8}}
 
@@ -60,6 +61,16 @@ def test_a_section_that_names_no_kind_is_of_the_default_one(tmp_path: Path) -> N
     assert _parse(str(file), "--optimizer.kind", "sgd").optimizer == SGDConfig()
     config = _parse(str(file), "--optimizer.kind", "adamw").optimizer
     assert config == AdamWConfig(betas=(0.5, 0.75), eps=1e-6)
+
+
+def test_no_kind_is_added_where_the_command_line_names_none(tmp_path: Path) -> None:
+    class Sgd(TrainerConfig):
+        optimizer: OptimizerConfig = SGDConfig()
+
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps({**JOB, "optimizer": {"learning_rate": 0.5}}), encoding="utf-8")
+    parsed = parse_command_line(Sgd, file, ["--optimizer.weight_decay", "0.25"])
+    assert parsed == validate_config(Sgd, {**JOB, "optimizer": {"learning_rate": 0.5, "weight_decay": 0.25}})
 
 
 def test_a_list_may_be_written_as_json() -> None:

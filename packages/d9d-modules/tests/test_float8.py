@@ -67,6 +67,13 @@ def test_names_classes_and_initial_values_stay(ctx: DistributedContext) -> None:
     assert torch.equal(model["odd"](torch.ones(16)), plain["odd"](torch.ones(16)))
 
 
+def test_a_layer_is_converted_once(ctx: DistributedContext) -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    multiply_in_float8(model, EMULATED, ctx)
+    with pytest.raises(UserError, match="0 multiplies in float8 already; expected to be asked once"):
+        multiply_in_float8(model, EMULATED, ctx)
+
+
 def test_a_device_without_it_is_refused(ctx: DistributedContext) -> None:
     linear = nn.Linear(16, 16)
     with pytest.raises(

@@ -64,6 +64,13 @@ def test_what_is_frozen_counts_too(frozen: str, is_recomputed: bool) -> None:
     assert take_expert_counts(model)["0"].eq(0).all()
 
 
+def test_what_is_frozen_within_a_recomputed_part_counts_once() -> None:
+    model, x = _model(), torch.randn(5, 8)
+    part = nn.Sequential(model.requires_grad_(False), nn.Linear(8, 8))
+    checkpoint(part, x, use_reentrant=False).sum().backward()
+    assert torch.equal(take_expert_counts(model)["0"], _expected(model, x))
+
+
 def test_recomputation_counts_once() -> None:
     model, x = _model(), torch.randn(5, 8, requires_grad=True)
     checkpoint(model, x, use_reentrant=False).sum().backward()

@@ -45,21 +45,21 @@ def parse_command_line(model: type[M], default_file: str | Path | None, argument
     over: dict[str, Any] = {}
     for key, text in overrides:
         _override(over, key, text, values)
-    return validate_config(model, merge(_with_default_kinds(values, model), over))
+    return validate_config(model, merge(_with_default_kinds(values, over, model), over))
 
 
-def _with_default_kinds(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Name the kind of sections that leave it out, so that one on the command line is known to be another."""
+def _with_default_kinds(values: Mapping[str, Any], over: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """Name the kind of sections that leave it out where the command line names one: it may be another."""
     named = dict(values)
     for key, field in model.model_fields.items():
-        section = named.get(key)
-        if not (isinstance(section, dict) and isinstance(field.default, BaseModel)):
+        section, above = named.get(key), over.get(key)
+        if not (isinstance(section, dict) and isinstance(above, dict) and isinstance(field.default, BaseModel)):
             continue
         if len(sections_of(field.annotation)) > 1:
-            default = field.default.model_dump(include={"kind"})
+            default = field.default.model_dump(include={"kind"}) if "kind" in above else {}
             named[key] = {**default, **section}
         else:
-            named[key] = _with_default_kinds(section, type(field.default))
+            named[key] = _with_default_kinds(section, above, type(field.default))
     return named
 
 

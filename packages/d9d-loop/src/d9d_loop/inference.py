@@ -1,7 +1,9 @@
 """Runs a model over data, forward only: each result is written once, in the order of the samples, whatever happens."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -32,6 +34,9 @@ from d9d_loop.results_folder import ResultsFolder
 from d9d_loop.task import InferenceTask, to_inputs
 from d9d_pipeline import Executor, OneForwardOneBackward
 from d9d_state import CheckpointStore, load_model_state
+
+_MOST_AHEAD = 4
+"""How many batches a data-parallel rank may be ahead of another: enough that ragged ones seldom make it wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +175,7 @@ class Inference:
         """Go through the missing parts, each on one data-parallel rank, as many at a time as there are such ranks."""
         dp_size, config = ctx.size("batch", "dp"), self._config
         forward = _PartForward(pipeline, self._task, ctx)
-        keep_pace = _Pace(ctx, watchdog)
+        pace = _Pace(ctx, watchdog)
         # Every rank runs equally many batches, since it takes part in the others' collectives; the rest is ignored.
         batches_of_a_part = -(-min(config.part_size, len(self._data)) // config.batch_size)
         own = [missing[start : start + dp_size] for start in range(0, len(missing), dp_size)]
@@ -195,19 +200,15 @@ class Inference:
             with torch.no_grad(), own_random(config.seed, "part", -1 if part is None else part, device=True):
                 start = number * batches_of_a_part
                 sizes = [len(batch) for batch in indices[start : start + batches_of_a_part]]
-                results = forward(placed, sizes, before_each=partial(watchdog.beat, number + 1, "a part"))
+                results = forward(placed, sizes, each=partial(pace.batch, number + 1))
             if part is not None and results is not None:
                 # What is left over are the results of batches that only keep this rank in step.
                 self._results.write(part, results[: len(self._results.samples_of(part))])
-            if number == 0:
-                # The first part makes kernels and process groups; from then on a rank that is late is lost.
-                ctx.set_timeout(ctx.timeouts.step + watchdog.margin)
             for _ in own[number]:
                 progress.step()
             num_done = num_parts - len(missing) + min((number + 1) * dp_size, len(missing))
             self.events.emit(PartWritten(num_done, part))
-            keep_pace()
-        keep_pace.end()
+        pace.end()
         progress.close()
 
     def _batches_of(self, part: int | None, num_batches: int) -> list[list[int]]:
@@ -228,24 +229,49 @@ def _what_results_follow_from(config: InferenceConfig, task: InferenceTask) -> d
 
 @final
 class _Pace:
-    """Keeps data-parallel ranks within a part of each other: else one that is lost would be missed at the end only."""
+    """Keeps ranks within a few batches of each other: else one that is lost would be missed at the end only.
+
+    A rank waits for the others to be through with a batch that is so many behind its own. Of the batch before they have
+    told already, so what it waits for is the rest of one batch: it takes no longer than a batch may.
+    """
 
     def __init__(self, ctx: DistributedContext, watchdog: HangWatchdog) -> None:
-        self._watchdog = watchdog
+        self._ctx, self._watchdog = ctx, watchdog
         self._device_ids = None if ctx.device.type == "cpu" else [ctx.device.index]
-        self._last_part: dist.Work | None = None
+        self._told: deque[dist.Work] = deque()
+        self._limit = ctx.timeouts.startup  # the first batch makes kernels and process groups
+        self._set_timeout()
 
-    def __call__(self) -> None:
-        """A part is done. Collective: a barrier, which is waited for when the next part is done."""
-        done = dist.barrier(device_ids=self._device_ids, async_op=True)
-        self.end()
-        self._last_part = done
+    @contextmanager
+    def batch(self, part: int) -> Generator[None]:
+        """Compute a batch of a part, counted from 1. Collective: a barrier, which is waited for some batches later."""
+        self._watchdog.beat(part, "a batch")
+        yield
+        self._tell()
+        if len(self._told) > _MOST_AHEAD:
+            self._wait()
 
     def end(self) -> None:
-        """Wait for the ranks that are behind."""
-        if self._last_part is not None:
-            with self._watchdog.phase("the wait for other ranks"):
-                self._last_part.wait()
+        """All is written: wait until it is so on every rank. Collective: a barrier."""
+        self._tell()
+        while self._told:
+            self._wait()
+
+    def _tell(self) -> None:
+        done = dist.barrier(device_ids=self._device_ids, async_op=True)
+        assert done is not None, "what is asynchronous gives its work"
+        self._told.append(done)
+
+    def _wait(self) -> None:
+        with self._watchdog.phase("the wait for other ranks", timeout=self._limit):
+            self._told.popleft().wait()
+        if self._limit != self._ctx.timeouts.step:
+            self._limit = self._ctx.timeouts.step
+            self._set_timeout()
+
+    def _set_timeout(self) -> None:
+        """A barrier takes as long as others need for all batches that they are behind."""
+        self._ctx.set_timeout(self._limit + _MOST_AHEAD * self._ctx.timeouts.step + self._watchdog.margin)
 
 
 @final
@@ -261,34 +287,34 @@ class _PartForward:
         self._writes = is_last and ctx.coordinate("batch", "cp") == ctx.coordinate("batch", "tp") == 0
 
     def __call__(
-        self, batches: Iterator[Any], sizes: Sequence[int], *, before_each: Callable[[], None]
+        self, batches: Iterator[Any], sizes: Sequence[int], *, each: Callable[[], AbstractContextManager[None]]
     ) -> list[JsonValue] | None:
         """The results of all samples in order; `None` on ranks whose results are not written.
 
         Args:
             batches: Those of the part come first.
             sizes: How many samples each batch of the part has.
-            before_each: Called before as many batches as are computed at a time.
+            each: A context for as many batches as are computed at a time.
 
         Raises:
             UserError: If the task gives more or fewer results for a batch.
         """
         results: list[JsonValue] = []
         for start in range(0, len(sizes), self._at_a_time):
-            before_each()
-            some = list(islice(batches, min(self._at_a_time, len(sizes) - start)))
+            with each():
+                some = list(islice(batches, min(self._at_a_time, len(sizes) - start)))
 
-            def take(outputs: Any, number: int, start: int = start, some: Sequence[Any] = some) -> None:
-                whole = outputs if self._split is None else self._task.join_sequence(outputs, self._split)
-                found = self._task.results(whole, some[number])
-                if len(found) != sizes[start + number]:
-                    raise UserError(
-                        f"{type(self._task).__name__}.results gave {len(found)} results for a batch of "
-                        f"{sizes[start + number]} samples; expected one for each, in their order."
-                    )
-                results.extend(found)
+                def take(outputs: Any, number: int, start: int = start, some: Sequence[Any] = some) -> None:
+                    whole = outputs if self._split is None else self._task.join_sequence(outputs, self._split)
+                    found = self._task.results(whole, some[number])
+                    if len(found) != sizes[start + number]:
+                        raise UserError(
+                            f"{type(self._task).__name__}.results gave {len(found)} results for a batch of "
+                            f"{sizes[start + number]} samples; expected one for each, in their order."
+                        )
+                    results.extend(found)
 
-            if len(some) not in self._executors:
-                self._executors[len(some)] = self._pipeline.evaluation(len(some))
-            self._executors[len(some)].step([to_inputs(self._task.inputs(batch)) for batch in some], take)
+                if len(some) not in self._executors:
+                    self._executors[len(some)] = self._pipeline.evaluation(len(some))
+                self._executors[len(some)].step([to_inputs(self._task.inputs(batch)) for batch in some], take)
         return results if self._writes else None

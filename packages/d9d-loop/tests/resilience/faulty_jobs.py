@@ -80,6 +80,23 @@ def infers(place: Place, culprit: int) -> None:
         inference.run()
 
 
+def infers_slowly(place: Place, culprit: int) -> None:
+    """One part of three batches, each in its time, though all of them take longer; the other rank has none."""
+    config = {
+        "batch_size": 1,
+        "part_size": 3,
+        "mesh": {"data_parallel_replicate": 2},
+        "run": {"folder": place.folder},
+        "resilience": {"timeouts": {"startup_seconds": 40, "step_seconds": 2}},
+    }
+    fault = _Fault("is slow" if place.rank == culprit else "nothing", place)
+    data = [_Samples(fault)[index] for index in range(3)]
+    with command_line():
+        Inference(
+            InferenceConfig.model_validate(config), model=lambda stage: _Model(fault), data=data, task=_Outputs()
+        ).run()
+
+
 class _Outputs(InferenceTask):
     def inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"x": batch["x"]}
@@ -141,6 +158,8 @@ class _Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
         self.fault.raises("model", when=self.num_calls == BAD_STEP)
+        if self.fault.name == "is slow" and x.device.type != "meta":
+            time.sleep(1.2)
         y = self.linear(x)
         if self.fault.strikes("gradient is NaN", when=self.num_calls >= BAD_STEP):  # also when the step is done again
             y.register_hook(lambda gradient: gradient * torch.nan)

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from faulty_jobs import infers, restarted, trains
+from faulty_jobs import infers, infers_slowly, restarted, trains
 from forked_faults import Rank, run_forked
 
 from d9d_dist.testing import RankPool
@@ -96,8 +96,12 @@ def test_a_rank_that_is_stopped_in_an_inference_is_named() -> None:
     assert ended[0].code == ExitCode.HANG, ended[0]
     assert _is_in_time(ended[0])
     assert re.search(r"Rank 1 is missing: (it does not answer; )?its process \d+ on \S+ is stopped\.", ended[0].errors)
-    where = r"Rank 0 waits: in the wait for other ranks, step [23], in the wait for a collective, at"
+    where = r"Rank 0 waits: in the wait for other ranks, step [2-5], in the wait for a collective, at"
     assert re.search(where, ended[0].errors), ended[0].errors.partition("The stacks")[0]
+
+
+def test_a_rank_that_has_nothing_to_infer_waits_for_all_batches_of_another() -> None:
+    assert [rank.code for rank in run_forked(infers_slowly, 0)] == [0, 0]
 
 
 def test_a_rank_that_is_asked_to_stop_twice_does_so_and_is_named() -> None:

@@ -14,9 +14,10 @@ from d9d_metrics.trackers import background
 
 
 class Recorder:
-    """The far end of a `BackgroundTracker`: remembers what it was given, and fails or hangs when it is told to."""
+    """The far end of a `BackgroundTracker`: remembers what it was given, and fails or hangs when it is told to.
 
-    """The far end of a `BackgroundTracker`; outlives the trackers that are opened on it."""
+    It outlives the trackers that are opened on it.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, object]] = []
@@ -110,6 +111,30 @@ def test_goes_back_in_the_order_of_what_is_handed_on(spool: Path | None) -> None
     calls = [what[0] if isinstance(what, tuple) else name for name, what in recorder.calls]
     assert calls == ["open", 1, 2, 3, 1, 2, 3, "close"]
     assert recorder.calls[4] == ("resume", (1, {"id": "run-7"}))
+
+
+def test_a_tracker_that_resumes_only_at_its_start_is_opened_anew(spool: Path | None) -> None:
+    class Once(RecorderTracker):
+        is_new = True
+
+        def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
+            if not self.is_new:
+                raise ConnectionError("it is under way")
+            super().resume(step, state)
+
+        def log(self, step: int, values: Mapping[str, Tracked]) -> None:
+            self.is_new = False
+            super().log(step, values)
+
+    recorder = Recorder()
+    tracker = BackgroundTracker(lambda: Once(recorder), name="test", spool=spool)
+    for step in (1, 2):
+        tracker.log(step, {})
+    tracker.resume(1)
+    tracker.log(2, {})
+    tracker.close()
+    calls = [what[0] if isinstance(what, tuple) else name for name, what in recorder.calls]
+    assert calls == [1, 2, "close", 1, 2, "close"]
 
 
 def test_what_is_logged_is_what_it_was_then(spool: Path | None) -> None:

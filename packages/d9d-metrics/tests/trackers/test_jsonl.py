@@ -100,11 +100,14 @@ def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path: Path, torn: bytes) ->
 def test_a_broken_line_is_named_and_the_file_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n[1, 2]\n')
+    tracker = JsonlTracker(path, clock=lambda: 0.0)
     with pytest.raises(
         UserError, match=r"line 2 of .*metrics\.jsonl is b'\[1, 2\]\\n'; expected a JSON object\. Delete"
     ):
-        JsonlTracker(path).resume(0)
+        tracker.resume(0)
     assert path.read_bytes() == b'{"step": 1}\n[1, 2]\n'
+    tracker.log(2, {})  # it is still open
+    assert path.read_bytes() == b'{"step": 1}\n[1, 2]\n{"step": 2, "time": 0.0}\n'
 
 
 def test_refuses_a_value_named_like_a_field_of_the_line(tmp_path: Path) -> None:

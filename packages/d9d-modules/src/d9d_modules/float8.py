@@ -26,6 +26,8 @@ Float8Recipe: TypeAlias = Literal["rowwise_with_gw_hp", "rowwise", "tensorwise"]
 _MULTIPLE = 16
 """What both sizes of a weight have to be multiples of: the tiles of float8 units."""
 
+_MARK = "_d9d_float8"
+
 _LEAST_CAPABILITY: dict[Float8Recipe, tuple[int, int]] = {
     "rowwise_with_gw_hp": (9, 0),
     "rowwise": (9, 0),
@@ -64,7 +66,7 @@ def multiply_in_float8(module: nn.Module, float8: Float8, ctx: DistributedContex
 
     Raises:
         UserError: If torchao is not installed, the job's device does not multiply in float8, there is no such layer, or
-            tensor-parallel ranks share weights out.
+            tensor-parallel ranks share weights out; or if a layer was converted before.
     """
     _check_can_multiply(float8, ctx.device)
     if (tp := ctx.size("dense", "tp")) > 1:
@@ -77,6 +79,8 @@ def multiply_in_float8(module: nn.Module, float8: Float8, ctx: DistributedContex
         for name, linear in module.named_modules()
         if isinstance(linear, nn.Linear) and linear.in_features % _MULTIPLE == linear.out_features % _MULTIPLE == 0
     }
+    if again := [name for name, linear in found.items() if _MARK in vars(linear)]:
+        raise UserError(f"{again[0]} multiplies in float8 already; expected to be asked once.")
     if not found:
         raise UserError(
             f"{type(module).__name__} has no linear layer for float8; expected one whose sizes are multiples of "
@@ -95,6 +99,7 @@ def _convert(linear: nn.Linear, float8: Float8) -> None:
     bases: tuple[Any, ...] = (type(converted), type(linear))
     linear.__class__ = type(f"Float8{type(linear).__name__}", bases, {})
     vars(linear).update({name: value for name, value in vars(converted).items() if name not in vars(linear)})
+    vars(linear)[_MARK] = float8
 
 
 def _check_can_multiply(float8: Float8, device: torch.device) -> None:

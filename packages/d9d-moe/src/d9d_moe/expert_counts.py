@@ -38,7 +38,7 @@ class ExpertCounter(nn.Module):
         """What the layer computed, as it is; its backward counts. No collectives.
 
         Where everything up to here is frozen no gradient comes; then forward counts, in training mode and with
-        gradients enabled: nothing is recomputed there.
+        gradients enabled, but not where it is run again within a backward pass.
 
         Args:
             y: What came of the tokens, of any shape.
@@ -47,9 +47,14 @@ class ExpertCounter(nn.Module):
         """
         if y.requires_grad:
             return _CountInBackward.apply(y, indices_TA, mask_T, self.counts)
-        if self.training and torch.is_grad_enabled():
+        if self.training and torch.is_grad_enabled() and not _is_in_backward():
             _count(self.counts, indices_TA, mask_T)
         return y
+
+
+def _is_in_backward() -> bool:
+    """Whether autograd runs: then forward is activations that are recomputed."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _count(counts_E: Tensor, indices_TA: Tensor, mask_T: Tensor | None) -> None:

@@ -12,10 +12,10 @@ Target: TypeAlias = str | type[nn.Module] | tuple[type[nn.Module], ...]
 """A regular expression that is searched in qualified names, or types of modules."""
 
 _NAMES_SHOWN = 8
-# Layers that torch passes by: always, and in the fast path of evaluation.
-_NOT_CALLED: Mapping[type[nn.Module], tuple[str, ...]] = {
-    nn.MultiheadAttention: ("out_proj",),
-    nn.TransformerEncoderLayer: ("linear1", "linear2"),
+# Layers whose weights torch uses without calling them, and what an adapter would come to.
+_NOT_CALLED: Mapping[type[nn.Module], tuple[tuple[str, ...], str]] = {
+    nn.MultiheadAttention: (("out_proj",), "would change nothing"),
+    nn.TransformerEncoderLayer: (("linear1", "linear2"), "would be left out in evaluation, where it takes a fast path"),
 }
 
 
@@ -80,12 +80,12 @@ def find_layers(
 def _refuse_layers_not_called(layers: Mapping[str, nn.Module], modules: Mapping[str, nn.Module], method: str) -> None:
     for name in layers:
         owner, _, child = name.rpartition(".")
-        for kind, children in _NOT_CALLED.items():
+        for kind, (children, outcome) in _NOT_CALLED.items():
             if owner != name and isinstance(modules[owner], kind) and child in children:
                 raise UserError(
                     f"{method} got a target that matches {name}, whose weight nn.{kind.__name__} uses without calling "
-                    "the layer: an adapter would change nothing. Narrow the target, train it by FullTune, or build the "
-                    "model of layers that are called."
+                    f"the layer: an adapter {outcome}. Narrow the target, train it by FullTune, or build the model of "
+                    "layers that are called."
                 )
 
 

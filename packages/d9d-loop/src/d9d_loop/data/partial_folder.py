@@ -39,7 +39,10 @@ class PartialFolder:
                 _remove_abandoned(left)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=f".{target.name}{here}", suffix=_SUFFIX, dir=target.parent))
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:  # another process took it away already
+                continue
             with suppress(OSError):  # no locks here
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             if self.path.exists():

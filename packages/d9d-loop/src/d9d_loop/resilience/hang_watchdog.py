@@ -172,8 +172,8 @@ class HangWatchdog:
         """End the process if another rank rang the alarm, or failed and this one does not leave by itself."""
         if (hang := asker.hang()) is not None:
             self._end_process(hang, ExitCode.HANG)
-        if asker.lost is not None and not self._end.wait(_LEAVE_SECONDS):
-            self._end_lost(asker.lost)
+        if (lost := asker.lost) is not None and not self._end.wait(_LEAVE_SECONDS):
+            self._end_lost(lost)
 
     def _end_lost(self, why: str) -> None:
         self._end_process(f"{why}\nThis rank is {self.place().describe()}.", ExitCode.PEER_LOST)
@@ -251,8 +251,9 @@ class _Asker:
                     break
                 self._look_for_lost(alarm)
             except RuntimeError:
-                gone = self._gone()
-                self.lost = _describe_gone(gone[0]) if gone else None
+                # Without the store, which may have gone with a rank that left because of what was heard before.
+                if self.lost is None and (gone := self._gone()):
+                    self.lost = _describe_gone(gone[0])
         if self._end.is_set():
             return
         try:

@@ -169,12 +169,23 @@ class BackgroundTracker:
                 case RunConfig(config):
                     tracker.log_config(config)
                 case GoBack(step):
-                    tracker.resume(step, self._state)
+                    self._go_back(tracker, step)
         except UserError as error:
             _LOGGER.warning("the %s tracker leaves out an entry: %s", self._name, error)
         self._is_resumed = True
         if not isinstance(entry, RunConfig):
             self._step = entry.step
+
+    def _go_back(self, tracker: Tracker, step: int) -> None:
+        """Resume the tracker there; one that can be resumed only at its start is opened anew."""
+        try:
+            tracker.resume(step, self._state)
+        except UserError:
+            raise
+        except Exception:
+            self._close_tracker()
+            self._step, self._is_resumed = step, True
+            self._open()
 
     def _after_failure(self, error: Exception, retry: float) -> None:
         self._was_tried.set()

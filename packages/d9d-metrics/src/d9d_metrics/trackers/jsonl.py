@@ -54,8 +54,8 @@ class JsonlTracker:
         Raises:
             UserError: If a line is not a JSON object; the file stays as it was.
         """
-        self._file.close()
         kept = [line for line, record in _lines(self._path) if record.get("step", step) <= step]
+        self._file.close()
         replace_file(self._path, b"".join(kept))
         self._file = self._path.open("ab", buffering=0)
 

@@ -54,7 +54,7 @@ class Spool:
 
     def put(self, entry: Entry) -> None:
         """Hand an entry to the thread that writes."""
-        if len(self._incoming) >= self._capacity:
+        if len(self._incoming) >= self._capacity and not isinstance(entry, GoBack):
             self._left_out += 1
         else:
             self._num_put += 1
