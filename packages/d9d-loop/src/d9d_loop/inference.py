@@ -239,16 +239,25 @@ class _Pace:
         self._ctx, self._watchdog = ctx, watchdog
         self._device_ids = None if ctx.device.type == "cpu" else [ctx.device.index]
         self._told: deque[dist.Work] = deque()
-        self._limit = ctx.timeouts.startup  # the first batch makes kernels and process groups
+        self._limit = ctx.timeouts.startup
+        self._has_started = False
         self._set_timeout()
 
     @contextmanager
     def batch(self, part: int) -> Generator[None]:
-        """Compute a batch of a part, counted from 1. Collective: a barrier, which is waited for some batches later."""
+        """Compute a batch of a part, counted from 1.
+
+        Collective: a barrier, which is waited for some batches later, but after the first batch at once.
+        """
         self._watchdog.beat(part, "a batch")
         yield
         self._tell()
-        if len(self._told) > _MOST_AHEAD:
+        if not self._has_started:
+            # The first batch made kernels and process groups, on all ranks; from then on who is late is lost.
+            self._wait()
+            self._limit, self._has_started = self._ctx.timeouts.step, True
+            self._set_timeout()
+        elif len(self._told) > _MOST_AHEAD:
             self._wait()
 
     def end(self) -> None:
@@ -265,9 +274,6 @@ class _Pace:
     def _wait(self) -> None:
         with self._watchdog.phase("the wait for other ranks", timeout=self._limit):
             self._told.popleft().wait()
-        if self._limit != self._ctx.timeouts.step:
-            self._limit = self._ctx.timeouts.step
-            self._set_timeout()
 
     def _set_timeout(self) -> None:
         """A barrier takes as long as others need for all batches that they are behind."""
