@@ -1,3 +1,4 @@
+import weakref
 from typing import Any
 
 import pytest
@@ -380,3 +381,18 @@ def test_a_model_of_one_rank_is_left_alone() -> None:
     before = model.weight.grad
     sync.finish()
     assert model.weight.grad is before
+
+
+def _dropped() -> tuple[bool, bool]:
+    with MeshConfig(data_parallel_replicate=2).build() as ctx:
+        model = _Model()
+        parallelize_replicate(model, ctx.mesh_for("dense")["dp_replicate"])
+        sync = weakref.ref(kept := GradientSync(model))
+        was_alive = sync() is kept
+        del kept
+        _backward(model, _microbatches(0, 1))  # its hooks are still there, and do nothing
+        return was_alive, sync() is None
+
+
+def test_a_model_does_not_keep_what_reduces_its_gradients() -> None:
+    assert run_ranks(_dropped) == [(True, True)] * 2

@@ -64,17 +64,8 @@ def trains(place: Place, fault: str, culprit: int, **sections: Any) -> None:
 
 def infers(place: Place, culprit: int) -> None:
     """An inference of two ranks without collectives in their forward passes; one of them is stopped after two parts."""
-    config = {
-        "batch_size": 1,
-        "part_size": 2,
-        "mesh": {"data_parallel_replicate": 2},
-        "run": {"folder": place.folder},
-        "resilience": {"timeouts": {"startup_seconds": 40, "step_seconds": 2}},
-    }
     fault = _Fault("is stopped" if place.rank == culprit else "nothing", place)
-    inference = Inference(
-        InferenceConfig.model_validate(config), model=lambda stage: _Model(fault), data=_Samples(fault), task=_Outputs()
-    )
+    inference = _inference(fault, _Samples(fault), part_size=2)
     inference.events.on(PartWritten, lambda event: fault.strike() if event.step == 4 else None)
     with command_line():
         inference.run()
@@ -82,19 +73,22 @@ def infers(place: Place, culprit: int) -> None:
 
 def infers_slowly(place: Place, culprit: int) -> None:
     """One part of three batches, each in its time, though all of them take longer; the other rank has none."""
+    fault = _Fault("is slow" if place.rank == culprit else "nothing", place)
+    with command_line():
+        _inference(fault, [_Samples(fault)[index] for index in range(3)], part_size=3).run()
+
+
+def _inference(fault: "_Fault", data: Any, *, part_size: int) -> Inference:
     config = {
         "batch_size": 1,
-        "part_size": 3,
+        "part_size": part_size,
         "mesh": {"data_parallel_replicate": 2},
-        "run": {"folder": place.folder},
+        "run": {"folder": fault.place.folder},
         "resilience": {"timeouts": {"startup_seconds": 40, "step_seconds": 2}},
     }
-    fault = _Fault("is slow" if place.rank == culprit else "nothing", place)
-    data = [_Samples(fault)[index] for index in range(3)]
-    with command_line():
-        Inference(
-            InferenceConfig.model_validate(config), model=lambda stage: _Model(fault), data=data, task=_Outputs()
-        ).run()
+    return Inference(
+        InferenceConfig.model_validate(config), model=lambda stage: _Model(fault), data=data, task=_Outputs()
+    )
 
 
 class _Outputs(InferenceTask):

@@ -65,8 +65,8 @@ def multiply_in_float8(module: nn.Module, float8: Float8, ctx: DistributedContex
         The names of these layers.
 
     Raises:
-        UserError: If torchao is not installed, the job's device does not multiply in float8, there is no such layer, or
-            tensor-parallel ranks share weights out; or if a layer was converted before.
+        UserError: If torchao is not installed, the job's device does not multiply in float8, there is no such layer,
+            one multiplies in float8 already, or tensor-parallel ranks share weights out.
     """
     _check_can_multiply(float8, ctx.device)
     if (tp := ctx.size("dense", "tp")) > 1:
@@ -80,7 +80,10 @@ def multiply_in_float8(module: nn.Module, float8: Float8, ctx: DistributedContex
         if isinstance(linear, nn.Linear) and linear.in_features % _MULTIPLE == linear.out_features % _MULTIPLE == 0
     }
     if again := [name for name, linear in found.items() if _MARK in vars(linear)]:
-        raise UserError(f"{again[0]} multiplies in float8 already; expected to be asked once.")
+        raise UserError(
+            f"{again[0]} multiplies in float8 already; expected to be asked once. Leave out this call, or the one "
+            "before it."
+        )
     if not found:
         raise UserError(
             f"{type(module).__name__} has no linear layer for float8; expected one whose sizes are multiples of "

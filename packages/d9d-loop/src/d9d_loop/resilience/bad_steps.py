@@ -103,23 +103,22 @@ class StepGuard:
         bad = torch.stack([~(torch.isfinite(loss) & torch.isfinite(grad_norm)), loss > limit]).to(torch.float32)
         if self._ctx.world_size > 1:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        gates = bad if self._spikes_are_left_out else bad[:1]
+        gate = (bad if self._spikes_are_left_out else bad[:1]).amax()
         values = _on_its_way(torch.stack([*bad.double(), loss.double(), grad_norm.double()]))
         self._pending.append(_Measured(step, values, is_left_out))
-        taken = torch.zeros_like(gates[0], dtype=torch.bool) if is_left_out else gates.amax() == 0
         if is_left_out:
-            return taken
+            return torch.zeros_like(gate, dtype=torch.bool)
         if not _takes_flag(self._optimizer):
-            if not gates.any():  # the host waits here
+            if not gate:  # the host waits here
                 self._optimizer.step()
-            return taken
+            return gate == 0
         optimizer: Any = self._optimizer  # it takes the flag as an attribute, as `GradScaler` gives it
-        optimizer.found_inf, optimizer.grad_scale = gates.amax(), None
+        optimizer.found_inf, optimizer.grad_scale = gate, None
         try:
             self._optimizer.step()
         finally:
             del optimizer.found_inf, optimizer.grad_scale
-        return taken
+        return gate == 0
 
     @property
     def _spikes_are_left_out(self) -> bool:
