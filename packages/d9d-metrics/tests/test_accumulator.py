@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from d9d_dist import UserError
 from d9d_metrics import Accumulator
 from d9d_metrics.accumulator import Reduction
 
@@ -57,3 +58,11 @@ def test_counts_are_exact_where_floats_are_not() -> None:
 def test_refuses_a_tensor_of_another_shape() -> None:
     with pytest.raises(RuntimeError, match="shape"):
         Accumulator("sum", shape=[3]).update(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.5, torch.tensor(math.nan), torch.tensor(2.0)])
+def test_a_count_refuses_what_is_not_whole(value: float | torch.Tensor) -> None:
+    accumulator = Accumulator("count")
+    with pytest.raises(UserError, match=r"a count got .*; expected whole numbers\. Use a sum, or convert"):
+        accumulator.update(value)
+    assert accumulator.value.item() == 0

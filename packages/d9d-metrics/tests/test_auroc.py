@@ -105,3 +105,13 @@ def test_state_of_several_ranks_goes_into_one() -> None:
             accumulator.update(part[name])
     assert np.isclose(gathered.compute()["value"].item(), whole.compute()["value"].item(), rtol=1e-15)
     assert gathered.compute()["error_bound"].item() == 0.0
+
+
+def test_scores_beyond_zero_and_one_keep_their_order() -> None:
+    """They are in the first and in the last bin, whose pairs the bound counts."""
+    scores, targets = torch.tensor([-3.0, 0.2, 0.7, 1.5, 4.0]), torch.tensor([0, 1, 0, 1, 0])
+    metric = BinaryAUROC()
+    metric.update(scores, targets)
+    value = {name: tensor.item() for name, tensor in metric.compute().items()}
+    assert value["error_bound"] == pytest.approx(1 / 12)
+    assert abs(value["value"] - roc_auc_score(targets, scores)) <= value["error_bound"] + 1e-12

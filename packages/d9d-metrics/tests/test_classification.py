@@ -1,3 +1,5 @@
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -71,12 +73,14 @@ def test_multiclass_equals_scikit_learn(seed: int, num_samples: int, num_classes
     expected = of_sklearn(truth, answers, labels)
     expected["accuracy"] = np.asarray(sk.accuracy_score(truth, answers))
     expected["per class"] = expected["recall-None"]
-    expected["balanced"] = expected["recall-macro"]
+    # Its recall is over the classes that are true, the others are without a score.
+    expected["balanced"] = np.asarray(sk.recall_score(truth, answers, labels=np.unique(truth), average="macro"))
     assert_same(metric.compute(), expected)
     best = sk.confusion_matrix(truth, order[:, 0], labels=labels)
     assert matrix.compute().tolist() == best.tolist()
-    if len(np.unique(truth)) == num_classes:
-        assert metric.compute()["balanced"].item() == pytest.approx(sk.balanced_accuracy_score(truth, answers))
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of answers that are never true
+        balanced = sk.balanced_accuracy_score(truth, answers)
+    assert metric.compute()["balanced"].item() == pytest.approx(balanced, rel=1e-12)
     distinct = predictions + torch.rand(predictions.shape, generator=draws) / 2
     if num_classes > 2 and top_k < num_classes:
         metric.reset()
@@ -133,6 +137,14 @@ def test_a_mask_leaves_samples_out_whatever_they_hold() -> None:
 def test_nothing_seen_is_zero() -> None:
     metric = MulticlassClassification(3, {**SCORES, "a": accuracy()})
     assert all((value == 0).all() for value in metric.compute().values())
+
+
+def test_balanced_accuracy_leaves_out_classes_that_are_never_true() -> None:
+    truth, answers = torch.tensor([0, 0, 4, 4, 4]), torch.tensor([0, 1, 4, 4, 2])
+    metric = MulticlassClassification(6, {"balanced": accuracy("macro"), "recall": recall("macro")})
+    metric.update(torch.eye(6)[answers], truth)
+    assert metric.compute()["balanced"].item() == pytest.approx((1 / 2 + 2 / 3) / 2)
+    assert metric.compute()["recall"].item() == pytest.approx((1 / 2 + 2 / 3) / 6)
 
 
 def test_a_score_of_ones_own() -> None:

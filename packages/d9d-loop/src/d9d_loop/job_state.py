@@ -1,6 +1,7 @@
 """What a job must remember to continue as if it had never stopped, and how that is saved and restored."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any, Protocol
@@ -48,6 +49,14 @@ class Record:
     evaluation: dict[str, float] = field(default_factory=dict)
     weight_per_second: float | None = None
     tracker: dict[str, JsonValue] = field(default_factory=dict)
+
+    def quality(self, name: str) -> float | None:
+        """Return a value of the last evaluation, for `checkpoint.best_by`; `None` if it has no such value.
+
+        It is NaN if the evaluation's loss is not finite: a metric that compares may praise a model of NaNs.
+        """
+        value = self.evaluation.get(name)
+        return value if value is None or math.isfinite(self.evaluation["loss"]) else math.nan
 
     def take(self, other: "Record") -> None:
         """Stand where another record does."""

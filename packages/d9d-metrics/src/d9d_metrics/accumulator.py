@@ -11,6 +11,8 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
+from d9d_dist import UserError
+
 Reduction = Literal["sum", "count", "max", "min", "concat"]
 
 _IDENTITY: dict[Reduction, float] = {"sum": 0.0, "count": 0, "max": -math.inf, "min": math.inf, "concat": math.nan}
@@ -54,11 +56,18 @@ class Accumulator:
             value: A number, or a tensor of the accumulator's shape on its device, of any real dtype; of whole numbers
                 for a count. For a concatenation a tensor of one dim and any length, of which NaN is left out, as is
                 what finds no place.
+
+        Raises:
+            UserError: If a count is given a tensor of floating dtype or a number that is not whole.
         """
         if self.reduction == "sum":
             self.value.add_(value.detach() if isinstance(value, Tensor) else value)  # in float64, without a copy in it
             return
         is_tensor = isinstance(value, Tensor)
+        if self.reduction == "count" and not _is_whole(value):
+            # A conversion to int64 would make a huge negative number of NaN.
+            got = f"a tensor of {value.dtype}" if is_tensor else value
+            raise UserError(f"a count got {got}; expected whole numbers. Use a sum, or convert the tensor to int64.")
         operand = value.detach().to(self.value.dtype) if is_tensor else torch.full_like(self.value, value)
         match self.reduction:
             case "count":
@@ -88,3 +97,7 @@ class Accumulator:
         places = torch.where(is_new, taken + is_new.cumsum(0) - 1, length).clamp_(max=length)
         # The place behind the last one takes what is left out.
         self.value.copy_(torch.cat([self.value, self.value.new_empty(1)]).scatter_(0, places, operand)[:length])
+
+
+def _is_whole(value: Tensor | float) -> bool:
+    return not value.is_floating_point() if isinstance(value, Tensor) else float(value).is_integer()

@@ -11,7 +11,7 @@ from d9d_metrics.metric import Metric
 
 @final
 class Sum(Metric):
-    """The sum of all values; 0 of none."""
+    """The sum of all values; 0 of none, NaN if any value was NaN."""
 
     def __init__(self) -> None:
         self._total = Accumulator("sum")
@@ -34,7 +34,7 @@ class WeightedMean(Metric):
     """The mean of values that come as sums with their weights, e.g. a loss summed over tokens and the number of tokens.
 
     It is the sum of all totals divided by the sum of all weights, so it does not depend on how the data was split.
-    Where the weight is 0 it is the total undivided: 0 if nothing was seen, and never NaN unless a NaN was put in.
+    Where the weight is 0 it is the total undivided: 0 if nothing was seen. It is NaN if a total or a weight was NaN.
     """
 
     def __init__(self) -> None:

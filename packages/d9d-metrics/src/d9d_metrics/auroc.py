@@ -19,7 +19,7 @@ class BinaryAUROC(Metric):
       |A - \mathrm{AUROC}| \le \frac{1}{2PN} \sum_b p_b n_b,$$
 
     because bins keep the order of scores, and only pairs within one bin are unknown. The value has both, as `value` and
-    `error_bound`; they are NaN as long as one of the two classes was not seen, or if a score was NaN.
+    `error_bound`. Both are NaN as long as one of the two classes was not seen, or if a score or a target was NaN.
 
     Bins are of equal width in $x / (1 + |x|)$ of the logit $x$, so that they are fine where scores are many, and fine
     near the probabilities 0 and 1; no range needs to be known.
@@ -58,7 +58,8 @@ class BinaryAUROC(Metric):
         scores = scores_N.detach().reshape(-1).double()
         counts = torch.ones_like(scores, dtype=torch.bool) if mask_N is None else mask_N.reshape(-1).bool()
         is_positive = targets_N.reshape(-1).bool()
-        self._num_nan.update((scores.isnan() & counts).sum())
+        is_nan = scores.isnan() | targets_N.reshape(-1).isnan()
+        self._num_nan.update((is_nan & counts).sum())
         bins = self._bins(scores)
         for name, is_counted in (("positive", is_positive & counts), ("negative", ~is_positive & counts)):
             empty = torch.zeros(self._num_bins, dtype=torch.float64, device=scores.device)
@@ -83,8 +84,8 @@ class BinaryAUROC(Metric):
         }
 
     def _bins(self, scores: Tensor) -> Tensor:
-        """The bin of each score; of the first one for NaN."""
-        logits = scores if self._logits else scores.logit()
+        """The bin of each score; of the first one for NaN. Beyond 0 and 1 there are no probabilities, but an order."""
+        logits = scores if self._logits else scores.clamp(0, 1).logit()
         # sign - sign / (1 + |x|) is x / (1 + |x|) that has a value for infinite x.
         place = logits.sign() * (1 - 1 / (1 + logits.abs()))
         return ((place + 1) * (self._num_bins / 2)).nan_to_num(0).long().clamp_(0, self._num_bins - 1)

@@ -13,9 +13,10 @@ from torch import Tensor
 Average = Literal["micro", "macro", "weighted"] | None
 """How the scores of several classes become one.
 
-`"micro"` adds the counts of all classes and takes the score of the sums; `"macro"` is the mean over all classes, those
-that never occur included; `"weighted"` is the mean weighted by how often each class is true; `None` keeps a score for
-each class.
+`"micro"` adds the counts of all classes and takes the score of the sums. `"macro"` is the mean over all classes. A
+class that never occurs has the score 0, as in scikit-learn with `labels=range(num_classes)` and `zero_division=0`. Only
+`accuracy` leaves such a class out. `"weighted"` is the mean weighted by how often each class is true. `None` keeps a
+score for each class.
 """
 
 
@@ -52,7 +53,8 @@ def accuracy(average: Average = "micro") -> Score:
     """How often the classifier is right: (TP + TN) / all, for each class or label.
 
     For classes that exclude each other, of which each sample has one, it is TP / (TP + FN): the share of the samples of
-    a class that were recognised. Then `"micro"` is the share of all samples, and `"macro"` the balanced accuracy.
+    a class that were recognised. Then `"micro"` is the share of all samples. `"macro"` is the balanced accuracy: the
+    mean over the classes that are true at least once, as in scikit-learn's `balanced_accuracy_score`.
 
     Args:
         average: How classes are averaged.
@@ -60,6 +62,8 @@ def accuracy(average: Average = "micro") -> Score:
 
     def score(counts: ConfusionCounts) -> Tensor:
         right_C, all_C = counts.true_positive, counts.support
+        if counts.is_exclusive and average == "macro":
+            return _ratio(_ratio(right_C, all_C).sum(), (all_C > 0).sum())
         if not counts.is_exclusive:
             right_C, all_C = right_C + counts.true_negative, all_C + counts.false_positive + counts.true_negative
         return _average(right_C, all_C, counts, average)

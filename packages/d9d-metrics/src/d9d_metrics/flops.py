@@ -152,6 +152,6 @@ class ModelFlops(Metric):
         """Return both: float64 scalars."""
         seconds, possible = self._seconds.value.clamp(min=0), self._possible.value
         return {
-            "flops_per_second": self._flops.value / seconds.where(seconds > 0, 1.0),
-            "mfu": self._flops.value / possible.where(possible > 0, 1.0),
+            "flops_per_second": self._flops.value / seconds.where(seconds != 0, 1.0),
+            "mfu": self._flops.value / possible.where(possible != 0, 1.0),
         }

@@ -15,7 +15,8 @@ from d9d_metrics.metric import Metric
 class BitsPerByte(Metric):
     r"""Cross-entropy of text per byte of its UTF-8 form, in bits: $\sum_i -\ln p_i / (\text{bytes} \cdot \ln 2)$.
 
-    It compares models of different vocabularies, since bytes are not a choice of the tokenizer. 0 if nothing was seen.
+    It compares models of different vocabularies, since bytes are not a choice of the tokenizer. 0 if nothing was seen,
+    NaN if a cross-entropy was NaN.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,8 @@ class BitsPerByte(Metric):
 class Perplexity(Metric):
     r"""The exponential of the mean cross-entropy over all tokens: $\exp(\sum_i -\ln p_i / \text{tokens})$; 1 of none.
 
-    The mean is taken over the tokens of all ranks before the exponential, so it is not a mean of perplexities.
+    The mean is taken over the tokens of all ranks before the exponential, so it is not a mean of perplexities. It is
+    NaN if a cross-entropy was NaN or minus infinity, which would be a perplexity of 0, better than any other.
     """
 
     def __init__(self) -> None:
@@ -64,4 +66,5 @@ class Perplexity(Metric):
 
     def compute(self) -> Tensor:
         """Return the perplexity: a float64 scalar."""
-        return self._nats_per_token.compute().exp()
+        nats = self._nats_per_token.compute()
+        return nats.where(nats != -math.inf, math.nan).exp()

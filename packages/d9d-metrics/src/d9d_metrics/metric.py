@@ -47,7 +47,8 @@ class Metric(ABC):
         """Turn the state into the value: float64 or int64 tensors on the metric's device, without waiting for it.
 
         Must give a value for the empty state as well, since a rank or a step may have seen nothing. The value must not
-        change when the metric does.
+        change when the metric does. It must be NaN once `update` was given a NaN that counts: a comparison with NaN is
+        false, so a metric that compares must count NaNs apart, or a broken model looks good.
         """
 
     def reset(self) -> None:

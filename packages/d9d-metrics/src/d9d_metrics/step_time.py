@@ -34,7 +34,7 @@ class Throughput(Metric):
     def compute(self) -> Tensor:
         """Return the items per second: a float64 scalar; 0 of nothing."""
         seconds = self._seconds.value.clamp(min=0)
-        return self._items.value / seconds.where(seconds > 0, 1.0)
+        return self._items.value / seconds.where(seconds != 0, 1.0)
 
 
 @final

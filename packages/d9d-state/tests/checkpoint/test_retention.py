@@ -1,3 +1,4 @@
+import math
 import random
 from dataclasses import dataclass
 
@@ -42,6 +43,19 @@ def test_of_equal_ones_the_newer_is_better() -> None:
     equal = [_Saved(step, 1.0) for step in (1, 2, 3)]
     for higher in (False, True):
         assert _kept(Retention(last=1, best=2, higher_is_better=higher), *equal) == [2, 3]
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("higher", [False, True])
+@pytest.mark.parametrize("place", range(3))
+def test_a_broken_model_is_never_among_the_best(broken: float, higher: bool, place: int) -> None:
+    metrics = [2.0, 1.0]
+    metrics.insert(place, broken)
+    saved = [_Saved(step, metric) for step, metric in enumerate(metrics, start=1)]
+    best = metrics.index(2.0 if higher else 1.0) + 1
+    both = [metrics.index(2.0) + 1, metrics.index(1.0) + 1]
+    assert _kept(Retention(last=1, best=1, higher_is_better=higher), *saved, _Saved(9)) == [best, 9]
+    assert _kept(Retention(last=1, best=3, higher_is_better=higher), *saved, _Saved(9)) == [*both, 9]
 
 
 def test_the_newest_and_the_best_survive_any_history() -> None:

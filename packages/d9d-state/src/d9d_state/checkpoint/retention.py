@@ -1,5 +1,6 @@
 """Which checkpoints are kept, and which are deleted after a save."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
@@ -29,8 +30,8 @@ class Retention:
     Attributes:
         last: It is among so many newest ones. `None` keeps all.
         every: Its step is a multiple of this number.
-        best: It is among so many with the best metric; of equal ones the newer is better. Those saved without a metric
-            are not.
+        best: It is among so many with the best metric; of equal ones the newer is better. Those saved without a metric,
+            or with one that is NaN or infinite, are not.
         higher_is_better: Whether a larger metric is a better one.
 
     Raises:
@@ -59,7 +60,9 @@ class Retention:
         kept = {each.step for each in newest_first[: self.last]}
         if self.every is not None:
             kept |= {each.step for each in newest_first if each.step % self.every == 0}
-        measured = [(each.metric, each.step) for each in newest_first if each.metric is not None]
+        measured = [
+            (each.metric, each.step) for each in newest_first if each.metric is not None and math.isfinite(each.metric)
+        ]
         sign = -1 if self.higher_is_better else 1
         best_first = sorted(measured, key=lambda pair: (sign * pair[0], -pair[1]))
         return kept | {step for _, step in best_first[: self.best]}
