@@ -1,4 +1,6 @@
+import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -9,8 +11,9 @@ import pytest
 from pydantic import JsonValue
 
 from d9d_dist import UserError
-from d9d_metrics import BackgroundTracker, Tracked, Tracker
+from d9d_metrics import BackgroundTracker, JsonlTracker, Text, Tracked, Tracker, read_metrics
 from d9d_metrics.trackers import background
+from d9d_metrics.trackers.outbox import Flush, MemoryOutbox
 
 
 class Recorder:
@@ -62,6 +65,7 @@ class RecorderTracker:
 
     def flush(self) -> None:
         self.recorder.check()
+        self.recorder.calls.append(("flush", None))
 
     def state_dict(self) -> dict[str, JsonValue]:
         return {"id": "run-7"}
@@ -281,11 +285,106 @@ def test_a_flush_does_not_wait_for_a_tracker_that_is_down(caplog: pytest.LogCapt
         begin = time.monotonic()
         tracker.flush()
         assert time.monotonic() - begin < 30.0
-    assert "what was logged last is not safe yet" in caplog.text
+    assert "what was logged last is not safe without its state" in caplog.text
     recorder.is_down = False
     wait_for(lambda: recorder.steps == [1, 2, 3])
     tracker.flush()
     tracker.close()
+
+
+def test_a_flush_reaches_the_tracker_behind_what_was_logged(spool: Path | None) -> None:
+    recorder = Recorder()
+    tracker = tracker_of(recorder, spool)
+    tracker.log(1, {})
+    tracker.flush()
+    if spool is None:
+        assert recorder.calls[-1] == ("flush", None), "there is no spool that could wait for it"
+    tracker.log(2, {})
+    tracker.close()
+    assert [name for name, _ in recorder.calls] == ["open", "log", "flush", "log", "close"]
+
+
+def test_a_tracker_is_flushed_now_and_then(spool: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_FLUSH_EVERY", 2)
+    recorder = Recorder()
+    tracker = tracker_of(recorder, spool)
+    for step in (1, 2, 3):
+        tracker.log(step, {})
+    tracker.close()
+    assert [name for name, _ in recorder.calls] == ["open", "log", "log", "flush", "log", "close"]
+
+
+@pytest.mark.parametrize("fault", ["is down", "hangs"])
+def test_a_checkpoint_carries_what_a_tracker_does_not_take(fault: str) -> None:
+    recorder = Recorder()
+    tracker = tracker_of(recorder, flush_seconds=0.05, close_seconds=0.05)
+    tracker.log(1, {"loss": 1.0})
+    wait_for(lambda: recorder.steps == [1])
+    recorder.is_down = fault == "is down"
+    if fault == "hangs":
+        recorder.is_free.clear()
+    tracker.log(2, {"loss": math.nan, "text": Text("a")})
+    tracker.flush()
+    carried = json.loads(json.dumps(tracker.state_dict()))
+    assert carried.pop("id") == "run-7"
+    tracker.close()  # the process ends
+    recorder.is_free.set()
+    recorder = Recorder()
+    second = tracker_of(recorder)
+    second.resume(2, {"id": "run-7", **carried})
+    second.log(3, {"loss": 3.0})
+    second.close()
+    assert repr(recorder.calls) == repr(
+        [
+            ("open", None),
+            ("resume", (0, {"id": "run-7"})),
+            ("log", (1, {"loss": 1.0})),
+            ("log", (2, {"loss": math.nan, "text": Text("a")})),
+            ("log", (3, {"loss": 3.0})),
+            ("close", None),
+        ]
+    )
+
+
+def test_what_is_durable_is_not_carried(spool: Path | None) -> None:
+    tracker = tracker_of(Recorder(), spool)
+    tracker.resume(0)
+    tracker.log(1, {})
+    assert tracker.state_dict()["not_durable"] == [[1, {}]]
+    tracker.flush()
+    assert "not_durable" not in tracker.state_dict()
+    tracker.log(2, {})
+    tracker.log(3, {})
+    tracker.resume(2)
+    assert tracker.state_dict()["not_durable"] == [[2, {}]], "the job went back"
+    tracker.close()
+
+
+def test_a_tracker_that_hangs_is_waited_for_once() -> None:
+    outbox = MemoryOutbox(10)
+    outbox.put(Flush())
+    assert not outbox.flush(0.01)
+    assert not outbox.flush(10_000)
+    outbox.head()
+    outbox.delivered()
+    assert outbox.flush(10_000)
+
+
+def test_a_file_tracker_gets_carried_rows_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = BackgroundTracker(lambda: JsonlTracker(path), name="jsonl")
+    tracker.log(1, {"loss": 1.0})
+    tracker.flush()
+    for step in (2, 3):
+        tracker.log(step, {"loss": step})
+    state = tracker.state_dict()  # of a save whose flush failed, although the rows were written a little later
+    tracker.log(4, {"loss": 4.0})
+    tracker.close()
+    again = BackgroundTracker(lambda: JsonlTracker(path), name="jsonl")
+    again.resume(3, state)
+    again.log(4, {"loss": 40.0})
+    again.close()
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
 
 
 def test_close_without_any_call_opens_nothing(spool: Path | None) -> None:

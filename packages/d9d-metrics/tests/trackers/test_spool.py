@@ -23,6 +23,7 @@ def drained(spool: Spool) -> list[int | None]:
     while (entry := spool.head()) is not None:
         steps.append(entry.step if isinstance(entry, StepValues) else None)
         spool.delivered()
+        spool.flushed()
     return steps
 
 
@@ -52,10 +53,40 @@ def test_outlives_the_process_and_starts_where_delivery_stood(tmp_path: Path) ->
     first = filled(tmp_path, 1, 2, 3)
     first.head()
     first.delivered()
+    first.flushed()
     # No close: the process was killed.
     assert drained(Spool(tmp_path)) == [2, 3]
     assert (tmp_path / "entries.jsonl").read_bytes() == b""
     assert drained(Spool(tmp_path)) == []
+
+
+def test_keeps_what_a_tracker_took_until_it_has_written_it_out(tmp_path: Path) -> None:
+    first = filled(tmp_path, 1, 2, 3)
+    for _ in range(2):
+        first.head()
+        first.delivered()
+    assert drained(Spool(tmp_path)) == [1, 2, 3], "the process was killed"
+    second = filled(tmp_path, 4, 5)
+    second.head()
+    second.delivered()
+    second.failed()
+    assert drained(second) == [4, 5], "the tracker was closed after an error"
+
+
+def test_a_disk_error_in_a_flush_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spool = filled(tmp_path, 1)
+
+    def failing(_file: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(spool_module.os, "fsync", failing)
+        assert not spool.flush(60)
+    assert f"cannot bring {tmp_path / 'entries.jsonl'} to the disk: [Errno 5] Input/output error" in caplog.text
+    assert spool.flush(60)
+    assert drained(spool) == [1]
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 2, "val', b"{"])
@@ -80,6 +111,7 @@ def test_forgets_later_steps_but_no_configuration(tmp_path: Path) -> None:
     first.put(StepValues(4, {}))
     first.head()
     first.delivered()
+    first.flushed()
     first.close()
     second = Spool(tmp_path)
     second.forget_after(3)

@@ -2,27 +2,34 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from pydantic import JsonValue
 
 from d9d_dist import UserError
-from d9d_metrics.trackers.outbox import Entry, GoBack, MemoryOutbox, Outbox, RunConfig, StepValues
+from d9d_metrics.trackers.outbox import Entry, Flush, GoBack, MemoryOutbox, Outbox, RunConfig, StepValues
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.spool import Spool
 from d9d_metrics.trackers.tracker import Tracker
-from d9d_metrics.trackers.values import Tracked
+from d9d_metrics.trackers.values import Tracked, from_json, to_json
 
 _LOGGER = logging.getLogger("d9d.metrics")
 _CAPACITY = 10_000  # entries
+_FLUSH_EVERY = 1000  # entries, after which a tracker is flushed though nobody asked: a spool must not grow for ever
+_NOT_DURABLE = "not_durable"  # the key of values that travel in a checkpoint
 _FORGET_NOTHING = 2**53
 
 
 @final
 class BackgroundTracker:
     """Hands everything to another tracker, in order, from a thread of its own.
+
+    What was logged before a checkpoint is not lost with the job. `flush` makes it durable: in the spool, or by the
+    tracker's own `flush`. If that fails or takes too long, `state_dict` has the values themselves, for the checkpoint,
+    and `resume` logs them again.
 
     Whatever that tracker raises is an outage: it is closed, opened again after a while, told to `resume` after what it
     has, and given the entry that failed once more. Only a `UserError` is not tried again: at the opening it is raised
@@ -34,7 +41,8 @@ class BackgroundTracker:
         spool: Folder where values wait until they are delivered, and wait for the next start if they are not. Without
             one they wait in memory.
         start_seconds: How long `resume` waits for the tracker to be opened.
-        close_seconds: How long `close`, and without a spool `flush`, waits for what is on its way.
+        flush_seconds: How long `flush` waits; not again for a tracker that has done nothing since it was waited for.
+        close_seconds: How long `close` waits for what is on its way.
         retry_seconds: The time until a tracker that failed is tried again; it doubles from failure to failure.
         longest_retry_seconds: What it doubles up to.
     """
@@ -46,19 +54,22 @@ class BackgroundTracker:
         name: str,
         spool: Path | None = None,
         start_seconds: float = 0.0,
+        flush_seconds: float = 5.0,
         close_seconds: float = 30.0,
         retry_seconds: float = 1.0,
         longest_retry_seconds: float = 60.0,
     ) -> None:
         self._open_tracker, self._name = open_tracker, name
         self._outbox: Outbox = MemoryOutbox(_CAPACITY) if spool is None else Spool(spool, capacity=_CAPACITY)
-        self._start_seconds, self._close_seconds = start_seconds, close_seconds
+        self._start_seconds, self._flush_seconds, self._close_seconds = start_seconds, flush_seconds, close_seconds
         self._retry_seconds, self._longest_retry_seconds = retry_seconds, longest_retry_seconds
         self._tracker: Tracker | None = None
         self._state = self._outbox.load_state()
         self._step = _FORGET_NOTHING
         self._is_resumed = bool(self._state)
         self._refusal: UserError | None = None
+        self._not_durable: deque[StepValues] = deque(maxlen=_CAPACITY)
+        self._num_unflushed = 0
         self._was_tried, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._deliver_all, name=f"d9d-metrics-{name}", daemon=True)
 
@@ -71,9 +82,17 @@ class BackgroundTracker:
         if self._thread.ident is not None:
             self._start()
             self._outbox.put(GoBack(step))
+            kept = [values for values in self._not_durable if values.step <= step]
+            self._not_durable = deque(kept, maxlen=_CAPACITY)
             return
-        self._outbox.forget_after(step)
-        self._state, self._step, self._is_resumed = dict(state) or self._state, step, True
+        state = dict(state)
+        carried = _decoded(state.pop(_NOT_DURABLE, []))
+        # The tracker may have got some of the carried values after all: it forgets them, and gets all of them again.
+        first = min((values.step for values in carried), default=step + 1)
+        self._outbox.forget_after(first - 1)
+        self._state, self._step, self._is_resumed = state or self._state, first - 1, True
+        for values in carried:
+            self._log(values)
         self._start()
         self._was_tried.wait(self._start_seconds)
         if self._refusal is not None:
@@ -87,16 +106,22 @@ class BackgroundTracker:
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
         """Hand on values; takes a few microseconds, whatever the tracker does."""
         self._start()
-        self._outbox.put(StepValues(step, dict(values)))
+        self._log(StepValues(step, dict(values)))
 
     def flush(self) -> None:
-        """Wait until everything is in the spool, or with the tracker if there is none; not for one that is down."""
-        if self._thread.ident is not None and not self._outbox.flush(self._close_seconds):
-            _LOGGER.warning("the %s tracker is behind; what was logged last is not safe yet", self._name)
+        """Wait for the disk: that of the spool, or the tracker's if there is none; not for a tracker that is down."""
+        if self._thread.ident is None:
+            return
+        self._outbox.put(Flush())
+        if self._outbox.flush(self._flush_seconds):
+            self._not_durable.clear()
+        else:
+            _LOGGER.warning("the %s tracker is behind; what was logged last is not safe without its state", self._name)
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return the tracker's state; while it is not open yet, that of its last life."""
-        return dict(self._state)
+        """Return the tracker's state, of its last life while it is not open yet; and values that are not durable."""
+        not_durable = {_NOT_DURABLE: _encoded(self._not_durable)} if self._not_durable else {}
+        return {**self._state, **not_durable}
 
     def close(self) -> None:
         """Give the tracker some time for what is on its way; what it does not take then stays in the spool."""
@@ -109,6 +134,12 @@ class BackgroundTracker:
             _LOGGER.warning("the %s tracker does not end; it is left alone", self._name)
         if rest := self._outbox.describe_rest():
             _LOGGER.warning("the %s tracker did not take everything: %s", self._name, rest)
+        else:
+            self._not_durable.clear()
+
+    def _log(self, values: StepValues) -> None:
+        self._outbox.put(values)
+        self._not_durable.append(values)
 
     def _start(self) -> None:
         if self._closing.is_set():
@@ -136,6 +167,8 @@ class BackgroundTracker:
                 retry = min(2 * retry, self._longest_retry_seconds)
             else:
                 self._outbox.delivered()
+                if self._num_unflushed == 0:
+                    self._outbox.flushed()
                 retry = self._retry_seconds
         self._close_tracker()
 
@@ -170,11 +203,17 @@ class BackgroundTracker:
                     tracker.log_config(config)
                 case GoBack(step):
                     self._go_back(tracker, step)
+                case Flush():
+                    tracker.flush()
         except UserError as error:
             _LOGGER.warning("the %s tracker leaves out an entry: %s", self._name, error)
         self._is_resumed = True
-        if not isinstance(entry, RunConfig):
+        if isinstance(entry, StepValues | GoBack):
             self._step = entry.step
+        self._num_unflushed = 0 if isinstance(entry, Flush) else self._num_unflushed + 1
+        if self._num_unflushed == _FLUSH_EVERY:
+            tracker.flush()
+            self._num_unflushed = 0
 
     def _go_back(self, tracker: Tracker, step: int) -> None:
         """Resume the tracker there; one that can be resumed only at its start is opened anew."""
@@ -202,3 +241,14 @@ class BackgroundTracker:
                 tracker.close()
             except Exception as error:  # the run does not end with its tracker
                 _LOGGER.warning("the %s tracker failed to close: %r", self._name, error)
+            else:
+                self._num_unflushed = 0
+                self._outbox.flushed()
+
+
+def _encoded(entries: Iterable[StepValues]) -> list[JsonValue]:
+    return [[step, {name: to_json(value) for name, value in values.items()}] for step, values in entries]
+
+
+def _decoded(encoded: Any) -> list[StepValues]:
+    return [StepValues(step, {name: from_json(value) for name, value in values.items()}) for step, values in encoded]

@@ -12,7 +12,7 @@ from typing import Any, Literal, final
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from d9d_dist import UserError
-from d9d_metrics.trackers._files import replace_file
+from d9d_metrics.trackers._files import make_folder, replace_file, sync
 from d9d_metrics.trackers.background import BackgroundTracker
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.values import Picture, Tracked, to_json
@@ -42,9 +42,10 @@ class JsonlTracker:
         """
         self._path = path
         self._clock = clock
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         _drop_torn_line(path)
         self._file = path.open("ab", buffering=0)
+        sync(path.parent)
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
         """Drop the lines of later steps.
@@ -75,7 +76,7 @@ class JsonlTracker:
         self._append({"step": step, "time": self._clock(), **written})
 
     def flush(self) -> None:
-        """Make the lines survive the machine too; they survive the process as they are."""
+        """Bring the lines to the disk. They survive the process as they are, the machine from now on."""
         os.fsync(self._file.fileno())
 
     def state_dict(self) -> dict[str, JsonValue]:
@@ -83,16 +84,18 @@ class JsonlTracker:
         return {}
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Bring the lines to the disk, and close the file."""
+        if not self._file.closed:
+            with self._file:
+                self.flush()
 
     def _written(self, step: int, name: str, value: Tracked) -> JsonValue:
         """What stands in the line for a value."""
         if not isinstance(value, Picture):
             return to_json(value)
         file = self._path.with_name(f"{self._path.stem}-pictures") / f"{_UNSAFE.sub('_', name)}-{step}.png"
-        file.parent.mkdir(exist_ok=True)
-        file.write_bytes(value.png)
+        make_folder(file.parent)
+        replace_file(file, value.png)
         return {"picture": f"{file.parent.name}/{file.name}"}
 
     def _append(self, record: Mapping[str, object]) -> None:

@@ -32,7 +32,11 @@ class GoBack(NamedTuple):
     step: int
 
 
-Entry: TypeAlias = StepValues | RunConfig | GoBack
+class Flush(NamedTuple):
+    """Everything before this entry must become durable."""
+
+
+Entry: TypeAlias = StepValues | RunConfig | GoBack | Flush
 """One thing to hand to a tracker."""
 
 
@@ -48,15 +52,23 @@ class Outbox(Protocol):
         ...
 
     def delivered(self) -> None:
-        """Let go of the entry that `head` returned."""
+        """Go on to the next entry: the tracker took the one that `head` returned."""
+        ...
+
+    def flushed(self) -> None:
+        """Let go of all delivered entries: the tracker has written them out."""
         ...
 
     def failed(self) -> None:
-        """Hear that the tracker did not take it; it will be tried again."""
+        """Go back to the oldest entry that the outbox still holds: the tracker was closed after an error."""
         ...
 
     def flush(self, seconds: float) -> bool:
-        """Wait until what was put would survive the process; whether that came true in time."""
+        """Wait until everything that was put is durable.
+
+        Returns:
+            False if that takes longer, or is not to be expected soon.
+        """
         ...
 
     def forget_after(self, step: int) -> None:
@@ -130,7 +142,7 @@ class MemoryOutbox:
 
     def put(self, entry: Entry) -> None:
         """Append it."""
-        if len(self._incoming) >= self._capacity and not isinstance(entry, GoBack):
+        if len(self._incoming) >= self._capacity and not isinstance(entry, GoBack | Flush):
             self._left_out += 1
         else:
             self._num_put += 1
@@ -150,6 +162,9 @@ class MemoryOutbox:
             self._is_failing = False
             self._changed.notify_all()
 
+    def flushed(self) -> None:
+        """Do nothing: no entry is kept once it is delivered."""
+
     def failed(self) -> None:
         """Let nobody wait for a tracker that is down."""
         with self._changed:
@@ -157,12 +172,14 @@ class MemoryOutbox:
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until the tracker has everything, or is down."""
+        """Wait until the tracker has everything, or is down; the last entry is a `Flush`."""
         wanted = self._num_put
         self._incoming.look_now()
         with self._changed:
             self._changed.wait_for(lambda: self._num_delivered >= wanted or self._is_failing, timeout=seconds)
-            return self._num_delivered >= wanted
+            # A tracker that hangs is waited for once, not at every checkpoint.
+            self._is_failing = self._num_delivered < wanted
+            return not self._is_failing
 
     def forget_after(self, step: int) -> None:
         """Do nothing: there is nothing from before."""

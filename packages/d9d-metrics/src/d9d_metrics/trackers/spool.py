@@ -10,8 +10,8 @@ from typing import final
 
 from pydantic import JsonValue
 
-from d9d_metrics.trackers._files import replace_file
-from d9d_metrics.trackers.outbox import Entry, GoBack, Inbox, RunConfig, StepValues
+from d9d_metrics.trackers._files import make_folder, replace_file, sync
+from d9d_metrics.trackers.outbox import Entry, Flush, GoBack, Inbox, RunConfig, StepValues
 from d9d_metrics.trackers.values import from_json, to_json
 
 _LOGGER = logging.getLogger("d9d.metrics")
@@ -24,9 +24,10 @@ _DIGITS = 20
 class Spool:
     """A queue in a folder: `put` hands an entry to a thread that appends it to a file; delivery reads it from there.
 
-    The folder has `entries.jsonl`, one entry a line; `delivered`, the number of bytes of it that were delivered; and
-    `state.json`, what finds the tracker's run again. Delivery is at least once: a kill between a delivery and its note
-    delivers that entry again at the next start. The file is emptied whenever everything in it is delivered.
+    The folder has `entries.jsonl`, one entry a line; `delivered`, the number of bytes of it that the tracker has
+    written out; and `state.json`, what finds the tracker's run again. Delivery is at least once: entries that the
+    tracker took, but had not written out when the process was killed, are delivered again at the next start. The file
+    is emptied whenever the tracker has written out everything in it.
 
     Args:
         folder: The folder, made if needed; no other process may use it.
@@ -35,13 +36,15 @@ class Spool:
     """
 
     def __init__(self, folder: Path, *, capacity: int = 10_000, max_bytes: int = 2**30) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._folder, self._path, self._max_bytes = folder, folder / "entries.jsonl", max_bytes
         self._file, self._size = _open_whole_lines(self._path)
         self._note = os.open(folder / "delivered", os.O_RDWR | os.O_CREAT, 0o666)
         noted = os.pread(self._note, _DIGITS, 0)
         # A kill may have come between the emptying of the file and the note of it.
         self._delivered = int(noted) if noted.isdigit() and int(noted) <= self._size else 0
+        self._head = self._delivered  # bytes that the tracker took, written out or not
+        sync(folder)
         self._incoming = Inbox()
         self._capacity = capacity
         self._num_put = self._num_handled = self._left_out = 0
@@ -54,7 +57,7 @@ class Spool:
 
     def put(self, entry: Entry) -> None:
         """Hand an entry to the thread that writes."""
-        if len(self._incoming) >= self._capacity and not isinstance(entry, GoBack):
+        if len(self._incoming) >= self._capacity and not isinstance(entry, GoBack | Flush):
             self._left_out += 1
         else:
             self._num_put += 1
@@ -63,21 +66,27 @@ class Spool:
     def head(self) -> Entry | None:
         """Read the oldest undelivered entry, waiting for one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._delivered < self._size or self._is_drained)
-            return _decoded(self._read_line()) if self._delivered < self._size else None
+            self._changed.wait_for(lambda: self._head < self._size or self._is_drained)
+            return _decoded(self._read_line()) if self._head < self._size else None
 
     def delivered(self) -> None:
-        """Note that the oldest entry was delivered."""
+        """Go on to the next entry."""
         with self._changed:
-            self._delivered += len(self._read_line())
+            self._head += len(self._read_line())
+
+    def flushed(self) -> None:
+        """Note that the entries before the head need not be delivered again."""
+        with self._changed:
+            self._delivered = self._head
             if self._delivered == self._size:
                 os.ftruncate(self._file, 0)
-                self._delivered = self._size = 0
+                self._head = self._delivered = self._size = 0
             self._note_delivered()
-            self._changed.notify_all()
 
     def failed(self) -> None:
-        """Do nothing: what is on the disk can wait."""
+        """Go back to the oldest entry that may be lost with the tracker."""
+        with self._changed:
+            self._head = self._delivered
 
     def flush(self, seconds: float) -> bool:
         """Wait until everything is on the disk."""
@@ -85,7 +94,11 @@ class Spool:
         self._incoming.look_now()
         with self._changed:
             is_done = self._changed.wait_for(lambda: self._num_handled >= wanted, timeout=seconds)
-            os.fsync(self._file)
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                _LOGGER.warning("cannot bring %s to the disk: %s", self._path, error)
+                return False
         return is_done
 
     def forget_after(self, step: int) -> None:
@@ -94,7 +107,7 @@ class Spool:
             waiting = self._path.read_bytes()[self._delivered :].splitlines(keepends=True)
             kept = [line for line in waiting if not _is_after(step, _decoded(line))]
             # First the note, then the file: a kill between them delivers twice; the other way round it would lose some.
-            self._delivered = 0
+            self._head = self._delivered = 0
             self._note_delivered()
             replace_file(self._path, b"".join(kept))
             os.close(self._file)
@@ -156,10 +169,10 @@ class Spool:
         return False
 
     def _read_line(self) -> bytes:
-        """The line where delivery stands."""
+        """Return the line at the head."""
         line = b""
         while not line.endswith(b"\n"):
-            part = os.pread(self._file, 1 << 16, self._delivered + len(line))
+            part = os.pread(self._file, 1 << 16, self._head + len(line))
             line += part[: part.find(b"\n") + 1] or part
         return line
 
@@ -187,6 +200,8 @@ def _encoded(entry: Entry) -> bytes:
             record = {"config": dict(config)}
         case GoBack(step):
             record = {"go_back_to": step}
+        case Flush():
+            record = {"flush": True}
     return json.dumps(record).encode() + b"\n"
 
 
@@ -196,5 +211,7 @@ def _decoded(line: bytes) -> Entry:
             return StepValues(step, {name: from_json(value) for name, value in values.items()})
         case {"go_back_to": int(step)}:
             return GoBack(step)
+        case {"flush": True}:
+            return Flush()
         case record:
             return RunConfig(record["config"])

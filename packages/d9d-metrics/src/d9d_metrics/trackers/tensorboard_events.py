@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, final
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from d9d_metrics.trackers._extras import check_extra
+from d9d_metrics.trackers._files import make_folder, sync
 from d9d_metrics.trackers.background import BackgroundTracker
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.values import Histogram, Picture, Text, Tracked
@@ -57,24 +58,31 @@ class TensorBoardTracker:
                     writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
-        """Write out what the writer gathers."""
+        """Bring what the writer gathers to the disk."""
         if self._writer is not None:
             self._writer.flush()
+            self._sync_files()
 
     def state_dict(self) -> dict[str, JsonValue]:
         """Return nothing: the folder is found by its name."""
         return {}
 
     def close(self) -> None:
-        """Close the file."""
+        """Bring what the writer gathers to the disk, and close the file."""
         if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+            writer, self._writer = self._writer, None
+            writer.close()
+            self._sync_files()
+
+    def _sync_files(self) -> None:
+        for path in (*self._folder.glob("events.out.tfevents.*"), self._folder):
+            sync(path)
 
     def _opened(self) -> "SummaryWriter":
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
 
+            make_folder(self._folder)
             self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         return self._writer
 

@@ -35,13 +35,16 @@ class Tracker(Protocol):
         ...
 
     def flush(self) -> None:
-        """Return when what was logged would survive the process; call it before a checkpoint is saved."""
+        """Write out what was logged, so that it survives the process, and the machine where the tracker can do that.
+
+        Call it before a checkpoint is saved: a job that resumes from the checkpoint logs earlier steps no more.
+        """
         ...
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return what finds the run again, such as its id; for a checkpoint of the job."""
+        """Return what finds the run again, such as its id; for a checkpoint of the job, after `flush`."""
         ...
 
     def close(self) -> None:
-        """Write out what is still on its way, and let go of files and connections."""
+        """Write out what was logged, as `flush` does, and let go of files and connections."""
         ...
