@@ -343,6 +343,16 @@ def splitting_unties_the_head() -> Generator[None]:
         yield
 
 
+@caught_by("plain,tp=2")
+def the_weight_is_summed_over_tensor_parallel_ranks() -> AbstractContextManager[object]:
+    real = DistributedContext.group_for
+
+    def with_tensor_parallel(self: Any, domain: Any, *axes: str) -> Any:
+        return real(self, domain, *({*axes, "tp"} if domain == "batch" else axes))
+
+    return mock.patch.object(DistributedContext, "group_for", with_tensor_parallel)
+
+
 # --- pipeline parallelism
 
 

@@ -1,5 +1,6 @@
 import random
-from contextlib import nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -136,6 +137,23 @@ def test_handlers_change_neither_modes_nor_gradients() -> None:
     events.on(GradientsReady, use)
     events.emit(GradientsReady(1, model, torch.ones(())))
     assert [module.training for module in model.modules()] == [True, True, False]
+
+
+def test_handlers_run_in_a_phase_that_is_named_for_them() -> None:
+    events, seen = Events(), []
+
+    @contextmanager
+    def phase(doing: str) -> Generator[None]:
+        seen.append(f"begin {doing}")
+        yield
+        seen.append(f"end {doing}")
+
+    events.watch(phase)
+    for name in ("a", "b"):
+        events.on(CheckpointSaved, lambda _event, name=name: seen.append(name))
+    events.emit(CheckpointSaved(0))
+    events.emit(StepDone(1, torch.ones(()), torch.ones(()), 0.1, nullcontext))  # without handlers
+    assert seen == ["begin the handlers of CheckpointSaved", "a", "b", "end the handlers of CheckpointSaved"]
 
 
 def test_gradients_may_be_changed() -> None:

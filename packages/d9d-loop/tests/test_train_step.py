@@ -251,6 +251,28 @@ def test_a_weight_may_be_a_number(ctx: DistributedContext) -> None:
     assert outcome.weight.item() == GLOBAL_SIZE * 3
 
 
+def test_a_weight_of_nan_is_no_batch_without_weight(ctx: DistributedContext) -> None:
+    class Broken(_Masked):
+        def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
+            return Loss(outputs.square().sum(), weight=torch.nan)
+
+    model = _model()
+    take_step = TrainStep(
+        model,
+        _sgd(model),
+        task=Broken(),
+        metrics=Broken().metrics(),
+        lr_schedule=lambda step: 1.0,
+        max_norm=None,
+        num_microbatches=1,
+        ctx=ctx,
+        events=Events(),
+    )
+    outcome = take_step(0, [_batch(0)])
+    assert outcome.loss.isnan()
+    assert outcome.grad_norm.isnan()
+
+
 class _Gathers(nn.Module):
     """A buffer that changes in place in forward, one that is assigned anew, and one that changes in backward."""
 

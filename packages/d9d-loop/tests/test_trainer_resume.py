@@ -1,5 +1,6 @@
 """A job that was interrupted and run again ends like one that never was."""
 
+import errno
 import os
 import threading
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from d9d_loop import (
     Finished,
     Loss,
     ModelExported,
+    OptimizerDone,
     StepDone,
     Task,
     Trainer,
@@ -29,7 +31,7 @@ from d9d_loop import (
     TrainResult,
     validate_config,
 )
-from d9d_metrics import Metric, Sum, read_metrics
+from d9d_metrics import JsonlTracker, Metric, Sum, read_metrics
 from d9d_state import CheckpointStore, StateError
 
 Batch = dict[str, torch.Tensor]
@@ -75,7 +77,7 @@ def _data(size: int, seed: int) -> list[Batch]:
     ]
 
 
-def _trainer(folder: Path, *, dropout: float = 0.5, **sections: Any) -> Trainer:
+def _trainer(folder: Path, *, dropout: float = 0.5, task: Task | None = None, **sections: Any) -> Trainer:
     values = {
         "steps": STEPS,
         "batch": {"global_size": 8, "microbatch_size": 2},
@@ -92,7 +94,7 @@ def _trainer(folder: Path, *, dropout: float = 0.5, **sections: Any) -> Trainer:
         validate_config(TrainerConfig, {**values, **sections}),
         model=lambda stage: _Net(dropout),
         data=_data(30, seed=0),
-        task=_Masked(),
+        task=task or _Masked(),
         evaluation_data=_data(5, seed=1),
     )
 
@@ -363,3 +365,74 @@ def test_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
     assert best != 9
     kept = CheckpointStore(tmp_path / "run" / "checkpoints").complete()
     assert {info.step: info.metric for info in kept} == {step: values[step] for step in (9, best)}
+
+
+class _Praising(_Masked):
+    """A metric that compares: it is finite and at its best where the model's outputs are NaN."""
+
+    def update_metrics(self, metrics: Mapping[str, Metric], *, outputs: Any, batch: Any, loss: Loss) -> None:
+        gathered = metrics["gathered"]
+        assert isinstance(gathered, Sum)
+        gathered.update(~(outputs > 0))
+
+
+@pytest.mark.parametrize(("best_by", "higher"), [("loss", False), ("gathered", True)])
+def test_a_model_of_nans_is_never_the_best(
+    tmp_path: Path, best_by: str, higher: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = {"every": 3, "keep_last": 1, "keep_best": 1, "higher_is_better": higher, "best_by": best_by}
+    trainer = _trainer(tmp_path, steps=9, checkpoint=checkpoint, task=_Praising())
+    values: dict[int, Mapping[str, float]] = {}
+    trainer.events.on(EvaluationDone, lambda event: values.update({event.step: event.values}))
+
+    def spoil(event: OptimizerDone) -> None:
+        if event.step == 7:
+            next(event.model.parameters()).fill_(torch.nan)
+
+    trainer.events.on(OptimizerDone, spoil)
+    trainer.train()
+    assert values[9]["gathered"] == 5.0, "all outputs are NaN"
+    kept = {info.step: info.metric for info in CheckpointStore(tmp_path / "run" / "checkpoints").complete()}
+    assert kept.pop(9) is None
+    ((step, metric),) = kept.items()
+    assert metric == (max if higher else min)(values[each][best_by] for each in (3, 6)) == values[step][best_by]
+    assert "the metric of step 9 is nan, which counts as none" in caplog.text
+
+
+def _rows(folder: Path) -> list[int]:
+    return [int(row["step"]) for row in read_metrics(folder / "run" / "metrics.jsonl") if "loss" in row]
+
+
+def test_the_rows_of_a_checkpoint_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power loss a file has what was in it at its last `fsync`."""
+    file, fsync = tmp_path / "run" / "metrics.jsonl", os.fsync
+    on_disk = tmp_path / "on-disk" / "run" / "metrics.jsonl"
+    on_disk.parent.mkdir(parents=True)
+
+    def recording(descriptor: int) -> None:
+        fsync(descriptor)
+        if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
+            on_disk.write_bytes(file.read_bytes())
+
+    monkeypatch.setattr(os, "fsync", recording)
+    trainer = _trainer(tmp_path, logging={"every": 1, "progress": False})
+    found: dict[int, list[int]] = {}
+    trainer.events.on(CheckpointSaved, lambda event: found.update({event.step: _rows(tmp_path / "on-disk")}))
+    trainer.train()
+    assert found.keys() == {2, 4, 6, 7}
+    for step, rows in found.items():
+        assert rows[:step] == list(range(1, step + 1))
+    assert _rows(tmp_path / "on-disk") == list(range(1, STEPS + 1))
+
+
+def test_rows_that_no_disk_took_are_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_self: JsonlTracker, _step: int, _values: Mapping[str, Any]) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    every_step = {"every": 1, "progress": False}
+    with monkeypatch.context() as disk:
+        disk.setattr(JsonlTracker, "log", failing)
+        _train_until(_trainer(tmp_path, logging=every_step), StepDone, 5)
+    assert _rows(tmp_path) == []
+    _trainer(tmp_path, logging=every_step).train()
+    assert _rows(tmp_path) == list(range(1, STEPS + 1))

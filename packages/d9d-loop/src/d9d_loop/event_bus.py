@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any, TypeVar, final
 
@@ -69,6 +69,7 @@ class Events:
     def __init__(self, *, seed: int = 0) -> None:
         self._seed = seed
         self._handlers: dict[type[Event], list[_Handler]] = {}
+        self._phase: Callable[[str], AbstractContextManager[None]] = nullcontext
 
     def on(self, kind: type[E], handler: Callable[[E], object]) -> None:
         """Call `handler` with every event of a kind.
@@ -100,19 +101,30 @@ class Events:
                 for kind in method.kinds:
                     self.on(kind, method.__get__(subscriber, type(subscriber)))
 
+    def watch(self, phase: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Call the handlers of each event within a phase such as "the handlers of StepDone", e.g. of a `HangWatchdog`.
+
+        Without one of their own, handlers would run on the time limit of whatever the job does around them.
+        """
+        self._phase = phase
+
     def emit(self, event: Event) -> None:
         """Call the handlers of an event. What a handler raises ends the job, with a note that names the handler.
 
         Raises:
             UserError: If a handler changed a tensor of the event.
         """
-        for place, handler in enumerate(self._handlers.get(type(event), ())):
-            try:
-                with _looking_on(event), own_random(self._seed, type(event).__name__, event.step, place, device=True):
-                    handler(event)
-            except Exception as error:
-                error.add_note(f"raised by the handler {_name_of(handler)} of {type(event).__name__}")
-                raise
+        kind, handlers = type(event).__name__, self._handlers.get(type(event), ())
+        if not handlers:
+            return
+        with self._phase(f"the handlers of {kind}"):
+            for place, handler in enumerate(handlers):
+                try:
+                    with _looking_on(event), own_random(self._seed, kind, event.step, place, device=True):
+                        handler(event)
+                except Exception as error:
+                    error.add_note(f"raised by the handler {_name_of(handler)} of {kind}")
+                    raise
 
 
 def _check_kind(kind: object) -> None:

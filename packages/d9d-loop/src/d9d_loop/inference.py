@@ -104,6 +104,7 @@ class Inference:
             plan.mesh.build(launch=plan.launch, timeouts=hangs.timeouts.timeouts) as ctx,
             HangWatchdog(ctx, enabled=hangs.watchdog.enabled) as watchdog,
         ):
+            self.events.watch(watchdog.phase)
             resolved = self._config.model_dump(mode="json")
             ctx.check_agreement("the configuration", json.dumps(resolved, sort_keys=True))
             self.events.emit(ConfigReady(0, resolved, ctx))

@@ -116,8 +116,8 @@ class TrainStep:
         self._shared.add_gradients()
         if self._losses_group.size() > 1:
             dist.all_reduce(totals, group=self._losses_group)
-        # A batch without weight has no gradients either: they stay zero instead of becoming 0 / 0.
-        per_weight = torch.where(weight > 0, 1.0 / weight, 0.0)
+        # A batch without weight has no gradients either: they stay zero instead of becoming 0 / 0. NaN stays NaN.
+        per_weight = torch.where(weight > 0, 1.0 / weight, 0.0 * weight)
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)
         self._events.emit(GradientsReady(step + 1, self._model, grad_norm))
         factor = self._lr_schedule(step)

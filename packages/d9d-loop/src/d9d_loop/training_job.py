@@ -158,6 +158,7 @@ class TrainingJob:
         self._garbage = GarbageCollection(config.host.collect_garbage_every)
         self._profiler = Profiler(config.profile, config.run.dir, ctx, num_steps=config.steps)
         self._watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled)
+        events.watch(self._watchdog.phase)
         stop = config.resilience.stop
         self._stop = StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat)
 
@@ -302,7 +303,7 @@ class TrainingJob:
     def _save(self, outcome: StepOutcome, *, background: bool, is_evaluated: bool = False) -> None:
         self._reports.settle(outcome)
         self._events.emit(CheckpointStarted(self._record.step))
-        metric = self._record.evaluation.get(self._config.checkpoint.best_by) if is_evaluated else None
+        metric = self._record.quality(self._config.checkpoint.best_by) if is_evaluated else None
         with self._reports.not_training(), self._watchdog.phase("a save"):
             self._state.save(self._record, metric=metric, background=background)
 
@@ -317,8 +318,10 @@ class TrainingJob:
         self._save(outcome, background=False)
 
     def _finish(self) -> TrainResult:
-        config, record = self._config, self._record
-        with self._result_in_place():
+        config, record, limit = self._config, self._record, self._ctx.timeouts.startup
+        # Everything is saved. An export, and what handlers do with the result, may take longer than any step.
+        self._ctx.set_timeout(limit + self._watchdog.margin)
+        with self._watchdog.phase("the end of the job", timeout=limit), self._result_in_place():
             export_dir = self._export() if config.export else None
             assert record.train_loss is not None
             assert record.weight_per_second is not None
@@ -380,7 +383,7 @@ class TrainingJob:
     def _export(self) -> Path:
         folder = self._config.run.dir / "export"
         mapper = self._plan.mapper
-        with self._watchdog.phase("the export", timeout=self._ctx.timeouts.startup):
+        with self._watchdog.phase("the export"):
             save_model_state(
                 self._model,
                 folder,

@@ -19,11 +19,15 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn import functional as F
 
 from d9d_loop import (
+    CheckpointSaved,
     CheckpointStarted,
+    Event,
+    Finished,
     Inference,
     InferenceConfig,
     InferenceTask,
     Loss,
+    ModelExported,
     PartWritten,
     StepDone,
     Task,
@@ -60,6 +64,23 @@ def trains(place: Place, fault: str, culprit: int, **sections: Any) -> None:
             if own.name == "is asked again when it leaves":
                 os.kill(os.getpid(), signal.SIGTERM)
             raise
+
+
+def takes_long(place: Place, step_seconds: float) -> None:
+    """A job whose handlers take longer, one after the other, than a step may; those at its end each."""
+    timeouts = {"startup_seconds": 40, "step_seconds": step_seconds}
+    nothing = _Fault("nothing", place)
+    trainer = _trainer(nothing, export=True, resilience={"timeouts": timeouts})
+
+    def sleep(event: Event) -> None:
+        if event.step == _NUM_STEPS:
+            is_at_the_end = isinstance(event, Finished | ModelExported)
+            time.sleep((1.3 if is_at_the_end else 0.6) * step_seconds)
+
+    for kind in (StepDone, CheckpointStarted, CheckpointSaved, ModelExported, Finished):
+        trainer.events.on(kind, sleep)
+    with command_line():
+        trainer.train()
 
 
 def infers(place: Place, culprit: int) -> None:

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from faulty_jobs import infers, infers_slowly, restarted, trains
+from faulty_jobs import infers, infers_slowly, restarted, takes_long, trains
 from forked_faults import Rank, run_forked
 
 from d9d_dist.testing import RankPool
@@ -89,6 +89,11 @@ def test_a_rank_that_is_stopped_is_named() -> None:
     ended = _run("is stopped", 1, unwaited=1)
     assert ended[0].code == ExitCode.HANG, ended[0]
     assert re.search(r"Rank 1 is missing: (it does not answer; )?its process \d+ on \S+ is stopped\.", ended[0].errors)
+
+
+def test_handlers_have_time_limits_of_their_own() -> None:
+    ended = run_forked(takes_long, 2.0)
+    assert [rank.code for rank in ended] == [0, 0], ended
 
 
 def test_a_rank_that_is_stopped_in_an_inference_is_named() -> None:

@@ -119,14 +119,16 @@ class HangWatchdog:
 
     @contextmanager
     def phase(self, doing: str, *, timeout: timedelta | None = None) -> Generator[None]:
-        """Give a part of the job a name, and a time limit of its own: a save, an evaluation.
+        """Give a part of the job a name, and a time limit of its own: a save, an evaluation, the handlers of an event.
+
+        What is around it begins a new time limit when it ends.
 
         Args:
             doing: Its name, for messages: "a save".
-            timeout: Its limit; by default, that of a step.
+            timeout: Its limit; by default, that of a step, or that of the phase around it if that is longer.
         """
         before = self._progress
-        limit = self._timeout if timeout is None else timeout.total_seconds()
+        limit = max(self._timeout, before.timeout) if timeout is None else timeout.total_seconds()
         self._progress = _Progress(before.step, doing, time.monotonic(), limit)
         try:
             yield

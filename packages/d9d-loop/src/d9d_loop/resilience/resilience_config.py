@@ -102,10 +102,13 @@ class TimeoutConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     startup_seconds: PositiveFloat = Field(
-        1800.0, description="While ranks import, load and compile, to the end of the first step."
+        1800.0,
+        description="While ranks import, load and compile, to the end of the first step; and for the export and for "
+        "the handlers of Finished.",
     )
     step_seconds: PositiveFloat = Field(
-        600.0, description="For a step, a save, an evaluation or a batch of inference after that."
+        600.0,
+        description="For a step, a save, an evaluation, the handlers of an event or a batch of inference after that.",
     )
 
     @property
