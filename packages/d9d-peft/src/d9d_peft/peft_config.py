@@ -111,8 +111,8 @@ def adapter_config(
         "init_lora_weights": True,
         "bias": "none",
         "fan_in_fan_out": False,
-        "rank_pattern": {re.escape(name): value for name, value in ranks.items() if value != rank},
-        "alpha_pattern": {re.escape(name): value for name, value in alphas.items() if value != alpha},
+        "rank_pattern": {_exactly(name): value for name, value in ranks.items() if value != rank},
+        "alpha_pattern": {_exactly(name): value for name, value in alphas.items() if value != alpha},
         "use_rslora": is_stabilized,
         "use_dora": is_dora,
     }
@@ -328,6 +328,11 @@ def _match(pattern: str, name: str, entry: str) -> re.Match[str] | None:
         return re.match(pattern, name)
     except re.error as error:
         raise UserError(f"adapter_config.json has no regular expression in {entry}: {error}.") from error
+
+
+def _exactly(name: str) -> str:
+    """A pattern that matches a name, and none that ends in it after a dot."""
+    return f"^{re.escape(name)}"
 
 
 def _by_pattern(config: Mapping[str, Any], entry: str, name: str, default: Any) -> Any:
