@@ -101,13 +101,16 @@ def test_each_expert_is_named_as_in_the_base_checkpoint(tmp_path: Path) -> None:
 
 
 def test_experts_that_a_checkpoint_has_together_stay_together(tmp_path: Path) -> None:
-    save_adapters(grouped(), tmp_path, rename("experts.weight", "0.weight"))
-    assert load_file(tmp_path / "adapter_model.safetensors")["base_model.model.experts.lora_B.weight"].shape == (
-        3,
-        5,
-        2,
-    )
-    load_adapters(grouped(), tmp_path, rename("experts.weight", "0.weight"))
+    mapper = rename("experts.weight", "0.weight")
+    model = grouped()
+    save_adapters(model, tmp_path, mapper)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    assert stored["base_model.model.experts.lora_A.weight"].shape == (3 * 2, 5)
+    assert stored["base_model.model.experts.lora_B.weight"].shape == (5, 2 * 3)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_parameters"] == ["experts.weight"]
+    loaded = grouped(seed=2)
+    load_adapters(loaded, tmp_path, mapper)
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def rest(*taken: str) -> StateMapper:

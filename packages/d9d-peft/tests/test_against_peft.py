@@ -1,5 +1,6 @@
 """The proof against Hugging Face `peft`: the same numbers, and adapters and merged weights that go both ways."""
 
+import copy
 import json
 from functools import partial
 from pathlib import Path
@@ -118,6 +119,34 @@ def test_peft_loads_what_we_save(tmp_path: Path, name: str) -> None:
     save_adapters(model, tmp_path)
     reference = peft.PeftModel.from_pretrained(qwen(), tmp_path)
     torch.testing.assert_close(logits(reference), logits(model), rtol=1e-12, atol=1e-12)
+
+
+class Nested(nn.Module):
+    """A layer whose name is the end of other layers' names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(4, 4)
+        self.a, self.b = (nn.ModuleDict({"q": nn.Linear(4, 4)}) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.b["q"](self.a["q"](self.q(x)))
+        return result
+
+
+@pytest.mark.parametrize("other", [{"rank": 2, "alpha": 9}, {"rank": 3, "alpha": 3}])
+def test_a_name_that_others_end_in_has_its_own_rank_and_scale(tmp_path: Path, other: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    base = Nested().double()
+    model = copy.deepcopy(base)
+    inject(Stack(LoRA(r"\.q", rank=2, alpha=2), LoRA("^q", **other)), model)
+    perturb(model)
+    save_adapters(model, tmp_path)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    expected = model(x)
+    torch.testing.assert_close(peft.PeftModel.from_pretrained(base, tmp_path)(x), expected, rtol=1e-12, atol=1e-12)
+    load_adapters(model, tmp_path)
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
 
 
 class Experts(nn.Module):

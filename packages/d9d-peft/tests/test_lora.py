@@ -103,6 +103,65 @@ def test_backward_in_two_halves_gives_the_same_gradients() -> None:
     assert linear.weight.grad is None
 
 
+@pytest.mark.parametrize("method", [LoRA, DoRA])
+@pytest.mark.parametrize(
+    ("base", "asked", "expected"),
+    [
+        (torch.bfloat16, None, torch.float32),
+        (torch.float16, None, torch.float32),
+        (torch.float32, None, torch.float32),
+        (torch.float64, None, torch.float64),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float64, torch.float64),
+    ],
+)
+def test_adapters_are_float32_at_least_unless_asked_for(
+    method: Any, base: torch.dtype, asked: torch.dtype | None, expected: torch.dtype
+) -> None:
+    linear = nn.Linear(6, 5, dtype=base)
+    inject(method(nn.Linear, rank=2, dtype=asked), linear)
+    assert {name: parameter.dtype for name, parameter in linear.named_parameters()} == {
+        name: expected if "adapter" in name else base for name, _ in linear.named_parameters()
+    }
+    assert linear(torch.randn(3, 6, dtype=base)).dtype == base
+
+
+@pytest.mark.parametrize("method", [LoRA, DoRA])
+def test_all_of_an_adapter_of_a_bfloat16_layer_is_trained(method: Any) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 48, dtype=torch.bfloat16)
+    inject(method(nn.Linear, rank=8), linear)
+    a = linear.get_parameter("adapter.lora_a")
+    before = a.detach().clone()
+    optimizer = torch.optim.AdamW([p for p in linear.parameters() if p.requires_grad], lr=2e-5, weight_decay=0)
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    for _ in range(5):
+        linear(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (a != before).all()
+
+
+def test_an_update_of_a_bfloat16_layer_is_computed_in_float32_and_rounded_once() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 48, dtype=torch.bfloat16)
+    inject(LoRA(nn.Linear, rank=8), linear)
+    a, b = linear.get_parameter("adapter.lora_a"), linear.get_parameter("adapter.lora_b")
+    nn.init.normal_(b)
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    exact = without_adapter(linear, x).double() + 2 * x.double() @ a.double().T @ b.double().T
+    # One rounding to bfloat16, half of its eps; the rest for the sums in float32.
+    torch.testing.assert_close(linear(x).double(), exact, rtol=2**-8 * 1.01, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, "float32"])
+def test_refuses_a_dtype_that_is_no_floating_point_one(dtype: Any) -> None:
+    with pytest.raises(
+        UserError, match=r"LoRA got dtype = .*; expected a floating-point dtype, such as torch\.float32"
+    ):
+        LoRA("q", dtype=dtype)
+
+
 COUNTS = torch.tensor([3, 0, 4])
 
 
@@ -120,6 +179,28 @@ def test_each_group_of_rows_has_its_own_update() -> None:
     grouped(x, COUNTS).sum().backward()
     assert a.grad is not None
     assert [bool(each.any()) for each in a.grad] == [True, False, True]
+
+
+def test_adapters_of_bfloat16_groups_are_float32_and_computed_in_bfloat16() -> None:
+    torch.manual_seed(0)
+    grouped = GroupedLinear(3, 8, 16, init_std=0.5).bfloat16()
+    inject(LoRA(GroupedLinear, rank=8), grouped)
+    a, b = grouped.get_parameter("adapter.lora_a"), grouped.get_parameter("adapter.lora_b")
+    assert a.dtype == b.dtype == torch.float32
+    nn.init.normal_(b)
+    x = torch.randn(7, 8, dtype=torch.bfloat16)
+    update = grouped_matmul(grouped_matmul(x, a.bfloat16(), COUNTS), b.bfloat16(), COUNTS)
+    y = grouped(x, COUNTS)
+    assert torch.equal(y, grouped_matmul(x, grouped.weight, COUNTS) + 2 * update)
+    gradient = torch.randn_like(y)
+    expected = torch.autograd.grad(y, [a, b], gradient)
+    split = SplitBackward()
+    with split.forward():
+        y = grouped(x, COUNTS)
+    split.backward([y], [gradient]).compute()
+    assert a.grad is not None
+    assert a.grad.dtype == torch.float32
+    torch.testing.assert_close([a.grad, b.grad], list(expected), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,71 @@ def test_a_layout_trains_and_merges_like_one_process(
         torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-11)
 
 
+def mixed(dtypes: tuple[torch.dtype, torch.dtype], method: Any) -> nn.Sequential:
+    """A frozen model of one dtype, with adapters of another."""
+    base, adapter = dtypes
+    return adapted(method("0|2", rank=3, alpha=6, dtype=adapter), base)
+
+
+def traced_mixed(method: Any, dtypes: tuple[torch.dtype, torch.dtype], mesh: dict[str, int]) -> dict[str, Any]:
+    """Gradients of two microbatches of a model of two dtypes in a layout, and its weights after a step, merged."""
+    with MeshConfig(**mesh).build() as ctx:
+        model = mixed(dtypes, method)
+        dense = ctx.mesh_for("dense")
+        parallelize_tensor(model, dense["tp"], {"0": ColumnParallel(), "2": RowParallel()})
+        data = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
+        parallelize_hsdp(model[0], data, shard_axis="dp_cp_shard")
+        parallelize_hsdp(model, data, shard_axis="dp_cp_shard")
+        rank, size = ctx.coordinate("batch", "dp"), ctx.size("batch", "dp")
+        for microbatch in X.chunk(size)[rank].to(dtypes[0]).chunk(2):
+            model(microbatch).to(dtypes[1]).square().sum().backward()
+        sync_gradients(model)
+        gradients = full_gradients(model)
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2).step()
+        trained = full_parameters(model)
+        merge_(model, ctx)
+        return {"gradients": gradients, "trained": trained, "merged": full_parameters(model)}
+
+
+MIXED = [
+    # What differs is the order of sums of the frozen layers, rounded to their dtype: 2**-8 and 2**-24.
+    (LoRA, (torch.bfloat16, torch.float32), 2**-5),
+    (DoRA, (torch.bfloat16, torch.float32), 2**-5),
+    (LoRA, (torch.float32, torch.float64), 1e-5),
+    (DoRA, (torch.float32, torch.float64), 1e-5),
+]
+
+
+@pytest.mark.parametrize(("method", "dtypes", "tolerance"), MIXED)
+@pytest.mark.parametrize("mesh", [{"data_parallel_shard": 2}, {"data_parallel_replicate": 2}, {"tensor_parallel": 2}])
+def test_a_layout_trains_adapters_of_another_dtype_like_one_process(
+    method: Any, dtypes: tuple[torch.dtype, torch.dtype], tolerance: float, mesh: dict[str, int]
+) -> None:
+    alone = run_ranks(traced_mixed, method, dtypes, {}, world_size=1)[0]
+    names = alone["gradients"].keys()
+    assert names
+    assert {gradient.dtype for gradient in alone["gradients"].values()} == {dtypes[1]}
+    for result in run_ranks(traced_mixed, method, dtypes, mesh, world_size=2):
+        for name in names:
+            got, expected = result["gradients"][name], alone["gradients"][name]
+            assert got.dtype == dtypes[1]
+            assert (got - expected).norm() <= tolerance * expected.norm(), name
+            assert result["trained"][name].dtype == dtypes[1]
+        # The merged weights of one process that holds what this layout has trained.
+        one = mixed(dtypes, method)
+        with torch.no_grad():
+            for name, parameter in one.named_parameters():
+                parameter.copy_(result["trained"][name])
+        merge_(one)
+        for name, parameter in one.named_parameters():
+            assert result["merged"][name].dtype == parameter.dtype
+            if method is LoRA or "adapter" in name:
+                assert torch.equal(result["merged"][name], parameter)
+            else:  # rows that are split have other sums of squares
+                rtol = 4 * torch.finfo(dtypes[0]).eps
+                torch.testing.assert_close(result["merged"][name], parameter, rtol=rtol, atol=0)
+
+
 def fill_uneven() -> Tensor:
     mesh = init_device_mesh("cpu", (3,))
     tensor = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])

@@ -39,9 +39,10 @@ def row_norms(weight_OI: Tensor, part: Tensor | None = None) -> Tensor:
         part: What stands for this rank's part of the weight; `None` for that part itself.
     """
     local, (rows, _) = local_region(weight_OI)
-    dtype = torch.promote_types(weight_OI.dtype, torch.float32)
+    values = local if part is None else part
+    dtype = torch.promote_types(values.dtype, torch.float32)
     squares_O = torch.zeros(weight_OI.shape[0], dtype=dtype, device=local.device)
-    squares_O[rows] = torch.linalg.vector_norm(local if part is None else part, dim=1, dtype=dtype).square()
+    squares_O[rows] = torch.linalg.vector_norm(values, dim=1, dtype=dtype).square()
     if isinstance(weight_OI, DTensor):
         for axis, placement in enumerate(weight_OI.placements):
             if not placement.is_replicate():

@@ -10,8 +10,16 @@ from d9d_dist import DistributedContext, UserError
 from d9d_peft._consensus import agree, exchange
 from d9d_peft._sharded import fill
 from d9d_peft._targets import shorten
-from d9d_peft.peft_layout import CONFIG_NAME, TENSORS_NAME, read_config, refuse_other_scale
-from d9d_peft.stored_adapters import StoredAdapters, agreed_adapters
+from d9d_peft.peft_config import (
+    config_low_rank,
+    read_config,
+    refuse_other_modules,
+    refuse_other_scale,
+    refuse_other_targets,
+    refuse_untargeted_layer,
+)
+from d9d_peft.peft_layout import CONFIG_NAME, TENSORS_NAME
+from d9d_peft.stored_adapters import StoredAdapters, StoredNames, agreed_adapters, base_names, stored_names
 from d9d_state import StateMapper
 
 
@@ -40,40 +48,54 @@ def load_adapters(
     """
     folder = Path(folder)
     stored, is_dora = agreed_adapters(model, base_mapper, ctx)
-    everywhere = {key for keys in exchange(list(stored.shapes()), ctx) for key in keys}
-    agree(_problem(lambda: _check(folder, stored, everywhere, is_dora=is_dora)), ctx)
+    everywhere = StoredNames.union(exchange(stored_names(stored), ctx))
+    base = base_names(model, base_mapper)
+    agree(_problem(lambda: _check(folder, stored, everywhere, base, is_dora=is_dora)), ctx)
     with safe_open(folder / TENSORS_NAME, framework="pt") as file:
-        for layer in stored.layers:
-            layer.fill(file.get_tensor)
+        for adapted in (*stored.layers, *stored.parameters):
+            adapted.fill(file.get_tensor)
         for tensors in stored.modules.values():
             for key, tensor in tensors.items():
                 fill(tensor, file.get_tensor(key))
 
 
-def _check(folder: Path, stored: StoredAdapters, everywhere: Collection[str], *, is_dora: bool) -> None:
+def _check(
+    folder: Path, stored: StoredAdapters, everywhere: StoredNames, base: Collection[str], *, is_dora: bool
+) -> None:
     """Refuse files that are not those of the model's adapters.
 
     Args:
-        folder: Where they are.
-        stored: What this rank has.
-        everywhere: The names in files of what all ranks have.
+        folder: Folder of the files.
+        stored: Adapters of this rank.
+        everywhere: Names of the adapters of all ranks.
+        base: Names of the tensors of the base checkpoint.
         is_dora: The kind of the adapters.
 
     Raises:
         UserError: With all that does not fit.
     """
-    config = read_config(
-        _existing(folder / CONFIG_NAME).read_text(encoding="utf-8"), origin=str(folder / CONFIG_NAME), is_dora=is_dora
-    )
+    origin = str(folder / CONFIG_NAME)
+    config = read_config(_existing(folder / CONFIG_NAME).read_text(encoding="utf-8"), origin=origin, is_dora=is_dora)
     try:
         with safe_open(_existing(folder / TENSORS_NAME), framework="pt") as file:
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - no mapping
+            refuse_other_targets(config, everywhere.parameters, everywhere.layers, origin=origin)
+            ranks = {each.name: config_low_rank(config, each.name).rank for each in stored.parameters}
+            expected = stored.shapes()
+            for parameter in stored.parameters:
+                expected |= parameter.shapes(ranks[parameter.name])
+            _refuse_mismatch(shapes, expected, everywhere.tensors, folder)
+            for parameter in stored.parameters:
+                stored_low_rank = parameter.stored_low_rank(ranks[parameter.name])
+                refuse_other_scale(config, parameter.name, stored_low_rank, origin=origin)
+                parameter.check_values(file.get_tensor, ranks[parameter.name])
     except SafetensorError as error:
         raise UserError(f"{folder / TENSORS_NAME} is no safetensors file: {error}.") from error
-    _refuse_mismatch(shapes, stored.shapes(), everywhere, folder)
     for layer in stored.layers:
         for name in layer.names:
-            refuse_other_scale(config, name, layer.low_rank, origin=str(folder))
+            refuse_other_scale(config, name, layer.low_rank, origin=origin)
+            refuse_untargeted_layer(config, name, origin=origin)
+    refuse_other_modules(config, everywhere.trained, base, origin=origin)
 
 
 def _refuse_mismatch(

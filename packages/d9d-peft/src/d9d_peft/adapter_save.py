@@ -14,7 +14,8 @@ from d9d_dist import DistributedContext, gather_objects
 from d9d_peft._consensus import agree
 from d9d_peft._sharded import whole
 from d9d_peft.low_rank import LowRank
-from d9d_peft.peft_layout import CONFIG_NAME, TENSORS_NAME, adapter_config
+from d9d_peft.peft_config import adapter_config
+from d9d_peft.peft_layout import CONFIG_NAME, TENSORS_NAME
 from d9d_peft.stored_adapters import StoredAdapters, agreed_adapters
 from d9d_state import StateError, StateMapper
 
@@ -35,8 +36,9 @@ def save_adapters(
         model: Materialised and, for DoRA, loaded. The whole model, or this rank's pipeline stages of it.
         folder: Where to write; files of an earlier save are replaced one by one, each as a whole.
         base_mapper: From the names of the base checkpoint to those of the model before `inject`, as for loading it; the
-            adapters are named as in that checkpoint, those of stacked experts each for itself. On every stage it is
-            that of the whole model. `None` if the names are the same.
+            adapters are named as in that checkpoint: one for each expert where it has one weight for each, else as
+            `peft` names those of `target_parameters`. On every stage it is that of the whole model. `None` if the
+            names are the same.
         ctx: The ranks; `None` for a process on its own.
 
     Raises:
@@ -48,7 +50,8 @@ def save_adapters(
     keeps = ctx is None or _speaks_for_stage(ctx)
     tensors = _gather(stored, keeps=keeps)
     layers = {name: layer.low_rank for layer in stored.layers for name in layer.names}
-    parts = _collect((save(tensors), layers, list(stored.modules)), ctx) if keeps else None
+    parameters = {parameter.name: parameter.low_rank for parameter in stored.parameters}
+    parts = _collect((save(tensors), layers, parameters, list(stored.modules)), ctx) if keeps else None
     failure = None
     if ctx is None or ctx.is_main_process:
         assert parts is not None
@@ -68,8 +71,8 @@ def _gather(stored: StoredAdapters, *, keeps: bool) -> dict[str, Tensor]:
     def keep(gathered: dict[str, Tensor]) -> None:
         kept.update({key: tensor.contiguous().to("cpu") for key, tensor in gathered.items()} if keeps else {})
 
-    for layer in stored.layers:
-        keep(layer.tensors())
+    for adapted in (*stored.layers, *stored.parameters):
+        keep(adapted.tensors())
     for tensors in stored.modules.values():
         keep({key: whole(tensor) for key, tensor in tensors.items()})
     return kept
@@ -80,8 +83,8 @@ def _speaks_for_stage(ctx: DistributedContext) -> bool:
     return dist.get_process_group_ranks(ctx.group_for("regular", "pp"))[0] == 0
 
 
-_Part = tuple[bytes, dict[str, LowRank], list[str]]
-"""What a stage has: tensors as a file, its layers, and its modules that are trained as they are."""
+_Part = tuple[bytes, dict[str, LowRank], dict[str, LowRank], list[str]]
+"""What a stage has: tensors as a file, its layers, its parameters, and its modules that are trained as they are."""
 
 
 def _collect(part: _Part, ctx: DistributedContext | None) -> list[_Part] | None:
@@ -94,12 +97,14 @@ def _collect(part: _Part, ctx: DistributedContext | None) -> list[_Part] | None:
 def _write(folder: Path, parts: list[_Part], *, is_dora: bool) -> None:
     tensors: dict[str, Tensor] = {}
     layers: dict[str, LowRank] = {}
+    parameters: dict[str, LowRank] = {}
     modules: dict[str, None] = {}
-    for data, part_layers, part_modules in parts:
+    for data, part_layers, part_parameters, part_modules in parts:
         tensors.update(load(data))
         layers.update(part_layers)
+        parameters.update(part_parameters)
         modules.update(dict.fromkeys(part_modules))
-    config = adapter_config(layers, list(modules), is_dora=is_dora)
+    config = adapter_config(layers, parameters, list(modules), is_dora=is_dora)
     contents = {
         TENSORS_NAME: save(tensors, metadata={"format": "pt"}),
         CONFIG_NAME: (json.dumps(config, indent=2) + "\n").encode(),

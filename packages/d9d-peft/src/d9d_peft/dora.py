@@ -25,7 +25,15 @@ from d9d_dist import sum_partial
 from d9d_peft._sharded import local_region, row_norms, whole
 from d9d_peft._targets import Target, check_target, claims, find_layers
 from d9d_peft.adapter import Adapter
-from d9d_peft.low_rank import LowRank, factor_placements, low_rank_part, new_factors, reset_factors
+from d9d_peft.low_rank import (
+    LowRank,
+    adapter_dtype,
+    check_dtype,
+    factor_placements,
+    low_rank_part,
+    new_factors,
+    reset_factors,
+)
 from d9d_peft.method import Plan, first_names
 
 
@@ -42,17 +50,19 @@ class DoraAdapter(Adapter):
         low_rank: Rank and scale.
     """
 
-    def __init__(self, layer: nn.Linear, low_rank: LowRank) -> None:
-        """Make one for a layer; its parameters are on the device of the layer's weight and of its dtype.
+    def __init__(self, layer: nn.Linear, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:
+        """Make an adapter for a layer, on the device of the layer's weight.
 
         Args:
             layer: The layer, whose forward is that of `nn.Linear`.
             low_rank: Rank and scale.
+            dtype: The dtype of its parameters; `None` for that of the weight, but float32 at least.
         """
         super().__init__()
         self.low_rank = low_rank
-        self.lora_a, self.lora_b = new_factors(layer.weight, low_rank.rank)
-        self.magnitude_offset = nn.Parameter(layer.weight.new_empty(layer.out_features))
+        dtype = adapter_dtype(layer.weight, dtype)
+        self.lora_a, self.lora_b = new_factors(layer.weight, low_rank.rank, dtype)
+        self.magnitude_offset = nn.Parameter(layer.weight.new_empty(layer.out_features, dtype=dtype))
         self._row_mesh: DeviceMesh | None = None
         self.reset_parameters()
 
@@ -69,21 +79,22 @@ class DoraAdapter(Adapter):
         (x,) = args
         weight_OI, bias_O = layer._parameters["weight"], layer._parameters["bias"]
         assert weight_OI is not None
-        dropped = F.dropout(x, self.low_rank.dropout, self.training)
+        dropped = F.dropout(x.to(self.lora_a.dtype), self.low_rank.dropout, self.training)
         update = F.linear(F.linear(dropped, self.lora_a), self.lora_b)
-        y = self._stretch(weight_OI) * (F.linear(x, weight_OI) + self.low_rank.scaling * update)
-        return y if bias_O is None else y + bias_O
+        straight = F.linear(x, weight_OI)
+        y = self._stretch(weight_OI).to(update.dtype) * (straight + self.low_rank.scaling * update)
+        return (y if bias_O is None else y + bias_O).to(straight.dtype)
 
     def _stretch(self, weight_OI: Tensor) -> Tensor:
-        """`m / ||W + s B A||` [out]."""
+        """`m / ||W + s B A||` [out], in float32 at least."""
         initial_O, turned_O = self._norms(weight_OI)
-        return ((initial_O + self.magnitude_offset) / turned_O).to(weight_OI.dtype)
+        return (initial_O + self.magnitude_offset) / turned_O
 
     @torch.no_grad()
     def _norms(self, weight_OI: Tensor) -> tuple[Tensor, ...]:
         """The norms of the rows of W and of W + s B A, in float32 at least."""
         turned_OI = weight_OI + self.low_rank.scaling * (self.lora_b @ self.lora_a)
-        dtype = torch.promote_types(weight_OI.dtype, torch.float32)
+        dtype = torch.promote_types(turned_OI.dtype, torch.float32)
         norms_2O = torch.stack([torch.linalg.vector_norm(w, dim=1, dtype=dtype) for w in (weight_OI, turned_OI)])
         if self._row_mesh is not None:
             norms_2O = sum_partial(norms_2O.square(), self._row_mesh).sqrt()
@@ -135,6 +146,7 @@ class DoRA:
         alpha: Scale of each turn, times the rank or its square root.
         dropout: Probability that an input of a turn is zeroed while training.
         rank_stabilized: Whether turns are scaled by alpha / sqrt(rank), and not by alpha / rank; see `LowRank`.
+        dtype: The dtype of the adapters; `None` for that of each layer's weight, but float32 at least.
     """
 
     target: Target
@@ -142,15 +154,18 @@ class DoRA:
     alpha: float = 16.0
     dropout: float = 0.0
     rank_stabilized: bool = False
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be.
 
         Raises:
-            UserError: If a number is out of range or the target is neither a regular expression nor types.
+            UserError: If a number is out of range, the target is neither a regular expression nor types, or the dtype
+                is no floating-point one.
         """
         check_target(self.target, "DoRA")
         self._low_rank().check("DoRA")
+        check_dtype(self.dtype, "DoRA")
 
     def plan(self, model: nn.Module) -> Plan:
         """Put a `DoraAdapter` into each layer that matches."""
@@ -160,7 +175,9 @@ class DoRA:
             claimed=claims(layers, first_names(model)),
             unmatched=unmatched,
             adapters={
-                name: DoraAdapter(layer, low_rank) for name, layer in layers.items() if isinstance(layer, nn.Linear)
+                name: DoraAdapter(layer, low_rank, dtype=self.dtype)
+                for name, layer in layers.items()
+                if isinstance(layer, nn.Linear)
             },
         )
 

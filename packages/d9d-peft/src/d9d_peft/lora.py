@@ -17,7 +17,15 @@ from d9d_peft._grouped import Product, grouped_product
 from d9d_peft._sharded import local_region
 from d9d_peft._targets import Target, check_target, claims, find_layers
 from d9d_peft.adapter import Adapter
-from d9d_peft.low_rank import LowRank, factor_placements, low_rank_part, new_factors, reset_factors
+from d9d_peft.low_rank import (
+    LowRank,
+    adapter_dtype,
+    check_dtype,
+    factor_placements,
+    low_rank_part,
+    new_factors,
+    reset_factors,
+)
 from d9d_peft.method import Plan, first_names
 
 
@@ -31,19 +39,20 @@ class LoraAdapter(Adapter):
         low_rank: Rank and scale.
     """
 
-    def __init__(self, layer: nn.Module, low_rank: LowRank) -> None:
-        """Make one for a layer; its parameters are on the device of the layer's weight and of its dtype.
+    def __init__(self, layer: nn.Module, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:
+        """Make an adapter for a layer, on the device of the layer's weight.
 
         Args:
             layer: An `nn.Linear` or a `d9d_moe.GroupedLinear`.
             low_rank: Rank and scale.
+            dtype: The dtype of A and B; `None` for that of the weight, but float32 at least.
         """
         super().__init__()
         product, weight = product_of(layer), layer._parameters["weight"]
         assert product is not None
         assert weight is not None
         self.low_rank = low_rank
-        self.lora_a, self.lora_b = new_factors(weight, low_rank.rank)
+        self.lora_a, self.lora_b = new_factors(weight, low_rank.rank, adapter_dtype(weight, dtype))
         self._product = product
         self.reset_parameters()
 
@@ -52,11 +61,17 @@ class LoraAdapter(Adapter):
         reset_factors(self.lora_a, self.lora_b)
 
     def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any) -> Tensor:
-        """`inner(x) + s B A x`, where `x` is the first of the arguments; see `Adapter.forward`."""
+        """`inner(x) + s B A x`, where `x` is the first of the arguments; see `Adapter.forward`.
+
+        The update is computed in the dtype of A; in a layer of groups in that of `x`, as `peft` does for experts. It is
+        added in the wider of the dtypes, and the sum has the dtype of `inner(x)`.
+        """
         x, *rest = args
-        dropped = F.dropout(x, self.low_rank.dropout, self.training)
-        update = self._product(self._product(dropped, self.lora_a, *rest), self.lora_b, *rest)
-        return inner(x, *rest) + self.low_rank.scaling * update
+        dtype = x.dtype if self.lora_a.ndim == 3 else self.lora_a.dtype
+        dropped = F.dropout(x.to(dtype), self.low_rank.dropout, self.training)
+        update = self._product(self._product(dropped, self.lora_a.to(dtype), *rest), self.lora_b.to(dtype), *rest)
+        y = inner(x, *rest)
+        return (y + self.low_rank.scaling * update).to(y.dtype)
 
     @torch.no_grad()
     def merge_(self, layer: nn.Module) -> None:
@@ -87,6 +102,7 @@ class LoRA:
         alpha: Scale of each update, times the rank or its square root.
         dropout: Probability that an input of an update is zeroed while training.
         rank_stabilized: Whether updates are scaled by alpha / sqrt(rank), and not by alpha / rank; see `LowRank`.
+        dtype: The dtype of the adapters; `None` for that of each layer's weight, but float32 at least.
     """
 
     target: Target
@@ -94,15 +110,18 @@ class LoRA:
     alpha: float = 16.0
     dropout: float = 0.0
     rank_stabilized: bool = False
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be.
 
         Raises:
-            UserError: If a number is out of range or the target is neither a regular expression nor types.
+            UserError: If a number is out of range, the target is neither a regular expression nor types, or the dtype
+                is no floating-point one.
         """
         check_target(self.target, "LoRA")
         self._low_rank().check("LoRA")
+        check_dtype(self.dtype, "LoRA")
 
     def plan(self, model: nn.Module) -> Plan:
         """Put a `LoraAdapter` into each layer that matches."""
@@ -117,7 +136,7 @@ class LoRA:
         return Plan(
             claimed=claims(layers, first_names(model)),
             unmatched=unmatched,
-            adapters={name: LoraAdapter(layer, low_rank) for name, layer in layers.items()},
+            adapters={name: LoraAdapter(layer, low_rank, dtype=self.dtype) for name, layer in layers.items()},
         )
 
     def _low_rank(self) -> LowRank:

@@ -59,11 +59,29 @@ class LowRank:
         return f"rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}{stabilized}"
 
 
-def new_factors(weight: Tensor, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """A and B for a weight [..., O, I], unset, on its device and of its dtype."""
+def adapter_dtype(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of an adapter's parameters: the one that was asked for, or that of the weight, but float32 at least.
+
+    An update that is small against a parameter is lost when the parameter is rounded to bfloat16.
+    """
+    return dtype or (torch.float32 if weight.dtype.itemsize < torch.float32.itemsize else weight.dtype)
+
+
+def check_dtype(dtype: torch.dtype | None, method: str) -> None:
+    """Refuse a dtype that gradients cannot have.
+
+    Raises:
+        UserError: Naming the method and the dtype.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UserError(f"{method} got dtype = {dtype!r}; expected a floating-point dtype, such as torch.float32.")
+
+
+def new_factors(weight: Tensor, rank: int, dtype: torch.dtype) -> tuple[nn.Parameter, nn.Parameter]:
+    """A and B for a weight [..., O, I], unset, on its device."""
     *groups, num_outputs, num_inputs = weight.shape
-    a_RI = weight.new_empty(*groups, rank, num_inputs)
-    b_OR = weight.new_empty(*groups, num_outputs, rank)
+    a_RI = weight.new_empty(*groups, rank, num_inputs, dtype=dtype)
+    b_OR = weight.new_empty(*groups, num_outputs, rank, dtype=dtype)
     return nn.Parameter(a_RI), nn.Parameter(b_OR)
 
 
@@ -96,5 +114,5 @@ def low_rank_part(weight: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
     """What of B A belongs to this rank's part of a weight, in float32 at least. Gathers A and B: collective."""
     *groups, rows, columns = local_region(weight)[1]
     a_RI, b_OR = whole(a_RI), whole(b_OR)
-    dtype = torch.promote_types(weight.dtype, torch.float32)
+    dtype = torch.promote_types(torch.promote_types(weight.dtype, a_RI.dtype), torch.float32)
     return b_OR[(*groups, rows)].to(dtype) @ a_RI[(*groups, slice(None), columns)].to(dtype)

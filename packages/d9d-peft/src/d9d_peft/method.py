@@ -54,8 +54,8 @@ def inject(method: PeftMethod, model: nn.Module, *, is_part: bool = False) -> St
     """Prepare a model for fine-tuning, in place: put a method's adapters in, and freeze what it does not train.
 
     Layers stay where they are, and parameters keep their names; those of the adapter of the layer `a.q` are
-    `a.q.adapter.*`. They are on the device and of the dtype of the weight they belong to, so that on `meta` nothing is
-    allocated. Call it before parallelising and before the optimizer is made.
+    `a.q.adapter.*`. They are on the device of the weight they belong to, so that on `meta` nothing is allocated, and in
+    float32 at least unless the method has another dtype. Call it before parallelising and before the optimizer is made.
 
     Args:
         method: What to train.

@@ -1,0 +1,195 @@
+"""Every entry of `adapter_config.json`, edited: what we load equals what `peft` reloads, or the entry is refused."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from d9d_dist import UserError
+from d9d_peft import FullTune, LoRA, Stack, inject, load_adapters
+
+METHOD = Stack(LoRA(r"self_attn\.(q|v)_proj|down_proj", rank=4, alpha=6), FullTune(r"model\.norm$"))
+TOLERANCE = 1e-5
+"""Both compute in float32, in another order."""
+
+
+# For each field of peft's LoraConfig: edited values, those that are loaded, then those that are refused.
+EDITS: dict[str, tuple[list[Any], list[Any]]] = {
+    "task_type": (["CAUSAL_LM", "FEATURE_EXTRACTION"], []),
+    "peft_type": ([], ["LOHA", "ADALORA", None, 3]),
+    "auto_mapping": ([{"base_model_class": "Other", "parent_library": "other"}], []),
+    "peft_version": (["0.1.0"], []),
+    "base_model_name_or_path": (["other"], []),
+    "revision": (["other"], []),
+    "inference_mode": ([False], []),
+    "r": ([], [8, 2, 0, 4.0, "4", True]),
+    "target_modules": (
+        [
+            ["q_proj", "v_proj", "down_proj", "k_proj"],
+            r".*\.(q_proj|v_proj|down_proj)",
+            r".*self_attn\.[qv]_proj|.*down_proj",
+            ["self_attn.q_proj", "self_attn.v_proj", "model.layers.0.mlp.down_proj", "layers.1.mlp.down_proj"],
+        ],
+        [["q_proj"], ["proj"], "q_proj", r".*q_proj", None, [], "(", 3],
+    ),
+    "exclude_modules": (
+        [["nothing"], [], "layers", None],
+        [["q_proj"], r"model\.layers\.1\..*", ["1.mlp.down_proj"], "("],
+    ),
+    "lora_alpha": ([6.0], [12, 0, "6", None]),
+    "lora_dropout": ([0.5], []),
+    "fan_in_fan_out": ([], [True]),
+    "bias": ([], ["all", "lora_only"]),
+    "use_rslora": ([], [True, "yes"]),
+    "modules_to_save": (
+        [["model.norm", "nothing"]],
+        [None, [], ["lm_head"], ["model.norm", "lm_head"], ["model.norm", "down_proj"], "model.norm"],
+    ),
+    "init_lora_weights": (
+        [False, "gaussian", "eva", "orthogonal"],
+        ["olora", "pissa", "pissa_niter_4", "corda", "loftq", "mica", "lora_ga", "other", None],
+    ),
+    "layers_to_transform": ([[0, 1], [], None], [0, [1], [2]]),
+    "layers_pattern": ([None, []], ["layers"]),
+    "rank_pattern": ([{"nothing": 2}, {"k_proj": 2}, {"q_proj": 4}], [{"q_proj": 2}, {".*": 8}, ["q_proj"], {"(": 4}]),
+    "alpha_pattern": (
+        [{"nothing": 2}, {"q_proj": 6}, {"proj": 3}],
+        [{"q_proj": 12}, {"q_proj": "6"}, {r"layers\.1\..*": 3}, {"model.layers.0.mlp.down_proj": 1}],
+    ),
+    "megatron_config": ([], [{"tensor_model_parallel_size": 1}]),
+    "megatron_core": (["other"], []),
+    "trainable_token_indices": ([], [[1], {"embed_tokens": [1]}]),
+    "loftq_config": ([{"loftq_bits": 4}], []),
+    "eva_config": ([{"rho": 3.0}], []),
+    "corda_config": ([{"corda_method": "kpm"}], []),
+    "lora_ga_config": ([{"direction": "ArBr"}], []),
+    "use_dora": ([], [True]),
+    "velora_config": ([], [{}]),
+    "alora_invocation_tokens": ([], [[1]]),
+    "use_qalora": ([], [True]),
+    "qalora_group_size": ([8], []),
+    "monteclora_config": ([], [{}]),
+    "layer_replication": ([], [[[0, 2], [1, 2]]]),
+    "runtime_config": ([{"ephemeral_gpu_offload": True}], []),
+    "lora_bias": ([], [True]),
+    "target_parameters": ([None, []], [["q_norm.weight"], ["experts.down_proj"], "q_proj.weight"]),
+    "use_bdlora": ([], [{"target_modules_bd_a": ["q_proj"]}]),
+    "arrow_config": ([], [{}]),
+    "kasa_config": ([], [{}]),
+    "ensure_weight_tying": ([], [True]),
+}
+# Entries that peft does not know, and several at once.
+OTHERS: list[tuple[dict[str, Any], str | None]] = [
+    ({"new_option": None, "new_switch": False}, None),
+    ({"new_option": 3}, "new_option"),
+    ({"layers_to_transform": [0, 1], "layers_pattern": "layers"}, None),
+    ({"layers_to_transform": [0, 1], "layers_pattern": ["h", "layers"]}, None),
+    ({"layers_to_transform": [0, 1], "layers_pattern": "h"}, "layers_to_transform"),
+    ({"layers_to_transform": [0, 1], "target_modules": ".*_proj"}, "layers_to_transform"),
+    ({"use_rslora": True, "lora_alpha": 3}, None),
+    ({"r": 8, "rank_pattern": {".*": 4}}, None),
+    ({"r": 8, "lora_alpha": 12}, "r"),
+    ({"r": 8, "rank_pattern": {".*": 4}, "alpha_pattern": {"q_proj": 5}}, "alpha_pattern"),
+    ({"target_modules": ["q_proj", "v_proj"], "target_parameters": ["down_proj.weight"]}, None),
+    ({"target_modules": ["q_proj", "v_proj"], "target_parameters": ["1.mlp.down_proj.weight"]}, "target_modules"),
+]
+
+
+def qwen() -> Qwen3ForCausalLM:
+    """A tiny Qwen3 with random weights, the same on every call; float32, which PiSSA needs."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=4, tie_word_embeddings=True,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).float()
+
+
+def logits(model: nn.Module) -> Tensor:
+    result: Tensor = model.eval()(torch.arange(12).view(2, 6)).logits
+    return result
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter that `peft` saved."""
+    folder = tmp_path_factory.mktemp("saved")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"], modules_to_save=["model.norm"]
+    )
+    model = peft.get_peft_model(qwen(), config)
+    assert isinstance(model, peft.PeftModel)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, mean=0.2, std=0.3)
+    model.save_pretrained(str(folder))
+    return folder
+
+
+def edited(saved: Path, folder: Path, entries: dict[str, Any]) -> Path:
+    shutil.copytree(saved, folder, dirs_exist_ok=True)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    return folder
+
+
+def loaded_logits(folder: Path) -> Tensor:
+    model = qwen()
+    inject(METHOD, model)
+    load_adapters(model, folder)
+    return logits(model)
+
+
+def check_equal(folder: Path) -> None:
+    reference = peft.PeftModel.from_pretrained(qwen(), folder)
+    torch.testing.assert_close(loaded_logits(folder), logits(reference), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_every_entry_of_peft_is_edited() -> None:
+    assert EDITS.keys() == {field.name for field in dataclasses.fields(peft.LoraConfig)}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, (values, _) in EDITS.items() for value in values])
+def test_an_edited_entry_means_what_it_means_to_peft(saved: Path, tmp_path: Path, name: str, value: Any) -> None:
+    check_equal(edited(saved, tmp_path, {name: value}))
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, (_, values) in EDITS.items() for value in values])
+def test_an_edited_entry_is_refused_by_name(saved: Path, tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"adapter_config\.json.*\b{name}\b"):
+        loaded_logits(edited(saved, tmp_path, {name: value}))
+
+
+@pytest.mark.parametrize(("entries", "refused"), OTHERS)
+def test_edited_entries_mean_what_they_mean_to_peft(
+    saved: Path, tmp_path: Path, entries: dict[str, Any], refused: str | None
+) -> None:
+    folder = edited(saved, tmp_path, entries)
+    if refused is None:
+        check_equal(folder)
+    else:
+        with pytest.raises(UserError, match=rf"adapter_config\.json.*\b{refused}\b"):
+            loaded_logits(folder)
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_entry_may_be_absent(saved: Path, tmp_path: Path, name: str) -> None:
+    folder = edited(saved, tmp_path, {})
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    config.pop(name, None)
+    path.write_text(json.dumps(config))
+    try:
+        ours_logits = loaded_logits(folder)
+    except UserError as error:
+        assert name in str(error)  # noqa: PT017  (loading it is right too)
+        return
+    reference = peft.PeftModel.from_pretrained(qwen(), folder)
+    torch.testing.assert_close(ours_logits, logits(reference), rtol=TOLERANCE, atol=TOLERANCE)

@@ -1,0 +1,298 @@
+"""Adapters of experts that a checkpoint has in one parameter: against `peft`'s `target_parameters`."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from transformers import Qwen3MoeConfig
+from transformers import Qwen3MoeForCausalLM as Reference
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
+
+from d9d_dist import DistributedContext, MeshConfig, StageInfo, UserError
+from d9d_dist.testing import run_ranks
+from d9d_modules import Qwen3Params
+from d9d_moe import (
+    GroupedSwiGLU,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeParams,
+    parallelize_expert_parallel,
+    qwen3_moe_from_hugging_face,
+    qwen3_moe_hugging_face_config,
+)
+from d9d_peft import LoRA, PeftMethod, Stack, inject, load_adapters, merge_, save_adapters
+from d9d_state import StateMapper, parallel, rename, sequential, split, transpose
+
+PARAMS = Qwen3MoeParams(
+    decoder=Qwen3Params(
+        vocab_size=21, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, intermediate_size=24,
+        tie_word_embeddings=False, initializer_range=0.2,
+    ),
+    num_experts=4, top_k=2, expert_intermediate_size=12,
+)  # fmt: skip
+FUSED = qwen3_moe_from_hugging_face(PARAMS, layout="fused")
+TOKENS = torch.arange(16).view(2, 8)
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+# peft's options, and the same method here.
+CASES: dict[str, tuple[dict[str, Any], PeftMethod]] = {
+    "all": (
+        {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+        LoRA("experts", rank=3, alpha=6),
+    ),
+    "stabilized": (
+        {"target_modules": [], "target_parameters": ["gate_up_proj", "down_proj"], "use_rslora": True},
+        LoRA("experts", rank=3, alpha=6, rank_stabilized=True),
+    ),
+    "down alone": (
+        {"target_modules": [], "target_parameters": ["experts.down_proj"]},
+        LoRA("down_proj", rank=3, alpha=6),
+    ),
+    "gate and up, and attention": (
+        {
+            "target_modules": ["q_proj"], "target_parameters": ["1.mlp.experts.gate_up_proj"],
+            "rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"experts\.gate_up_proj": 9},
+        },
+        Stack(LoRA(r"1\..*experts\.(gate|up)_proj", rank=3, alpha=9), LoRA("q_proj", rank=2, alpha=6)),
+    ),
+}  # fmt: skip
+
+
+def reference(dtype: torch.dtype) -> Reference:
+    """`transformers`' model with random weights, the same on every call."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig.from_dict(qwen3_moe_hugging_face_config(PARAMS))
+    config._experts_implementation = "eager"  # torch's grouped kernel takes no float64
+    model = Reference(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3)
+    for module in model.modules() if dtype == torch.float64 else ():
+        # The reference rounds to float32 inside its norm and its router.
+        if isinstance(module, Qwen3MoeRMSNorm):
+            module.forward = partial(norm, module)
+        elif isinstance(module, Qwen3MoeTopKRouter):
+            module.forward = partial(route, module)
+    return model.to(dtype)
+
+
+def norm(module: Qwen3MoeRMSNorm, hidden_states: Tensor) -> Tensor:
+    return F.rms_norm(hidden_states, module.weight.shape, module.weight, module.variance_epsilon)
+
+
+def route(router: Qwen3MoeTopKRouter, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scores = F.linear(hidden_states.flatten(0, -2), router.weight)
+    chosen, indices = scores.softmax(-1).topk(router.top_k)
+    return scores, chosen / chosen.sum(-1, keepdim=True) if router.norm_topk_prob else chosen, indices
+
+
+def ours(method: PeftMethod, dtype: torch.dtype) -> tuple[Qwen3MoeForCausalLM, StateMapper]:
+    """The same model here, with adapters, and the mapper from the reference's tensors to its own."""
+    model = Qwen3MoeForCausalLM(PARAMS, StageInfo(0, 1)).to(dtype)
+    tensors = dict(reference(dtype).state_dict())
+    state: dict[str, Tensor] = {}
+    for group in FUSED.groups:
+        state |= FUSED.apply({name: tensors[name] for name in group.inputs})
+    model.load_state_dict(state)
+    return model, sequential(FUSED, inject(method, model))
+
+
+def perturb(model: nn.Module) -> None:
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, mean=0.1, std=0.3)
+
+
+def theirs(name: str, dtype: torch.dtype) -> peft.PeftModel:
+    options: dict[str, Any] = {"r": 3, "lora_alpha": 6, **CASES[name][0]}
+    model = peft.get_peft_model(reference(dtype), peft.LoraConfig(**options))
+    assert isinstance(model, peft.PeftModel)
+    perturb(model)
+    return model
+
+
+def logits(model: nn.Module) -> Tensor:
+    output = model.eval()(TOKENS)
+    result: Tensor = output.logits if hasattr(output, "logits") else output
+    return result
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", CASES)
+def test_we_load_what_peft_saves_and_merge_it_alike(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    expected = theirs(name, dtype)
+    expected.save_pretrained(str(tmp_path))
+    model, mapper = ours(CASES[name][1], dtype)
+    before = logits(model)
+    load_adapters(model, tmp_path, FUSED)
+    assert_close = partial(torch.testing.assert_close, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert_close(logits(model), logits(expected))
+    assert (logits(model) - before).abs().max() > 0.01
+    merge_(model)
+    exported: dict[str, Tensor] = {}
+    state = dict(model.state_dict())
+    back = mapper.inverse()
+    for group in back.groups:
+        exported |= back.apply({key: state[key] for key in group.inputs})
+    merged = expected.merge_and_unload().state_dict()
+    assert_close(exported, {key: merged[key] for key in exported})
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", CASES)
+def test_peft_loads_what_we_save_and_we_load_it_again(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    model, _ = ours(CASES[name][1], dtype)
+    perturb(model)
+    save_adapters(model, tmp_path, FUSED)
+    loaded = peft.PeftModel.from_pretrained(reference(dtype), tmp_path)
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    again, _ = ours(CASES[name][1], dtype)
+    load_adapters(again, tmp_path, FUSED)
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def test_a_shared_a_is_not_read_into_layers_of_half_its_rank(tmp_path: Path) -> None:
+    theirs("all", torch.float32).save_pretrained(str(tmp_path))
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    # peft's layers have rank 3; rank 6 is that of gate and up of rank 3 each, side by side.
+    model, _ = ours(LoRA("experts", rank=6, alpha=12), torch.float32)
+    perturb(model)
+    with pytest.raises(
+        UserError, match=r"of another shape: .*experts\.lora_A\.weight: got \[12, 12\], expected \[24, "
+    ):
+        load_adapters(model, tmp_path, FUSED)
+    wide = peft.LoraConfig(r=6, lora_alpha=12, target_modules=[], target_parameters=config["target_parameters"])
+    other = peft.get_peft_model(reference(torch.float32), wide)
+    assert isinstance(other, peft.PeftModel)
+    perturb(other)
+    other.save_pretrained(str(tmp_path / "wide"))
+    narrow = Stack(LoRA(r"(gate|up)_proj", rank=3, alpha=6), LoRA(r"experts\.down_proj", rank=6, alpha=12))
+    model, _ = ours(narrow, torch.float32)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(UserError, match=r"gate_up_proj of rank 6 shares its A .*Inject the layers with rank = 6\."):
+        load_adapters(model, tmp_path / "wide", FUSED)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+PER_EXPERT = qwen3_moe_from_hugging_face(PARAMS)
+
+
+def test_refuses_parameters_where_the_mapper_has_a_weight_for_each_expert(tmp_path: Path) -> None:
+    theirs("all", torch.float32).save_pretrained(str(tmp_path))
+    model, _ = ours(CASES["all"][1], torch.float32)
+    with pytest.raises(UserError, match=r"target_parameters = .*; the model's adapters are those of layers\..*'fused'"):
+        load_adapters(model, tmp_path, PER_EXPERT)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (
+            LoRA("gate_proj"),
+            r"gate_proj\.weight comes from \S+gate_up_proj of the base checkpoint, as \S+up_proj\.weight does",
+        ),
+        (
+            Stack(LoRA("gate_proj", rank=2, alpha=4), LoRA("up_proj", rank=4, alpha=4)),
+            r"gate_up_proj holds layers whose adapters have the scales 1, 2; expected one\. Inject them with one rank",
+        ),
+    ],
+)
+def test_refuses_layers_that_a_parameter_cannot_hold(tmp_path: Path, method: PeftMethod, message: str) -> None:
+    model, _ = ours(method, torch.float32)
+    with pytest.raises(UserError, match=message):
+        save_adapters(model, tmp_path / "adapters", FUSED)
+    assert not (tmp_path / "adapters").exists()
+
+
+def swiglu() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"experts": GroupedSwiGLU(3, 6, 6)})
+    inject(LoRA("experts", rank=2), model)
+    return model
+
+
+NAMES = [f"experts.{name}_proj.weight" for name in ("gate", "up", "down")]
+
+
+@pytest.mark.parametrize(
+    ("mapper", "message"),
+    [
+        (
+            parallel(rename("experts.a", NAMES[0]), rename("experts.b", NAMES[1]), rename("down", NAMES[2])),
+            r"experts\.a and experts\.b have adapters of equal shapes; .*only the order .* Adapt one of them",
+        ),
+        (
+            parallel(
+                sequential(transpose("experts.w", "w", dim0=1, dim1=2), split("w", NAMES[:2], [6, 6], dim=1)),
+                rename("down", NAMES[2]),
+            ),
+            r"experts\.gate_proj\.weight comes from experts\.w of the base checkpoint; expected one tensor of the same",
+        ),
+    ],
+)
+def test_refuses_parameters_that_peft_has_another_way(tmp_path: Path, mapper: StateMapper, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        save_adapters(swiglu(), tmp_path / "adapters", mapper)
+
+
+def test_rows_may_be_in_another_order_than_the_layers(tmp_path: Path) -> None:
+    mapper = parallel(split("experts.up_gate", [NAMES[1], NAMES[0]], [6, 6], dim=1), rename("down", NAMES[2]))
+    model, again = swiglu(), swiglu()
+    perturb(model)
+    save_adapters(model, tmp_path, mapper)
+    b = load_file(tmp_path / "adapter_model.safetensors")["base_model.model.experts.lora_B.weight"]
+    up = b.view(12, 4, 3).permute(2, 0, 1)[:, :6, :2]
+    assert torch.equal(up, model.get_parameter("experts.up_proj.adapter.lora_b"))
+    load_adapters(again, tmp_path, mapper)
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def save_in_layout(folder: Path, mesh: dict[str, int]) -> None:
+    with MeshConfig(**mesh).build() as ctx:
+        model, again = laid_out(ctx), laid_out(ctx)
+        perturb_whole(model)
+        save_adapters(model, folder, FUSED, ctx)
+        load_adapters(again, folder, FUSED, ctx)
+        for (name, got), expected in zip(again.named_parameters(), model.parameters(), strict=True):
+            if got.requires_grad:
+                torch.testing.assert_close(local(got), local(expected), rtol=0, atol=0, msg=name)
+
+
+def laid_out(ctx: DistributedContext) -> nn.Module:
+    model, _ = ours(CASES["all"][1], torch.float32)
+    perturb(model)
+    parallelize_expert_parallel(model, ctx)
+    return model
+
+
+def perturb_whole(model: nn.Module) -> None:
+    """Change what is trained, by the same rule in every layout."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(2)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"data_parallel_shard": 2, "expert_parallel": 2}, {"tensor_parallel": 2, "expert_parallel": 2}]
+)
+def test_experts_on_several_ranks_are_saved_as_by_one(tmp_path: Path, mesh: dict[str, int]) -> None:
+    model, _ = ours(CASES["all"][1], torch.float32)
+    perturb(model)
+    perturb_whole(model)
+    save_adapters(model, tmp_path / "one", FUSED)
+    run_ranks(save_in_layout, tmp_path / "several", mesh, world_size=2)
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "several" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
