@@ -362,6 +362,7 @@ MUTANTS: list[tuple[Bug, Row]] = [
     (_the_bias_weighs, Row("skewed", "ep=2,dp_shard=2")),
     (_forward_counts, Row("deepseek", "ep=2,dp_shard=2", "full")),
     (_ranks_count_alone, Row("qwen3", "ep=2,cp_shard=2")),
+    (_ranks_count_alone, Row("joint", "ep=2,cp_shard=2")),
     (_replicas_of_experts_are_not_added_up, Row("qwen3", "ep=1,dp_shard=2", shard_replicas=False)),
     (_the_norm_forgets_other_ranks_experts, Row("qwen3", "ep=2,dp_shard=2")),
     (_router_losses_are_not_joined, Row("qwen3", "ep=2,tp=2")),

@@ -80,7 +80,7 @@ def test_own_entries_and_files_come_first(tmp_path: Path) -> None:
     source = _source(tmp_path / "source")
     own: dict[str, Any] = {"config.json": {"model_type": "tiny", "hidden": 3}, "vocab.json": {"new": 1}}
     save_model_state(nn.Linear(2, 3).to(torch.bfloat16), tmp_path / "export", extra_files=own, source=source)
-    kept = {"eos_token_id": [7, 9], "dtype": "bfloat16", "hidden": 3, "model_type": "tiny"}
+    kept = {"eos_token_id": [7, 9], "limit": float("inf"), "dtype": "bfloat16", "hidden": 3, "model_type": "tiny"}
     assert json.loads((tmp_path / "export/config.json").read_text()) == kept
     assert json.loads((tmp_path / "export/vocab.json").read_text()) == {"new": 1}
 

@@ -3,6 +3,7 @@
 Files are copied byte for byte; of `config.json`, entries that the exporter does not write itself are kept as they are.
 """
 
+import json
 import logging
 import re
 from collections import Counter
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from d9d_dist import UserError
-from d9d_state.json_value import JsonValue, parse_json
+from d9d_state.json_value import JsonValue
 from d9d_state.tensor_info import TensorInfo
 
 CONFIG_NAME = "config.json"
@@ -59,19 +60,18 @@ def add_carried_files(
 
 def _merged_config(carried: bytes, own: JsonValue, tensors: Iterable[TensorInfo], *, source: Path) -> JsonValue | bytes:
     try:
-        theirs = parse_json(carried)
+        theirs = json.loads(carried)  # other writers write infinity, which our JSON has no place for
     except ValueError as error:
-        raise UserError(f"{source / CONFIG_NAME}: {error} Expected the config of a checkpoint.") from error
+        raise UserError(f"{source / CONFIG_NAME}: {error}. Expected the config of a checkpoint.") from error
     if not isinstance(theirs, Mapping):
         raise UserError(f"{source / CONFIG_NAME} holds {type(theirs).__name__}; expected a JSON object.")
     if own is not None and (not isinstance(own, Mapping) or own.get("model_type") != theirs.get("model_type")):
         return own
-    merged = dict(theirs)
-    if own is not None:
-        merged = {key: value for key, value in theirs.items() if key not in _NOT_KEPT} | dict(own)
+    kept = {key: value for key, value in theirs.items() if own is None or key not in _NOT_KEPT}
     dtype = _main_dtype(tensors)
-    merged |= {key: dtype for key in ("dtype", "torch_dtype") if dtype is not None and merged.get(key) is not None}
-    return carried if merged == theirs else merged
+    kept |= {key: dtype for key in ("dtype", "torch_dtype") if dtype is not None and kept.get(key) is not None}
+    merged = {**kept, **(own or {})}
+    return carried if merged == theirs else json.dumps(merged, indent=2, sort_keys=True, ensure_ascii=False).encode()
 
 
 def _read(source: Path) -> dict[str, bytes]:
