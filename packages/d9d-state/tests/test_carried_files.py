@@ -16,6 +16,7 @@ CONFIG = {
     "hidden": 2,
     "eos_token_id": [7, 9],
     "dtype": "float32",
+    "limit": float("inf"),
     "auto_map": {"AutoModel": "a.B"},
 }
 CARRIED = {
