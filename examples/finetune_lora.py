@@ -47,13 +47,14 @@ class LoraDecoder(ModelProvider):
         return sequential(self.base.state_mapper(model), self.injected)
 
 
-def finish(done: Finished, provider: LoraDecoder) -> None:
+def finish(done: Finished, provider: LoraDecoder, source: Path) -> None:
     """Save the adapters alone, then the model with the adapters merged into its weights."""
     run_dir, model, ctx = done.result.run_dir, done.model, done.ctx
     save_adapters(model, run_dir / "adapters", provider.base.state_mapper(model), ctx)
     merge_(model, ctx)
     mapper = provider.state_mapper(model).inverse()
-    save_model_state(model, run_dir / "export", mapper, ctx, extra_files=provider.base.export_files())
+    files = provider.base.export_files()
+    save_model_state(model, run_dir / "export", mapper, ctx, extra_files=files, source=source)
     if ctx.is_main_process:
         summary = {
             "steps": done.result.steps,
@@ -72,7 +73,7 @@ def main() -> None:
     params = qwen3_params_from_hugging_face(read_config_file(config.initial_weights / "config.json"))
     provider = LoraDecoder(Decoder(params), LoRA(**config.lora.model_dump()))
     trainer = Trainer(config, model=provider, data=PackedText(config.text), task=NextByte())
-    trainer.events.on(Finished, lambda done: finish(done, provider))
+    trainer.events.on(Finished, lambda done: finish(done, provider, config.initial_weights))
     trainer.train()
 
 

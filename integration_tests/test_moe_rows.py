@@ -25,6 +25,7 @@ from d9d_loop import GradientsReady, Inputs, ModelProvider, Trainer
 from d9d_loop.testing import Around, Experiment, parse_layout, trace_layout
 from d9d_modules import CheckpointPolicy, Qwen3Params
 from d9d_moe import (
+    BalanceDefinition,
     BalanceScope,
     DeepseekV3ForCausalLM,
     DeepseekV3Params,
@@ -76,6 +77,7 @@ class MoeProvider(ModelProvider):
     """Builds one of the models and parallelises it as a user does.
 
     "qwen3" has a balance loss of the sequence and a z-loss, "batch" one of the batch, "global_batch" one of the step's;
+    "joint" has one of all layers and of the sequence, "joint_batch" of all layers and of the batch;
     "padded" is the first with a mask of its tokens; "deepseek" has all of its family; with "skewed" all tokens go to
     the same experts, and the others get none.
     """
@@ -85,8 +87,15 @@ class MoeProvider(ModelProvider):
 
     @property
     def params(self) -> Qwen3MoeParams | DeepseekV3Params:
-        scopes: dict[str, BalanceScope] = {"batch": "batch", "global_batch": "global_batch"}
-        losses = RouterLosses(balance=0.5, scope=scopes.get(self.row.model, "sequence"), z=0.1)
+        scopes: dict[str, BalanceScope] = {
+            "batch": "batch",
+            "global_batch": "global_batch",
+            "joint": "sequence",
+            "joint_batch": "batch",
+        }
+        definition: BalanceDefinition = "transformers" if self.row.model.startswith("joint") else "per_layer"
+        scope = scopes.get(self.row.model, "sequence")
+        losses = RouterLosses(balance=0.5, definition=definition, scope=scope, z=0.1)
         if self.row.model in ("qwen3", "padded", *scopes):
             dense = Qwen3Params(
                 vocab_size=32,
@@ -222,6 +231,9 @@ ROWS = [
     Row("qwen3", "pp=2,ep=2,dp_shard=2,schedule=zb1p,microbatch=1"),
     Row("batch", "ep=2,dp_shard=2,tp=2"),
     Row("global_batch", "ep=1,dp_shard=2,microbatch=2"),
+    Row("joint", "pp=2,ep=2,tp=2,microbatch=2", "full"),
+    Row("joint", "pp=2,ep=2,cp_shard=2,schedule=zb1p,microbatch=1"),
+    Row("joint_batch", "pp=2,ep=2,dp_shard=2"),
     Row("padded", "pp=2,ep=4,cp_shard=2,tp=2,microbatch=2", "full"),
     Row("deepseek", "ep=2,dp_shard=2,tp=2", "full"),
     Row("deepseek", "ep=4,dp_shard=4,microbatch=1"),
@@ -350,6 +362,7 @@ MUTANTS: list[tuple[Bug, Row]] = [
     (_the_bias_weighs, Row("skewed", "ep=2,dp_shard=2")),
     (_forward_counts, Row("deepseek", "ep=2,dp_shard=2", "full")),
     (_ranks_count_alone, Row("qwen3", "ep=2,cp_shard=2")),
+    (_ranks_count_alone, Row("joint", "ep=2,cp_shard=2")),
     (_replicas_of_experts_are_not_added_up, Row("qwen3", "ep=1,dp_shard=2", shard_replicas=False)),
     (_the_norm_forgets_other_ranks_experts, Row("qwen3", "ep=2,dp_shard=2")),
     (_router_losses_are_not_joined, Row("qwen3", "ep=2,tp=2")),

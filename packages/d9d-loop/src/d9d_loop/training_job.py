@@ -390,7 +390,18 @@ class TrainingJob:
                 mapper and mapper.inverse(),
                 self._ctx,
                 extra_files=self._parts.model.export_files(),
+                source=self._source(folder),
                 progress=self._config.logging.progress,
             )
         self._events.emit(ModelExported(self._config.steps, folder))
         return folder
+
+    def _source(self, earlier: Path) -> Path | None:
+        """Find the folder whose tokenizer and other files are exported, too; a resumed job can do without it."""
+        folder = self._config.initial_weights
+        if folder is None or folder.is_dir():
+            return folder
+        if earlier.is_dir():
+            return earlier
+        self._reports.line(f"initial_weights = {folder} is gone: its tokenizer and other files are not exported.")
+        return None

@@ -2,6 +2,7 @@ import pytest
 
 from d9d_dist import UserError
 from d9d_modules import config_value, require_value
+from d9d_modules.models.hugging_face_config import config_keys_in_errors, require_known_keys
 
 
 def test_values_are_read_with_their_type() -> None:
@@ -32,3 +33,44 @@ def test_an_unsupported_value_is_refused() -> None:
         require_value({"hidden_act": "gelu"}, "hidden_act", "silu")
     with pytest.raises(UserError, match=r"config\.json has model_type = None; only 'qwen3' is supported"):
         require_value({}, "model_type", "qwen3", required=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "minimum", "message"),
+    [
+        (0, None, "key = 0; expected a int above 0"),
+        (-2, 0, "key = -2; expected a int of at least 0"),
+        (0.0, None, r"key = 0\.0; expected a float above 0"),
+        (float("nan"), None, "key = nan; expected a float above 0"),
+        (float("inf"), 0.0, r"key = inf; expected a float of at least 0\.0"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(value: float, minimum: float | None, message: str) -> None:
+    assert config_value({"key": 0}, "key", int, minimum=0) == 0
+    with pytest.raises(UserError, match=rf"config\.json has {message}"):
+        config_value({"key": value}, "key", type(value), minimum=minimum)
+
+
+def test_a_number_is_no_flag() -> None:
+    with pytest.raises(UserError, match=r"config\.json has attention_bias = 0; only False is supported"):
+        require_value({"attention_bias": 0}, "attention_bias", supported=False)
+    with pytest.raises(UserError, match=r"config\.json has step = True; only 1 is supported"):
+        require_value({"step": True}, "step", 1)
+
+
+def test_an_unknown_entry_is_refused_by_name() -> None:
+    require_known_keys({"size": 1, "dtype": "float16"}, used=["size"], irrelevant={"dtype": "a reason"})
+    with pytest.raises(UserError, match=r"config\.json has alibi = True, extra = None; expected only entries"):
+        require_known_keys({"size": 1, "alibi": True, "extra": None}, used=["size"], irrelevant={})
+
+
+def _raise(message: str) -> None:
+    with config_keys_in_errors({"num_heads": "num_attention_heads", "top_k": "top_k"}):
+        raise UserError(message)
+
+
+def test_errors_name_the_entry_that_a_field_came_from() -> None:
+    with pytest.raises(UserError, match=r"^num_heads = 3; no\. In config\.json num_heads is num_attention_heads\.$"):
+        _raise("num_heads = 3; no.")
+    with pytest.raises(UserError, match=r"^top_k = 3; no\.$"):
+        _raise("top_k = 3; no.")

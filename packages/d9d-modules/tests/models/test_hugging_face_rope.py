@@ -83,17 +83,63 @@ def test_what_is_left_out_follows_from_the_lengths() -> None:
     assert rope_from_hugging_face(config)[1] == YarnScaling(factor=4.0, original_max_positions=32)
     config = {"rope_theta": 5000.0, "max_position_embeddings": 128, "rope_scaling": {"type": "yarn", "factor": 3}}
     assert rope_from_hugging_face(config)[1] == YarnScaling(factor=3.0, original_max_positions=128)
-    beside = {**config, "original_max_position_embeddings": 64}
-    assert rope_from_hugging_face(beside)[1] == YarnScaling(factor=3.0, original_max_positions=64)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"rope_theta": 5e3, "rope_scaling": YARN},
+        {"rope_parameters": {**YARN, "rope_theta": 5e3}},
+        {"rope_theta": 5e3, "rope_scaling": YARN, "rope_parameters": {**YARN, "rope_theta": 5e3}},
+        {"rope_theta": 5e3, "rope_scaling": YARN, "rope_parameters": {}},
+    ],
+)
+def test_a_scaling_is_found_in_either_place(places: dict[str, Any]) -> None:
+    config = {"max_position_embeddings": 128, **places}
+    assert rope_from_hugging_face(config) == (5e3, YarnScaling(factor=4.0, original_max_positions=32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rope_theta": 5e3, "rope_scaling": YARN},
+            r"has rope_scaling = .*yarn.* and rope_parameters = .*default.*; expected one of them",
+        ),
+        ({"rope_theta": 1e4}, r"config\.json has rope_theta = 10000\.0, but rope_parameters counts"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e3, "mscale_all_dim": 1.0}},
+            r"rope_parameters of config\.json, of rope_type 'linear', has mscale_all_dim = 1\.0; expected only",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "type": "yarn", "factor": 2.0, "rope_theta": 5e3}},
+            r"has type = 'yarn'; only 'linear' is supported",
+        ),
+        (
+            {"rope_parameters": {**YARN, "rope_theta": 5e3}, "original_max_position_embeddings": 64},
+            r"has original_max_position_embeddings = 64; only 32 is supported",
+        ),
+    ],
+)
+def test_what_would_be_dropped_is_refused(changes: dict[str, Any], message: str) -> None:
+    config = {"max_position_embeddings": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}, **changes}
+    with pytest.raises(UserError, match=message):
+        rope_from_hugging_face(config)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({}, r"config\.json has no 'rope_theta'"),
-        ({"rope_theta": 1e4, "rope_scaling": "yarn"}, r"has rope parameters 'yarn'; expected an object"),
+        ({"rope_theta": 1e4, "rope_scaling": "yarn"}, r"has rope_scaling = 'yarn'; expected an object"),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, r"has no 'factor'"),
-        ({"rope_theta": 1e4, "rope_scaling": {"type": "new"}}, r"rope_type 'new'; expected default, linear, dynamic"),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "new"}},
+            r"rope_type 'new' in rope_scaling; expected one of default, linear, dynamic",
+        ),
         (
             {"rope_theta": 1e4, "rope_scaling": {"type": "longrope", "short_factor": [1, "2"]}},
             r"has short_factor = \[1, '2'\]; expected a list of numbers",

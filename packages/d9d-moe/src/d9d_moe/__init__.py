@@ -21,6 +21,7 @@ from d9d_moe.grouped_linear import (
     choose_backend,
     grouped_matmul,
 )
+from d9d_moe.joint_balance import JointBalance, token_records
 from d9d_moe.layer import MoeFeedForward
 from d9d_moe.models.deepseek_v3 import (
     DeepseekV3ForCausalLM,
@@ -61,7 +62,15 @@ from d9d_moe.models.qwen3_moe_hugging_face import (
 )
 from d9d_moe.models.qwen3_moe_tensor_plan import qwen3_moe_tensor_plan
 from d9d_moe.router import Router, Routing, SigmoidRouter, TopKRouter
-from d9d_moe.router_losses import BalanceScope, HiddenAndLosses, RouterLosses, TokenGroups, expert_load, token_losses
+from d9d_moe.router_losses import (
+    BalanceDefinition,
+    BalanceScope,
+    HiddenAndLosses,
+    RouterLosses,
+    TokenGroups,
+    expert_load,
+    token_losses,
+)
 from d9d_moe.shared_experts import SharedExperts
 
 __all__ = [
@@ -69,6 +78,7 @@ __all__ = [
     "AllToAllDispatched",
     "AllToAllDispatcher",
     "BackboneSizes",
+    "BalanceDefinition",
     "BalanceScope",
     "Combining",
     "DeepEpBuffer",
@@ -90,6 +100,7 @@ __all__ = [
     "GroupedSwiGLU",
     "Hidden",
     "HiddenAndLosses",
+    "JointBalance",
     "LoadStatistics",
     "LocalDispatched",
     "LocalDispatcher",
@@ -136,6 +147,7 @@ __all__ = [
     "qwen3_moe_tensor_plan",
     "take_expert_counts",
     "token_losses",
+    "token_records",
     "update_global_load",
     "update_selection_bias",
 ]

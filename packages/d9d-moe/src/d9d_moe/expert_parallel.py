@@ -10,6 +10,7 @@ from d9d_dist import DistributedContext, Precision, UserError, canonical_name, p
 from d9d_moe.all_to_all import AllToAllDispatcher
 from d9d_moe.deep_ep import DeepEpDispatcher, check_deep_ep, deep_ep_buffer
 from d9d_moe.dispatch import Dispatcher
+from d9d_moe.joint_balance import JointBalance
 from d9d_moe.layer import MoeFeedForward
 from d9d_moe.router_losses import TokenGroups
 
@@ -70,6 +71,9 @@ def parallelize_expert_parallel(
         block.token_groups = groups
         if dispatcher is not None:
             block.dispatcher = dispatcher
+    for module in model.modules():
+        if isinstance(module, JointBalance):
+            module.token_groups = groups
 
 
 def _check_dispatch(dispatch: Dispatch, ctx: DistributedContext, degree: int) -> None:

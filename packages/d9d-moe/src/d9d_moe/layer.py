@@ -9,6 +9,7 @@ from d9d_dist.errors import UserError
 from d9d_moe.dispatch import Dispatcher, LocalDispatcher
 from d9d_moe.expert_counts import ExpertCounter
 from d9d_moe.experts import GroupedSwiGLU
+from d9d_moe.joint_balance import token_records
 from d9d_moe.router import Router, Routing
 from d9d_moe.router_losses import HiddenAndLosses, RouterLosses, TokenGroups, token_losses
 
@@ -101,9 +102,12 @@ class MoeFeedForward(nn.Module):
         return HiddenAndLosses(y, self._losses(routing, x, mask_T)) if self.losses.any else y
 
     def _losses(self, routing: Routing, x: Tensor, mask_T: Tensor | None) -> Tensor:
-        """What each token costs [...]."""
+        """Compute what each token costs [...], or record what a loss over all layers needs [..., R]."""
         if not self.training:
-            return x.new_zeros(x.shape[:-1], dtype=routing.probabilities.dtype)
+            zeros = x.new_zeros(x.shape[:-1], dtype=routing.probabilities.dtype)
+            return zeros.unsqueeze(-1) if self.losses.are_joint else zeros
+        if self.losses.are_joint:
+            return token_records(routing, self.losses, mask_T=mask_T).unflatten(0, x.shape[:-1])
         losses_T = token_losses(
             routing, self.losses, self.token_groups, rows=len(x), global_load_E=self.global_load, mask_T=mask_T
         )

@@ -197,8 +197,8 @@ def check_groups(*, num_experts: int, top_k: int, num_groups: int, top_groups: i
     reachable = top_groups * (num_experts // num_groups)
     if top_k > reachable:
         raise UserError(
-            f"top_k = {top_k}, but top_groups = {top_groups} of {num_groups} groups hold {reachable} experts; expected "
-            f"at most {reachable}. Lower top_k, or raise top_groups."
+            f"top_k = {top_k}, but top_groups = {top_groups} of {num_groups} groups hold {reachable} experts, of "
+            f"num_experts = {num_experts}; expected at most {reachable}. Lower top_k, or raise top_groups."
         )
 
 

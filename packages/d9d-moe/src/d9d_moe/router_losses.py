@@ -21,6 +21,9 @@ from d9d_moe.router import Routing
 BalanceScope: TypeAlias = Literal["sequence", "batch", "global_batch"]
 """Over which tokens the load of experts is counted."""
 
+BalanceDefinition: TypeAlias = Literal["per_layer", "transformers"]
+"""Whether each layer has a balance loss of its own, or all layers have one together, as in `transformers`."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +33,12 @@ class RouterLosses:
     Attributes:
         balance: Factor of the load-balancing loss, `sum_e f_e * P_e`: f is the share of tokens that chose an expert
             times `num_experts / top_k`, P its mean score ("DeepSeek-V3", arXiv:2412.19437, equations 17 to 20; "Switch
-            Transformers", arXiv:2101.03961, equation 4, for a top_k of 1). It is 1 where load and scores are even. The
-            factor of `transformers` is this one divided by `top_k`.
+            Transformers", arXiv:2101.03961, equation 4, for a top_k of 1). It is 1 where load and scores are even. With
+            `definition = "transformers"` it is the `router_aux_loss_coef` of `transformers`.
+        definition: "per_layer": each layer has the loss above, and the losses of all layers are added. "transformers":
+            one loss over the tokens of all layers, `E * sum_e f_e * P_e` with f the share of tokens that chose an
+            expert, equal to `load_balancing_loss_func`. It is `top_k` where load and scores are even. Neither
+            definition follows from the other with more than one layer.
         scope: Over which tokens f is counted. "sequence": those of one row, wherever its parts are: the same numbers in
             every layout, however a step is cut into microbatches. "batch": those of a whole microbatch on all ranks
             (arXiv:2501.11873): with one microbatch in a step those of the global batch. "global_batch": those of all of
@@ -42,11 +49,12 @@ class RouterLosses:
     """
 
     balance: float = 0.0
+    definition: BalanceDefinition = "per_layer"
     scope: BalanceScope = "sequence"
     z: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse factors below zero, and a scope that there is not.
+        """Refuse factors below zero, names that do not exist, and a scope that the definition cannot have.
 
         Raises:
             UserError: Naming the field, its value, and what it may be.
@@ -54,6 +62,14 @@ class RouterLosses:
         if self.scope not in get_args(BalanceScope):
             expected = ", ".join(get_args(BalanceScope))
             raise UserError(f"router_losses.scope = {self.scope!r}; expected one of {expected}.")
+        if self.definition not in get_args(BalanceDefinition):
+            expected = ", ".join(get_args(BalanceDefinition))
+            raise UserError(f"router_losses.definition = {self.definition!r}; expected one of {expected}.")
+        if self.definition == "transformers" and self.scope == "global_batch":
+            raise UserError(
+                'router_losses.definition = "transformers" with scope = "global_batch": no pipeline stage knows the '
+                'load that all layers had in the step before; expected scope = "sequence" or "batch".'
+            )
         for name, value in (("balance", self.balance), ("z", self.z)):
             if value < 0:
                 raise UserError(f"router_losses.{name} = {value}; expected 0 (none) or above.")
@@ -62,6 +78,11 @@ class RouterLosses:
     def any(self) -> bool:
         """Whether there are any."""
         return self.balance > 0 or self.z > 0
+
+    @property
+    def are_joint(self) -> bool:
+        """Whether the balance loss is one of all layers, so that layers record what it needs; see `JointBalance`."""
+        return self.balance > 0 and self.definition == "transformers"
 
     @property
     def follow_global_batch(self) -> bool:
@@ -75,7 +96,8 @@ class HiddenAndLosses(NamedTuple):
 
     Attributes:
         hidden: Hidden states [B, L, D].
-        losses: The losses of all routers so far, for each token [B, L], float32 (float64 for a float64 model).
+        losses: The losses of all routers so far, for each token [B, L], float32 (float64 for a float64 model); with
+            `RouterLosses.definition = "transformers"` their `token_records` [B, L, R].
     """
 
     hidden: Tensor
@@ -121,12 +143,8 @@ def token_losses(
     Raises:
         UserError: If the router gives no scores.
     """
-    if routing.scores is None or routing.logits is None:
-        raise UserError(
-            "got losses for a router that gives no logits and scores; expected both in its Routing. Leave the losses "
-            "out, or let the router give them."
-        )
-    total_T = torch.zeros_like(routing.scores[:, 0])
+    scores_TE, _ = scored(routing)
+    total_T = z_losses(routing, losses)
     if losses.balance:
         if losses.scope == "global_batch":
             assert global_load_E is not None
@@ -134,11 +152,29 @@ def token_losses(
         else:
             load_BE = expert_load(routing, groups, scope=losses.scope, rows=rows, mask_T=mask_T)
         num_tokens, num_counted = len(total_T), len(load_BE)
-        load_TE = load_BE.to(routing.scores.dtype).repeat_interleave(num_tokens // max(num_counted, 1), dim=0)
-        total_T = total_T + losses.balance * (routing.scores * load_TE).sum(dim=-1)
-    if losses.z:
-        total_T = total_T + losses.z * routing.logits.logsumexp(dim=-1).square()
+        load_TE = load_BE.to(scores_TE.dtype).repeat_interleave(num_tokens // max(num_counted, 1), dim=0)
+        total_T = total_T + losses.balance * (scores_TE * load_TE).sum(dim=-1)
     return total_T if mask_T is None else total_T.masked_fill(~mask_T, 0.0)
+
+
+def scored(routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return the scores and logits of a routing [T, E].
+
+    Raises:
+        UserError: If the router gives none.
+    """
+    if routing.scores is None or routing.logits is None:
+        raise UserError(
+            "got losses for a router that gives no logits and scores; expected both in its Routing. Leave the losses "
+            "out, or let the router give them."
+        )
+    return routing.scores, routing.logits
+
+
+def z_losses(routing: Routing, losses: RouterLosses) -> Tensor:
+    """Compute the z-loss of each token [T]; zeros without one."""
+    scores_TE, logits_TE = scored(routing)
+    return losses.z * logits_TE.logsumexp(dim=-1).square() if losses.z else torch.zeros_like(scores_TE[:, 0])
 
 
 @torch.no_grad()

@@ -214,11 +214,28 @@ def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
         ({"scoring_func": "softmax"}, r"config\.json has scoring_func = 'softmax'; only 'sigmoid' is supported"),
         ({"moe_layer_freq": 2}, r"config\.json has moe_layer_freq = 2; only 1 is supported"),
         ({"kv_lora_rank": None}, r"config\.json has no 'kv_lora_rank'"),
+        ({"head_dim": 3}, r"config\.json has head_dim = 3; expected qk_rope_head_dim = "),
+        ({"num_key_value_heads": 1}, r"config\.json has num_key_value_heads = 1; expected num_attention_heads = "),
+        ({"num_experts_per_tok": 99}, r"top_k = 99; .*In config\.json .*top_k is num_experts_per_tok"),
+        (
+            {
+                "rope_parameters": None,
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0},
+            },
+            r"rope_scaling of config\.json, of rope_type 'linear', has mscale_all_dim = 1\.0; expected only entries",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         deepseek_v3_params_from_hugging_face({**deepseek_v3_hugging_face_config(_params()), **changes})
+
+
+def test_a_rank_of_queries_is_a_number_or_null() -> None:
+    config = deepseek_v3_hugging_face_config(_params())
+    del config["q_lora_rank"]
+    with pytest.raises(UserError, match=r"config\.json has no 'q_lora_rank'; expected a int, or null"):
+        deepseek_v3_params_from_hugging_face(config)
 
 
 def test_what_the_config_has_no_place_for_is_refused() -> None:

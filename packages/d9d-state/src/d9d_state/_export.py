@@ -147,8 +147,8 @@ class Export:
         return None
 
 
-def extra_texts(extra_files: Mapping[str, JsonValue]) -> dict[str, bytes]:
-    """The content of the files that stand beside the weights.
+def extra_texts(extra_files: Mapping[str, JsonValue | bytes]) -> dict[str, bytes]:
+    """Return the content of the files that stand beside the weights; bytes as they are.
 
     Raises:
         ValueError: If a name is not plain or is one of the weights' own, or a value is no JSON.
@@ -158,7 +158,10 @@ def extra_texts(extra_files: Mapping[str, JsonValue]) -> dict[str, bytes]:
             raise ValueError(
                 f"got the extra file {name!r}; expected a plain file name that is not one of the weights'."
             )
-    return {name: dump_json(value, indent=2) + b"\n" for name, value in extra_files.items()}
+    return {
+        name: value if isinstance(value, bytes) else dump_json(value, indent=2) + b"\n"
+        for name, value in extra_files.items()
+    }
 
 
 def refuse_foreign(target: Path, own: Iterable[str]) -> None:

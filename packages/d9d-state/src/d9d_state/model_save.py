@@ -1,12 +1,13 @@
 """A module's weights as a folder of safetensors files in the Hugging Face layout, complete or not there at all."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, UserError
+from d9d_state._carried_files import add_carried_files
 from d9d_state._consensus import is_main, num_ranks
 from d9d_state._export import Export, extra_texts, refuse_foreign
 from d9d_state._export_plan import Offer, Part, exchange_offers, plan_files
@@ -28,6 +29,7 @@ def save_model_state(
     *,
     max_shard_bytes: int = 5_000_000_000,
     extra_files: Mapping[str, JsonValue] | None = None,
+    source: str | Path | None = None,
     progress: bool = True,
 ) -> None:
     """Write a model's parameters and persistent buffers as a folder in the Hugging Face layout. Collective.
@@ -48,11 +50,15 @@ def save_model_state(
         ctx: The ranks; `None` for a process on its own.
         max_shard_bytes: Bytes of tensors in one file, unless a single tensor is larger.
         extra_files: JSON files to write beside the weights, by name: `{"config.json": {...}}`.
+        source: Folder that the weights came from; only the main process reads it. Its small files, such as tokenizer
+            and generation config, are copied unless `extra_files` has one of that name. Of a `config.json` of the same
+            `model_type`, entries that `extra_files` lacks are kept, and `dtype` becomes that of the exported weights.
+            Code, adapters and files above 256 MiB are not copied, nor is the `auto_map` that names code.
         progress: Whether each rank shows a bar, where the standard error is a terminal.
 
     Raises:
         UserError: On every rank, if mapper and model do not fit together, or the folder holds something else than an
-            export.
+            export; if the source cannot be read.
         ValueError: If an extra file is no JSON or has no plain name; if `ctx` is missing on several ranks.
         StateError: On every rank, if writing failed. The earlier export is then still there.
     """
@@ -61,8 +67,15 @@ def save_model_state(
     target = Path(folder).absolute()
     texts = extra_texts(extra_files or {})
     stage = 0 if ctx is None else ctx.coordinate("regular", "pp")
-    problem = _foreign(target, texts) if is_main(ctx) else None
-    parts = exchange_offers(_offer(model, mapper, stage) if problem is None else Offer(stage, problem=problem), ctx)
+    offer = _offer(model, mapper, stage)
+    if is_main(ctx) and offer.problem is None:
+        try:
+            if source is not None:
+                texts = extra_texts(add_carried_files(extra_files or {}, Path(source), offer.produced.values()))
+            refuse_foreign(target, texts)
+        except UserError as error:
+            offer = Offer(stage, problem=str(error))
+    parts = exchange_offers(offer, ctx)
     _check_complete(mapper, parts)
     mine = next(part for part in parts if (0 if ctx is None else ctx.rank) in part.ranks)
     groups = [group for group in mapper.groups if not mine.tensors.keys().isdisjoint(group.outputs)]
@@ -81,15 +94,6 @@ def save_model_state(
 
 def _write(export: Export, mapper: StateMapper, tensors: Mapping[str, Tensor]) -> None:
     export.write(mapper.apply(tensors))
-
-
-def _foreign(target: Path, own: Iterable[str]) -> str | None:
-    """What is in the way of the folder."""
-    try:
-        refuse_foreign(target, own)
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def _offer(model: nn.Module, mapper: StateMapper, stage: int) -> Offer:

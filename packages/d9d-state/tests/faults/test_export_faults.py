@@ -28,8 +28,11 @@ def _config(of: int) -> dict[str, JsonValue]:
 
 
 def _export(of: int, folder: Path) -> None:
+    source = folder.parent.with_name("source")
+    source.mkdir(exist_ok=True)
+    (source / "tokenizer.json").write_text("{}")
     # One byte: each tensor has a file of its own, beside an index.
-    save_model_state(_model(of), folder, max_shard_bytes=1, extra_files=_config(of))
+    save_model_state(_model(of), folder, max_shard_bytes=1, extra_files=_config(of), source=source)
 
 
 def _found(folder: Path) -> int | None:
@@ -40,6 +43,7 @@ def _found(folder: Path) -> int | None:
     load_model_state(model, folder)
     (value,) = {value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()}
     assert json.loads((folder / "config.json").read_text())["of"] == value
+    assert (folder / "tokenizer.json").read_text() == "{}"
     assert {path.name for path in folder.iterdir() if path.suffix == ".safetensors"} == {
         path.name for path in ModelFolder.open(folder).files.values()
     }
@@ -122,7 +126,9 @@ _CALLS = ((45, 7), (8, 2))  # of the main process, which also replaces the earli
 def _export_on_ranks(root: Path, told: Path | None = None) -> Callable[[DistributedContext], None]:
     def work(ctx: DistributedContext) -> None:
         try:
-            save_model_state(_model(2), root / "export", ctx=ctx, max_shard_bytes=1, extra_files=_config(2))
+            save_model_state(
+                _model(2), root / "export", ctx=ctx, max_shard_bytes=1, extra_files=_config(2), source=root / "export"
+            )
         except StateError as error:
             if told is None:
                 raise

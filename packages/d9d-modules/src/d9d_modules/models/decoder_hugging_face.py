@@ -4,11 +4,40 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from d9d_modules.models.decoder_params import DecoderParams
-from d9d_modules.models.hugging_face_rope import rope_to_hugging_face
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, require_value
+from d9d_modules.models.hugging_face_rope import ROPE_ENTRIES, rope_to_hugging_face
 from d9d_state import JsonValue, StateMapper, parallel, rename, repeat, scope
 
 FeedForwardMapper: TypeAlias = Callable[[int], StateMapper]
 """Maps the feed-forward block of the layer with the given index; names start below `mlp.` and `feed_forward.`."""
+
+DECODER_ENTRIES = (
+    "attention_bias",
+    "attention_dropout",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "initializer_range",
+    "intermediate_size",
+    "is_encoder_decoder",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "quantization_config",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "vocab_size",
+    *ROPE_ENTRIES,
+)
+"""The entries of a `config.json` that all families read."""
+
+DECODER_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+}
+"""Entry by the field of a decoder that has another name."""
 
 
 def decoder_from_hugging_face(params: DecoderParams, *, feed_forward: FeedForwardMapper | None = None) -> StateMapper:
@@ -81,6 +110,19 @@ def decoder_hugging_face_config(params: DecoderParams) -> dict[str, JsonValue]:
         "initializer_range": params.initializer_range,
         "max_position_embeddings": params.max_position_embeddings,
     }
+
+
+def require_plain_decoder(config: HuggingFaceConfig) -> None:
+    """Refuse what the decoder of no family has, such as biases of attention, or dropout.
+
+    Raises:
+        UserError: Naming the entry.
+    """
+    require_value(config, "hidden_act", "silu")
+    require_value(config, "attention_bias", supported=False)
+    require_value(config, "attention_dropout", 0.0)
+    require_value(config, "quantization_config", None)
+    require_value(config, "is_encoder_decoder", supported=False)
 
 
 def _attention_and_norms(*, has_qk_norm: bool) -> StateMapper:

@@ -4,40 +4,118 @@ from collections.abc import Mapping
 
 from d9d_dist.errors import UserError
 from d9d_modules.models.decoder_params import DecoderParams, RopeScaling
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_known_keys, require_value
 from d9d_modules.rope_scaling import DynamicNtkScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from d9d_state import JsonValue
 
+ROPE_ENTRIES = (
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+)
+"""The entries of a `config.json` that `rope_from_hugging_face` reads."""
+
+_SCALING_ENTRIES = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "factor",
+        "mscale",
+        "mscale_all_dim",
+        "original_max_position_embeddings",
+        "truncate",
+    ),
+    "llama3": ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("attention_factor", "factor", "long_factor", "original_max_position_embeddings", "short_factor"),
+}
+"""What each `rope_type` reads, beside the type and the base."""
+
 
 def rope_from_hugging_face(config: HuggingFaceConfig) -> tuple[float, RopeScaling | None]:
-    """Base of the rotary wavelengths, and their scaling, from whichever place they are written in.
+    """Read the base of the rotary wavelengths, and their scaling, from whichever place they are written in.
+
+    `transformers` takes `rope_scaling` where there is one, then `rope_parameters`, and looks for the base beside it.
 
     Raises:
-        UserError: If the base or a value of the scaling is missing, or there is no such scaling.
+        UserError: If the base or a value of the scaling is missing, there is no such scaling, an entry is not one of
+            its scaling, or two places contradict each other.
     """
-    written = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(written, Mapping):
-        raise UserError(f"config.json has rope parameters {written!r}; expected an object.")
-    # An entry of null is one that is left out.
-    rope = {str(key): value for key, value in written.items() if value is not None}
-    require_value(rope, "partial_rotary_factor", 1.0)
+    places = {key: _entries(config, key) for key in ("rope_scaling", "rope_parameters")}
     require_value(config, "partial_rotary_factor", 1.0)
+    chosen, *others = [key for key, rope in places.items() if rope] or ["rope_parameters"]
+    rope = places[chosen]
+    if "rope_theta" not in rope and config.get("rope_theta") is None:
+        raise UserError(
+            f"config.json has no 'rope_theta' for {chosen} = {rope}, for which transformers takes 10000.0; expected "
+            f"the base of the rotary wavelengths. Write it into {chosen}."
+        )
     theta = config_value(rope if "rope_theta" in rope else config, "rope_theta", float)
-    return theta, _scaling(rope, config)
+    scaling = _scaling(rope, config, chosen)
+    for other in others:
+        if _scaling(places[other], config, other) != scaling:
+            raise UserError(
+                f"config.json has {chosen} = {rope} and {other} = {places[other]}; expected one of them, or the "
+                "same in both. Write rope_theta and the scaling into rope_parameters, and delete rope_scaling."
+            )
+    for place, entries in (("config.json", config), *places.items()):
+        written = entries.get("rope_theta")
+        if written is not None and written != theta:
+            raise UserError(
+                f"{place} has rope_theta = {written!r}, but {chosen} counts with {theta}; expected one base. Write it "
+                "into rope_parameters alone."
+            )
+    return theta, scaling
 
 
 def rope_to_hugging_face(params: DecoderParams) -> dict[str, JsonValue]:
-    """The entries of a `config.json` that say how positions are rotated.
+    """Write the entries of a `config.json` that say how positions are rotated.
+
+    Both forms are written: that of `transformers` 5 (`rope_parameters`), and the one that its earlier versions and
+    inference engines read.
 
     Raises:
         UserError: If the layout has no place for a value.
     """
-    plain: dict[str, JsonValue] = {"rope_theta": params.rope_theta}
-    return plain if params.rope_scaling is None else {**plain, "rope_scaling": _written(params.rope_scaling, params)}
+    scaling = None if params.rope_scaling is None else _written(params.rope_scaling, params)
+    return {
+        "rope_theta": params.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {
+            "rope_theta": params.rope_theta,
+            **({"rope_type": "default"} if scaling is None else scaling),
+        },
+    }
 
 
-def _scaling(rope: HuggingFaceConfig, config: HuggingFaceConfig) -> RopeScaling | None:
+def _entries(config: HuggingFaceConfig, key: str) -> dict[str, object]:
+    """One object of the configuration without its nulls, which are entries that are left out."""
+    written = config.get(key)
+    if written is None:
+        return {}
+    if not isinstance(written, Mapping):
+        raise UserError(f"config.json has {key} = {written!r}; expected an object.")
+    return {str(name): value for name, value in written.items() if value is not None}
+
+
+def _scaling(rope: HuggingFaceConfig, config: HuggingFaceConfig, place: str) -> RopeScaling | None:
+    require_value(rope, "partial_rotary_factor", 1.0, where=f"{place} of config.json")
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _SCALING_ENTRIES:
+        raise UserError(
+            f"config.json asks for rope_type {kind!r} in {place}; expected one of {', '.join(_SCALING_ENTRIES)}."
+        )
+    require_value(rope, "type", kind, where=f"{place} of config.json")
+    used = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING_ENTRIES[kind])
+    require_known_keys(rope, used=used, irrelevant={}, where=f"{place} of config.json, of rope_type {kind!r},")
+    if "original_max_position_embeddings" not in used:
+        require_value(config, "original_max_position_embeddings", config.get("max_position_embeddings"))
     match kind:
         case "default":
             return None
@@ -54,8 +132,8 @@ def _scaling(rope: HuggingFaceConfig, config: HuggingFaceConfig) -> RopeScaling 
                 original_max_positions=_original_length(rope, config),
                 beta_fast=config_value(rope, "beta_fast", float, default=32.0),
                 beta_slow=config_value(rope, "beta_slow", float, default=1.0),
-                mscale=config_value(rope, "mscale", float, default=0.0),
-                mscale_all_dim=config_value(rope, "mscale_all_dim", float, default=0.0),
+                mscale=config_value(rope, "mscale", float, default=0.0, minimum=0.0),
+                mscale_all_dim=config_value(rope, "mscale_all_dim", float, default=0.0, minimum=0.0),
                 fixed_attention_factor=_attention_factor(rope),
                 truncate=config_value(rope, "truncate", bool, default=True),
             )
@@ -75,9 +153,7 @@ def _scaling(rope: HuggingFaceConfig, config: HuggingFaceConfig) -> RopeScaling 
                 fixed_attention_factor=_attention_factor(rope),
             )
         case _:
-            raise UserError(
-                f"config.json asks for rope_type {kind!r}; expected default, linear, dynamic, yarn, llama3 or longrope."
-            )
+            raise AssertionError(kind)
 
 
 def _written(scaling: RopeScaling, params: DecoderParams) -> dict[str, JsonValue]:
@@ -124,12 +200,12 @@ def _written(scaling: RopeScaling, params: DecoderParams) -> dict[str, JsonValue
 
 
 def _original_length(rope: HuggingFaceConfig, config: HuggingFaceConfig) -> int:
-    """Length of the first training: with the scaling, beside it (Phi-3), or that of the model."""
+    """Length of the first training: with the scaling, or that of the model."""
     key = "original_max_position_embeddings"
-    for place in (config, rope):
-        if place.get(key) is not None:
-            return config_value(place, key, int)
-    return config_value(config, "max_position_embeddings", int)
+    length = config_value(rope if key in rope else config, key if key in rope else "max_position_embeddings", int)
+    # Where both places have it, versions of transformers disagree about which one counts.
+    require_value(config, key, length)
+    return length
 
 
 def _factor(rope: HuggingFaceConfig, config: HuggingFaceConfig) -> float:

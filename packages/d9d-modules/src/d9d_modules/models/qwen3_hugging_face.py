@@ -4,14 +4,27 @@ from dataclasses import replace
 
 from d9d_dist.errors import UserError
 from d9d_modules.models.decoder_hugging_face import (
+    DECODER_ENTRIES,
+    DECODER_KEYS,
     FeedForwardMapper,
     decoder_from_hugging_face,
     decoder_hugging_face_config,
+    require_plain_decoder,
 )
-from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
+from d9d_modules.models.hugging_face_config import (
+    HuggingFaceConfig,
+    config_keys_in_errors,
+    config_value,
+    require_known_keys,
+    require_value,
+)
+from d9d_modules.models.hugging_face_irrelevant import QWEN3_IRRELEVANT
 from d9d_modules.models.hugging_face_rope import rope_from_hugging_face
 from d9d_modules.models.qwen3 import Qwen3Params
 from d9d_state import JsonValue, StateMapper
+
+QWEN3_ENTRIES = (*DECODER_ENTRIES, "layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
+"""The entries that `qwen3_params_from_hugging_face` reads."""
 
 
 def qwen3_from_hugging_face(params: Qwen3Params, *, feed_forward: FeedForwardMapper | None = None) -> StateMapper:
@@ -45,11 +58,12 @@ def qwen3_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3Params:
         UserError: If it describes another family, lacks a size, or asks for what is not implemented.
     """
     require_value(config, "model_type", "qwen3", required=True)
+    require_known_keys(config, used=QWEN3_ENTRIES, irrelevant=QWEN3_IRRELEVANT)
     params = decoder_params_from_hugging_face(config)
     layers = _sliding_layers(config, params.num_layers)
     if not layers:
         return params
-    return replace(params, sliding_window=config_value(config, "sliding_window", int), sliding_layers=layers)
+    return replace(params, sliding_window=sliding_window_of(config), sliding_layers=layers)
 
 
 def decoder_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3Params:
@@ -58,45 +72,65 @@ def decoder_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3Params:
     Raises:
         UserError: If it lacks a size, or asks for what is not implemented.
     """
-    require_value(config, "hidden_act", "silu")
-    require_value(config, "attention_bias", supported=False)
-    require_value(config, "quantization_config", None)
+    require_plain_decoder(config)
     theta, scaling = rope_from_hugging_face(config)
-    return Qwen3Params(
-        vocab_size=config_value(config, "vocab_size", int),
-        hidden_size=config_value(config, "hidden_size", int),
-        num_layers=config_value(config, "num_hidden_layers", int),
-        num_heads=config_value(config, "num_attention_heads", int),
-        num_kv_heads=config_value(config, "num_key_value_heads", int),
-        head_dim=config_value(config, "head_dim", int),
-        intermediate_size=config_value(config, "intermediate_size", int),
-        tie_word_embeddings=config_value(config, "tie_word_embeddings", bool, default=False),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        rms_norm_eps=config_value(config, "rms_norm_eps", float, default=1e-6),
-        initializer_range=config_value(config, "initializer_range", float, default=0.02),
-        max_position_embeddings=config_value(config, "max_position_embeddings", int, default=32768),
-    )
+    with config_keys_in_errors(DECODER_KEYS):
+        return Qwen3Params(
+            vocab_size=config_value(config, "vocab_size", int),
+            hidden_size=config_value(config, "hidden_size", int),
+            num_layers=config_value(config, "num_hidden_layers", int),
+            num_heads=config_value(config, "num_attention_heads", int),
+            num_kv_heads=config_value(config, "num_key_value_heads", int),
+            head_dim=config_value(config, "head_dim", int),
+            intermediate_size=config_value(config, "intermediate_size", int),
+            tie_word_embeddings=config_value(config, "tie_word_embeddings", bool, default=False),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            rms_norm_eps=config_value(config, "rms_norm_eps", float, default=1e-6),
+            initializer_range=config_value(config, "initializer_range", float, default=0.02),
+            max_position_embeddings=config_value(config, "max_position_embeddings", int, default=32768),
+        )
+
+
+def sliding_window_of(config: HuggingFaceConfig) -> int:
+    """Read the size of a window that the configuration uses.
+
+    Raises:
+        UserError: If it is missing, or no size.
+    """
+    if config.get("sliding_window") is None:
+        raise UserError(
+            "config.json has no 'sliding_window', but use_sliding_window = True; expected the number of positions that "
+            "a position attends to."
+        )
+    return config_value(config, "sliding_window", int)
 
 
 def _sliding_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, ...]:
     """Layers with a window: those whose type says so, or, without types, those from `max_window_layers` on."""
-    if not config_value(config, "use_sliding_window", bool, default=False):
-        return ()
+    is_sliding = config_value(config, "use_sliding_window", bool, default=False)
     types = config.get("layer_types")
     if types is None:
-        return tuple(range(config_value(config, "max_window_layers", int, default=28), num_layers))
+        first = config_value(config, "max_window_layers", int, default=28, minimum=0)
+        return tuple(range(first, num_layers)) if is_sliding else ()
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != num_layers or any(each not in known for each in types):
         raise UserError(
-            f"config.json has layer_types = {types!r}; expected a list of {num_layers}, each one of {', '.join(known)}."
+            f"config.json has layer_types = {types!r}; expected a list of {num_layers}, as num_hidden_layers says, "
+            f"each one of {', '.join(known)}."
+        )
+    if not is_sliding and known[1] in types:
+        raise UserError(
+            f"config.json has layer_types = {types!r} and use_sliding_window = False; expected no {known[1]!r}, or "
+            "use_sliding_window = True and a sliding_window."
         )
     return tuple(index for index, each in enumerate(types) if each == "sliding_attention")
 
 
 def _sliding_entries(params: Qwen3Params) -> dict[str, JsonValue]:
+    """All three always, so that none is left from the file that the weights came with."""
     if params.sliding_window is None:
-        return {"use_sliding_window": False}
+        return {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
     return {
         "use_sliding_window": True,
         "sliding_window": params.sliding_window,

@@ -1,11 +1,73 @@
 """DeepSeek-V3 in the Hugging Face layout: names of tensors and `config.json`, both ways."""
 
+from collections.abc import Mapping
+
 from d9d_dist.errors import UserError
 from d9d_modules import HuggingFaceConfig, Qwen3Params, config_value, require_value, swiglu_from_hugging_face
+from d9d_modules.models.decoder_hugging_face import DECODER_ENTRIES, DECODER_KEYS, require_plain_decoder
+from d9d_modules.models.hugging_face_config import config_keys_in_errors, require_known_keys
+from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
 from d9d_modules.models.hugging_face_rope import rope_from_hugging_face, rope_to_hugging_face
 from d9d_moe.models.deepseek_v3 import DeepseekV3Params
-from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face, router_losses_state
+from d9d_moe.models.experts_hugging_face import (
+    ExpertsLayout,
+    experts_from_hugging_face,
+    num_experts_key,
+    router_losses_state,
+)
 from d9d_state import JsonValue, StateMapper, parallel, rename, repeat, scope
+
+DEEPSEEK_V3_ENTRIES = (
+    *DECODER_ENTRIES,
+    "first_k_dense_replace",
+    "kv_lora_rank",
+    "moe_intermediate_size",
+    "moe_layer_freq",
+    "n_group",
+    "n_routed_experts",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+    "num_local_experts",
+    "q_lora_rank",
+    "qk_head_dim",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "rope_interleave",
+    "routed_scaling_factor",
+    "scoring_func",
+    "topk_group",
+    "topk_method",
+    "v_head_dim",
+)
+"""The entries that `deepseek_v3_params_from_hugging_face` reads."""
+
+DEEPSEEK_V3_IRRELEVANT: Mapping[str, str] = {
+    **IRRELEVANT,
+    "aux_loss_alpha": "transformers has no balance loss for this family; give router_losses to the model for one",
+    "ep_size": "expert parallelism is chosen where the job starts",
+    "num_mtp_layers": "layers that predict further tokens are not loaded",
+    "num_nextn_predict_layers": "layers that predict further tokens are not loaded",
+    "output_router_logits": "names the form of the output: transformers has no balance loss for this family",
+    "seq_aux": "transformers has no balance loss for this family; give router_losses to the model for one",
+}
+"""Reason by entry, of those that do not change the model."""
+
+_KEYS = {
+    **DECODER_KEYS,
+    "kv_rank": "kv_lora_rank",
+    "q_rank": "q_lora_rank",
+    "head_dim": "qk_nope_head_dim",
+    "rotary_dim": "qk_rope_head_dim",
+    "value_dim": "v_head_dim",
+    "num_dense_layers": "first_k_dense_replace",
+    "top_k": "num_experts_per_tok",
+    "expert_intermediate_size": "moe_intermediate_size",
+    "num_shared_experts": "n_shared_experts",
+    "num_groups": "n_group",
+    "top_groups": "topk_group",
+    "routed_scale": "routed_scaling_factor",
+}
 
 
 def deepseek_v3_from_hugging_face(params: DeepseekV3Params, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
@@ -54,6 +116,8 @@ def deepseek_v3_hugging_face_config(params: DeepseekV3Params) -> dict[str, JsonV
         "q_lora_rank": params.q_rank,
         "qk_nope_head_dim": params.head_dim,
         "qk_rope_head_dim": params.rotary_dim,
+        "qk_head_dim": params.head_dim + params.rotary_dim,
+        "head_dim": params.rotary_dim,
         "v_head_dim": params.value_dim,
         "rope_interleave": params.rotary_layout == "interleaved",
         **rope_to_hugging_face(_positions(params)),
@@ -61,6 +125,7 @@ def deepseek_v3_hugging_face_config(params: DeepseekV3Params) -> dict[str, JsonV
         "first_k_dense_replace": params.num_dense_layers,
         "moe_layer_freq": 1,
         "n_routed_experts": params.num_experts,
+        "num_local_experts": params.num_experts,
         "n_shared_experts": params.num_shared_experts,
         "num_experts_per_tok": params.top_k,
         "moe_intermediate_size": params.expert_intermediate_size,
@@ -71,6 +136,7 @@ def deepseek_v3_hugging_face_config(params: DeepseekV3Params) -> dict[str, JsonV
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "num_nextn_predict_layers": 0,
+        "num_mtp_layers": 0,
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -88,9 +154,8 @@ def deepseek_v3_params_from_hugging_face(config: HuggingFaceConfig) -> DeepseekV
         UserError: If it describes another family, lacks a size, or asks for what is not implemented.
     """
     require_value(config, "model_type", "deepseek_v3", required=True)
-    require_value(config, "quantization_config", None)  # its scales would be taken for tensors of no use
-    require_value(config, "hidden_act", "silu")
-    require_value(config, "attention_bias", supported=False)
+    require_known_keys(config, used=DEEPSEEK_V3_ENTRIES, irrelevant=DEEPSEEK_V3_IRRELEVANT)
+    require_plain_decoder(config)
     require_value(config, "scoring_func", "sigmoid")
     require_value(config, "topk_method", "noaux_tc")
     require_value(config, "moe_layer_freq", 1)
@@ -102,40 +167,54 @@ def deepseek_v3_params_from_hugging_face(config: HuggingFaceConfig) -> DeepseekV
             )
     theta, scaling = rope_from_hugging_face(config)
     is_interleaved = config_value(config, "rope_interleave", bool, default=True)
-    return DeepseekV3Params(
-        vocab_size=config_value(config, "vocab_size", int),
-        hidden_size=config_value(config, "hidden_size", int),
-        num_layers=config_value(config, "num_hidden_layers", int),
-        num_heads=config_value(config, "num_attention_heads", int),
-        kv_rank=config_value(config, "kv_lora_rank", int),
-        q_rank=None if config.get("q_lora_rank") is None else config_value(config, "q_lora_rank", int),
-        head_dim=config_value(config, "qk_nope_head_dim", int),
-        rotary_dim=config_value(config, "qk_rope_head_dim", int),
-        value_dim=config_value(config, "v_head_dim", int),
-        intermediate_size=config_value(config, "intermediate_size", int),
-        num_dense_layers=config_value(config, "first_k_dense_replace", int),
-        num_experts=_num_experts(config),
-        top_k=config_value(config, "num_experts_per_tok", int),
-        expert_intermediate_size=config_value(config, "moe_intermediate_size", int),
-        num_shared_experts=config_value(config, "n_shared_experts", int, default=1),
-        num_groups=config_value(config, "n_group", int, default=8),
-        top_groups=config_value(config, "topk_group", int, default=4),
-        renormalize=config_value(config, "norm_topk_prob", bool, default=True),
-        routed_scale=config_value(config, "routed_scaling_factor", float, default=2.5),
-        rotary_layout="interleaved" if is_interleaved else "half",
-        tie_word_embeddings=config_value(config, "tie_word_embeddings", bool, default=False),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        rms_norm_eps=config_value(config, "rms_norm_eps", float, default=1e-6),
-        initializer_range=config_value(config, "initializer_range", float, default=0.02),
-        max_position_embeddings=config_value(config, "max_position_embeddings", int, default=4096),
-    )
+    _require_implied_sizes(config)
+    experts_key = num_experts_key(config, "n_routed_experts")
+    with config_keys_in_errors({**_KEYS, "num_experts": experts_key}):
+        return DeepseekV3Params(
+            vocab_size=config_value(config, "vocab_size", int),
+            hidden_size=config_value(config, "hidden_size", int),
+            num_layers=config_value(config, "num_hidden_layers", int),
+            num_heads=config_value(config, "num_attention_heads", int),
+            kv_rank=config_value(config, "kv_lora_rank", int),
+            q_rank=None if config.get("q_lora_rank") is None else config_value(config, "q_lora_rank", int),
+            head_dim=config_value(config, "qk_nope_head_dim", int),
+            rotary_dim=config_value(config, "qk_rope_head_dim", int),
+            value_dim=config_value(config, "v_head_dim", int),
+            intermediate_size=config_value(config, "intermediate_size", int),
+            num_dense_layers=config_value(config, "first_k_dense_replace", int, minimum=0),
+            num_experts=config_value(config, experts_key, int),
+            top_k=config_value(config, "num_experts_per_tok", int),
+            expert_intermediate_size=config_value(config, "moe_intermediate_size", int),
+            num_shared_experts=config_value(config, "n_shared_experts", int, default=1),
+            num_groups=config_value(config, "n_group", int, default=8),
+            top_groups=config_value(config, "topk_group", int, default=4),
+            renormalize=config_value(config, "norm_topk_prob", bool, default=True),
+            routed_scale=config_value(config, "routed_scaling_factor", float, default=2.5),
+            rotary_layout="interleaved" if is_interleaved else "half",
+            tie_word_embeddings=config_value(config, "tie_word_embeddings", bool, default=False),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            rms_norm_eps=config_value(config, "rms_norm_eps", float, default=1e-6),
+            initializer_range=config_value(config, "initializer_range", float, default=0.02),
+            max_position_embeddings=config_value(config, "max_position_embeddings", int, default=4096),
+        )
 
 
-def _num_experts(config: HuggingFaceConfig) -> int:
-    # The library that wrote the file may name the experts so since its fifth version.
-    key = "num_local_experts" if "num_local_experts" in config else "n_routed_experts"
-    return config_value(config, key, int)
+def _require_implied_sizes(config: HuggingFaceConfig) -> None:
+    """Refuse sizes that say again what others say, with another number."""
+    rotary_dim, plain_dim = (config_value(config, f"qk_{part}_head_dim", int) for part in ("rope", "nope"))
+    for key, implied, why in (
+        ("head_dim", rotary_dim, "qk_rope_head_dim"),
+        ("qk_head_dim", plain_dim + rotary_dim, "qk_nope_head_dim + qk_rope_head_dim"),
+        ("num_key_value_heads", config_value(config, "num_attention_heads", int), "num_attention_heads"),
+    ):
+        value = config.get(key)
+        if value is not None and (value != implied or isinstance(value, bool)):
+            raise UserError(f"config.json has {key} = {value!r}; expected {why} = {implied}, or no such entry.")
+    if "q_lora_rank" not in config:
+        raise UserError(
+            "config.json has no 'q_lora_rank'; expected a int, or null for queries without a latent vector."
+        )
 
 
 def _positions(params: DeepseekV3Params) -> Qwen3Params:

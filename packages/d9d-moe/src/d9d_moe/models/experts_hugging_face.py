@@ -3,6 +3,7 @@
 from typing import Literal, TypeAlias
 
 from d9d_dist.errors import UserError
+from d9d_modules import HuggingFaceConfig, config_value
 from d9d_moe.router_losses import RouterLosses
 from d9d_state import StateMapper, keep, parallel, rename, split, stack
 
@@ -42,3 +43,18 @@ def experts_from_hugging_face(num_experts: int, intermediate_size: int, *, layou
 def router_losses_state(losses: RouterLosses) -> list[StateMapper]:
     """What a block keeps for its losses, which the layout has no place for; names of one layer."""
     return [keep("global_load")] if losses.follow_global_batch else []
+
+
+def num_experts_key(config: HuggingFaceConfig, key: str) -> str:
+    """Find the entry with the number of experts, which `transformers` 5 may name `num_local_experts`.
+
+    Raises:
+        UserError: If it is missing or no number, or both names are there with different ones.
+    """
+    alias = "num_local_experts"
+    found = {name: config_value(config, name, int) for name in (key, alias) if name in config}
+    if not found:
+        raise UserError(f"config.json has no {key!r} or {alias!r}; expected the number of experts.")
+    if len(set(found.values())) > 1:
+        raise UserError(f"config.json has {key} = {config[key]} and {alias} = {config[alias]}; expected one number.")
+    return alias if alias in config else key

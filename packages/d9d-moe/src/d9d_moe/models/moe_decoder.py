@@ -21,6 +21,7 @@ from d9d_modules import (
     TokenEmbedding,
     rotary_tables,
 )
+from d9d_moe.joint_balance import JointBalance
 from d9d_moe.layer import MoeFeedForward
 from d9d_moe.router_losses import HiddenAndLosses, RouterLosses
 
@@ -156,6 +157,10 @@ class MoeDecoder(nn.Module):
         self.sizes = sizes = params.backbone_sizes
         self.stage = stage
         self.has_losses = params.router_losses.any
+        self.joint_balance = (
+            JointBalance(params.router_losses) if stage.is_last and params.router_losses.are_joint else None
+        )
+        self._records = params.router_losses.are_joint
         # A dynamic scaling is for what is beyond.
         is_bounded = not isinstance(sizes.rope_scaling, DynamicNtkScaling)
         self._max_positions = sizes.max_position_embeddings if is_bounded else None
@@ -199,7 +204,7 @@ class MoeDecoder(nn.Module):
 
         Returns:
             Hidden states [B, L, D], normalised on the last stage; where routers have losses a tuple of them and of what
-            routing costs each token so far [B, L].
+            routing costs each token so far [B, L], or before the last stage of a loss over all layers its records.
 
         Raises:
             UserError: If the input is not what this stage takes, positions or documents do not fit it, or token ids or
@@ -222,13 +227,14 @@ class MoeDecoder(nn.Module):
         if self.stage.is_first:
             assert self.embedding is not None
             x_BLD = self.embedding(received)
-            x = _without_losses(x_BLD) if self.has_losses else x_BLD
+            x = _without_losses(x_BLD, are_records=self._records) if self.has_losses else x_BLD
         mask_BL = None if mask_BL is None else self.token_mask(mask_BL)
         for layer in self.layers.values():
             x = layer(x, rotary, documents_BL=documents_BL, mask_BL=mask_BL)
         if not isinstance(x, HiddenAndLosses):
             return x if self.norm is None else self.norm(x)
-        return (x.hidden if self.norm is None else self.norm(x.hidden)), x.losses
+        losses = x.losses if self.joint_balance is None else self.joint_balance(x.losses)
+        return (x.hidden if self.norm is None else self.norm(x.hidden)), losses
 
     def _check_inputs(self, hidden: Tensor, position_ids: Tensor | None, *, has_losses: bool) -> None:
         got = f"{tuple(hidden.shape)} of {hidden.dtype}"
@@ -257,7 +263,8 @@ class MoeDecoder(nn.Module):
             )
 
 
-def _without_losses(x_BLD: Tensor) -> HiddenAndLosses:
-    """Hidden states before the first layer: nothing was routed yet."""
+def _without_losses(x_BLD: Tensor, *, are_records: bool) -> HiddenAndLosses:
+    """Return hidden states with losses of 0, or with one column of zeros to which the records of layers are added."""
     dtype = torch.promote_types(x_BLD.dtype, torch.float32)
-    return HiddenAndLosses(x_BLD, x_BLD.new_zeros(x_BLD.shape[:2], dtype=dtype))
+    zeros_BL = x_BLD.new_zeros(x_BLD.shape[:2], dtype=dtype)
+    return HiddenAndLosses(x_BLD, zeros_BL.unsqueeze(-1) if are_records else zeros_BL)

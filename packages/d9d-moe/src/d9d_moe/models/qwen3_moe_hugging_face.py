@@ -1,5 +1,6 @@
 """Qwen3-MoE in the Hugging Face layout: names of tensors and `config.json`, both ways."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from d9d_dist.errors import UserError
@@ -13,9 +14,42 @@ from d9d_modules import (
     require_value,
     swiglu_from_hugging_face,
 )
-from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face, router_losses_state
+from d9d_modules.models.decoder_hugging_face import DECODER_ENTRIES
+from d9d_modules.models.hugging_face_config import config_keys_in_errors, require_known_keys
+from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
+from d9d_modules.models.qwen3_hugging_face import sliding_window_of
+from d9d_moe.models.experts_hugging_face import (
+    ExpertsLayout,
+    experts_from_hugging_face,
+    num_experts_key,
+    router_losses_state,
+)
 from d9d_moe.models.qwen3_moe import Qwen3MoeParams
 from d9d_state import JsonValue, StateMapper, parallel, rename
+
+QWEN3_MOE_ENTRIES = (
+    *DECODER_ENTRIES,
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_local_experts",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "sliding_window",
+    "use_sliding_window",
+)
+"""The entries that `qwen3_moe_params_from_hugging_face` reads."""
+
+QWEN3_MOE_IRRELEVANT: Mapping[str, str] = {
+    **IRRELEVANT,
+    "max_window_layers": "transformers gives all layers of this family the window, or none",
+}
+"""Reason by entry, of those that do not change the model."""
+
+_KEYS = {"top_k": "num_experts_per_tok", "expert_intermediate_size": "moe_intermediate_size"}
 
 
 def qwen3_moe_from_hugging_face(params: Qwen3MoeParams, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
@@ -40,10 +74,13 @@ def qwen3_moe_hugging_face_config(params: Qwen3MoeParams) -> dict[str, JsonValue
     Raises:
         UserError: If the layout has no place for the scaling of the positions, or for windows of some layers only.
     """
-    return qwen3_hugging_face_config(replace(params.decoder, sliding_window=None, sliding_layers=())) | {
+    dense = qwen3_hugging_face_config(replace(params.decoder, sliding_window=None, sliding_layers=()))
+    del dense["layer_types"]
+    return dense | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "num_experts": params.num_experts,
+        "num_local_experts": params.num_experts,
         "num_experts_per_tok": params.top_k,
         "moe_intermediate_size": params.expert_intermediate_size,
         "norm_topk_prob": params.renormalize,
@@ -60,20 +97,22 @@ def qwen3_moe_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3MoePar
         UserError: If it describes another family, lacks a size, or asks for what is not implemented.
     """
     require_value(config, "model_type", "qwen3_moe", required=True)
+    require_known_keys(config, used=QWEN3_MOE_ENTRIES, irrelevant=QWEN3_MOE_IRRELEVANT)
+    _refuse_router_loss(config)
     decoder = decoder_params_from_hugging_face(config)
     if config_value(config, "use_sliding_window", bool, default=False):
-        window = config_value(config, "sliding_window", int)
+        window = sliding_window_of(config)
         decoder = replace(decoder, sliding_window=window, sliding_layers=tuple(range(decoder.num_layers)))
-    # The library that wrote the file names the experts so since its fifth version.
-    experts_key = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    return Qwen3MoeParams(
-        decoder=decoder,
-        num_experts=config_value(config, experts_key, int),
-        top_k=config_value(config, "num_experts_per_tok", int),
-        expert_intermediate_size=config_value(config, "moe_intermediate_size", int),
-        renormalize=config_value(config, "norm_topk_prob", bool, default=False),
-        dense_layers=_dense_layers(config, decoder.num_layers),
-    )
+    experts_key = num_experts_key(config, "num_experts")
+    with config_keys_in_errors({**_KEYS, "num_experts": experts_key}):
+        return Qwen3MoeParams(
+            decoder=decoder,
+            num_experts=config_value(config, experts_key, int),
+            top_k=config_value(config, "num_experts_per_tok", int),
+            expert_intermediate_size=config_value(config, "moe_intermediate_size", int),
+            renormalize=config_value(config, "norm_topk_prob", bool, default=False),
+            dense_layers=_dense_layers(config, decoder.num_layers),
+        )
 
 
 def _sliding_entries(decoder: Qwen3Params) -> dict[str, JsonValue]:
@@ -90,8 +129,22 @@ def _sliding_entries(decoder: Qwen3Params) -> dict[str, JsonValue]:
 
 def _dense_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, ...]:
     """Layers named as dense, and those that the sparse step passes over."""
-    named = config.get("mlp_only_layers") or []
-    if not isinstance(named, list):
-        raise UserError(f"config.json has mlp_only_layers = {named!r}; expected a list of layer indices.")
+    named = config.get("mlp_only_layers")
+    named = [] if named is None else named
+    if not isinstance(named, list) or not all(type(index) is int and index in range(num_layers) for index in named):
+        raise UserError(
+            f"config.json has mlp_only_layers = {named!r}; expected a list of layer indices from 0 to {num_layers - 1}."
+        )
     step = config_value(config, "decoder_sparse_step", int, default=1)
     return tuple(index for index in range(num_layers) if index in named or (index + 1) % step)
+
+
+def _refuse_router_loss(config: HuggingFaceConfig) -> None:
+    """Refuse the balance loss that `transformers` adds to the loss of the model."""
+    if config_value(config, "output_router_logits", bool, default=False):
+        factor = config_value(config, "router_aux_loss_coef", float, default=0.001, minimum=0.0)
+        raise UserError(
+            f"config.json has output_router_logits = True, with which transformers adds a balance loss of "
+            f"router_aux_loss_coef = {factor}; expected False. Set it to False, and give the loss to the model: "
+            f'replace(params, router_losses=RouterLosses(balance={factor}, definition="transformers", scope="batch")).'
+        )

@@ -1,0 +1,266 @@
+"""Every entry of every family's `config.json`: what `transformers` computes with it, or an error that names it."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from d9d_dist import UserError
+from d9d_modules import (
+    Llama3ForCausalLM,
+    Qwen3ForCausalLM,
+    llama3_from_hugging_face,
+    llama3_params_from_hugging_face,
+    qwen3_from_hugging_face,
+    qwen3_params_from_hugging_face,
+)
+from d9d_modules.models.hugging_face_irrelevant import LLAMA3_IRRELEVANT, QWEN3_IRRELEVANT
+from d9d_modules.models.llama3_hugging_face import LLAMA3_ENTRIES
+from d9d_modules.models.qwen3_hugging_face import QWEN3_ENTRIES
+from d9d_moe import (
+    DeepseekV3ForCausalLM,
+    Qwen3MoeForCausalLM,
+    deepseek_v3_from_hugging_face,
+    deepseek_v3_params_from_hugging_face,
+    qwen3_moe_from_hugging_face,
+    qwen3_moe_params_from_hugging_face,
+)
+from d9d_moe.models.deepseek_v3_hugging_face import DEEPSEEK_V3_ENTRIES, DEEPSEEK_V3_IRRELEVANT
+from d9d_moe.models.qwen3_moe_hugging_face import QWEN3_MOE_ENTRIES, QWEN3_MOE_IRRELEVANT
+from d9d_state import StateMapper
+
+REMOVED = "an entry that is removed"
+
+# Of a rounding of 6e-8 over some hundred operations of two layers; what an edit changes is above 1e-3.
+TOLERANCE = 2e-5
+
+
+@dataclass(frozen=True)
+class Family:
+    config: type[transformers.PreTrainedConfig]
+    reference: Callable[[Any], nn.Module]
+    build: Callable[[Any], nn.Module]
+    params: Callable[[Any], Any]
+    mapper: Callable[[Any], StateMapper]
+    used: tuple[str, ...]
+    irrelevant: Any
+    sizes: dict[str, Any]
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+    "initializer_range": 0.5,
+}
+HEADS = {"num_key_value_heads": 1, "head_dim": 4}
+FAMILIES = {
+    "qwen3": Family(
+        transformers.Qwen3Config,
+        transformers.Qwen3ForCausalLM,
+        Qwen3ForCausalLM,
+        qwen3_params_from_hugging_face,
+        qwen3_from_hugging_face,
+        QWEN3_ENTRIES,
+        QWEN3_IRRELEVANT,
+        HEADS,
+    ),
+    "llama": Family(
+        transformers.LlamaConfig,
+        transformers.LlamaForCausalLM,
+        Llama3ForCausalLM,
+        llama3_params_from_hugging_face,
+        llama3_from_hugging_face,
+        LLAMA3_ENTRIES,
+        LLAMA3_IRRELEVANT,
+        HEADS,
+    ),
+    "qwen3_moe": Family(
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        Qwen3MoeForCausalLM,
+        qwen3_moe_params_from_hugging_face,
+        lambda params: qwen3_moe_from_hugging_face(params, layout="fused"),
+        QWEN3_MOE_ENTRIES,
+        QWEN3_MOE_IRRELEVANT,
+        {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6},
+    ),
+    "deepseek_v3": Family(
+        transformers.DeepseekV3Config,
+        transformers.DeepseekV3ForCausalLM,
+        DeepseekV3ForCausalLM,
+        deepseek_v3_params_from_hugging_face,
+        lambda params: deepseek_v3_from_hugging_face(params, layout="fused"),
+        DEEPSEEK_V3_ENTRIES,
+        DEEPSEEK_V3_IRRELEVANT,
+        {
+            "num_key_value_heads": 2,
+            "kv_lora_rank": 4,
+            "q_lora_rank": 6,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 6,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
+        },
+    ),
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
+THETA = {"rope_theta": 100.0}
+SCALINGS = [
+    YARN,
+    {**YARN, **THETA},
+    {**YARN, **THETA, "mscale": 0.7, "mscale_all_dim": 0.4},
+    {**YARN, **THETA, "mscale_all_dim": 0.4},
+    {**YARN, **THETA, "attention_factor": 1.5, "beta_fast": 2.0, "beta_slow": 0.5, "truncate": False},
+    {"type": "yarn", "factor": 2.0, **THETA},
+    {**THETA, "rope_type": "linear", "factor": 2.0},
+    {**THETA, "rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0},
+    {**THETA, "rope_type": "linear", "factor": 2.0, "attention_factor": 3.0},
+    {**THETA, "rope_type": "dynamic", "factor": 2.0},
+    {**THETA, "rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 4},
+    {
+        **THETA,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 4,
+    },
+    {**THETA, "rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0], "factor": 2.0},
+    {**THETA, "rope_type": "default", "partial_rotary_factor": 0.5},
+    {**THETA, "rope_type": "default", "factor": 2.0},
+    {"full_attention": {**THETA, "rope_type": "default"}},
+    {},
+]
+# What transformers itself does not know. Some would change its models: a later version may read the others.
+UNKNOWN = {"is_causal": False, "use_bidirectional_attention": True, "logit_scale": 2.0, "per_layer_config": {"0": {}}}
+PLAUSIBLE: dict[str, list[Any]] = {
+    "rope_parameters": [*SCALINGS, {**THETA, "rope_type": "new"}],
+    "rope_scaling": SCALINGS,
+    "hidden_act": ["gelu", "silu"],
+    "layer_types": [["sliding_attention"] * 2, ["full_attention"] * 2, ["full_attention"], ["linear_attention"] * 2],
+    "mlp_only_layers": [[0], [1], [5], ["0"], [0.0]],
+    "scoring_func": ["softmax", "sigmoid"],
+    "topk_method": ["greedy", "noaux_tc"],
+    "model_type": ["gpt2"],
+    "quantization_config": [{"quant_method": "fp8"}],
+    "head_dim": [2, 4],
+    "num_attention_heads": [1, 4],
+    "qk_head_dim": [8, 12],
+    "rms_norm_eps": [0.1],
+    "tie_word_embeddings": [True, False],
+    "first_k_dense_replace": [0, 2],
+}
+ANYTHING = [None, True, False, 0, 1, 2, 3, -1, 0.0, 0.5, 2.5, float("nan"), float("inf"), "1", [], {}, REMOVED]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    yield
+    transformers.logging.set_verbosity(level)
+
+
+@cache
+def _base(family: str, *, sliding: bool) -> dict[str, Any]:
+    """A configuration as `transformers` writes it, with every entry."""
+    chosen = FAMILIES[family]
+    windows: dict[str, Any] = (
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1} if sliding else {}
+    )
+    written = chosen.config(**SIZES, **chosen.sizes, **windows).to_dict()
+    return json.loads(json.dumps({**written, "experts_implementation": "eager"}, default=str))
+
+
+def _edited(base: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    if value is REMOVED:
+        return {name: entry for name, entry in base.items() if name != key}
+    return {**base, key: value}
+
+
+def _reference(family: Family, config: dict[str, Any]) -> nn.Module | None:
+    """The model of `transformers`; None if it cannot build or run it."""
+    try:
+        torch.manual_seed(0)
+        model = family.reference(family.config.from_dict(deepcopy(config))).train()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3)
+        _logits(model)
+    except Exception:  # whatever it raises, it does not serve this configuration
+        return None
+    return model
+
+
+def _logits(model: nn.Module) -> Tensor:
+    torch.manual_seed(1)  # of dropout
+    ids = torch.arange(2 * 9).view(2, 9) * 7 % 11
+    output = model(ids)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def _own(family: Family, params: Any, reference: nn.Module) -> nn.Module:
+    mapper, model = family.mapper(params), family.build(params)
+    state = reference.state_dict()
+    loaded: dict[str, Tensor] = {}
+    for group in mapper.groups:
+        loaded |= mapper.apply({name: state[name] for name in group.inputs})
+    model.load_state_dict(loaded, strict=False)
+    return model
+
+
+def _check(family: Family, base: dict[str, Any], key: str, value: Any) -> str:
+    config = _edited(base, key, value)
+    try:
+        params = family.params(config)
+    except UserError as error:
+        return "refused" if key in str(error) else f"refused, but not by name: {error}"
+    reference = _reference(family, config)
+    if reference is None:
+        return "transformers cannot"
+    expected = _logits(reference)
+    try:
+        logits = _logits(_own(family, params, reference))
+    except UserError as error:
+        return "refused" if key in str(error) else f"refused, but not by name: {error}"
+    error = ((logits - expected).abs().max() / expected.abs().max()).item()
+    return "equal" if error <= TOLERANCE else f"logits that differ by {error:.2g}"
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_edit_is_followed_or_refused_by_name(name: str, sliding: bool) -> None:
+    family = FAMILIES[name]
+    if sliding and "sliding_window" not in family.used:
+        pytest.skip("a family without windows")
+    base = _base(name, sliding=sliding)
+    assert _check(family, base, "vocab_size", 11) == "equal", "the configuration itself"
+    keys = ("layer_types", "max_window_layers", "num_hidden_layers", "sliding_window", "use_sliding_window")
+    outcomes: dict[tuple[str, str], str] = {}
+    for key in keys if sliding else dict.fromkeys([*base, *family.used, *family.irrelevant, *UNKNOWN]):
+        is_used = key in family.used
+        for value in [*PLAUSIBLE.get(key, []), *ANYTHING] if is_used else [UNKNOWN.get(key, 1)]:
+            outcomes[key, repr(value)] = outcome = _check(family, base, key, value)
+            expected = ["transformers cannot", "equal"] if key in family.irrelevant else ["refused"]
+            if is_used:
+                expected = ["transformers cannot", "equal", "refused"]
+            assert outcome in expected, f"{key} = {value!r}"
+    assert list(outcomes.values()).count("equal") >= 5, outcomes
