@@ -12,6 +12,7 @@ from d9d_state._export import Export, extra_texts, refuse_foreign
 from d9d_state._export_plan import Offer, Part, exchange_offers, plan_files
 from d9d_state._progress import byte_bar
 from d9d_state._sharding import gather_whole
+from d9d_state.errors import describe
 from d9d_state.json_value import JsonValue
 from d9d_state.mapper.graph import StateGroup, StateMapper
 from d9d_state.mapper.names import identity_of
@@ -87,8 +88,8 @@ def _foreign(target: Path, own: Iterable[str]) -> str | None:
     """What is in the way of the folder."""
     try:
         refuse_foreign(target, own)
-    except UserError as error:
-        return str(error)
+    except (UserError, OSError) as error:
+        return describe(error)
     return None
 
 

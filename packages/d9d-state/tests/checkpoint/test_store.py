@@ -370,7 +370,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StateError, match="step-00000001 could not be made: "):
+    with pytest.raises(StateError, match="step-00000001 could not be written: "):
         _save(CheckpointStore(tmp_path / "file"), 1)
 
 
