@@ -29,7 +29,13 @@ _DTYPES = [
 
 
 def _tensors() -> dict[str, torch.Tensor]:
-    tensors = {str(dtype): torch.randint(0, 2, (3, 5)).to(dtype) for dtype in _DTYPES}
+    # Random bits: a value that passed through another dtype would not be the same.
+    tensors = {
+        str(dtype): torch.randint(0, 256, (3, 5 * dtype.itemsize), dtype=torch.uint8).view(dtype)
+        if dtype != torch.bool
+        else torch.randint(0, 2, (3, 5)).to(dtype)
+        for dtype in _DTYPES
+    }
     return {
         **tensors,
         "scalar": torch.tensor(1.5),

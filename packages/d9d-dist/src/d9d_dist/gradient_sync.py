@@ -2,7 +2,7 @@
 
 A parameter's placements say which ranks have a part of its gradient, so there is nothing to configure: data-parallel
 replicas and norms inside tensor-parallel regions are reduced alike, over several axes at once where it takes several.
-What FSDP manages is none of this module's business.
+What FSDP manages FSDP reduces; ranks that used different parameters are reconciled by `d9d_dist._unused_parameters`.
 
 Bucketing and overlap follow "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 arXiv:2006.15704, without its copy back: a reduced gradient stays where it was reduced.
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from d9d_dist._gradient_buckets import Bucket, Slot, is_partial, plan_buckets
 from d9d_dist._local_parameters import PartialParameter, modules_outside_fsdp, partial_parameters
+from d9d_dist._unused_parameters import UnusedParameters
 from d9d_dist.errors import UserError
 
 BUCKET_BYTES = 4 * 2**20
@@ -38,7 +39,8 @@ class GradientSync:
     - `.grad` is a DTensor with the placements of its parameter; those of one bucket share their memory.
     - A parameter that some rank used has a gradient on all ranks. One that none used has what it had before: usually
       none, so optimizers pass over it. (A rank that lacks a gradient has to ask; only then does its host wait for the
-      device.)
+      device.) The same holds for parameters that FSDP manages. A module that `parallelize_hsdp` was called on runs on
+      all ranks or on none, since FSDP gathers its parameters; what is inside may differ.
     - If `.grad` was not set to `None` before the step, the sum is added to what was there.
 
     Making one is collective over the ranks of each gradient's axes: it makes process groups, of its own, so that its
@@ -77,6 +79,7 @@ class GradientSync:
         self._buckets = self._plan(partial_parameters(model))
         planned = {id(slot.parameter) for bucket in self._buckets for slot in bucket.slots}
         self._unplanned = [parameter for parameter in _spread_outside_fsdp(model) if id(parameter) not in planned]
+        self._unused = UnusedParameters(model)
         self._num_started = 0
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for number, bucket in enumerate(self._buckets):
@@ -98,6 +101,7 @@ class GradientSync:
         buckets = [*self._buckets, *unplanned]
         for bucket, is_used in zip(buckets, _used_by_any(buckets), strict=True):
             bucket.finish(is_used)
+        self._unused.finish()
         self._num_started = 0
 
     def close(self) -> None:
@@ -105,6 +109,7 @@ class GradientSync:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._unused.close()
 
     def _plan(self, parameters: Iterable[PartialParameter]) -> list[Bucket]:
         slots = [Slot(parameter, self._dtype) for parameter in parameters]

@@ -16,11 +16,15 @@ from d9d_dist import DistributedContext, UserError
 from d9d_state import _files
 from d9d_state._consensus import agree, is_main
 from d9d_state._export_plan import PlannedFile
+from d9d_state._partial_folder import check_sizes, discard_partial, make_partial, partial_of
+from d9d_state._shared_folder import is_token
 from d9d_state._streamed_file import StreamedFile
-from d9d_state.errors import StateError
+from d9d_state.errors import StateError, describe
 from d9d_state.json_value import JsonValue, dump_json
 from d9d_state.model_folder import INDEX_NAME
+from d9d_state.safetensors_layout import FileLayout
 
+_METADATA = {"format": "pt"}
 _OWN_NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
 
@@ -40,7 +44,7 @@ class Export:
             ctx: The ranks; `None` for a process on its own.
 
         Raises:
-            StateError: On every rank, if the folder cannot be made.
+            StateError: On every rank, if the folder cannot be made, or ranks do not share it.
         """
         self._target = target
         self._partial = partial_of(target)
@@ -51,7 +55,8 @@ class Export:
         self._is_first = rank == 0
         self._open: dict[str, StreamedFile] = {}
         self._problem: str | None = None
-        agree(self._attempt(self._make_folder) if is_main(ctx) else None, ctx)
+        # A rank that writes nothing need not see the folder; the main process writes the index.
+        make_partial(target, ctx, writes=any(file.rank == rank for file in files))
 
     @property
     def names(self) -> frozenset[str]:
@@ -91,13 +96,8 @@ class Export:
             self._clear()
             raise
 
-    def _make_folder(self) -> None:
-        if self._partial.is_dir():
-            _files.remove_folder(self._partial)
-        _files.make_folder(self._partial)
-
     def _begin(self, plan: PlannedFile) -> StreamedFile:
-        self._open[plan.name] = StreamedFile(self._partial / plan.name, plan.tensors, metadata={"format": "pt"})
+        self._open[plan.name] = StreamedFile(self._partial / plan.name, plan.tensors, metadata=_METADATA)
         return self._open[plan.name]
 
     def _close(self) -> None:
@@ -114,15 +114,16 @@ class Export:
 
     def _clear(self) -> None:
         """Take away what a failure left on the disk, which may be what is full; if that fails too, it is no news."""
-        if is_main(self._ctx) and self._partial.is_dir():
+        if is_main(self._ctx):
             with suppress(OSError):
-                _files.remove_folder(self._partial)
+                discard_partial(self._partial)
 
     def _finish(self, texts: Mapping[str, bytes]) -> None:
         for name, text in texts.items():
             _files.write_file(self._partial / name, [text])
         if len(self._plan) > 1:
             _files.write_file(self._partial / INDEX_NAME, [self._index()])
+        check_sizes(self._partial, {file.name: _num_bytes(file) for file in self._plan})
         _files.fsync_folder(self._partial)
         if self._target.exists():
             _files.exchange(self._partial, self._target)
@@ -143,7 +144,7 @@ class Export:
             work()
         except Exception as error:  # whatever it is, the others wait for the agreement
             self._plan_of.clear()
-            return f"{self._target} could not be written: {error}"
+            return f"{self._target} could not be written: {describe(error)}"
         return None
 
 
@@ -184,10 +185,11 @@ def refuse_foreign(target: Path, own: Iterable[str]) -> None:
             )
 
 
-def partial_of(target: Path) -> Path:
-    """The folder beside the final one that is written to."""
-    return target.with_name(f"{target.name}.partial")
+def _num_bytes(plan: PlannedFile) -> int:
+    """Return the size of a file with its header."""
+    return FileLayout.of(plan.tensors, metadata=_METADATA).num_bytes
 
 
 def _is_own(path: Path, known: set[str]) -> bool:
-    return path.is_file() and (path.name in known or _OWN_NAMES.fullmatch(path.name) is not None)
+    is_known = path.name in known or _OWN_NAMES.fullmatch(path.name) is not None or is_token(path.name)
+    return path.is_file() and is_known

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from d9d_dist import UserError
+from d9d_state.errors import ProcessLimitError, describe, is_limit
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO would wait for a writer
@@ -30,6 +31,7 @@ def open_member(folder: Path, name: str) -> int:
 
     Raises:
         UserError: If the name is not a plain one, or there is no regular file of that name, or it cannot be read.
+        StateError: If a limit keeps this process from opening any file.
     """
     if not is_plain(name):
         raise UserError(f"{folder} names the file {name[:200]!r}; expected the plain name of a file in that folder.")
@@ -41,7 +43,10 @@ def open_member(folder: Path, name: str) -> int:
         finally:
             os.close(around)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}. The folder is incomplete; get it anew.") from error
+        if is_limit(error):
+            raise ProcessLimitError(f"{path} cannot be opened: {describe(error)}") from error
+        advice = " The folder is incomplete; get it anew." if isinstance(error, FileNotFoundError) else ""
+        raise UserError(f"{path} cannot be read: {error.strerror}.{advice}") from error
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

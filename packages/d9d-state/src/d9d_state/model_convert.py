@@ -10,6 +10,7 @@ from d9d_dist import DistributedContext, UserError
 from d9d_state._consensus import is_main, num_ranks
 from d9d_state._export import Export, extra_texts, refuse_foreign
 from d9d_state._export_plan import Offer, exchange_offers, plan_files
+from d9d_state.errors import StateError, describe
 from d9d_state.json_value import JsonValue
 from d9d_state.mapper.graph import StateMapper
 from d9d_state.mapper.names import identity
@@ -66,8 +67,8 @@ def convert_model_state(
         sizes = {name: info.num_bytes for name, info in folder.tensors.items()}
         share = whole.shard(ranks, rank, num_bytes=sizes)
         offer = Offer(rank, produced={name: produced[name] for name in share.outputs if name in produced})
-    except UserError as error:
-        offer = Offer(rank, problem=str(error))
+    except (UserError, StateError, OSError) as error:  # whatever the disk says, the other ranks wait for the offer
+        offer = Offer(rank, problem=describe(error))
     parts = exchange_offers(offer, ctx)
     assert share is not None, "a rank without a share has a problem, which was raised"
     export = Export(place, plan_files(parts, max_bytes=max_shard_bytes), ctx)

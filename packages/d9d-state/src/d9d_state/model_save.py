@@ -13,6 +13,7 @@ from d9d_state._export import Export, extra_texts, refuse_foreign
 from d9d_state._export_plan import Offer, Part, exchange_offers, plan_files
 from d9d_state._progress import byte_bar
 from d9d_state._sharding import gather_whole
+from d9d_state.errors import describe
 from d9d_state.json_value import JsonValue
 from d9d_state.mapper.graph import StateGroup, StateMapper
 from d9d_state.mapper.names import identity_of
@@ -73,8 +74,8 @@ def save_model_state(
             if source is not None:
                 texts = extra_texts(add_carried_files(extra_files or {}, Path(source), offer.produced.values()))
             refuse_foreign(target, texts)
-        except UserError as error:
-            offer = Offer(stage, problem=str(error))
+        except (UserError, OSError) as error:
+            offer = Offer(stage, problem=describe(error))
     parts = exchange_offers(offer, ctx)
     _check_complete(mapper, parts)
     mine = next(part for part in parts if (0 if ctx is None else ctx.rank) in part.ranks)

@@ -45,11 +45,11 @@ def _tensors(ctx: DistributedContext) -> dict[str, Tensor]:
     both = dense["dp_replicate", "dp_cp_shard"]
     shard = dense["dp_cp_shard"]
     tensors: dict[str, Tensor] = {
-        "uneven": distribute_tensor(torch.arange(21.0).view(7, 3), both, [Replicate(), Shard(0)]),
-        "less than ranks": distribute_tensor(torch.arange(3.0).view(1, 3), both, [Replicate(), Shard(0)]),
-        "both dims": distribute_tensor(torch.arange(24.0).view(4, 6), both, [Shard(0), Shard(1)]),
+        "uneven": distribute_tensor((torch.arange(21.0).view(7, 3) / 7), both, [Replicate(), Shard(0)]),
+        "less than ranks": distribute_tensor((torch.arange(3.0).view(1, 3) / 7), both, [Replicate(), Shard(0)]),
+        "both dims": distribute_tensor((torch.arange(24.0).view(4, 6) / 7), both, [Shard(0), Shard(1)]),
         "empty": empty_dtensor(0, 4, device_mesh=both, placements=[Replicate(), Shard(0)]),
-        "of one group": distribute_tensor(torch.arange(8.0), shard, [Shard(0)]),
+        "of one group": distribute_tensor(torch.arange(8.0) / 7, shard, [Shard(0)]),
         "plain": torch.arange(5.0),
         "scalar": torch.tensor(3.0),
         f"stage {ctx.rank // 2}": torch.full((2,), float(ctx.rank // 2)),
@@ -108,10 +108,10 @@ def test_ranks_come_to_one_plan(found: list[dict[str, Any]]) -> None:
         for name, box in parts:
             place = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
             wholes[name][place] = found[rank]["own"][part_key(name, box)]
-    assert torch.equal(wholes["uneven"], torch.arange(21.0).view(7, 3))
-    assert torch.equal(wholes["less than ranks"], torch.arange(3.0).view(1, 3))
-    assert torch.equal(wholes["both dims"], torch.arange(24.0).view(4, 6))
-    assert torch.equal(wholes["of one group"], torch.arange(8.0))
+    assert torch.equal(wholes["uneven"], (torch.arange(21.0).view(7, 3) / 7))
+    assert torch.equal(wholes["less than ranks"], (torch.arange(3.0).view(1, 3) / 7))
+    assert torch.equal(wholes["both dims"], (torch.arange(24.0).view(4, 6) / 7))
+    assert torch.equal(wholes["of one group"], torch.arange(8.0) / 7)
     assert torch.equal(wholes["plain"], torch.arange(5.0))
     assert (wholes["scalar"].item(), wholes["empty"].shape) == (3.0, (0, 4))
     assert [wholes[f"stage {stage}"].tolist() for stage in (0, 1)] == [[0.0, 0.0], [1.0, 1.0]]

@@ -19,8 +19,8 @@ from d9d_state.checkpoint import newest as newest_module
 
 def _tensors(value: int) -> dict[str, Tensor]:
     return {
-        "model.a": torch.full((3, 4), float(value)),
-        "model.b": torch.arange(5, dtype=torch.bfloat16) + value,
+        "model.a": torch.arange(12.0).view(3, 4) / 7 + value,
+        "model.b": (torch.arange(5) / 7 + value).bfloat16(),
         "model.c": torch.empty(0, 2),
         "optimizer.a.step": torch.tensor(float(value)),
         "strided": (torch.arange(12).view(3, 4) + value).t(),
@@ -370,7 +370,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StateError, match="step-00000001 could not be made: "):
+    with pytest.raises(StateError, match="step-00000001 could not be written: "):
         _save(CheckpointStore(tmp_path / "file"), 1)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from d9d_dist import DistributedContext, MeshConfig, parallelize_hsdp
+from d9d_dist import DistributedContext, GradientSync, MeshConfig, parallelize_hsdp
 from d9d_dist.testing import run_ranks
 from d9d_state import (
     CheckpointStore,
@@ -106,9 +106,71 @@ def test_any_mesh_reads_what_any_other_wrote(tmp_path: Path) -> None:
                 _assert_same_bits(tensors, list(saved.values())[index % len(folders)])
 
 
+class _Branches(nn.Module):
+    """A layer for each rank, as for each kind of data, and one that no rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(3, 5) for _ in range(3))
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.head(self.branches[branch](x)).square().sum()
+
+
+def _batch(rank: int, step: int) -> Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _branches(ctx: DistributedContext | None = None) -> tuple[_Branches, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = _Branches()
+    if ctx is not None:
+        parallelize_hsdp(model, ctx.mesh_for("dense")["dp_cp_shard"], shard_axis="dp_cp_shard")
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3)
+
+
+def _train_branches(folder: str, num_steps: int, stop: int) -> dict[str, Tensor]:
+    """Train from the newest checkpoint, if there is one, and save at step `stop`."""
+    with _mesh(2, 1) as ctx:
+        model, optimizer = _branches(ctx)
+        store, sync = CheckpointStore(folder), GradientSync(model)
+        info = store.newest(ctx)
+        if info is not None:
+            prepare_optimizer_for_load(model, optimizer, info)
+            store.load(info, {**model_tensors(model), **optimizer_tensors(model, optimizer)}, ctx)
+        for step in range(0 if info is None else info.step, num_steps):
+            model(_batch(ctx.rank, step), (ctx.rank + step // 2) % 2).backward()
+            sync.finish()
+            optimizer.step()
+            model.zero_grad()
+            if step + 1 == stop:
+                store.save(stop, {**model_tensors(model), **optimizer_tensors(model, optimizer)}, ctx=ctx)
+        return _wholes(model, optimizer)
+
+
+def test_parameters_of_some_ranks_have_the_state_of_one_process(tmp_path: Path) -> None:
+    through = run_ranks(_train_branches, str(tmp_path / "a"), 4, 2)[0]
+    run_ranks(_train_branches, str(tmp_path / "b"), 2, 2)
+    resumed = run_ranks(_train_branches, str(tmp_path / "b"), 4, 4)[0]
+    _assert_same_bits(resumed, through)
+    model, optimizer = _branches()
+    for step in range(4):
+        for rank in range(2):
+            model(_batch(rank, step), (rank + step // 2) % 2).backward()
+        optimizer.step()
+        model.zero_grad()
+    expected = _wholes(model, optimizer)
+    assert "optimizer.branches.1.weight.exp_avg" in expected
+    assert "optimizer.branches.2.weight.exp_avg" not in expected
+    assert through.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(through[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
 def _save_parts(folder: str) -> None:
     with _mesh(2, 1) as ctx:
-        own = {f"model.{ctx.rank}": torch.full((2,), float(ctx.rank)), "model.shared": torch.ones(3)}
+        own = {f"model.{ctx.rank}": torch.full((2,), ctx.rank / 3), "model.shared": torch.full((3,), 0.1)}
         CheckpointStore(folder).save(1, own, rank_state=rng_state(), ctx=ctx)
 
 
@@ -119,7 +181,8 @@ def test_ranks_may_hold_different_names(tmp_path: Path) -> None:
     assert info is not None
     tensors = {"model.0": torch.ones(2), "model.1": torch.ones(2), "model.shared": torch.zeros(3)}
     store.load(info, tensors)
-    assert [tensor.tolist() for tensor in tensors.values()] == [[0, 0], [1, 1], [1, 1, 1]]
+    expected = [torch.zeros(2), torch.full((2,), 1 / 3), torch.full((3,), 0.1)]
+    assert all(torch.equal(*pair) for pair in zip(tensors.values(), expected, strict=True))
     assert sum(len(record.chunks) for record in info.manifest.tensors.values()) == 3
 
 

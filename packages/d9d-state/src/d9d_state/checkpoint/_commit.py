@@ -15,6 +15,7 @@ from d9d_dist import DistributedContext
 from d9d_state import _files
 from d9d_state._consensus import agree, exchange_json, is_main
 from d9d_state._digests import PartRecord
+from d9d_state._partial_folder import check_sizes, discard_partial, make_partial, partial_of
 from d9d_state.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
@@ -27,7 +28,7 @@ from d9d_state.checkpoint.manifest import (
     tensors_name,
 )
 from d9d_state.checkpoint.save_plan import SavePlan, part_key
-from d9d_state.errors import StateError
+from d9d_state.errors import StateError, describe
 from d9d_state.json_value import JsonValue
 from d9d_state.safetensors_file import write_safetensors
 
@@ -70,11 +71,6 @@ class SaveJob:
         return 0 if self.ctx is None else self.ctx.rank
 
 
-def partial_of(folder: Path) -> Path:
-    """The name under which a checkpoint is written, and under which it is deleted."""
-    return folder.with_name(f"{folder.name}.partial")
-
-
 def write_checkpoint(job: SaveJob, parts: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> None:
     """Write this rank's part; when this returns the checkpoint is complete on the disk. Collective.
 
@@ -88,24 +84,19 @@ def write_checkpoint(job: SaveJob, parts: Mapping[str, Tensor], *, group: dist.P
     """
     failed = f"{job.folder} could not be written"
     problem = None
-    try:
-        if is_main(job.ctx):
-            _make_partial(job.partial)
-    except OSError as error:
-        problem = f"{job.folder} could not be made: {error}"
-    agree(problem, job.ctx, group=group)
+    make_partial(job.folder, job.ctx, group=group)
     records: JsonValue = None
     try:
         records = _write_own(job, parts)
     except Exception as error:  # whatever it is, the others wait for the agreement
-        problem = f"{failed}: {error}"
+        problem = f"{failed}: {describe(error)}"
     _agree_or_discard(problem, job, group)
     written = exchange_json(records, job.ctx, group=group)
     try:
         if is_main(job.ctx):
             _commit(job, written)
     except (OSError, ValueError) as error:
-        problem = f"{failed}: {error}"
+        problem = f"{failed}: {describe(error)}"
     _agree_or_discard(problem, job, group)
 
 
@@ -114,18 +105,12 @@ def _agree_or_discard(problem: str | None, job: SaveJob, group: dist.ProcessGrou
     try:
         agree(problem, job.ctx, group=group)
     except StateError:
-        if is_main(job.ctx) and job.partial.is_dir():
+        if is_main(job.ctx):
             try:
-                _files.remove_folder(job.partial)
+                discard_partial(job.partial)
             except OSError as error:
                 raise StateError(f"{problem}; and {job.partial} could not be removed: {error}") from error
         raise
-
-
-def _make_partial(partial: Path) -> None:
-    if partial.is_dir():
-        _files.remove_folder(partial)
-    _files.make_folder(partial)
 
 
 def _write_own(job: SaveJob, parts: Mapping[str, Tensor]) -> JsonValue:
@@ -166,6 +151,7 @@ def _commit(job: SaveJob, written: list[Any]) -> None:
             f"its manifest would have {len(text)} bytes, more than the {MAX_MANIFEST_BYTES} that are read; "
             "save fewer, larger tensors, or shard them over fewer ranks."
         )
+    check_sizes(job.partial, {name: record.size for name, record in files.items()})
     _files.write_file(job.partial / MANIFEST_NAME, [text])
     _files.fsync_folder(job.partial)
     _files.rename(job.partial, job.folder)

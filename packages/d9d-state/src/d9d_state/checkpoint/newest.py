@@ -9,7 +9,7 @@ from d9d_dist import DistributedContext
 from d9d_state._consensus import agree, broadcast_int, exchange_json, is_main
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of, share_of
 from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete
-from d9d_state.errors import StateError
+from d9d_state.errors import ProcessLimitError, StateError, describe
 
 _LOGGER = logging.getLogger("d9d.state")
 _MAX_SHOWN = 5  # problems of one rank; a lost disk has thousands
@@ -36,8 +36,8 @@ def newest_sound(
         chosen, problem = None, None
         try:
             chosen = next(candidates, None) if is_main(ctx) else None
-        except OSError as error:
-            problem = f"{folder} cannot be read: {error}"
+        except (OSError, ProcessLimitError) as error:
+            problem = f"{folder} cannot be read: {describe(error)}"
         agree(problem, ctx)
         step = broadcast_int(-1 if chosen is None else chosen.step, ctx)
         if step < 0:
@@ -60,10 +60,19 @@ def verify_together(info: CheckpointInfo, ctx: DistributedContext | None) -> str
     Args:
         info: The checkpoint.
         ctx: The ranks; `None` for this process alone.
+
+    Raises:
+        StateError: On every rank, if a limit keeps one from opening files: then nothing is known.
     """
     rank, ranks = (0, 1) if ctx is None else (ctx.rank, ctx.world_size)
     share = share_of(parts_of(info.manifest), rank=rank, num_ranks=ranks)
-    found = damage(info.folder, share, threads=num_threads(ctx))
+    found: list[str] = []
+    limited = None
+    try:
+        found = damage(info.folder, share, threads=num_threads(ctx))
+    except ProcessLimitError as error:
+        limited = str(error)
+    agree(limited, ctx)
     shown = found[:_MAX_SHOWN] + ([f"and {len(found) - _MAX_SHOWN} more"] if found[_MAX_SHOWN:] else [])
     problems = _by_rank(exchange_json("; ".join(shown), ctx))
     return f"{problems} at step {info.step}." if problems else None
@@ -73,12 +82,15 @@ def _open(
     path: Path, chosen: CheckpointInfo | None, ctx: DistributedContext | None
 ) -> tuple[CheckpointInfo | None, str | None]:
     """The checkpoint as this rank sees it, and why some rank does not see what the main process does."""
-    info, problem, digest = chosen, "", ""
+    info, problem, digest, limited = chosen, "", "", None
     try:
         info = open_complete(path) if info is None else info
         digest = info.manifest.digest
+    except ProcessLimitError as error:
+        limited = str(error)
     except StateError as error:
         problem = f"it is not what the main process sees: {error}"
+    agree(limited, ctx)
     digests = exchange_json(digest, ctx)
     if not problem and digest != digests[0]:
         problem = "its manifest is not the one that the main process sees"

@@ -13,8 +13,10 @@ from torch import Tensor
 from d9d_dist import DistributedContext, UserError
 from d9d_state import _files
 from d9d_state._consensus import agree, broadcast_int, exchange_json, is_main, num_ranks
+from d9d_state._partial_folder import partial_of
+from d9d_state._shared_folder import remove_tokens, sharing_problem
 from d9d_state.checkpoint._background import Background
-from d9d_state.checkpoint._commit import SaveJob, partial_of, write_checkpoint
+from d9d_state.checkpoint._commit import SaveJob, write_checkpoint
 from d9d_state.checkpoint._load import load_tensors, misfits
 from d9d_state.checkpoint._lock import LOCK_NAME, FolderLock
 from d9d_state.checkpoint._staging import Staging
@@ -23,7 +25,7 @@ from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete
 from d9d_state.checkpoint.newest import newest_sound, verify_together
 from d9d_state.checkpoint.retention import Retention
 from d9d_state.checkpoint.save_plan import SavePlanner
-from d9d_state.errors import StateError
+from d9d_state.errors import ProcessLimitError, StateError, describe
 from d9d_state.json_value import JsonValue, dump_json
 
 _LOGGER = logging.getLogger("d9d.state")
@@ -87,8 +89,14 @@ class CheckpointStore:
 
         Complete means that the manifest is sound and each file has the size that it says. Digests are not compared:
         `newest` and `load` do that. Needs no process group.
+
+        Raises:
+            StateError: If the folder cannot be read, or a limit keeps this process from opening files.
         """
-        return list(self._newest_first(log_level=logging.WARNING))
+        try:
+            return list(self._newest_first(log_level=logging.WARNING))
+        except OSError as error:
+            raise StateError(f"{self.folder} cannot be read: {describe(error)}") from error
 
     def newest(self, ctx: DistributedContext | None = None, *, verify: bool = True) -> CheckpointInfo | None:
         """The checkpoint of the highest step that is complete and undamaged, or `None` if there is none.
@@ -115,7 +123,7 @@ class CheckpointStore:
             if is_main(ctx) and self.folder.is_dir():
                 names = sorted(path.name for path in self.folder.iterdir() if step_of(path.name) >= 0)
         except OSError as error:
-            problem = f"{self.folder} cannot be read: {error}"
+            problem = f"{self.folder} cannot be read: {describe(error)}"
         if names:
             problem = (
                 f"{self.folder} holds {', '.join(names)}, but none of them can be loaded; the log says why. "
@@ -268,21 +276,23 @@ class CheckpointStore:
         try:
             load_tensors(info, tensors, threads=num_threads(ctx))
         except (OSError, ValueError, StateError) as error:
-            problem = f"{info.folder} could not be read: {error}"
+            problem = f"{info.folder} could not be read: {describe(error)}"
         agree(problem, ctx)
 
     @contextmanager
     def locked(self, ctx: DistributedContext | None = None) -> Generator[None]:
         """Keep other jobs out of the folder for as long as the body runs. Collective.
 
-        The main process holds the lock, which the system gives back if that dies. The folder is made if it is absent. A
-        save in the background is waited for before the lock is given back.
+        The main process holds the lock, which the system gives back if that dies. The folder is made if it is absent,
+        and every rank must see it: a job learns before its first step that hosts have folders of their own. A save in
+        the background is waited for before the lock is given back.
 
         Args:
             ctx: The ranks; `None` for a process on its own.
 
         Raises:
-            UserError: On every rank, if another job has the lock; naming its host and process.
+            UserError: On every rank, if another job has the lock, naming its host and process; if ranks do not see the
+                folder of the main process, naming the ranks and their hosts.
             StateError: On every rank, if the folder cannot be made or locked.
         """
         lock = FolderLock(self.folder)
@@ -290,15 +300,19 @@ class CheckpointStore:
         if is_main(ctx):
             try:
                 lock.acquire(self._current_run_id())
+                remove_tokens(self.folder)
             except UserError as error:
                 refusal = str(error)
-            except OSError as error:
-                problem = f"{self.folder} could not be locked: {error}"
+            except (OSError, StateError) as error:
+                problem = f"{self.folder} could not be locked: {describe(error)}"
         try:
             agree(problem, ctx)
             refusals = [text for text in exchange_json(refusal, ctx) if text != ""]
             if refusals:
                 raise UserError(str(refusals[0]))
+            unshared = sharing_problem(self.folder, ctx)
+            if unshared is not None:
+                raise UserError(unshared)
             yield
         finally:
             try:
@@ -315,16 +329,23 @@ class CheckpointStore:
             StateError: On every rank, if the main process cannot delete it.
         """
         self.wait()
-        problem = None
+        agree(self._discard_partials() if is_main(ctx) else None, ctx)
+
+    def _discard_partials(self) -> str | None:
+        """Delete partial folders; return what went wrong, `None` if nothing did."""
         try:
-            if is_main(ctx) and self.folder.is_dir():
-                for path in sorted(self.folder.glob("step-*.partial")):
-                    if step_of(path.stem) >= 0 and path.is_dir() and not path.is_symlink():
-                        _LOGGER.info("deleting %s, which was never completed", path)
-                        _files.remove_folder(path)
+            left = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
         except OSError as error:
-            problem = f"what killed saves left in {self.folder} could not be deleted: {error}"
-        agree(problem, ctx)
+            return f"{self.folder} cannot be read: {describe(error)}"
+        partials = [path for path in left if path.suffix == ".partial" and step_of(path.stem) >= 0]
+        try:
+            for path in partials:
+                if path.is_dir() and not path.is_symlink():
+                    _LOGGER.info("deleting %s, which was never completed", path)
+                    _files.remove_folder(path)
+        except OSError as error:
+            return f"what killed saves left in {self.folder} could not be deleted: {describe(error)}"
+        return None
 
     def _begin(
         self,
@@ -347,7 +368,7 @@ class CheckpointStore:
         except (StateError, ValueError, OSError) as error:
             if is_alone:
                 raise
-            problem = str(error)
+            problem = describe(error)
         agree(problem, ctx)
         plan = self._planner.plan(tensors, ctx)
         self._make_way(folder, ctx)
@@ -360,14 +381,16 @@ class CheckpointStore:
     def _make_way(self, folder: Path, ctx: DistributedContext | None) -> None:
         """Move a damaged checkpoint of the same step aside, and refuse to replace a sound one."""
         problem, exists = None, False
-        if is_main(ctx) and folder.exists():
-            try:
+        try:
+            if is_main(ctx) and folder.exists():
                 if folder in self._damaged:
                     raise StateError("a rank found it damaged.")
                 open_complete(folder).verify()
                 exists = True
-            except StateError as reason:
-                problem = _move_aside(folder, reason)
+        except (OSError, ProcessLimitError) as error:
+            problem = f"{folder} cannot be read: {describe(error)}"
+        except StateError as reason:
+            problem = _move_aside(folder, reason)
         exists = bool(broadcast_int(int(exists), ctx))
         agree(problem, ctx)
         if exists:
@@ -379,8 +402,8 @@ class CheckpointStore:
             return
         try:
             found = [info for info in self._newest_first() if info.folder not in self._damaged]
-        except OSError as error:
-            _LOGGER.warning("%s could not be read, so nothing is deleted: %s", self.folder, error)
+        except (OSError, ProcessLimitError) as error:
+            _LOGGER.warning("%s could not be read, so nothing is deleted: %s", self.folder, describe(error))
             return
         own = [info for info in found if info.run_id == job.run_id]
         own.sort(key=lambda info: info.step == job.step, reverse=True)
@@ -394,7 +417,7 @@ class CheckpointStore:
                 _files.fsync_folder(self.folder)
                 _files.remove_folder(partial_of(info.folder))
             except OSError as error:
-                _LOGGER.warning("%s could not be deleted: %s", info.folder, error)
+                _LOGGER.warning("%s could not be deleted: %s", info.folder, describe(error))
 
     def _current_run_id(self) -> str:
         if self._run_id is None:
@@ -414,6 +437,8 @@ class CheckpointStore:
                 if self._only_run is not None and info.run_id != self._only_run:
                     raise StateError(f"it is of the run {info.run_id}, not of {self._only_run}.")
                 yield info
+            except ProcessLimitError:
+                raise
             except StateError as reason:
                 level = logging.WARNING if _is_disk_error(reason) else log_level
                 _LOGGER.log(level, "skipping %s: %s", path, reason)
@@ -435,7 +460,7 @@ def _move_aside(folder: Path, reason: StateError) -> str | None:
     try:
         _files.rename(folder, aside)
     except OSError as error:
-        return f"{folder} is damaged and could not be moved: {error}"
+        return f"{folder} is damaged and could not be moved: {describe(error)}"
     return None
 
 

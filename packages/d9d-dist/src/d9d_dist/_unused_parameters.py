@@ -1,0 +1,122 @@
+"""Lets the ranks of FSDP use different parameters: a gradient that a rank lacks counts as zero there.
+
+FSDP2 reduce-scatters the gradients that a rank has. Ranks with different ones send buffers of different sizes, which
+crashes, or of equal sizes but different meaning, which adds gradients of different parameters up without a word.
+"""
+
+from collections.abc import Iterator
+from typing import Any, final
+from weakref import WeakMethod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+@final
+class UnusedParameters:
+    """Gives FSDP zeros for the gradients that a rank lacks; takes them back where all ranks lack one.
+
+    One process has no gradient for a parameter that nothing used, so optimizers pass over it: no decay, no state.
+
+    Args:
+        model: A model, or one stage of it, parallelised.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._groups = list(_groups(model))
+        self._lacking: dict[int, torch.Tensor | None] = {}
+        self._installed = [_intercept(group, WeakMethod(self._note)) for group in self._groups]
+
+    def finish(self) -> None:
+        """Take zero gradients back where no rank had any. Collective: one small all-reduce for each mesh axis.
+
+        Only a rank that lacked a gradient waits for its device.
+        """
+        by_mesh: dict[tuple[dist.ProcessGroup, ...], list[Any]] = {}
+        for group in self._groups:
+            parameters = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+            by_mesh.setdefault(_process_groups(group), []).extend(parameters)
+        for process_groups, parameters in by_mesh.items():
+            if process_groups and parameters:
+                self._take_back(parameters, process_groups)
+        self._lacking.clear()
+
+    def close(self) -> None:
+        """Let FSDP reduce as it did before. Safe to call twice."""
+        for group, hook in zip(self._groups, self._installed, strict=True):
+            if group.__dict__.get("post_backward") is hook:
+                del group.post_backward
+
+    def _take_back(self, parameters: list[Any], process_groups: tuple[dist.ProcessGroup, ...]) -> None:
+        device = parameters[0].sharded_param.device
+        counts = torch.ones(len(parameters), dtype=torch.int32, device=device)
+        lacking = [index for index, parameter in enumerate(parameters) if id(parameter) in self._lacking]
+        for index in lacking:
+            counts[index].zero_()
+        for process_group in process_groups:
+            dist.all_reduce(counts, group=process_group)
+        if lacking:
+            numbers = counts.tolist()
+            for index in lacking:
+                if numbers[index] == 0:
+                    parameters[index].sharded_param.grad = self._lacking[id(parameters[index])]
+
+    def _note(self, group: Any) -> None:
+        """Note which parameters of a group have no gradient, just before FSDP reduces the group."""
+        if not group.reduce_grads:
+            return
+        gradients = {id(parameter): _gradient(parameter) for parameter in group.fsdp_params}
+        # Before torch 2.15 FSDP has no such option, and all gradients of a group have one dtype.
+        by_hand = not hasattr(group, "reduce_scatter_unused_params")
+        dtype = next((gradient.dtype for gradient in gradients.values() if gradient is not None), None)
+        for parameter in group.fsdp_params:
+            if not parameter.sharded_param.requires_grad or not hasattr(parameter, "_unsharded_param"):
+                continue
+            if gradients[id(parameter)] is not None:
+                self._lacking.pop(id(parameter), None)
+                continue
+            self._lacking.setdefault(id(parameter), parameter.sharded_param.grad)
+            if by_hand:
+                unsharded = parameter._unsharded_param
+                unsharded.grad = torch.zeros_like(unsharded, dtype=dtype)
+        group.reduce_scatter_unused_params = True
+
+
+def _intercept(group: Any, note: WeakMethod[Any]) -> Any:
+    """Call `note` before a group is reduced, for as long as its object lives."""
+
+    def post_backward(*unused: Any) -> None:
+        if (alive := note()) is not None:
+            alive(group)
+        type(group).post_backward(group, *unused)
+
+    group.post_backward = post_backward
+    return post_backward
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    """FSDP's groups of parameters below a module, in the model's order."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                yield from state._fsdp_param_groups
+            elif state._fsdp_param_group is not None:
+                yield state._fsdp_param_group
+
+
+def _gradient(parameter: Any) -> torch.Tensor | None:
+    """What a rank has of the gradient of a parameter before FSDP reduces it."""
+    accumulated = getattr(parameter, "unsharded_accumulated_grad", None)
+    if accumulated is not None or not hasattr(parameter, "_unsharded_param"):
+        return accumulated
+    return parameter._unsharded_param.grad
+
+
+def _process_groups(group: Any) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of more than one rank that FSDP reduces over."""
+    info = group.mesh_info
+    found = (getattr(info, "shard_process_group", None), getattr(info, "replicate_process_group", None))
+    return tuple(each for each in found if each is not None and each.size() > 1)

@@ -1,0 +1,71 @@
+"""The folder beside a final one that several ranks write to, until it gets its name."""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from d9d_dist import DistributedContext
+from d9d_state import _files
+from d9d_state._consensus import agree, is_main
+from d9d_state._shared_folder import sharing_problem
+from d9d_state.errors import StateError, describe
+
+
+def partial_of(target: Path) -> Path:
+    """Return the name under which a folder is written, and under which a checkpoint is deleted."""
+    return target.with_name(f"{target.name}.partial")
+
+
+def make_partial(
+    target: Path, ctx: DistributedContext | None, *, writes: bool = True, group: dist.ProcessGroup | None = None
+) -> None:
+    """Make an empty partial folder in the place of left-overs, and check that all writers see it. Collective.
+
+    Args:
+        target: The final folder.
+        ctx: The ranks; `None` for this process alone.
+        writes: Whether this rank writes to the folder, and so has to see it.
+        group: A group of all ranks on the CPU, in a thread; `None` for the default group.
+
+    Raises:
+        StateError: On every rank, if the folder cannot be made, or ranks do not share it.
+    """
+    partial, problem = partial_of(target), None
+    try:
+        if is_main(ctx):
+            discard_partial(partial)
+            _files.make_folder(partial)
+    except OSError as error:
+        problem = f"{target} could not be written: {describe(error)}"
+    agree(problem, ctx, group=group)
+    try:
+        unshared = sharing_problem(partial, ctx, needed=writes, group=group)
+        if unshared is not None:
+            raise StateError(unshared)
+    except StateError:
+        with suppress(OSError):
+            if is_main(ctx):
+                discard_partial(partial)
+        raise
+
+
+def discard_partial(partial: Path) -> None:
+    """Delete a partial folder, if it exists."""
+    if partial.is_dir():
+        _files.remove_folder(partial)
+
+
+def check_sizes(partial: Path, sizes: Mapping[str, int]) -> None:
+    """Check that the main process sees every file of a partial folder, whoever wrote it.
+
+    Raises:
+        OSError: If there is no such file, or it cannot be looked at.
+        ValueError: If a file has another size, with both sizes.
+    """
+    for name, size in sizes.items():
+        found = os.stat(partial / name).st_size  # noqa: PTH116
+        if found != size:
+            raise ValueError(f"{partial / name} has {found} bytes, but {size} were written.")

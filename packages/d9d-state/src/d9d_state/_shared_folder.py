@@ -1,0 +1,105 @@
+"""Finds ranks that see another folder than the main process, before several ranks write into one folder.
+
+Two hosts with folders of their own look alike: each has a folder of the right name, perhaps with left-overs of a killed
+job. So the main process makes a file with a random name, and every rank looks for that name. A name that nobody looked
+up before is in no cache of a network file system.
+"""
+
+import os
+import re
+import socket
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from d9d_dist import DistributedContext
+from d9d_state import _files
+from d9d_state._consensus import agree, exchange_json, is_main
+from d9d_state.errors import describe
+
+_TOKEN = re.compile(r"\.shared-[0-9a-f]{32}")
+
+
+def sharing_problem(
+    folder: Path, ctx: DistributedContext | None, *, needed: bool = True, group: dist.ProcessGroup | None = None
+) -> str | None:
+    """Name the ranks that do not see a folder of the main process; `None` if all do. Equal on all ranks. Collective.
+
+    Args:
+        folder: A folder that the main process made.
+        ctx: The ranks; `None` for this process alone.
+        needed: Whether this rank has to see the folder.
+        group: A group of all ranks on the CPU, in a thread; `None` for the default group.
+
+    Raises:
+        StateError: On every rank, if the main process cannot write to the folder.
+    """
+    if ctx is None or ctx.world_size == 1:
+        return None
+    token = folder / str(exchange_json(f".shared-{uuid.uuid4().hex}", ctx, group=group)[0])
+    agree(_attempt_to_make(token) if is_main(ctx) else None, ctx, group=group)
+    why = _why_unseen(token) if needed else None
+    places: list[Any] = exchange_json([socket.gethostname(), str(folder), why], ctx, group=group)
+    agree(_attempt_to_remove(token) if is_main(ctx) else None, ctx, group=group)
+    ranks_of: dict[tuple[str, str, str], list[int]] = {}
+    for rank, (host, path, reason) in enumerate(places):
+        if reason is not None:
+            ranks_of.setdefault((host, path, reason), []).append(rank)
+    return _report(places[0][0], places[0][1], ranks_of) if ranks_of else None
+
+
+def is_token(name: str) -> bool:
+    """Return whether a file is one that a killed check left."""
+    return _TOKEN.fullmatch(name) is not None
+
+
+def remove_tokens(folder: Path) -> None:
+    """Delete what killed checks left in a folder that no other job uses."""
+    for path in folder.iterdir():
+        if is_token(path.name):
+            _files.remove_file(path)
+
+
+def _attempt_to_make(token: Path) -> str | None:
+    try:
+        _files.write_file(token, [])
+    except OSError as error:
+        return f"{token.parent} cannot be written to: {describe(error)}"
+    return None
+
+
+def _attempt_to_remove(token: Path) -> str | None:
+    try:
+        _files.remove_file(token)
+    except OSError as error:
+        return f"{token} could not be deleted: {describe(error)}"
+    return None
+
+
+def _why_unseen(token: Path) -> str | None:
+    """Why this rank does not see a file, empty if it is not there; `None` if the rank sees it."""
+    try:
+        os.stat(token)  # noqa: PTH116
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return describe(error)
+    return None
+
+
+def _report(main_host: str, main_path: str, ranks_of: Mapping[tuple[str, str, str], Sequence[int]]) -> str:
+    named = [
+        f"{_ranks(ranks)} on {host}" + (f" in {path}" if path != main_path else "") + (f" ({why})" if why else "")
+        for (host, path, why), ranks in ranks_of.items()
+    ]
+    return (
+        f"{main_path} of rank 0 on {main_host} is not seen by {'; '.join(named)}; expected one folder for all ranks. "
+        "Use a folder on a file system that every host mounts at the same path."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
