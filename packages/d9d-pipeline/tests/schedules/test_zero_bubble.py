@@ -45,7 +45,7 @@ def test_interleaved_it_is_never_slower_than_interleaved(p: int, m: int, v: int,
     assert simulate(program).makespan <= simulate(peer).makespan
 
 
-@pytest.mark.parametrize(("p", "v"), product((2, 4, 8), (2, 3, 4)))
+@pytest.mark.parametrize(("p", "v"), list(product((2, 4, 8), (2, 3, 4))))
 def test_is_as_fast_as_torch_and_holds_as_little(p: int, v: int) -> None:
     for m in (p, 2 * p, 4 * p):
         costs = Costs(1.0, 1.25, 0.75, transfer=0.25)
