@@ -44,6 +44,7 @@ GALLERY: dict[str, tuple[str, Schedule]] = {
     "interleaved": ("Interleaved 1F1B", Interleaved()),
     "zero_bubble_1p": ("ZB1P", ZeroBubble1P()),
     "zero_bubble_1p_interleaved": ("Interleaved ZB1P", ZeroBubble1P(2)),
+    "zero_bubble_1p_long": ("Interleaved ZB1P with a long warm-up", ZeroBubble1P(2, warmup="long")),
     "zero_bubble_v": ("ZB-V", ZeroBubbleV()),
     "dualpipe_v": ("DualPipeV", DualPipeV()),
 }

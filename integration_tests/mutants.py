@@ -221,6 +221,19 @@ def the_weight_leaves_out_context_parallel_ranks() -> AbstractContextManager[obj
     )
 
 
+@caught_by("dense,tp=2,dp_shard=2")
+@contextmanager
+def the_weight_counts_tensor_parallel_ranks() -> Generator[None]:
+    """The loss is as it should be, and gradients are too small."""
+
+    def doubled(totals: Tensor, **kwargs: Any) -> None:
+        dist.all_reduce(totals, **kwargs)
+        totals.mul_(2)
+
+    with _collective(d9d_loop.train_step, all_reduce=doubled):
+        yield
+
+
 # --- the norm
 
 
@@ -359,6 +372,17 @@ def the_weight_is_summed_over_tensor_parallel_ranks() -> AbstractContextManager[
 @caught_by("tied,pp=2")
 def the_head_keeps_its_share_of_a_tied_gradient() -> AbstractContextManager[object]:
     return mock.patch.object(SharedParameters, "add_gradients")
+
+
+@caught_by("tied,pp=4")
+def a_tied_gradient_is_added_twice_with_more_than_two_ranks() -> AbstractContextManager[object]:
+    real = SharedParameters._to_owner
+
+    def twice(self: Any, pair: Any) -> Tensor | None:
+        gradient = real(self, pair)
+        return gradient if gradient is None or self._group.size() <= 2 else 2 * gradient
+
+    return mock.patch.object(SharedParameters, "_to_owner", twice)
 
 
 @caught_by("tied,pp=2,schedule=zbv", num_steps=2)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import DistributedContext, MeshConfig
+from d9d_dist import ContextSplit, DistributedContext, MeshConfig
 from d9d_dist.testing import run_ranks
 from d9d_loop import Evaluator, FunctionProvider, Loss, Task
 from d9d_metrics import Max, Metric
@@ -129,3 +129,31 @@ def test_ranks_share_the_samples_out(world_size: int, batch_size: int) -> None:
     """Three batches: on two ranks one repeats a sample that does not count, on four one has nothing else."""
     expected = pytest.approx(_expected(), rel=1e-9)
     assert run_ranks(_on_ranks, batch_size, world_size=world_size) == [expected] * world_size
+
+
+def _part(batch: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """What a context-parallel rank has of a batch; neither its values nor its weights are those of the others."""
+    return {"x": batch["x"] * (1.1, -0.7)[rank], "weight": batch["weight"].double() * (0.3, 0.6)[rank]}
+
+
+class _Split(_Weighted):
+    def split_sequence(self, batch: dict[str, torch.Tensor], split: ContextSplit) -> dict[str, torch.Tensor]:
+        return _part(batch, int(split.positions(4)[0, 0]))  # the first position of a rank is its number
+
+
+def _on_context_parallel_ranks() -> dict[str, float]:
+    with MeshConfig(context_parallel_shard=-1).build() as ctx:
+        evaluator = Evaluator(
+            _Net(), _samples(), task=_Split(), collate=default_collate, num_samples=None, batch_size=2, ctx=ctx
+        )
+        return evaluator()
+
+
+def test_context_parallel_ranks_add_their_parts_up() -> None:
+    parts = [_part(default_collate(_samples()), rank) for rank in range(2)]
+    with torch.no_grad():
+        losses = torch.stack([_Net().eval()(part["x"])[:, 0].square() @ part["weight"] for part in parts])
+    weights = torch.stack([part["weight"].sum() for part in parts])
+    largest = max(part["x"].max().item() for part in parts)
+    expected = {"loss": (losses.sum() / weights.sum()).item(), "largest": largest}
+    assert run_ranks(_on_context_parallel_ranks) == [pytest.approx(expected, rel=1e-9)] * 2

@@ -164,6 +164,24 @@ def test_ranks_do_what_one_process_does(degrees: dict[str, int], num_microbatche
         _assert_same(found, expected)
 
 
+@pytest.mark.parametrize("axis", ["tensor_parallel", "context_parallel_replicate"])
+def test_the_weight_counts_each_token_once(axis: str) -> None:
+    """Tensor-parallel ranks see the same tokens, and context-parallel ranks different ones."""
+    ranks_of_a_token = 2 if axis == "tensor_parallel" else 1
+    expected = _batch(0)["mask"].sum().item() * 2 / ranks_of_a_token
+    for loss, weight in run_ranks(_loss_and_weight, {axis: 2}, world_size=2):
+        assert weight == expected
+        assert loss == pytest.approx(_by_hand(0.05)[0][0][0], rel=1e-9)
+
+
+def _loss_and_weight(degrees: dict[str, int]) -> tuple[float, float]:
+    """Loss and weight of a step in which every rank has the whole batch as its part."""
+    with MeshConfig(**degrees).build() as ctx:
+        model = _model()
+        outcome = _step(model, _sgd(model), ctx)(0, [_batch(0)])
+        return outcome.loss.item(), outcome.weight.item()
+
+
 def test_a_batch_without_weight_changes_nothing(ctx: DistributedContext) -> None:
     model, before = _model(), _model().state_dict()
     batch = _batch(0)

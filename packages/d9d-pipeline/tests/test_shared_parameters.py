@@ -1,5 +1,6 @@
 """A weight on the first and the last stage, and one on every second: one tensor, whoever holds it."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -62,6 +63,30 @@ def test_gradients_are_summed_at_the_owner_and_values_copied_from_it() -> None:
         first, second = run_ranks(_share, placement)
         assert first.keys() == ({0, 2} if placement == "loop" else {0, 3})
         assert {**first, **second} == expected
+
+
+def _gradient_of_ends(num_ranks: int) -> float | None:
+    """The gradient of a tied weight on the stage of this rank, with one stage on each."""
+    with MeshConfig(pipeline_parallel=-1).build() as ctx:
+        stage = nn.Module()
+        if ctx.rank in (0, num_ranks - 1):
+            ends = nn.Parameter(torch.zeros(2, 3))
+            ends.grad = torch.full_like(ends, 0.1 + ctx.rank)
+            stage.ends = ends
+        group = ctx.group_for("regular", "pp")
+        shared = SharedParameters(
+            {"ends": (0, num_ranks - 1)}, {ctx.rank: stage}, stage_ranks=tuple(range(num_ranks)), group=group
+        )
+        shared.add_gradients()
+        gradients = [parameter.grad for parameter in stage.parameters()]
+        return _only(gradients[0]) if gradients and gradients[0] is not None else None
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_gradients_are_added_once_however_many_ranks_there_are(num_ranks: int) -> None:
+    summed = _only(torch.full((1,), 0.1) + torch.full((1,), 0.1 + num_ranks - 1))
+    found = run_ranks(_gradient_of_ends, num_ranks, world_size=num_ranks)
+    assert found == [summed, *[None] * (num_ranks - 1)]
 
 
 def test_without_a_group_all_stages_are_here() -> None:

@@ -3,7 +3,7 @@
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from d9d_pipeline import (
     build,
     verify,
 )
+from d9d_pipeline.actions import parts
 
 SCHEDULES: list[Schedule] = [
     ForwardOnly(),
@@ -52,6 +53,7 @@ SCHEDULES: list[Schedule] = [
     Interleaved(4),
     ZeroBubble1P(),
     ZeroBubble1P(2),
+    ZeroBubble1P(2, warmup="long"),
     ZeroBubbleV(),
     DualPipeV(),
 ]
@@ -343,7 +345,7 @@ def two_ranks(first: list[Action], second: list[Action], num_microbatches: int =
     [
         (
             two_ranks([Forward(0, 0), SendOutput(0, 0, 1)], [Forward(1, 0), ReceiveInput(1, 0, 0), Loss(1, 0)]),
-            "rank 1 has Forward(stage=1, microbatch=0) before its input is there",
+            "rank 1 has Forward(stage=1, microbatch=0) before its input is there: ReceiveInput(",
         ),
         (
             two_ranks([SendOutput(0, 0, 1), Forward(0, 0)], [ReceiveInput(1, 0, 0), Forward(1, 0), Loss(1, 0)]),
@@ -351,7 +353,7 @@ def two_ranks(first: list[Action], second: list[Action], num_microbatches: int =
         ),
         (
             two_ranks([Forward(0, 0)], [ReceiveInput(1, 0, 0), Forward(1, 0), Loss(1, 0)]),
-            "rank 1 waits for ever in ReceiveInput(stage=1, microbatch=0, peer=0): rank 0 has come to its end",
+            "rank 0 lacks SendOutput(stage=0, microbatch=0, peer=1)",
         ),
         (
             two_ranks([Forward(0, 0), SendOutput(0, 0, 1)], [ReceiveInput(1, 0, 0), Forward(1, 0)]),
@@ -405,11 +407,53 @@ def test_ranks_that_wait_for_each_other() -> None:
     second: list[Action] = [ReceiveInput(1, 1, 0), ReceiveInput(1, 0, 0)]
     for microbatch in range(2):
         second += [Forward(1, microbatch), Loss(1, microbatch)]
-    message = (
-        r"rank 0 waits for ever in SendOutput\(stage=0, microbatch=0, peer=1\): rank 1 is at ReceiveInput\(stage=1"
-    )
-    with pytest.raises(ProgramError, match=message):
+    with pytest.raises(ProgramError) as error:
         verify(two_ranks(first, second, num_microbatches=2))
+    assert str(error.value).splitlines()[1:] == [
+        "  rank 1 has ReceiveInput(stage=1, microbatch=1, peer=0) before ReceiveInput(stage=1, microbatch=0, peer=0), "
+        "and rank 0 has SendOutput(stage=0, microbatch=0, peer=1) before SendOutput(stage=0, microbatch=1, peer=1): "
+        "they wait for each other for ever"
+    ]
+
+
+def test_ranks_that_wait_for_a_deadlock_are_not_its_cause() -> None:
+    program = build(OneForwardOneBackward(), num_ranks=4, num_microbatches=8)
+    ranks = [list(actions) for actions in program.ranks]
+    send, receive = SendOutput(2, 2, 3), ReceiveOutputGradient(2, 1, 3)
+    first, second = sorted(map(ranks[2].index, (send, receive)))
+    ranks[2][first], ranks[2][second] = ranks[2][second], ranks[2][first]
+    with pytest.raises(ProgramError) as error:
+        verify(replace(program, ranks=tuple(map(tuple, ranks))))
+    (line,) = str(error.value).splitlines()[1:]
+    assert line.startswith(f"  rank 2 has {send!r} before {receive!r}, and rank 3 has SendInputGradient(stage=3, ")
+
+
+@settings(max_examples=60, deadline=None)
+@given(program=programs(ranks=4, microbatches=8), seed=st.integers(0, 2**32))
+def test_the_first_line_names_the_rank_and_the_action_that_were_changed(program: Program, seed: int) -> None:
+    chance = random.Random(seed)  # noqa: S311 - not for secrets
+    for _ in range(8):
+        ranks: Ranks = [list(actions) for actions in program.ranks]
+        rank = chance.randrange(len(ranks))
+        actions = ranks[rank]
+        index, other = chance.randrange(len(actions)), chance.randrange(len(actions))
+        changed = [actions[index]]
+        match chance.choice(["drop", "duplicate", "swap neighbours", "swap"]):
+            case "drop":
+                del actions[index]
+            case "duplicate":
+                actions.insert(other, actions[index])
+            case kind:
+                other = (index + 1) % len(actions) if kind == "swap neighbours" else other
+                changed.append(actions[other])
+                actions[index], actions[other] = actions[other], actions[index]
+        try:
+            verify(replace(program, ranks=tuple(map(tuple, ranks))))
+        except ProgramError as error:
+            line = str(error).splitlines()[1]
+            names = [repr(part) for action in changed for part in (action, *parts(action))]
+            assert re.search(rf"\brank {rank} (has|lacks) ", line), (line, changed)
+            assert any(name in line for name in names), (line, changed)
 
 
 def test_an_overlap_of_a_forward_with_its_own_backward() -> None:
@@ -427,6 +471,34 @@ def test_an_overlap_of_an_overlap_is_no_action() -> None:
 def test_a_long_list_is_cut() -> None:
     with pytest.raises(ProgramError, match=r"and 10 more$"):
         verify(Program(((),), (0,), 30))
+
+
+def test_a_bound_on_activations_that_is_exceeded() -> None:
+    program = build(GPipe(), num_ranks=2, num_microbatches=6)
+    assert verify(program, max_activations=6).peak_activations == (6, 6)
+    message = (
+        r"rank 0 holds the activations of 6 \(stage, microbatch\) pairs at a time; expected at most max_activations = 5"
+    )
+    with pytest.raises(ProgramError, match=message):
+        verify(program, max_activations=5)
+    assert verify(build(ForwardOnly(), num_ranks=2, num_microbatches=6), max_activations=1).peak_activations == (0, 0)
+
+
+class Bounded(Schedule):
+    """GPipe's order with a bound."""
+
+    max_activations = 4
+
+    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Compute]:
+        return GPipe().actions(rank, num_ranks, num_microbatches)
+
+
+def test_the_bound_of_a_schedule_is_verified_when_it_is_built() -> None:
+    assert build(Bounded(), num_ranks=2, num_microbatches=4).num_microbatches == 4
+    with pytest.raises(
+        ProgramError, match=r"expected at most max_activations = 4\. Allow more, or use a schedule that"
+    ):
+        build(Bounded(), num_ranks=2, num_microbatches=5)
 
 
 def test_is_a_mistake_of_the_user() -> None:

@@ -1,6 +1,6 @@
 """The pipeline schedules that a configuration can name; any other is passed to the Trainer as an object."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
@@ -21,17 +21,18 @@ Kind = Literal["gpipe", "looped_bfs", "1f1b", "interleaved_1f1b", "zb1p", "zbv",
 
 KINDS: tuple[str, ...] = get_args(Kind)
 
-_FIXED: Mapping[Kind, Callable[[], Schedule]] = {
+_FIXED: Mapping[Kind, Callable[..., Schedule]] = {
     "gpipe": GPipe,
     "1f1b": OneForwardOneBackward,
     "zbv": ZeroBubbleV,
     "dualpipev": DualPipeV,
 }
-_LOOPED: Mapping[Kind, Callable[[int], Schedule]] = {
+_LOOPED: Mapping[Kind, Callable[..., Schedule]] = {
     "looped_bfs": LoopedBreadthFirst,
     "interleaved_1f1b": Interleaved,
     "zb1p": ZeroBubble1P,
 }
+_BOUNDED: tuple[Kind, ...] = ("1f1b", "interleaved_1f1b", "zb1p")
 
 
 class ScheduleConfig(BaseModel):
@@ -44,21 +45,47 @@ class ScheduleConfig(BaseModel):
         None, description="Stages on each rank, where the schedule leaves it open; by default 2, and 1 for zb1p."
     )
 
+    warmup: Literal["short", "long"] | None = Field(
+        None,
+        description="Forwards before the first backward, of zb1p with several stages on a rank: short holds fewer "
+        "activations, long hides transfers better; by default short.",
+    )
+    max_activations: PositiveInt | None = Field(
+        None,
+        description="Largest number of (stage, microbatch) pairs whose activations a rank holds at a time, of 1f1b, "
+        "interleaved_1f1b and zb1p; by default as many as the schedule needs not to wait.",
+    )
+
     def build(self) -> Schedule:
-        """The schedule.
+        """Build the schedule.
 
         Raises:
-            UserError: If the number of stages is not one's to choose.
+            UserError: If an option is set that the schedule does not have.
         """
+        options: dict[str, Any] = {}
+        if self.warmup is not None:
+            self._check("warmup", self.warmup, ("zb1p",))
+            options["warmup"] = self.warmup
+        if self.max_activations is not None:
+            self._check("max_activations", self.max_activations, _BOUNDED)
+            options["max_activations"] = self.max_activations
         if self.kind in _FIXED:
-            schedule = _FIXED[self.kind]()
+            schedule = _FIXED[self.kind](**options)
             if self.stages_per_rank not in (None, schedule.stages_per_rank):
                 raise UserError(
                     f"pipeline.schedule.stages_per_rank = {self.stages_per_rank}; {self.kind} has always "
                     f"{schedule.stages_per_rank}. Leave it out, or use one of {', '.join(_LOOPED)}."
                 )
             return schedule
-        return _LOOPED[self.kind](self.stages_per_rank or (1 if self.kind == "zb1p" else 2))
+        return _LOOPED[self.kind](self.stages_per_rank or (1 if self.kind == "zb1p" else 2), **options)
+
+    def _check(self, name: str, value: object, kinds: Sequence[Kind]) -> None:
+        """Refuse an option of other schedules."""
+        if self.kind not in kinds:
+            raise UserError(
+                f"pipeline.schedule.{name} = {value}; {self.kind} does not have this option. Leave it out, or use one "
+                f"of {', '.join(kinds)}."
+            )
 
 
 def _from_name(value: Any) -> Any:

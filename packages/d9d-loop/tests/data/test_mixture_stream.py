@@ -28,6 +28,20 @@ def test_resumes_anywhere_over_phases_and_epochs() -> None:
     assert_resumes_anywhere(MixtureStream(sources, weights=weights, unit="tokens", seed=0), 30)
 
 
+@pytest.mark.parametrize("unit", ["samples", "tokens"])
+def test_resumes_before_every_entry_with_shares_that_are_no_binary_fractions(unit: Any) -> None:
+    """What each source is behind by must come back to the last bit: over many resumes an error would add up."""
+    sources = {name: lists_stream(9, seed=seed) for seed, name in enumerate(("a", "b", "c"))}
+    weights = [Phase({"a": 7, "b": 3, "c": 1.7}), Phase({"a": 0.3, "b": 1.1, "c": 2.9}, start=200, ramp=90)]
+    mixture = MixtureStream(sources, weights=weights, unit=unit, temperature=1.3, seed=0)
+    cursor, state = mixture.cursor(), None
+    for position in range(500):
+        resumed = mixture.cursor(state)
+        assert resumed.take(1) == cursor.take(1), position
+        state = through_json(resumed.state_dict())
+        assert state == through_json(cursor.state_dict()), position
+
+
 def test_each_source_keeps_its_own_order() -> None:
     entries = _mixture({"web": 5, "code": 2, "math": 1}).cursor().take(500)
     for source in range(3):

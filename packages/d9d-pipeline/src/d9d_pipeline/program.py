@@ -7,7 +7,17 @@ from typing import final
 
 from d9d_dist import UserError
 from d9d_pipeline._transfers import with_transfers
-from d9d_pipeline.actions import Action, Backward, BackwardInput, Compute, Loss, Overlap, Transfer, parts
+from d9d_pipeline.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Loss,
+    Overlap,
+    Transfer,
+    parts,
+)
 from d9d_pipeline.schedule import Schedule, ranks_of_stages
 from d9d_pipeline.verify import refuse, verify
 
@@ -35,9 +45,8 @@ class Program:
     @property
     def trains(self) -> bool:
         """Whether anything goes backward."""
-        return any(
-            isinstance(action, Backward | BackwardInput | Overlap) for actions in self.ranks for action in actions
-        )
+        backward = Backward | BackwardInput | BackwardWeight | Overlap
+        return any(isinstance(action, backward) for actions in self.ranks for action in actions)
 
     @property
     def splits(self) -> bool:
@@ -75,7 +84,8 @@ def build(schedule: Schedule, *, num_ranks: int, num_microbatches: int) -> Progr
 
     Raises:
         UserError: If the schedule does not exist for these numbers.
-        ProgramError: Listing what is missing, repeated, on the wrong rank or never possible.
+        ProgramError: Listing what is missing, repeated, on the wrong rank or never possible; or if a rank holds more
+            than the schedule's `max_activations`.
     """
     built = _build_once if _compares_by_value(schedule) else _build
     return built(schedule, num_ranks, num_microbatches)
@@ -88,7 +98,7 @@ def _build(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Program
     computed = [tuple(schedule.actions(rank, num_ranks, num_microbatches)) for rank in range(num_ranks)]
     refuse([problem for rank in range(num_ranks) for problem in _emitted_wrongly(computed[rank], rank, stage_ranks)])
     program = Program(with_transfers(computed, stage_ranks), stage_ranks, num_microbatches)
-    verify(program)
+    verify(program, max_activations=schedule.max_activations)
     return program
 
 

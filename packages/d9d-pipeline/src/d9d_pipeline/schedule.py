@@ -21,10 +21,13 @@ class Schedule(ABC):
     Attributes:
         stages_per_rank: How many stages each rank holds.
         placement: Which ones.
+        max_activations: Largest number of (stage, microbatch) pairs whose activations a rank may hold at a time; `None`
+            for no bound. `build` refuses a program that holds more.
     """
 
     stages_per_rank: int = 1
     placement: Placement = "loop"
+    max_activations: int | None = None
 
     @abstractmethod
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Compute]:

@@ -3,25 +3,38 @@
 Nothing is taken over from how a program is built: a program from anywhere, changed by hand, is judged by what it says.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, final
 
 from d9d_dist import UserError
+from d9d_pipeline._action_rules import (
+    GAVE_LOSS,
+    HAS_GRADIENT,
+    HAS_INPUT,
+    HAS_WEIGHTS,
+    RAN,
+    RAN_BACK,
+    RULES,
+    SENT_GRADIENT,
+    SENT_OUTPUT,
+    TRANSFERS,
+    Placed,
+    Single,
+    places,
+)
+from d9d_pipeline._deadlock import deadlock_problems
 from d9d_pipeline.actions import (
+    Action,
     Backward,
     BackwardInput,
-    BackwardWeight,
     Forward,
     Loss,
     Overlap,
-    Part,
     ReceiveInput,
     ReceiveOutputGradient,
     SendInputGradient,
     SendOutput,
-    Transfer,
-    parts,
 )
 
 if TYPE_CHECKING:
@@ -29,9 +42,14 @@ if TYPE_CHECKING:
 
 _MAX_PROBLEMS = 20  # that are listed
 
-# What is true of a microbatch on a stage, on the rank of the stage.
-_HAS_INPUT, _RAN, _GAVE_LOSS, _SENT_OUTPUT = 1, 2, 4, 8
-_HAS_GRADIENT, _RAN_BACK, _HAS_WEIGHTS, _SENT_GRADIENT = 16, 32, 64, 128
+_SENDS = (SendOutput, SendInputGradient)
+# Transfers with the fact that each makes, and the fact without which it is not missed.
+_EXCHANGED: tuple[tuple[type[Any], int, int], ...] = (
+    (SendOutput, SENT_OUTPUT, RAN),
+    (ReceiveInput, HAS_INPUT, SENT_OUTPUT),
+    (SendInputGradient, SENT_GRADIENT, RAN_BACK),
+    (ReceiveOutputGradient, HAS_GRADIENT, SENT_GRADIENT),
+)
 
 
 class ProgramError(UserError):
@@ -51,7 +69,7 @@ class Verified:
     peak_activations: tuple[int, ...]
 
 
-def verify(program: "Program") -> Verified:
+def verify(program: "Program", *, max_activations: int | None = None) -> Verified:
     """Prove that a program is right.
 
     - Every microbatch goes forward once through every stage and into the loss, and, if anything goes backward, backward
@@ -60,16 +78,35 @@ def verify(program: "Program") -> Verified:
     - Every output and gradient that another rank needs is sent once, and received there once.
     - Were every transfer to block both its ranks until it is done, all ranks would still come to their end.
 
+    The first line of the error names the cause: an action that comes before what it needs, is repeated, belongs on
+    another rank or is missing; or else the transfers over whose order ranks wait for each other.
+
     Args:
         program: From anywhere.
+        max_activations: Largest allowed number of (stage, microbatch) pairs whose activations a rank holds at a time;
+            `None` for no bound.
 
     Raises:
         ProgramError: Listing what is wrong.
     """
     refuse(_shape_problems(program))
-    play = _Play(program)
-    refuse(play.problems())
-    return Verified(tuple(play.peaks) if program.trains else (0,) * len(program.ranks))
+    placed = places(program.stage_ranks)
+    facts = [0] * (program.num_stages * program.num_microbatches)
+    facts[: program.num_microbatches] = [HAS_INPUT] * program.num_microbatches
+    checks = [_RankCheck(program, rank, placed, facts) for rank in range(len(program.ranks))]
+    too_early = [check.too_early for check in checks if check.too_early is not None]
+    wrong = [problem for check in checks for problem in check.wrong]
+    # Without the loss of an output that comes too late, `build` would seem to forget it.
+    refuse(too_early + wrong + list(_missing(program, placed, facts)))
+    refuse(deadlock_problems(program))
+    peaks = tuple(check.peak for check in checks) if program.trains else (0,) * len(checks)
+    if max_activations is not None and max(peaks) > max_activations:
+        raise ProgramError(
+            f"rank {peaks.index(max(peaks))} holds the activations of {max(peaks)} (stage, microbatch) pairs at a "
+            f"time; expected at most max_activations = {max_activations}. Allow more, or use a schedule that holds "
+            "fewer: OneForwardOneBackward, Interleaved and ZeroBubble1P take the bound as an argument."
+        )
+    return Verified(peaks)
 
 
 def refuse(problems: list[str]) -> None:
@@ -85,7 +122,7 @@ def refuse(problems: list[str]) -> None:
 
 
 def _shape_problems(program: "Program") -> list[str]:
-    """What is wrong before any action is looked at."""
+    """Return what is wrong before any action is looked at."""
     num_ranks = len(program.ranks)
     problems = [
         f"stage {stage} is on rank {rank}; expected one of the ranks 0 to {num_ranks - 1}"
@@ -98,7 +135,7 @@ def _shape_problems(program: "Program") -> list[str]:
             "each"
         )
     for rank, actions in enumerate(program.ranks):
-        strange = [action for action in actions if type(action) not in _RULES and not _is_overlap(action)]
+        strange = [action for action in actions if type(action) not in RULES and not _is_overlap(action)]
         problems += [f"rank {rank} has {action!r}, which is no action" for action in strange]
     return problems
 
@@ -111,217 +148,112 @@ def _is_overlap(action: Any) -> bool:
     )
 
 
-_Single: TypeAlias = Part | Loss | Transfer
-"""What is done on its own, or as a part of an overlap."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """What an action means to its (stage, microbatch).
+class _RankCheck:
+    """Plays one rank alone, as if every transfer succeeded at once.
 
     Attributes:
-        needs: Facts that have to be true before.
-        makes: Facts that it makes true, and that must not be true before.
-        lacks: What is missing if not all of `needs` are true.
-        towards: The neighbour to which something goes or from which it comes: 1 is the next stage, -1 the one before.
-        hands: The fact that it makes true for that neighbour if it is on the same rank.
-        holds: How many more activations are held afterwards.
-        counterpart: For a transfer, what the peer does.
+        wrong: Actions that are repeated, or belong on another rank or nowhere.
+        too_early: The first action that comes before another one that it needs; `None` if there is none.
+        peak: Largest number of held activations.
+
+    Args:
+        program: The program.
+        rank: The rank.
+        placed: The place of each kind of action by stage.
+        facts: What is true by stage and microbatch; updated for the stages of this rank.
     """
 
-    needs: int
-    makes: int
-    lacks: str = ""
-    towards: int = 0
-    hands: int = 0
-    holds: int = 0
-    counterpart: type[Transfer] | None = None
+    def __init__(self, program: "Program", rank: int, placed: Placed, facts: list[int]) -> None:
+        self._rank, self._placed, self._facts = rank, placed, facts
+        self._actions = program.ranks[rank]
+        self._stage_ranks, self._num_microbatches = program.stage_ranks, program.num_microbatches
+        self.wrong: list[str] = []
+        self.too_early: str | None = None
+        self.peak = self._held = 0
+        for position, action in enumerate(self._actions):
+            together = (action.forward, action.backward) if isinstance(action, Overlap) else (action,)
+            fitting = [part for part in together if self._is_fitting(action, part, position)]
+            for part in fitting:
+                self._note(part)
 
-
-_RULES: dict[type[Any], _Rule] = {
-    Forward: _Rule(_HAS_INPUT, _RAN, "its input is there", towards=1, hands=_HAS_INPUT, holds=1),
-    Loss: _Rule(_RAN, _GAVE_LOSS | _HAS_GRADIENT, "its forward"),
-    Backward: _Rule(
-        _RAN | _HAS_GRADIENT,
-        _RAN_BACK | _HAS_WEIGHTS,
-        "its forward, or the gradient of its output is there",
-        towards=-1,
-        hands=_HAS_GRADIENT,
-        holds=-1,
-    ),
-    BackwardInput: _Rule(
-        _RAN | _HAS_GRADIENT,
-        _RAN_BACK,
-        "its forward, or the gradient of its output is there",
-        towards=-1,
-        hands=_HAS_GRADIENT,
-    ),
-    BackwardWeight: _Rule(_RAN_BACK, _HAS_WEIGHTS, "its backward for the inputs", holds=-1),
-    SendOutput: _Rule(_RAN, _SENT_OUTPUT, "its forward", towards=1, counterpart=ReceiveInput),
-    ReceiveInput: _Rule(0, _HAS_INPUT, towards=-1, counterpart=SendOutput),
-    SendInputGradient: _Rule(_RAN_BACK, _SENT_GRADIENT, "its backward", towards=-1, counterpart=ReceiveOutputGradient),
-    ReceiveOutputGradient: _Rule(0, _HAS_GRADIENT, towards=1, counterpart=SendInputGradient),
-}
-
-_TRANSFERS = (SendOutput, ReceiveInput, SendInputGradient, ReceiveOutputGradient)
-
-_Place: TypeAlias = tuple[int, int | None]
-"""The rank that does something, and the one with which it does so."""
-
-
-def _places(stage_ranks: tuple[int, ...]) -> dict[tuple[type[Any], int], _Place]:
-    """Where each kind of action has its place, by stage. What is not there, no rank may do."""
-    places: dict[tuple[type[Any], int], _Place] = {}
-    last = len(stage_ranks) - 1
-    for stage, rank in enumerate(stage_ranks):
-        for kind, rule in _RULES.items():
-            neighbour = stage + rule.towards
-            if rule.counterpart is None:
-                if kind is not Loss or stage == last:
-                    places[kind, stage] = rank, None
-            elif 0 <= neighbour <= last and stage_ranks[neighbour] != rank:
-                places[kind, stage] = rank, stage_ranks[neighbour]
-    return places
-
-
-class _Play:
-    """Plays a program, every transfer blocking both of its ranks until both are there."""
-
-    def __init__(self, program: "Program") -> None:
-        self._ranks = program.ranks
-        self._stage_ranks = program.stage_ranks
-        self._last = program.num_stages - 1
-        self._num_microbatches = program.num_microbatches
-        self._trains = program.trains
-        self._places = _places(program.stage_ranks)
-        self._positions = [0] * len(program.ranks)
-        self._facts = [0] * (program.num_stages * program.num_microbatches)
-        self._facts[: self._num_microbatches] = [_HAS_INPUT] * self._num_microbatches
-        self._waits: list[Transfer | None] = [None] * len(program.ranks)
-        self._held = [0] * len(program.ranks)
-        self.peaks = [0] * len(program.ranks)
-
-    def problems(self) -> list[str]:
-        """What is wrong: impossible actions, or else ranks that wait for ever; and what nobody does."""
-        impossible: list[str] = []
-        awake = list(range(len(self._ranks)))
-        while awake:
-            rank = awake.pop()
-            actions = self._ranks[rank]
-            while self._positions[rank] < len(actions):
-                action = actions[self._positions[rank]]
-                if isinstance(action, Overlap):
-                    problem = self._problem(rank, action.forward) or self._problem(rank, action.backward)
-                else:
-                    problem = self._problem(rank, action)
-                if problem is not None:
-                    impossible.append(f"rank {rank} has {action!r}{problem}")
-                    break
-                if isinstance(action, Overlap):
-                    self._note(rank, action.forward)
-                    self._note(rank, action.backward)
-                else:
-                    if isinstance(action, _TRANSFERS):
-                        other = self._waits[action.peer]
-                        if other is None or not _match(action, other):
-                            self._waits[rank] = action
-                            break
-                        self._waits[action.peer] = None
-                        self._note(action.peer, other)
-                        self._positions[action.peer] += 1
-                        awake.append(action.peer)
-                    self._note(rank, action)
-                self._positions[rank] += 1
-        # What is nowhere in the program comes first: the rest may follow from it.
-        return list(self._forgotten()) or impossible or [*self._stuck(), *self._unsent()]
-
-    def _problem(self, rank: int, action: _Single) -> str | None:
-        """Why an action is impossible now, whatever other ranks do."""
-        rule = _RULES[type(action)]
-        peer = action.peer if isinstance(action, _TRANSFERS) else None
-        stage, microbatch = action.stage, action.microbatch
-        if self._places.get((type(action), stage)) != (rank, peer) or not 0 <= microbatch < self._num_microbatches:
-            return self._misplaced(rank, action, stage + rule.towards)
+    def _is_fitting(self, action: Action, part: Single, position: int) -> bool:
+        """Check an action, or a part of an overlap. Return whether it belongs on this rank."""
+        rule, stage, microbatch = RULES[type(part)], part.stage, part.microbatch
+        peer = part.peer if isinstance(part, TRANSFERS) else None
+        is_placed = self._placed.get((type(part), stage)) == (self._rank, peer)
+        if not is_placed or not 0 <= microbatch < self._num_microbatches:
+            self.wrong.append(f"rank {self._rank} has {action!r}{self._misplaced(part, stage + rule.towards)}")
+            return False
         facts = self._facts[stage * self._num_microbatches + microbatch]
         if facts & rule.makes:
-            return ", which was done before"
-        return None if facts & rule.needs == rule.needs else f" before {rule.lacks}"
+            self.wrong.append(f"rank {self._rank} has {action!r}, which was done before")
+        if facts & rule.needs != rule.needs and self.too_early is None:
+            needed = self._maker(stage, microbatch, rule.needs & ~facts, position)
+            if needed is not None:  # else it is missing
+                self.too_early = f"rank {self._rank} has {action!r} before {rule.lacks}: {needed!r} comes later"
+        return True
 
-    def _misplaced(self, rank: int, action: _Single, neighbour: int) -> str:
-        """Why an action has its place elsewhere, or nowhere."""
-        if not (0 <= action.stage <= self._last and 0 <= action.microbatch < self._num_microbatches):
-            return f", expected stages up to {self._last} and microbatches up to {self._num_microbatches - 1}"
-        if self._stage_ranks[action.stage] != rank:
-            return f", not its own: stage {action.stage} is on rank {self._stage_ranks[action.stage]}"
-        if isinstance(action, Loss):
-            return f", but only stage {self._last} has a loss"
-        if not 0 <= neighbour <= self._last:
+    def _misplaced(self, part: Single, neighbour: int) -> str:
+        """Say why an action belongs elsewhere, or nowhere."""
+        last = len(self._stage_ranks) - 1
+        if not (0 <= part.stage <= last and 0 <= part.microbatch < self._num_microbatches):
+            return f", expected stages up to {last} and microbatches up to {self._num_microbatches - 1}"
+        if self._stage_ranks[part.stage] != self._rank:
+            return f", not its own: stage {part.stage} is on rank {self._stage_ranks[part.stage]}"
+        if isinstance(part, Loss):
+            return f", but only stage {last} has a loss"
+        if not 0 <= neighbour <= last:
             return f", but there is no stage {neighbour}"
         holder = self._stage_ranks[neighbour]
-        return f", but stage {neighbour} is on " + ("the same rank" if holder == rank else f"rank {holder}")
+        return f", but stage {neighbour} is on " + ("the same rank" if holder == self._rank else f"rank {holder}")
 
-    def _note(self, rank: int, action: _Single) -> None:
-        """Remember what is true after an action."""
-        rule = _RULES[type(action)]
-        cell = action.stage * self._num_microbatches + action.microbatch
+    def _maker(self, stage: int, microbatch: int, facts: int, position: int) -> Single | None:
+        """Return the first action from a position on that makes one of some facts true."""
+        for action in self._actions[position:]:
+            for part in (action.forward, action.backward) if isinstance(action, Overlap) else (action,):
+                rule = RULES[type(part)]
+                makes = rule.makes if part.stage == stage else 0
+                hands = rule.hands if part.stage + rule.towards == stage else 0
+                if part.microbatch == microbatch and (makes | hands) & facts:
+                    return part
+        return None
+
+    def _note(self, part: Single) -> None:
+        """Record what is true after an action."""
+        rule = RULES[type(part)]
+        cell = part.stage * self._num_microbatches + part.microbatch
         self._facts[cell] |= rule.makes
         if rule.hands:
-            neighbour = action.stage + rule.towards
-            if 0 <= neighbour <= self._last and self._stage_ranks[neighbour] == rank:
+            neighbour = part.stage + rule.towards
+            if 0 <= neighbour < len(self._stage_ranks) and self._stage_ranks[neighbour] == self._rank:
                 self._facts[cell + rule.towards * self._num_microbatches] |= rule.hands
         if rule.holds:
-            self._held[rank] += rule.holds
-            self.peaks[rank] = max(self.peaks[rank], self._held[rank])
+            self._held += rule.holds
+            self.peak = max(self.peak, self._held)
 
-    def _stuck(self) -> Iterator[str]:
-        for rank, action in enumerate(self._waits):
-            if action is not None:
-                actions, position = self._ranks[action.peer], self._positions[action.peer]
-                where = f"is at {actions[position]!r}" if position < len(actions) else "has come to its end"
-                yield f"rank {rank} waits for ever in {action!r}: rank {action.peer} {where}"
 
-    def _forgotten(self) -> Iterator[str]:
-        """What should be computed and is not to be found on the rank of its stage."""
-        emitted = self._facts
-        if any(position < len(actions) for position, actions in zip(self._positions, self._ranks, strict=True)):
-            emitted = self._emitted()
-        wanted = _RAN | _RAN_BACK | _HAS_WEIGHTS if self._trains else _RAN
-        for index, facts in enumerate(emitted):
-            missing = wanted & ~facts
-            if not missing:
+def _missing(program: "Program", placed: Placed, facts: Sequence[int]) -> Iterator[str]:
+    """Yield the actions that are nowhere, but none whose lack follows from another one's."""
+    computed, exchanged = RAN, _EXCHANGED[:2]
+    if program.trains:
+        computed, exchanged = RAN | RAN_BACK | HAS_WEIGHTS, _EXCHANGED
+    for stage, rank in enumerate(program.stage_ranks):
+        loss = GAVE_LOSS if stage == program.num_stages - 1 else 0
+        mine = [each for each in exchanged if (each[0], stage) in placed]
+        complete = computed | loss | sum(made for _, made, _ in mine)
+        for microbatch in range(program.num_microbatches):
+            cell = stage * program.num_microbatches + microbatch
+            if facts[cell] & complete == complete:
                 continue
-            name = "Forward" if missing & _RAN else "Backward" if missing & _RAN_BACK else "BackwardWeight"
-            stage, microbatch = divmod(index, self._num_microbatches)
-            yield f"rank {self._stage_ranks[stage]} lacks {name}(stage={stage}, microbatch={microbatch})"
-
-    def _emitted(self) -> list[int]:
-        """What would be true if all actions had been done, in whatever order."""
-        facts = [0] * len(self._facts)
-        for rank, actions in enumerate(self._ranks):
-            for part in (part for action in actions for part in parts(action)):
-                is_placed = self._places.get((type(part), part.stage)) == (rank, None)
-                if is_placed and 0 <= part.microbatch < self._num_microbatches:
-                    facts[part.stage * self._num_microbatches + part.microbatch] |= _RULES[type(part)].makes
-        return facts
-
-    def _unsent(self) -> Iterator[str]:
-        """What should go to the loss or to another rank and does not."""
-        wanted = [(_GAVE_LOSS, Loss), (_SENT_OUTPUT, SendOutput)]
-        if self._trains:
-            wanted.append((_SENT_GRADIENT, SendInputGradient))
-        for stage, rank in enumerate(self._stage_ranks):
-            for fact, kind in wanted:
-                for microbatch in range(self._num_microbatches if (kind, stage) in self._places else 0):
-                    if not self._facts[stage * self._num_microbatches + microbatch] & fact:
-                        yield f"rank {rank} lacks {kind.__name__}(stage={stage}, microbatch={microbatch})"
-
-
-def _match(action: Transfer, other: Transfer) -> bool:
-    """Whether two transfers, each in its place, are the two sides of one."""
-    rule = _RULES[type(action)]
-    return (
-        type(other) is rule.counterpart
-        and other.stage == action.stage + rule.towards
-        and other.microbatch == action.microbatch
-    )
+            where = f"stage={stage}, microbatch={microbatch}"
+            if missing := computed & ~facts[cell]:
+                backward = "BackwardInput" if facts[cell] & HAS_WEIGHTS else "Backward"
+                name = "Forward" if missing & RAN else backward if missing & RAN_BACK else "BackwardWeight"
+                yield f"rank {rank} lacks {name}({where})"
+            if loss & ~facts[cell] and facts[cell] & RAN:
+                yield f"rank {rank} lacks Loss({where})"
+            for kind, made, cause in mine:
+                # What is sent was computed on this stage, and what is received was sent from the neighbour.
+                source = cell if kind in _SENDS else cell + RULES[kind].towards * program.num_microbatches
+                if made & ~facts[cell] and facts[source] & cause:
+                    yield f"rank {rank} lacks {kind.__name__}({where}, peer={placed[kind, stage][1]})"

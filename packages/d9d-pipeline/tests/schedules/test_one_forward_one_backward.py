@@ -40,3 +40,27 @@ def test_one_stage_is_not_interleaved() -> None:
 def test_refuses_no_stage() -> None:
     with pytest.raises(UserError, match=r"got stages_per_rank = 0; expected at least 1"):
         build(Interleaved(0), num_ranks=2, num_microbatches=2)
+
+
+@settings(max_examples=10, deadline=None)
+@given(p=st.integers(1, 5), m=st.integers(1, 12), v=st.integers(1, 3))
+def test_a_larger_bound_is_met_and_never_slower(p: int, m: int, v: int) -> None:
+    longest = -(-m // max(1, m // p))  # microbatches of the longest round
+    least, makespans = (v - 1) * longest + 1, []
+    for bound in range(least, least + 2 * p):
+        program = build(Interleaved(v, max_activations=bound), num_ranks=p, num_microbatches=m)
+        assert max(verify(program, max_activations=bound).peak_activations) <= bound
+        makespans.append(simulate(program).makespan)
+    assert makespans == sorted(makespans, reverse=True)
+    assert makespans[-1] == simulate(build(Interleaved(v), num_ranks=p, num_microbatches=m)).makespan
+    with pytest.raises(
+        UserError, match=rf"got max_activations = {least - 1} for {v} stages .* expected at least {least},"
+    ):
+        build(Interleaved(v, max_activations=least - 1), num_ranks=p, num_microbatches=m)
+
+
+def test_1f1b_holds_as_few_as_it_may() -> None:
+    program = build(OneForwardOneBackward(max_activations=2), num_ranks=4, num_microbatches=8)
+    assert verify(program).peak_activations == (2, 2, 2, 1)
+    with pytest.raises(UserError, match=r"got max_activations = 0 for 1 stages on each of 4 ranks and 8 microbatches"):
+        build(OneForwardOneBackward(max_activations=0), num_ranks=4, num_microbatches=8)

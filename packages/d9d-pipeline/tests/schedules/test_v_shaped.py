@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch_schedules import TorchZeroBubbleV
 
 from d9d_dist import UserError
 from d9d_pipeline import Costs, DualPipeV, Overlap, ZeroBubbleV, build, simulate, verify
@@ -24,6 +25,21 @@ def test_zb_v_with_few_microbatches_holds_no_more(p: int, m: int) -> None:
     program = build(ZeroBubbleV(), num_ranks=p, num_microbatches=m)
     assert max(verify(program).peak_activations) <= 2 * min(p, m)
     assert simulate(program).makespan >= 6 * m + p - 1
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize(
+    "costs",
+    [Costs(), Costs(transfer=0.25), Costs(transfer=0.5), Costs(1.0, 1.25, 0.75), Costs(1.0, 1.5, 0.5, 0.25)],
+    ids=["equal", "transfer 0.25", "transfer 0.5", "long backward", "both"],
+)
+def test_zb_v_is_never_slower_than_torch_with_a_full_pipeline(p: int, costs: Costs) -> None:
+    for m in (p, 2 * p - 1, 3 * p + 1):
+        ours, theirs = (
+            build(schedule, num_ranks=p, num_microbatches=m) for schedule in (ZeroBubbleV(), TorchZeroBubbleV())
+        )
+        assert simulate(ours, costs).makespan <= simulate(theirs, costs).makespan
+        assert max(verify(ours).peak_activations) == max(verify(theirs).peak_activations)
 
 
 @settings(max_examples=25, deadline=None)

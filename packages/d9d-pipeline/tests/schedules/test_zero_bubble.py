@@ -1,7 +1,13 @@
+from itertools import product
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch_schedules import TorchInterleavedZeroBubble
 
+from d9d_dist import UserError
 from d9d_pipeline import Costs, Interleaved, ZeroBubble1P, build, simulate, verify
+from d9d_pipeline.schedules.one_forward_one_backward import Warmup
 
 
 @settings(max_examples=25, deadline=None)
@@ -32,7 +38,49 @@ def test_interleaved_it_waits_as_little_and_holds_no_more_than_interleaved(p: in
 
 
 @settings(max_examples=15, deadline=None)
-@given(p=st.integers(1, 16), m=st.integers(1, 40), v=st.integers(2, 3))
-def test_interleaved_it_is_never_slower_than_interleaved(p: int, m: int, v: int) -> None:
-    program, peer = (build(kind(v), num_ranks=p, num_microbatches=m) for kind in (ZeroBubble1P, Interleaved))
+@given(p=st.integers(1, 16), m=st.integers(1, 40), v=st.integers(2, 3), warmup=st.sampled_from(["short", "long"]))
+def test_interleaved_it_is_never_slower_than_interleaved(p: int, m: int, v: int, warmup: Warmup) -> None:
+    schedules = ZeroBubble1P(v, warmup=warmup), Interleaved(v)
+    program, peer = (build(schedule, num_ranks=p, num_microbatches=m) for schedule in schedules)
     assert simulate(program).makespan <= simulate(peer).makespan
+
+
+@pytest.mark.parametrize(("p", "v"), list(product((2, 4, 8), (2, 3, 4))))
+def test_is_as_fast_as_torch_and_holds_as_little(p: int, v: int) -> None:
+    for m in (p, 2 * p, 4 * p):
+        costs = Costs(1.0, 1.25, 0.75, transfer=0.25)
+        ours, theirs = (
+            build(schedule, num_ranks=p, num_microbatches=m)
+            for schedule in (ZeroBubble1P(v), TorchInterleavedZeroBubble(v))
+        )
+        assert verify(ours).peak_activations == verify(theirs).peak_activations == (v * p,) * p
+        assert simulate(ours, costs).makespan == simulate(theirs, costs).makespan
+        longer = build(ZeroBubble1P(v, warmup="long"), num_ranks=p, num_microbatches=m)
+        assert simulate(longer, costs).makespan <= simulate(theirs, costs).makespan
+        assert max(verify(longer).peak_activations) == min((v + 1) * p - 1, v * m)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    p=st.integers(1, 5),
+    m=st.integers(1, 12),
+    v=st.integers(1, 3),
+    warmup=st.sampled_from(["short", "long"]),
+    transfer=st.sampled_from([0.0, 0.25]),
+)
+def test_a_larger_bound_is_met_and_never_slower(p: int, m: int, v: int, warmup: Warmup, transfer: float) -> None:
+    longest = -(-m // max(1, m // p))  # microbatches of the longest round
+    least, costs = (v - 1) * longest + 1, Costs(transfer=transfer)
+    makespans = []
+    for bound in range(least, least + 2 * p):
+        schedule = ZeroBubble1P(v, warmup=warmup, max_activations=bound)
+        program = build(schedule, num_ranks=p, num_microbatches=m)
+        assert max(verify(program, max_activations=bound).peak_activations) <= bound
+        makespans.append(simulate(program, costs).makespan)
+    assert makespans == sorted(makespans, reverse=True)
+    free = build(ZeroBubble1P(v, warmup=warmup), num_ranks=p, num_microbatches=m)
+    assert makespans[-1] == simulate(free, costs).makespan
+    with pytest.raises(
+        UserError, match=rf"got max_activations = {least - 1} for {v} stages .* expected at least {least},"
+    ):
+        build(ZeroBubble1P(v, max_activations=least - 1), num_ranks=p, num_microbatches=m)

@@ -3,8 +3,9 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, TypeAlias, final
 
+from d9d_dist import UserError
 from d9d_pipeline.actions import Backward, Forward
 from d9d_pipeline.schedule import Schedule
 
@@ -16,17 +17,24 @@ class OneForwardOneBackward(Schedule):
 
     Takes as long as GPipe. On a single rank it is gradient accumulation: forward and backward of one microbatch after
     the other.
+
+    Attributes:
+        max_activations: Largest number of microbatches that a rank may hold, at least 1; `None` for no bound. Fewer
+            than p cost time.
     """
 
+    max_activations: int | None = None  # ty: ignore[incompatible-attribute-override] - read-only on purpose
+
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Forward | Backward]:
-        """Forwards until the pipeline is full, then one backward and one forward in turn, then the last backwards."""
-        warmup = min(num_ranks - rank, num_microbatches)
-        for microbatch in range(warmup):
-            yield Forward(rank, microbatch)
-        for microbatch in range(num_microbatches):
-            yield Backward(rank, microbatch)
-            if warmup + microbatch < num_microbatches:
-                yield Forward(rank, warmup + microbatch)
+        """Forwards until the pipeline is full, then one backward and one forward in turn, then the last backwards.
+
+        Raises:
+            UserError: If `max_activations` is less than 1.
+        """
+        order = InterleavedOrder.of(
+            rank, num_ranks, num_microbatches, 1, warmup="long", max_activations=self.max_activations
+        )
+        yield from order.one_forward_one_backward()
 
 
 @final
@@ -39,19 +47,35 @@ class Interleaved(Schedule):
 
     Attributes:
         stages_per_rank: How many stages each rank holds.
+        max_activations: Largest number of (stage, microbatch) pairs that a rank may hold; `None` for no bound. At least
+            (v - 1) p + 1 for rounds of p; fewer than (v + 1) p - 1 cost time.
     """
 
     stages_per_rank: int = 2  # ty: ignore[incompatible-attribute-override] - read-only on purpose
+    max_activations: int | None = None  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Forward | Backward]:
-        """Forwards until the pipeline is full, then one backward and one forward in turn, then the last backwards."""
-        order = InterleavedOrder.of(rank, num_ranks, num_microbatches, self.stages_per_rank)
-        for cell in order.forwards[: order.warmup]:
-            yield Forward(*cell)
-        for index, cell in enumerate(order.backwards):
-            yield Backward(*cell)
-            if order.warmup + index < len(order.forwards):
-                yield Forward(*order.forwards[order.warmup + index])
+        """Forwards until the pipeline is full, then one backward and one forward in turn, then the last backwards.
+
+        Raises:
+            UserError: If `max_activations` is too small.
+        """
+        order = InterleavedOrder.of(
+            rank,
+            num_ranks,
+            num_microbatches,
+            self.stages_per_rank,
+            warmup="long",
+            max_activations=self.max_activations,
+        )
+        yield from order.one_forward_one_backward()
+
+
+Warmup: TypeAlias = Literal["short", "long"]
+"""Forwards of a rank before its first backward, if it holds several stages.
+
+With each rank before the last one, `"short"` adds one forward and `"long"` two.
+"""
 
 
 @final
@@ -62,25 +86,68 @@ class InterleavedOrder:
     Attributes:
         forwards: Forward.
         backwards: Backward.
-        warmup: How many forwards come before the first backward.
+        warmup: Number of forwards before the first backward.
+        delay: Number of backwards for inputs before the first backward for weights, less one, if backwards are split.
     """
 
     forwards: list[tuple[int, int]]
     backwards: list[tuple[int, int]]
     warmup: int
+    delay: int
 
     @staticmethod
-    def of(rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> "InterleavedOrder":
-        """The order for one rank."""
+    def of(
+        rank: int,
+        num_ranks: int,
+        num_microbatches: int,
+        stages_per_rank: int,
+        *,
+        warmup: Warmup,
+        max_delay: int = 0,
+        max_activations: int | None = None,
+    ) -> "InterleavedOrder":
+        """Return the order of one rank.
+
+        Args:
+            rank: The pipeline rank.
+            num_ranks: Number of pipeline ranks.
+            num_microbatches: Number of microbatches of a step.
+            stages_per_rank: Number of stages of each rank.
+            warmup: Number of forwards before the first backward.
+            max_delay: Largest `delay`.
+            max_activations: Largest number of (stage, microbatch) pairs that the rank may hold; `None` for no bound.
+
+        Raises:
+            UserError: If the first backward cannot come before so many forwards.
+        """
         rounds = _rounds(num_microbatches, num_ranks)
         stages = [turn * num_ranks + rank for turn in range(stages_per_rank)]
         forwards = [(stage, microbatch) for each in rounds for stage in stages for microbatch in each]
         backwards = [(stage, microbatch) for each in rounds for stage in reversed(stages) for microbatch in each]
         longest = max(len(each) for each in rounds)
         # One stage on a rank is not interleaved: it fills the pipeline as 1F1B does, not twice as deep.
-        behind = num_ranks - rank - 1
-        warmup = 1 + (2 * behind + (stages_per_rank - 1) * longest if stages_per_rank > 1 else behind)
-        return InterleavedOrder(forwards, backwards, min(warmup, len(forwards)))
+        least = (stages_per_rank - 1) * longest + 1  # forwards up to the first output of the rank's last stage
+        short = least + num_ranks - rank - 1
+        long = least + 2 * (num_ranks - rank - 1) if stages_per_rank > 1 and warmup == "long" else short
+        allowed = long + max_delay if max_activations is None else max_activations
+        if allowed < least:
+            raise UserError(
+                f"got max_activations = {max_activations} for {stages_per_rank} stages on each of {num_ranks} ranks "
+                f"and {num_microbatches} microbatches; expected at least {least}, the forwards before the first "
+                "backward. Allow more activations, or use fewer stages per rank."
+            )
+        # The short warm-up saves most time, then weight gradients that wait, then the long warm-up.
+        warmed = min(max(min(short, allowed), allowed - max_delay), long, len(forwards))
+        return InterleavedOrder(forwards, backwards, warmed, min(max_delay, allowed - warmed))
+
+    def one_forward_one_backward(self) -> Iterator[Forward | Backward]:
+        """Yield forwards until the pipeline is full, one backward and one forward in turn, then the last backwards."""
+        for cell in self.forwards[: self.warmup]:
+            yield Forward(*cell)
+        for index, cell in enumerate(self.backwards):
+            yield Backward(*cell)
+            if self.warmup + index < len(self.forwards):
+                yield Forward(*self.forwards[self.warmup + index])
 
 
 def _rounds(num_microbatches: int, num_ranks: int) -> list[range]:

@@ -17,10 +17,12 @@ class ZeroBubbleV(Schedule):
     """ZB-V (Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362), with the memory of 1F1B.
 
     The paper repeats a block of what one microbatch does, and closes its gaps. So do we: each rank takes forwards and
-    backwards for inputs in the order of the block, goes ahead with forwards while the pipeline fills, and computes
-    gradients of weights when nothing else can be done; holding at most 2p half-sized stages. If all three take the same
-    time, ranks wait p - 1 ticks for every m >= p, and for m >= 2p - 1 only before their first and after their last
-    action.
+    backwards for inputs in the order of the block, and goes ahead with forwards while the pipeline fills. Gradients of
+    weights follow at once until forwards run out, and then when nothing else can be done. A rank holds at most 2p
+    half-sized stages.
+
+    If all three take the same time, ranks wait p - 1 ticks for every m >= p, and for m >= 2p - 1 only before their
+    first and after their last action.
     """
 
     stages_per_rank = 2  # ty: ignore[incompatible-attribute-override] - read-only on purpose
@@ -92,6 +94,8 @@ class _Player:
         return action
 
     def _choose(self, forwards: Sequence[int], gradients: Sequence[int]) -> Compute | None:
+        if self._waiting and self._is_steady(forwards):
+            return self._waiting.popleft()
         while self._in_turn and self._is_done(self._in_turn[0], forwards):
             self._in_turn.popleft()
         if self._in_turn and self._is_ready(self._in_turn[0], forwards, gradients):
@@ -102,6 +106,16 @@ class _Player:
                 if ahead.microbatch < self._num_microbatches and self._is_ready(ahead, forwards, gradients):
                     return ahead
         return self._waiting.popleft() if self._waiting else None
+
+    def _is_steady(self, forwards: Sequence[int]) -> bool:
+        """Return whether gradients of weights follow those of inputs at once, so that transfers have time to arrive.
+
+        That ends with the backward after the last forward: from then on other ranks wait for gradients of inputs. With
+        fewer microbatches than ranks they always do.
+        """
+        if self._num_microbatches < self._num_stages // 2 or not isinstance(self.done[-1], BackwardInput):
+            return False
+        return forwards[self._late] < self._num_microbatches or isinstance(self.done[-2], Forward)
 
     def _is_done(self, action: Forward | BackwardInput, forwards: Sequence[int]) -> bool:
         """Whether it was done ahead of its turn."""
