@@ -1,5 +1,6 @@
 """Topology, collectives, parallelism and exact gradients for PyTorch."""
 
+from d9d_dist.built_values import built_values, digest_values, move_to_meta, place_values
 from d9d_dist.collectives import (
     all_gather,
     all_gather_objects,
@@ -139,11 +140,13 @@ __all__ = [
     "all_reduce_scalars",
     "all_to_all",
     "broadcast_object",
+    "built_values",
     "canonical_name",
     "check_token_ids",
     "clip_grad_norm_",
     "context_parallel_attention",
     "defer_gradient_sync",
+    "digest_values",
     "enter_partial",
     "exchange",
     "finish_gradient_sync",
@@ -155,6 +158,7 @@ __all__ = [
     "grad_norm_parts",
     "join_trees",
     "materialize",
+    "move_to_meta",
     "offload_tensor",
     "onload_tensor",
     "parallelize_context",
@@ -163,6 +167,7 @@ __all__ = [
     "parallelize_hsdp",
     "parallelize_replicate",
     "parallelize_tensor",
+    "place_values",
     "read_launch",
     "reduce_scatter",
     "replicate_spec",
