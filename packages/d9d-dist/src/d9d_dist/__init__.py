@@ -1,6 +1,5 @@
 """Topology, collectives, parallelism and exact gradients for PyTorch."""
 
-from d9d_dist.built_values import built_values, digest_values, move_to_meta, place_values
 from d9d_dist.collectives import (
     all_gather,
     all_gather_objects,
@@ -53,6 +52,7 @@ from d9d_dist.gradients import (
 from d9d_dist.late_init import ModuleLateInit, canonical_name, materialize
 from d9d_dist.launch import Launch, read_launch
 from d9d_dist.mesh import MeshConfig
+from d9d_dist.model_values import built_values, digest_values, move_to_meta, place_values
 from d9d_dist.offload import ModuleOffloader, Offloadable, Offloaded, offload_tensor, onload_tensor
 from d9d_dist.seeds import seed_everything, stream_key
 from d9d_dist.split_backward import GradientSlot, LaterGradients, SplitBackward, take_weight

@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,7 @@ def built_values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def digest_values(values: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Return a CRC-32 of the bytes of each tensor; equal tensors have equal digests on every rank."""
-    return {name: zlib.crc32(_bytes(tensor)) for name, tensor in values.items()}
+    return {name: _crc(tensor) for name, tensor in values.items()}
 
 
 def move_to_meta(model: nn.Module) -> None:
@@ -143,9 +142,9 @@ def _replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tens
         setattr(other, other_name, getattr(first, first_name))
 
 
-def _bytes(tensor: torch.Tensor) -> Any:
-    tensor = tensor.contiguous().cpu()
-    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
+def _crc(tensor: torch.Tensor) -> int:
+    whole = tensor.cpu().contiguous()  # named: it has to live while its memory is read
+    return zlib.crc32((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())) if whole.nbytes else 0
 
 
 def _check_no_overlap(model: nn.Module) -> None:
