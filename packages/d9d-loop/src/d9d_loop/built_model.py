@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_dist import DistributedContext, StageInfo, UserError, built_values, canonical_name, digest_values, move_to_meta
+from d9d_loop._skipped_draws import SkippedDraws
 from d9d_loop.model_provider import ModelProvider
 from d9d_loop.own_random import own_random
 
@@ -61,8 +62,7 @@ def build_model(provider: ModelProvider, stage: StageInfo, *, seed: int, keep_va
         module = build_with_values(provider, stage, seed=seed)
         return BuiltModel(module, _on_meta(module), {})
     with _turn_of_host():
-        module = build_with_values(provider, stage, seed=seed)
-        digests = digest_values(built_values(module))
+        module, digests = _build_and_digest(provider, stage, seed=seed)
         move_to_meta(module)
     return BuiltModel(module, _on_meta(module), digests)
 
@@ -103,6 +103,25 @@ def report_different_values(model: BuiltModel, ctx: DistributedContext) -> None:
             f"{', '.join(names)}; the values of rank 0 are used. Draw them from torch's default generator, which is "
             "seeded alike on every rank."
         )
+
+
+def _build_and_digest(provider: ModelProvider, stage: StageInfo, *, seed: int) -> tuple[nn.Module, dict[str, int]]:
+    """Build a model of which only the structure and digests are needed: without large draws, where that is possible."""
+    draws = SkippedDraws()
+    try:
+        with draws:
+            module = build_with_values(provider, stage, seed=seed)
+        values = built_values(module)
+        if not draws.failed and not draws.has_others(values.values()):
+            skipped = {name: draws.digest(value) for name, value in values.items()}
+            drawn = digest_values({name: value for name, value in values.items() if skipped[name] is None})
+            return module, {name: drawn.get(name, digest or 0) for name, digest in skipped.items()}
+    except Exception:
+        if not draws.failed:
+            raise
+    del draws
+    module = build_with_values(provider, stage, seed=seed)
+    return module, digest_values(built_values(module))
 
 
 def _build_on_meta(provider: ModelProvider, stage: StageInfo) -> nn.Module:

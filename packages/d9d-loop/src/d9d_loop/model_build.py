@@ -1,9 +1,9 @@
 """Build this rank's stages of a model: parallelized, on the device, with their initial values."""
 
-from torch import nn
+from torch import Tensor, nn
 
-from d9d_dist import DistributedContext, StageInfo, built_values, materialize, place_values
-from d9d_loop.built_model import build_model, build_with_values, report_different_values
+from d9d_dist import DistributedContext, StageInfo, UserError, built_values, materialize, place_values
+from d9d_loop.built_model import BuiltModel, build_model, build_with_values, report_different_values
 from d9d_loop.model_check import check_experts_are_shared_out, check_parallelized, check_unchanged, describe_tensors
 from d9d_loop.model_plan import ModelPlan
 from d9d_loop.model_provider import ModelProvider
@@ -42,6 +42,22 @@ def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedCon
             materialize(stage, device=ctx.device, seed=seed)
     elif ctx.world_size > 1:
         report_different_values(whole, ctx)
-        values = built_values(build_with_values(provider, StageInfo(), seed=seed)) if ctx.is_main_process else None
+        values = _values_of(provider, whole, seed=seed) if ctx.is_main_process else None
         place_values(list(stages.values()), whole.tensors, values, device=ctx.device)
     return Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)
+
+
+def _values_of(provider: ModelProvider, whole: BuiltModel, *, seed: int) -> dict[str, Tensor]:
+    """Build the model once more, for its values."""
+    values = built_values(build_with_values(provider, StageInfo(), seed=seed))
+    expected, found = (
+        {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
+        for tensors in (whole.tensors, values)
+    )
+    if expected != found:
+        names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        raise UserError(
+            f"the function built another model when it was called again: {', '.join(names)} differ in name, shape or "
+            "dtype; expected the same structure each time. Let it depend on its arguments and the seed only."
+        )
+    return values
