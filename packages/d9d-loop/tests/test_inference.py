@@ -11,7 +11,7 @@ from torch import nn
 
 from d9d_dist import ContextSplit, StageInfo, UserError
 from d9d_dist.testing import run_ranks
-from d9d_loop import Inference, InferenceConfig, InferenceTask, Inputs, PartWritten, validate_config
+from d9d_loop import FunctionProvider, Inference, InferenceConfig, InferenceTask, Inputs, PartWritten, validate_config
 from d9d_state import save_model_state
 
 Batch = dict[str, torch.Tensor]
@@ -214,3 +214,38 @@ def test_bad_jobs_are_refused_before_anything_starts(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="part_sise is not a configuration key; did you mean part_size"):
         _config(tmp_path, part_sise=3)
+
+
+def _threes(stage: StageInfo) -> nn.Module:
+    layer = nn.Linear(4, 1, bias=False)
+    layer.load_state_dict({"weight": torch.full((1, 4), 3.0)})
+    return layer
+
+
+class _Scores(InferenceTask):
+    def inputs(self, batch: torch.Tensor) -> Any:
+        return Inputs(batch)
+
+    def results(self, outputs: torch.Tensor, batch: torch.Tensor) -> Sequence[JsonValue]:
+        return outputs[:, 0].tolist()
+
+
+def _scores(folder: Path, mesh: dict[str, int]) -> list[JsonValue]:
+    data = [torch.full((4,), float(value)) for value in range(4)]
+    job = Inference(_config(folder, mesh=mesh), model=_threes, data=data, task=_Scores())
+    return [json.loads(line) for line in job.run().file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data_parallel_shard": 2}])
+def test_weights_that_the_function_loaded_are_used(tmp_path: Path, mesh: dict[str, int]) -> None:
+    for results in run_ranks(_scores, tmp_path, mesh, world_size=len(mesh) + 1):
+        assert results == [0.0, 12.0, 24.0, 36.0]
+
+
+def test_weights_from_nowhere_are_refused(tmp_path: Path) -> None:
+    provider = FunctionProvider(_Net, late_init=True)
+    job = Inference(_config(tmp_path), model=provider, data=_data(3), task=_Sums())
+    message = "weights is not set, and FunctionProvider builds on `meta`, so the results would come from random values"
+    with pytest.raises(UserError, match=message):
+        job.run()
+    assert not list(tmp_path.iterdir())

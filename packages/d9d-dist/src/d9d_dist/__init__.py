@@ -52,6 +52,7 @@ from d9d_dist.gradients import (
 from d9d_dist.late_init import ModuleLateInit, canonical_name, materialize
 from d9d_dist.launch import Launch, read_launch
 from d9d_dist.mesh import MeshConfig
+from d9d_dist.model_values import built_values, digest_values, move_to_meta, place_values
 from d9d_dist.offload import ModuleOffloader, Offloadable, Offloaded, offload_tensor, onload_tensor
 from d9d_dist.seeds import seed_everything, stream_key
 from d9d_dist.split_backward import GradientSlot, LaterGradients, SplitBackward, take_weight
@@ -139,11 +140,13 @@ __all__ = [
     "all_reduce_scalars",
     "all_to_all",
     "broadcast_object",
+    "built_values",
     "canonical_name",
     "check_token_ids",
     "clip_grad_norm_",
     "context_parallel_attention",
     "defer_gradient_sync",
+    "digest_values",
     "enter_partial",
     "exchange",
     "finish_gradient_sync",
@@ -155,6 +158,7 @@ __all__ = [
     "grad_norm_parts",
     "join_trees",
     "materialize",
+    "move_to_meta",
     "offload_tensor",
     "onload_tensor",
     "parallelize_context",
@@ -163,6 +167,7 @@ __all__ = [
     "parallelize_hsdp",
     "parallelize_replicate",
     "parallelize_tensor",
+    "place_values",
     "read_launch",
     "reduce_scatter",
     "replicate_spec",

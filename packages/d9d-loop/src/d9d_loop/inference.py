@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 from d9d_dist import ContextSplit, DistributedContext, StageInfo, UserError, broadcast_object, read_launch
 from d9d_loop.batch_placement import BatchPlacement
 from d9d_loop.batches import Collate, Samples, batch_loader
+from d9d_loop.built_model import build_model
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, ModelReady, PartWritten
 from d9d_loop.inference_config import InferenceConfig
@@ -136,8 +137,14 @@ class Inference:
         check_data(self._data, "data")
         check_writable(config.run.dir)
         self._results.check()
-        with torch.device("meta"):
-            model = self._provider.build(StageInfo())
+        if config.weights is None and self._provider.late_init:
+            raise UserError(
+                f"weights is not set, and {type(self._provider).__name__} builds on `meta`, so the results would come "
+                "from random values. Set --weights to a folder, or late_init = False if the model is built with its "
+                "values."
+            )
+        built = build_model(self._provider, StageInfo(), seed=config.seed, keep_values=launch.world_size == 1)
+        model = built.module
         mapper = None
         if config.weights is not None:
             mapper = self._provider.state_mapper(model)
@@ -150,10 +157,11 @@ class Inference:
             self._provider,
             model,
             program,
+            seed=config.seed,
             stages_per_rank=schedule.stages_per_rank,
             inputs=None if cuts else lambda: task.inputs(self._collate([self._data[index] for index in range(size)])),
         )
-        return ModelPlan(launch, mesh, schedule, program, mapper, shared_names)
+        return ModelPlan(launch, mesh, schedule, program, mapper, shared_names, built)
 
     def _load(self, plan: ModelPlan, ctx: DistributedContext) -> Pipeline:
         pipeline = build_pipeline(self._provider, plan, ctx, seed=self._config.seed)

@@ -1,9 +1,9 @@
-"""Builds this rank's stages of a model: on meta, parallelised, materialised with initial values."""
+"""Build this rank's stages of a model: parallelized, on the device, with their initial values."""
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from d9d_dist import DistributedContext, StageInfo, materialize
+from d9d_dist import DistributedContext, StageInfo, UserError, built_values, materialize, place_values
+from d9d_loop.built_model import BuiltModel, build_model, build_with_values, report_different_values
 from d9d_loop.model_check import check_experts_are_shared_out, check_parallelized, check_unchanged, describe_tensors
 from d9d_loop.model_plan import ModelPlan
 from d9d_loop.model_provider import ModelProvider
@@ -11,26 +11,53 @@ from d9d_loop.pipeline import Pipeline
 
 
 def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedContext, *, seed: int) -> Pipeline:
-    """Build the stages that a plan gives to this rank.
+    """Build the stages that a plan gives to this rank. Collective.
 
     Args:
-        provider: Builds and parallelises the model.
-        plan: What the job is.
+        provider: Builds and parallelizes the model.
+        plan: The plan of the job; its model is parallelized in place.
         ctx: The job's context.
-        seed: Initial values are a function of it, of a parameter's name and of the place in it; not of the layout.
+        seed: With `late_init`, initial values are a function of it, of a parameter's name and of the index in it. Else
+            it seeds the generators while the model is built.
 
     Raises:
         UserError: If `parallelize` changed what it must not, or left a parameter to fewer ranks than share it.
     """
+    whole, num_stages = plan.model, plan.program.num_stages
     stages: dict[int, nn.Module] = {}
     for index in plan.program.stages_of(ctx.coordinate("regular", "pp")):
-        with torch.device("meta"):
-            stage = provider.build(StageInfo(index, plan.program.num_stages))
+        stage = whole.module
+        if num_stages > 1:
+            stage = build_model(provider, StageInfo(index, num_stages), seed=seed, keep_values=False).module
+        if not provider.late_init and ctx.world_size == 1:
+            stage.to(ctx.device)
         built = describe_tensors(stage)
         provider.parallelize(stage, ctx)
         check_unchanged(stage, built)
         check_parallelized(stage, ctx)
-        materialize(stage, device=ctx.device, seed=seed)
-        stages[index] = stage.train()
+        stages[index] = stage
     check_experts_are_shared_out(stages.values(), ctx)
+    if provider.late_init:
+        for stage in stages.values():
+            materialize(stage, device=ctx.device, seed=seed)
+    elif ctx.world_size > 1:
+        report_different_values(whole, ctx)
+        values = _values_of(provider, whole, seed=seed) if ctx.is_main_process else None
+        place_values(list(stages.values()), whole.tensors, values, device=ctx.device)
     return Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)
+
+
+def _values_of(provider: ModelProvider, whole: BuiltModel, *, seed: int) -> dict[str, Tensor]:
+    """Build the model once more, for its values."""
+    values = built_values(build_with_values(provider, StageInfo(), seed=seed))
+    expected, found = (
+        {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
+        for tensors in (whole.tensors, values)
+    )
+    if expected != found:
+        names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        raise UserError(
+            f"the function built another model when it was called again: {', '.join(names)} differ in name, shape or "
+            "dtype; expected the same structure each time. Let it depend on its arguments and the seed only."
+        )
+    return values

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from d9d_dist import Launch, MeshConfig, UserError
+from d9d_loop.built_model import BuiltModel
 from d9d_loop.model_provider import ModelProvider
 from d9d_loop.stage_check import build_stages, check_chain, check_parts
 from d9d_loop.task import to_inputs
@@ -25,6 +26,7 @@ class ModelPlan:
         program: What that is for this job.
         mapper: How the whole model's weights on disk become its own, if any are read or written.
         shared_names: Parameters that several stages have, with those stages, the owner first.
+        model: The whole model, as it was built.
     """
 
     launch: Launch
@@ -33,6 +35,7 @@ class ModelPlan:
     program: Program
     mapper: StateMapper | None
     shared_names: Mapping[str, tuple[int, ...]]
+    model: BuiltModel
 
     @property
     def dp_size(self) -> int:
@@ -66,6 +69,7 @@ def check_stages(
     model: nn.Module,
     program: Program,
     *,
+    seed: int,
     stages_per_rank: int,
     inputs: Callable[[], Inputs | Mapping[str, Any]] | None,
 ) -> Mapping[str, tuple[int, ...]]:
@@ -75,6 +79,7 @@ def check_stages(
         provider: Builds the stages.
         model: The whole model, on `meta`.
         program: Which rank has which stages.
+        seed: The job's seed.
         stages_per_rank: How many stages each rank has.
         inputs: Makes what goes in for a microbatch, to run the stages with on `meta`; `None` leaves that out.
 
@@ -87,7 +92,7 @@ def check_stages(
     if program.num_stages == 1:
         return {}
     try:
-        stages = build_stages(provider, program.num_stages)
+        stages = build_stages(provider, program.num_stages, seed=seed)
     except UserError as error:
         ranks = len(program.ranks)
         raise UserError(

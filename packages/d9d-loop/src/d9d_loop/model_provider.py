@@ -1,4 +1,4 @@
-"""Where a job's model comes from: how it is built, parallelised, loaded and exported."""
+"""Define where a job's model comes from: how it is built, parallelized, loaded and exported."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -11,17 +11,28 @@ from d9d_state import JsonValue, StateMapper
 
 
 class ModelProvider(ABC):
-    """Builds a model and says how it is split. Only `build` has no default."""
+    """Builds a model and says how it is split. Only `build` has no default.
+
+    Attributes:
+        late_init: If true, the default of a provider, `build` runs on `meta`: no rank ever holds the whole model, and
+            each `reset_parameters` draws the initial values. If false, `build` runs on the CPU under the job's seed,
+            and the model is trained from the values that it was built with.
+    """
+
+    late_init: bool = True
 
     @abstractmethod
     def build(self, stage: StageInfo) -> nn.Module:
-        """Build one stage of the model. It is called with `meta` as the default device: nothing is allocated.
+        """Build one stage of the model.
 
-        Every module that owns parameters or buffers has `reset_parameters`; torch's own layers have.
+        With `late_init` it is called with `meta` as the default device, and every module that owns parameters or
+        buffers needs `reset_parameters`; torch's own layers have it. Without `late_init` it may do whatever a plain
+        function does, such as loading weights. A pipeline's stages take their values from the whole model,
+        `build(StageInfo())`, by name.
         """
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
-        """Split the model over ranks, in place, still on `meta`. By default, hybrid sharding over the dense mesh."""
+        """Split the model over ranks, in place; on several ranks it is on `meta`. Default: HSDP over the dense mesh."""
         dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
         parallelize_hsdp(model, dense, shard_axis="dp_cp_shard")
 
@@ -36,10 +47,17 @@ class ModelProvider(ABC):
 
 @final
 class FunctionProvider(ModelProvider):
-    """A model given by the function that builds a stage, with all defaults."""
+    """A model given by the function that builds it, with all defaults.
 
-    def __init__(self, build: Callable[[StageInfo], nn.Module]) -> None:
+    Args:
+        build: Builds the model, or the stage of it that it is called with.
+        late_init: Whether to build on `meta` and to draw the values by `reset_parameters`. By default the function
+            runs on the CPU, and its values are kept.
+    """
+
+    def __init__(self, build: Callable[[StageInfo], nn.Module], *, late_init: bool = False) -> None:
         self._build = build
+        self.late_init = late_init
 
     def build(self, stage: StageInfo) -> nn.Module:
         """Call the function."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from d9d_dist import StageInfo, UserError, read_launch
 from d9d_loop.batches import Samples
+from d9d_loop.built_model import build_model
 from d9d_loop.config import TrainerConfig
 from d9d_loop.data import DataProvider, SampleStream
 from d9d_loop.job_check import check_data, check_degrees, check_weights, check_writable
@@ -86,8 +86,8 @@ def check_job(
     _check_retention(config, task, evaluates=evaluation_data is not None)
     check_trackers(config.trackers)
     check_writable(config.run.dir)
-    with torch.device("meta"):
-        model = provider.build(StageInfo())
+    built = build_model(provider, StageInfo(), seed=config.seed, keep_values=launch.world_size == 1)
+    model = built.module
     optimizer_check(model)
     needs_initial_weights = _check_checkpoint(config, model, data_identity=stream.identity())
     mapper = provider.state_mapper(model) if config.export or config.initial_weights is not None else None
@@ -100,6 +100,7 @@ def check_job(
         provider,
         model,
         program,
+        seed=config.seed,
         stages_per_rank=schedule.stages_per_rank,
         inputs=None if cuts else lambda: task.inputs(_first_batch(stream, data, microbatch_size)),
     )
@@ -110,6 +111,7 @@ def check_job(
         program,
         mapper,
         shared_names,
+        built,
         microbatch_size,
         num_microbatches,
         stream,

@@ -8,14 +8,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from d9d_dist import StageInfo, UserError, canonical_name
+from d9d_loop.built_model import build_model
 from d9d_loop.model_provider import ModelProvider
 from d9d_pipeline import Inputs, check_can_be_sent, shared_names
 
 
-def build_stages(provider: ModelProvider, num_stages: int) -> list[nn.Module]:
+def build_stages(provider: ModelProvider, num_stages: int, *, seed: int = 0) -> list[nn.Module]:
     """Build every stage of a model on `meta`."""
-    with torch.device("meta"):
-        return [provider.build(StageInfo(index, num_stages)) for index in range(num_stages)]
+    stages = [StageInfo(index, num_stages) for index in range(num_stages)]
+    return [build_model(provider, stage, seed=seed, keep_values=False).module for stage in stages]
 
 
 def check_parts(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:

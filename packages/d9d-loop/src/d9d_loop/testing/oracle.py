@@ -184,6 +184,7 @@ class _InDtype(ModelProvider):
 
     def __init__(self, provider: ModelProvider, dtype: torch.dtype) -> None:
         self._provider, self._dtype = provider, dtype
+        self.late_init = provider.late_init
 
     def build(self, stage: StageInfo) -> nn.Module:
         return self._provider.build(stage).to(self._dtype)

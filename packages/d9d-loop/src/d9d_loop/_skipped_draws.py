@@ -1,0 +1,189 @@
+"""Build the structure of a model without drawing its large random tensors, whose values come from another rank anyway.
+
+A build spends its time on draws. Inside `SkippedDraws` the first large draw and all later ones are skipped, and so is
+what would be computed from them; the memory of such tensors is never touched. An operation that would read one of them,
+a comparison or a conversion to Python, makes the attempt `failed`: the caller then builds again without the mode.
+"""
+
+import gc
+import zlib
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, NoReturn, Self, final
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from d9d_dist import digest_values
+
+_LARGE_BYTES = 1 << 20
+# Methods that read memory without an operator.
+_READS = {getattr(Tensor, name) for name in ("numpy", "tolist", "__array__", "__dlpack__", "__reduce_ex__")}
+
+
+class _ValuesNeededError(RuntimeError):
+    """The code that builds the model depends on values that were not drawn."""
+
+
+@final
+class SkippedDraws(TorchDispatchMode):
+    """A context in which large random tensors are left unset.
+
+    Attributes:
+        failed: True if the code read a tensor that was left unset; what it built is of no use then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = False
+        self._unset: dict[int, tuple[StorageWeakRef, int]] = {}  # by address: the storage, a digest of its history
+        self._reads = _Reads(self)
+
+    def __enter__(self) -> Self:
+        """Start to skip draws."""
+        self._reads.__enter__()
+        return super().__enter__()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        """Draw again."""
+        super().__exit__(exc_type, exc_val, exc_tb)
+        self._reads.__exit__(exc_type, exc_val, exc_tb)
+
+    def digest(self, tensor: Tensor) -> int | None:
+        """Return a digest of the operators that would have set a tensor and of their seeds; None if it is set."""
+        found = self._unset.get(tensor.untyped_storage()._cdata)
+        return None if found is None or found[0].expired() else found[1]
+
+    def has_others(self, registered: Iterable[Tensor]) -> bool:
+        """Return whether an unset tensor lives that is not among these."""
+        if not self._unset:
+            return False
+        gc.collect()  # takes half a second; only models with large tensors come here
+        known = {tensor.untyped_storage()._cdata for tensor in registered}
+        return any(not storage.expired() and address not in known for address, (storage, _) in self._unset.items())
+
+    def refuse_read(self) -> NoReturn:
+        """End the attempt.
+
+        Raises:
+            RuntimeError: Always; `failed` says so too, where the code catches it.
+        """
+        self.failed = True
+        raise _ValuesNeededError("the model's code reads values that were not drawn")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_draw = torch.Tag.nondeterministic_seeded in func.tags
+        if not any(map(self._is_unset, inputs)) and not (is_draw and self._is_skipped(func, args, kwargs, inputs)):
+            return func(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags or _returns_view(func):
+            return func(*args, **kwargs)
+        written = list(_written(func, args, kwargs))
+        # What is written to may hold whatever its memory held before.
+        history = self._history(
+            func, args, kwargs, [x for x in inputs if self._is_unset(x) or not any(x is w for w in written)]
+        )
+        if func._schema.is_mutable:
+            return self._skip_write(func, written, history)
+        return self._skip_result(func, args, kwargs, history)
+
+    def _is_unset(self, tensor: Tensor) -> bool:
+        return not tensor.is_meta and self.digest(tensor) is not None
+
+    def _is_skipped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> bool:
+        """Return whether a draw is large, or comes after one that was skipped: the generator has not advanced."""
+        if self._unset:
+            return True
+        drawn = inputs or pytree.tree_leaves(_on_meta(func, args, kwargs))
+        return any(tensor.nbytes >= _LARGE_BYTES for tensor in drawn)
+
+    def _history(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> int:
+        plain = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)]
+        generator = next((leaf for leaf in plain if isinstance(leaf, torch.Generator)), torch.default_generator)
+        rest = [leaf for leaf in plain if not isinstance(leaf, torch.Generator)]
+        text = repr((str(func), rest, generator.initial_seed(), [self._input_digest(tensor) for tensor in inputs]))
+        return zlib.crc32(text.encode())
+
+    def _input_digest(self, tensor: Tensor) -> object:
+        unset = self.digest(tensor)
+        return digest_values({"input": tensor}) if unset is None and not tensor.is_meta else unset
+
+    def _skip_write(self, func: Any, written: list[Tensor], history: int) -> Any:
+        if len(written) != 1 or len(func._schema.returns) > 1:
+            self.refuse_read()
+        self._leave_unset(written[0], history)
+        return written[0] if func._schema.returns else None
+
+    def _skip_result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], history: int) -> Any:
+        try:
+            result = _on_meta(func, args, kwargs)
+        except (NotImplementedError, RuntimeError, TypeError):
+            self.refuse_read()
+        if not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+            self.refuse_read()
+        return pytree.tree_map_only(Tensor, lambda tensor: self._unset_like(tensor, history), result)
+
+    def _unset_like(self, tensor: Tensor, history: int) -> Tensor:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        self._leave_unset(made, history)
+        return made
+
+    def _leave_unset(self, tensor: Tensor, history: int) -> None:
+        storage = tensor.untyped_storage()
+        before = self.digest(tensor) or 0
+        # What a view covers is part of the history: two rows may be written to alike.
+        place = repr((before, history, tensor.storage_offset(), tensor.shape, tensor.stride()))
+        self._unset[storage._cdata] = StorageWeakRef(storage), zlib.crc32(place.encode())
+
+
+@final
+class _Reads(TorchFunctionMode):
+    """Sees the methods of tensors that read memory without an operator."""
+
+    def __init__(self, draws: SkippedDraws) -> None:
+        super().__init__()
+        self._draws = draws
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _READS and self._draws.digest(args[0]) is not None:
+            self._draws.refuse_read()
+        return func(*args, **(kwargs or {}))
+
+
+def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator for the shapes of its results."""
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return None
+        return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+    meta_args, meta_kwargs = pytree.tree_map(convert, (args, kwargs))
+    if any(argument.name == "device" for argument in func._schema.arguments):
+        meta_kwargs["device"] = torch.device("meta")
+    return func(*meta_args, **meta_kwargs)
+
+
+def _returns_view(func: Any) -> bool:
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
