@@ -1,0 +1,135 @@
+"""Measure what it takes to start from a model that a function builds: time and host memory, as JSON.
+
+    python packages/d9d-loop/benchmarks/start_from_function.py --ranks 2 --millions 500
+
+Time is that from `Trainer.train()` to `ModelReady`, as a ratio to one plain build of the same model in the same run.
+Memory is the largest sum of the ranks' proportional set sizes (`/proc/PID/smaps_rollup`) above the sum before the
+start, in copies of the model; the shards are one copy.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from d9d_dist import StageInfo
+from d9d_dist.testing import RankPool
+from d9d_loop import Inputs, Loss, ModelReady, Task, Trainer, TrainerConfig, validate_config
+
+_WIDTH = 2048
+
+
+class _Squares(Task):
+    def inputs(self, batch: torch.Tensor) -> Inputs:
+        return Inputs(batch)
+
+    def loss(self, outputs: torch.Tensor, batch: torch.Tensor) -> Loss:
+        return Loss(outputs.square().sum(), weight=len(batch))
+
+
+class _Build:
+    """Builds a chain of linear layers with the default initialization."""
+
+    def __init__(self, millions: int) -> None:
+        self.num_layers = max(millions * 10**6 // _WIDTH**2, 1)
+
+    def __call__(self, stage: StageInfo) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(self.num_layers)))
+
+
+class _ReadyError(Exception):
+    """Ends the job: the model has its values."""
+
+
+def _start(build: _Build, folder: Path, mesh: dict[str, int]) -> float:
+    torch.set_num_threads(1)
+    sections = {"mesh": mesh, "trackers": (), "export": False, "logging": {"progress": False}}
+    values = {"steps": 1, "batch": {"global_size": 8}, "run": {"folder": folder}, **sections}
+    config = validate_config(
+        TrainerConfig, {**values, "resilience": {"health": {"enabled": False}, "watchdog": {"enabled": False}}}
+    )
+    seconds: list[float] = []
+    begin = time.perf_counter()
+    trainer = Trainer(config, model=build, data=[torch.ones(_WIDTH)] * 8, task=_Squares())
+
+    def stop(ready: ModelReady) -> None:
+        seconds.append(time.perf_counter() - begin)
+        raise _ReadyError
+
+    trainer.events.on(ModelReady, stop)
+    with suppress(_ReadyError):
+        trainer.train()
+    return seconds[0]
+
+
+def _plain_build(build: _Build) -> float:
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    build(StageInfo())
+    return time.perf_counter() - begin
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+def _memory(processes: list[int]) -> int:
+    total = 0
+    for process in processes:
+        try:
+            lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        total += next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def main() -> None:
+    """Measure one start."""
+    parser = argparse.ArgumentParser(description="Start a job from a model that a function builds.")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--millions", type=int, default=500, help="parameters, in millions")
+    options = parser.parse_args()
+    build = _Build(options.millions)
+    mesh = {"data_parallel_shard": options.ranks}
+    copy_bytes = build.num_layers * (_WIDTH**2 + _WIDTH) * 4
+    peak, done = 0, threading.Event()
+
+    def watch(processes: list[int]) -> None:
+        nonlocal peak
+        before = _memory(processes)
+        while not done.wait(0.02):
+            peak = max(peak, _memory(processes) - before)
+
+    with tempfile.TemporaryDirectory() as folder, RankPool() as pool:
+        pool.run(_start, _Build(1), Path(folder) / "warm", mesh, world_size=options.ranks)
+        (plain,) = pool.run(_plain_build, build, world_size=1)
+        processes = pool.run(_pid, world_size=options.ranks)
+        watcher = threading.Thread(target=watch, args=(processes,))
+        watcher.start()
+        seconds = max(pool.run(_start, build, Path(folder) / "job", mesh, world_size=options.ranks))
+        done.set()
+        watcher.join()
+    print(
+        json.dumps(
+            {
+                "ranks": options.ranks,
+                "parameters": copy_bytes // 4,
+                "plain_build_seconds": round(plain, 2),
+                "start_seconds": round(seconds, 2),
+                "start_ratio": round(seconds / plain, 2),
+                "peak_copies": round(peak / copy_bytes, 2),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
