@@ -7,6 +7,7 @@ no others where it can, and a job starts from the same model whatever its layout
 import random
 import re
 import sys
+from collections import ChainMap
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -162,7 +163,7 @@ class _Initializer:
             if self._is_distributed and named in self._set and named not in placed:
                 saved[named] = named.local.clone()
 
-        known = self._known | {storage_key(full): named for named, full in placed.items()}
+        known = ChainMap({storage_key(full): named for named, full in placed.items()}, self._known)
         mode = FillByIndex(self._seed, scope, known, save)
         _seed_generators(stream_key(self._seed, scope))
         try:
