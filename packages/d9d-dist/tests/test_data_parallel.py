@@ -1,3 +1,4 @@
+from math import prod
 from typing import Any
 
 import pytest
@@ -8,16 +9,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from d9d_dist import (
+    ColumnParallel,
+    GradientSync,
     MeshConfig,
     Precision,
     UserError,
     parallelize_fsdp,
     parallelize_hsdp,
     parallelize_replicate,
+    parallelize_tensor,
     set_gradient_sync,
 )
 from d9d_dist._local_parameters import compute_locally, distribute_parameters
-from d9d_dist.testing import run_ranks
+from d9d_dist.testing import assert_trees_close, full_tree, run_ranks
 
 HSDP_AXES = ("dp_replicate", "dp_cp_shard", "cp_replicate")
 
@@ -240,3 +244,99 @@ def test_refuses_several_axes_where_one_is_meant() -> None:
         for parallelize in (parallelize_fsdp, parallelize_replicate):
             with pytest.raises(UserError, match=r"got a mesh with the axes \(pp, dp_replicate.*\); expected exactly"):
                 parallelize(_Mlp(), ctx.mesh_for("dense"))
+
+
+class _Odd(nn.Module):
+    """Parameters that FSDP2 cannot shard as one group: 0-dim, empty, in two dtypes, frozen in a third, and shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 5, dtype=torch.float64)
+        self.layer.temperature = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+        self.small = nn.Linear(5, 3)
+        self.tied = nn.Linear(5, 3)
+        self.tied.weight = self.small.weight
+        self.frozen = nn.Linear(3, 3, dtype=torch.bfloat16).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (self.layer(x) * self.scale).float()
+        y = self.small(y).tanh() + self.tied(y)
+        return y.double() + self.frozen(y.bfloat16()).double() + self.empty.sum()
+
+
+class _Heated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.temperature = _Odd(), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.odd(x) * self.temperature
+
+
+def _odd_gradients(degrees: dict[str, int]) -> tuple[dict[str, torch.Tensor], dict[str, tuple[Any, ...]]]:
+    with MeshConfig(**degrees).build() as ctx:
+        model, dense = _Heated(), ctx.mesh_for("dense")
+        parallelize_tensor(model, dense["tp"], {"odd.layer": ColumnParallel(output=Replicate(), head_dim=1)})
+        for module in (model.odd, model):
+            parallelize_hsdp(module, dense["dp_replicate", "dp_cp_shard"], shard_axis="dp_cp_shard")
+        assert model.odd.tied.weight is model.odd.small.weight
+        sync = GradientSync(model)
+        batch = ctx.mesh_for("batch")["dp", "cp"]
+        model(_inputs().chunk(batch.size())[batch.get_local_rank(0)]).square().sum().backward()
+        sync.finish()
+        sync.close()
+        placements = {n: tuple(p.placements) for n, p in model.named_parameters() if isinstance(p, DTensor)}
+        return full_tree({n: p.grad for n, p in model.named_parameters() if p.grad is not None}), placements
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"data_parallel_shard": 2},
+        {"data_parallel_replicate": 2, "data_parallel_shard": 2},
+        {"data_parallel_shard": 2, "tensor_parallel": 5},
+    ],
+    ids=str,
+)
+def test_parameters_that_fsdp_cannot_shard_are_replicated(degrees: dict[str, int]) -> None:
+    expected, _ = _odd_gradients({})
+    assert expected.keys() >= {"temperature", "odd.scale", "odd.empty", "odd.small.weight", "odd.tied.bias"}
+    for gradients, placements in run_ranks(_odd_gradients, degrees, world_size=prod(degrees.values())):
+        # Float32 in the middle of the model, and sums of 16 samples in another order.
+        assert_trees_close(gradients, expected, rtol=1e-5)
+        for name in ("temperature", "odd.scale", "odd.empty", "odd.small.weight"):
+            assert all(placement.is_replicate() for placement in placements[name]), name
+        for name in ("odd.layer.weight", "odd.frozen.weight"):
+            assert any(not placement.is_replicate() for placement in placements[name]), name
+
+
+def _gradient_penalty(kind: str) -> dict[str, torch.Tensor] | str:
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        torch.manual_seed(0)
+        model, mesh = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double(), ctx.mesh_for("dense")
+        if kind == "replicate":
+            parallelize_replicate(model, mesh["dp_cp_shard"])
+        else:
+            parallelize_fsdp(model, mesh["dp_cp_shard"])
+        sync = GradientSync(model)
+        x = _inputs().chunk(ctx.world_size)[ctx.rank].requires_grad_()
+        try:
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            slope.square().sum().backward()
+        except UserError as error:
+            return str(error)
+        sync.finish()
+        sync.close()
+        return full_tree({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+
+
+def test_gradient_penalties_are_exact_over_replicas_and_refused_over_shards() -> None:
+    expected = _gradient_penalty("one")
+    assert isinstance(expected, dict)
+    for gradients in run_ranks(_gradient_penalty, "replicate"):
+        assert_trees_close(gradients, expected, rtol=1e-12)
+    for message in run_ranks(_gradient_penalty, "fsdp"):
+        assert message.startswith("got a backward pass with create_graph=True through a module that parallelize_hsdp")

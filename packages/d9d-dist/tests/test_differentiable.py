@@ -274,3 +274,23 @@ def _other_refusals() -> None:
 
 def test_refuses_what_it_does_not_know() -> None:
     run_ranks(_other_refusals)
+
+
+def _sums_of_random_sizes(num_sums: int) -> list[Tensor]:
+    sums = []
+    with MeshConfig(tensor_parallel=-1).build() as ctx:
+        sizes = torch.Generator().manual_seed(0)
+        for number in range(num_sums):
+            size = int(torch.randint(1, (20, 3000, 200_000)[number % 3], (), generator=sizes))
+            dtype = (torch.float32, torch.float64, torch.bfloat16, torch.float16)[number % 4]
+            part = torch.randn(size, generator=torch.Generator().manual_seed(100 * number + ctx.rank)).to(dtype)
+            sums.append(sum_partial(part, ctx.mesh_for("dense")["tp"]))
+    return sums
+
+
+@pytest.mark.parametrize("world_size", [3, 5, 6, 7])
+def test_sums_have_the_same_bits_on_all_ranks(world_size: int) -> None:
+    """Whatever the backend does with sizes that ranks do not divide: replicas must not drift apart."""
+    first, *others = run_ranks(_sums_of_random_sizes, 24, world_size=world_size)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

@@ -173,13 +173,23 @@ def test_refuses_a_plain_gradient_of_a_dtensor() -> None:
             global_grad_norm([parameter], ctx=ctx)
 
 
-def test_low_precision_gradients_are_measured_in_float32() -> None:
-    parameter = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
-    parameter.grad = torch.ones_like(parameter)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0])
+def test_low_precision_gradients_are_measured_in_float32(norm_type: float, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.empty(size, dtype=dtype)) for size in (5000, 17, 1)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+    exact = torch.cat([p.grad.double() for p in parameters if p.grad is not None]).norm(norm_type).item()
+    assert exact != torch.tensor(exact, dtype=dtype).item(), "the norm must not be a number of the low precision"
     with MeshConfig().build() as ctx:
-        norm = global_grad_norm([parameter], ctx=ctx)
-    assert norm.dtype == torch.float32
-    assert norm.item() == 64.0
+        norm = global_grad_norm(parameters, ctx=ctx, norm_type=norm_type)
+        (part,) = grad_norm_parts(parameters, ctx=ctx, norm_type=norm_type).values()
+    assert norm.dtype == part.dtype == torch.float32
+    # Float32: a tree of 13 sums, then powers of norms, which multiply errors by p, and a root. bfloat16 is
+    # off by 2**-9, float16 by 2**-12.
+    assert norm.item() == pytest.approx(exact, rel=2**-18)
+    assert part.item() == pytest.approx(exact, rel=2**-18)
 
 
 def test_no_gradients_have_norm_zero() -> None:

@@ -33,7 +33,7 @@ def test_an_infinite_bound_only_measures() -> None:
 
 
 @pytest.mark.parametrize("max_norm", [0.3, float("inf")])
-@pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25, dtype=torch.float64), torch.tensor(0.0)])
+@pytest.mark.parametrize("factor", [0.3, torch.tensor(1 / 7, dtype=torch.float64), torch.tensor(0.0)])
 def test_scaling_and_clipping_in_one_pass_is_one_after_the_other(max_norm: float, factor: torch.Tensor | float) -> None:
     ours, theirs = _model(), _model()
     with MeshConfig().build() as ctx:
@@ -44,9 +44,19 @@ def test_scaling_and_clipping_in_one_pass_is_one_after_the_other(max_norm: float
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_scaling() -> None:
-    model = nn.Linear(2, 2)
-    model(torch.ones(1, 2)).sum().backward()
-    scale_gradients_(model.parameters(), torch.tensor(0.5))
-    assert model.weight.grad is not None
-    assert torch.equal(model.weight.grad, torch.full((2, 2), 0.5))
+@pytest.mark.parametrize("factor", [1 / 3, torch.tensor(1 / 3), torch.tensor(1 / 3, dtype=torch.float64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_products_are_rounded_once(dtype: torch.dtype, factor: torch.Tensor | float) -> None:
+    """The factor, such as one over the weight of a batch, is not rounded to the dtype of 16-bit gradients first."""
+    gradient = torch.randn(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = (gradient.to(wide) * torch.as_tensor(factor, dtype=wide)).to(dtype)
+    if dtype.itemsize == 2:
+        assert not torch.equal(gradient * torch.as_tensor(factor, dtype=dtype), expected), "a rounded factor shows"
+    scaled, clipped = nn.Parameter(torch.zeros_like(gradient)), nn.Parameter(torch.zeros_like(gradient))
+    scaled.grad, clipped.grad = gradient.clone(), gradient.clone()
+    scale_gradients_([scaled], factor)
+    assert torch.equal(scaled.grad, expected)
+    with MeshConfig().build() as ctx:
+        clip_grad_norm_([clipped], float("inf"), ctx=ctx, factor=factor)
+    assert torch.equal(clipped.grad, expected)

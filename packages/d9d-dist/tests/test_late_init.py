@@ -1,4 +1,4 @@
-import re
+from collections.abc import Callable
 from math import prod
 
 import pytest
@@ -175,87 +175,6 @@ def test_a_size_for_which_placements_do_not_tell_the_truth_is_refused() -> None:
     assert run_ranks(_sizes_that_do_not_fit, 12, world_size=6) == ["fits"] * 6
 
 
-def _draw(draw: str, weight: nn.Parameter) -> None:
-    with torch.no_grad():
-        match draw:
-            case "exponential_":
-                weight.exponential_()
-            case "bernoulli_":
-                weight.bernoulli_(0.5)
-            case "random_":
-                weight.random_(0, 5)
-            case "randn_like":
-                weight.copy_(torch.randn_like(weight))
-            case "rand_like":
-                weight.copy_(torch.rand_like(weight))
-            case "bernoulli":
-                weight.copy_(torch.bernoulli(weight.fill_(0.5)))
-            case "dropout":
-                weight.copy_(nn.functional.dropout(weight.fill_(0.5)))
-            case _:
-                getattr(nn.init, draw)(weight)
-
-
-class _Drawing(nn.Module):
-    def __init__(self, draw: str) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(8, 8))
-        self.draw = draw
-
-    def reset_parameters(self) -> None:
-        _draw(self.draw, self.weight)
-
-
-DRAWS = ["exponential_", "bernoulli_", "random_", "randn_like", "rand_like", "bernoulli", "dropout"]
-
-
-def _draws(draws: list[str]) -> list[str]:
-    messages = []
-    with MeshConfig(data_parallel_shard=-1).build() as ctx:
-        for draw in draws:
-            with torch.device("meta"):
-                model = nn.Sequential(_Drawing(draw))
-            parallelize_hsdp(model, ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"], shard_axis="dp_cp_shard")
-            try:
-                materialize(model, device=ctx.device, seed=0)
-            except (UserError, NotImplementedError, RuntimeError) as error:
-                messages.append(f"{type(error).__name__}: {error}")
-            else:
-                messages.append("")
-    return messages
-
-
-def test_numbers_that_would_depend_on_the_layout_are_refused(device: Device) -> None:
-    for messages in run_ranks(_draws, DRAWS, device=device):
-        for draw, message in zip(DRAWS, messages, strict=True):
-            assert message.startswith("UserError: 0.reset_parameters draws random numbers with aten::"), draw
-            assert re.search(r"for the distributed tensor 0\.(weight|<temporary>); expected normal_ or", message), draw
-
-
-def test_plain_tensors_may_be_drawn_in_every_way() -> None:
-    assert _draws([*DRAWS, "orthogonal_"]) == [""] * (len(DRAWS) + 1)
-
-
-def _orthogonal() -> torch.Tensor | str:
-    with MeshConfig(data_parallel_shard=-1).build() as ctx:
-        with torch.device("meta"):
-            model = _Drawing("orthogonal_")
-        parallelize_hsdp(model, ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"], shard_axis="dp_cp_shard")
-        try:
-            materialize(model, device=ctx.device, seed=0)
-        except (NotImplementedError, RuntimeError) as error:
-            return str(error)
-        return full_tree(model.weight)
-
-
-def test_orthogonal_values_of_a_split_weight_are_those_of_a_whole_one_or_an_error() -> None:
-    expected = _orthogonal()
-    assert isinstance(expected, torch.Tensor)
-    assert torch.allclose(expected @ expected.T, torch.eye(8), atol=1e-6)
-    for value in run_ranks(_orthogonal):
-        assert "aten.linalg_qr.default" in value if isinstance(value, str) else torch.equal(value, expected)
-
-
 def test_values_follow_the_seed_and_the_name() -> None:
     one, other = _values("one", seed=1), _values("one", seed=2)
     assert not torch.equal(one["embedding.weight"], other["embedding.weight"])
@@ -304,3 +223,61 @@ def test_tells_what_stayed_unset() -> None:
 
 def test_wrappers_leave_no_trace_in_names() -> None:
     assert canonical_name("_orig_mod.layers.0._checkpoint_wrapped_module.up.weight") == "layers.0.up.weight"
+
+
+class _Holder(nn.Module):
+    """Writes through a list, where no full tensor can take the parameter's place, or changes a shape."""
+
+    def __init__(self, *, through_list: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 2))
+        self.held = [self.weight]
+        self.through_list = through_list
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "_Holder":
+        super()._apply(fn, recurse)
+        self.held = [self.weight]
+        return self
+
+    def reset_parameters(self) -> None:
+        if self.through_list:
+            self.held[0][1].fill_(0.3)
+        else:
+            self.weight = nn.Parameter(torch.ones(5, 2))
+
+
+def _refusal(through_list: bool) -> str:
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        with torch.device("meta"):
+            model = nn.Sequential(_Holder(through_list=through_list))
+        parallelize_hsdp(model, ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"], shard_axis="dp_cp_shard")
+        try:
+            materialize(model, device=ctx.device, seed=0)
+        except UserError as error:
+            return str(error)
+        return ""
+
+
+def test_a_write_that_would_be_lost_is_refused_by_name() -> None:
+    for message in run_ranks(_refusal, True):
+        assert message.startswith("0.reset_parameters reaches the sharded 0.weight through a reference that is no attr")
+    for message in run_ranks(_refusal, False):
+        assert message.startswith(
+            "reset_parameters replaced 0.weight, which is sharded, of shape (4, 2), by a tensor of"
+        )
+
+
+class _Drawn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2))
+
+    def reset_parameters(self) -> None:
+        self.weight.data.normal_()
+
+
+def test_writes_through_data_count_as_set() -> None:
+    with torch.device("meta"):
+        model = _Drawn()
+    materialize(model, device=CPU, seed=0)
+    assert model.weight.abs().min().item() > 0

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from d9d_dist._mesh_axes import axes_of, axis_names
 from d9d_dist._owned_gradient import own_gradient
@@ -29,6 +29,7 @@ class LocalParameters:
         reduce_dtype: What their gradients are cast to while ranks add them up; `None` keeps their own dtype.
         is_apart: Whether the module's parameters live on a mesh of their own, as those of experts do: FSDP of a module
             around it leaves them alone.
+        beside_fsdp: Names of parameters that are replicated though FSDP shards the module's others.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class LocalParameters:
         self.compute_dtype: torch.dtype | None = None
         self.reduce_dtype: torch.dtype | None = None
         self.is_apart = False
+        self.beside_fsdp: set[str] = set()
         self._outside: list[dict[str, nn.Parameter | None]] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
@@ -119,11 +121,14 @@ def partial_parameters(model: nn.Module) -> Iterator[PartialParameter]:
     Those that FSDP manages are left out: FSDP reduces their gradients by itself.
     """
     seen: set[int] = set()
-    for module in modules_outside_fsdp(model):
+    outside = set(modules_outside_fsdp(model))
+    for module in model.modules():
         hooks = local_parameters_of(module)
         if hooks is None:
             continue
-        for parameter in module._parameters.values():
+        for name, parameter in module._parameters.items():
+            if module not in outside and name not in hooks.beside_fsdp:
+                continue
             if not isinstance(parameter, DTensor) or not parameter.requires_grad or id(parameter) in seen:
                 continue
             placements = hooks.gradient_placements(parameter)
@@ -148,6 +153,16 @@ def modules_apart(module: nn.Module) -> Iterator[nn.Module]:
         hooks = local_parameters_of(submodule)
         if hooks is not None and hooks.is_apart:
             yield submodule
+
+
+def parameters_beside_fsdp(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters at or below a module that `replicate_beside_fsdp` has replicated."""
+    for submodule in module.modules():
+        hooks = local_parameters_of(submodule)
+        for name in hooks.beside_fsdp if hooks else ():
+            parameter = submodule._parameters[name]
+            assert parameter is not None
+            yield parameter
 
 
 def distribute_parameters(
@@ -180,6 +195,41 @@ def distribute_parameters(
             if id(parameter) not in made:
                 made[id(parameter)] = _distribute(parameter, mesh, placements.get(id(parameter), default))
             module._parameters[name] = made[id(parameter)]
+
+
+def replicate_beside_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    parameters: Collection[nn.Parameter],
+    *,
+    compute_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+) -> None:
+    """Replicate parameters that FSDP cannot shard over all axes of its mesh, in place; no collectives.
+
+    Args:
+        model: Holds them, on `meta` or with equal values on all ranks.
+        mesh: FSDP's mesh, of one or more named axes.
+        parameters: Which to replicate; FSDP is going to shard the model's others.
+        compute_dtype: What they are cast to for forward.
+        reduce_dtype: What their gradients are cast to while ranks add them up.
+    """
+    axes = axis_names(mesh)
+    made: dict[int, nn.Parameter] = {}
+    for parameter in parameters:
+        spread = parameter
+        for axis in reversed(axes):
+            spread = _distribute(spread, mesh[axis], Replicate())
+        made[id(parameter)] = spread
+    for module in model.modules():
+        names = [name for name, parameter in module._parameters.items() if id(parameter) in made]
+        if names:
+            compute_locally(module, partial_axes=axes, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+            hooks = local_parameters_of(module)
+            assert hooks is not None, "compute_locally has just made them"
+            hooks.beside_fsdp.update(names)
+            for name in names:
+                module._parameters[name] = made[id(module._parameters[name])]
 
 
 def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:

@@ -6,6 +6,8 @@ rank's loss is a mean over equally many elements, so here nothing is divided on 
 and the sum is divided once by the global weight (`scale_gradients_`).
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +19,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from d9d_dist._local_parameters import compute_locally, distribute_parameters, modules_apart
+from d9d_dist._local_parameters import (
+    compute_locally,
+    distribute_parameters,
+    modules_apart,
+    parameters_beside_fsdp,
+    replicate_beside_fsdp,
+)
 from d9d_dist._mesh_axes import axis_names, only_axis
 from d9d_dist.errors import UserError
 
@@ -56,6 +64,12 @@ def parallelize_hsdp(
     model last. On a mesh of one rank, and with no precision asked for, there is nothing to do, and the module is left
     as it is.
 
+    Parameters that FSDP cannot shard are replicated over all axes of the mesh instead, and `GradientSync` adds their
+    gradients up: those of 0 dims, those without elements, and those that are trained in another dtype than most
+    elements of the module. To shard the last kind too, call this function on the inner modules of that dtype first.
+
+    Gradients of gradients (`create_graph=True`) are refused in backward: FSDP frees what the second pass needs.
+
     Collective over all ranks of the job the first time that several axes are merged: it makes their process group.
 
     Args:
@@ -68,7 +82,7 @@ def parallelize_hsdp(
         shard_dim: The dim of all parameters that is shared out; if it is not the first, its size has to divide.
 
     Raises:
-        UserError: If the mesh has no axis of that name.
+        UserError: If the mesh has no axis of that name; in backward, if it is called with `create_graph=True`.
     """
     names = mesh.mesh_dim_names or ()
     if shard_axis not in names:
@@ -76,6 +90,13 @@ def parallelize_hsdp(
     if mesh.size() == 1 and precision is None:
         return
     dtypes = precision or Precision()
+    replicate_beside_fsdp(
+        module,
+        mesh[tuple(name for name in names if name == shard_axis or mesh[name].size() > 1)],
+        _unfit_for_fsdp(_taken_by_fsdp(module)),
+        compute_dtype=dtypes.compute,
+        reduce_dtype=dtypes.reduce,
+    )
     fully_shard(
         module,
         mesh=_replicate_and_shard(mesh, shard_axis),
@@ -84,9 +105,13 @@ def parallelize_hsdp(
         ),
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=(lambda _: Shard(shard_dim)) if shard_dim else None,
-        ignored_params={parameter for apart in modules_apart(module) for parameter in apart.parameters(recurse=False)},
+        ignored_params={
+            *(parameter for apart in modules_apart(module) for parameter in apart.parameters(recurse=False)),
+            *parameters_beside_fsdp(module),
+        },
     )
     assert isinstance(module, FSDPModule)
+    module.register_forward_hook(_refuse_second_derivatives)
     module.set_gradient_divide_factor(1.0)
     # Otherwise a factor of 1 is applied by a pre-multiplying reduction, which gloo does not have.
     module.set_force_sum_reduction_for_comms(True)
@@ -130,6 +155,44 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Pre
             compute_locally(submodule, partial_axes=(axis,), compute_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
     if dtypes.compute is not None and dtypes.cast_inputs:
         module.register_forward_pre_hook(partial(cast_inputs, dtypes.compute), prepend=True, with_kwargs=True)
+
+
+def _taken_by_fsdp(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that FSDP of a module would take, each once."""
+    inner = {below for child in module.modules() if isinstance(child, FSDPModule) for below in child.modules()}
+    left = inner | set(modules_apart(module))
+    own = (parameter for part in module.modules() if part not in left for parameter in part.parameters(recurse=False))
+    return list(dict.fromkeys(own))
+
+
+def _unfit_for_fsdp(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that FSDP2 cannot shard together with the others: it takes one dtype of trained parameters at a time."""
+    num_elements = Counter[torch.dtype]()
+    for parameter in parameters:
+        if parameter.requires_grad:
+            num_elements[parameter.dtype] += parameter.numel()
+    most = num_elements.most_common(1)
+    return [
+        parameter
+        for parameter in parameters
+        if not parameter.ndim or not parameter.numel() or (parameter.requires_grad and parameter.dtype != most[0][0])
+    ]
+
+
+def _refuse_second_derivatives(module: nn.Module, args: Any, outputs: Any) -> None:
+    """A forward hook: have backward refuse to build a graph of itself."""
+    for output in pytree.tree_leaves(outputs):
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(_check_no_graph)
+
+
+def _check_no_graph(gradient: torch.Tensor) -> None:
+    if torch.is_grad_enabled():  # within backward only if it was called with create_graph=True
+        raise UserError(
+            "got a backward pass with create_graph=True through a module that parallelize_hsdp has sharded; expected "
+            "create_graph=False: FSDP frees the gathered parameters that gradients of gradients need. For a gradient "
+            "penalty replicate the module instead (parallelize_replicate)."
+        )
 
 
 def _check_no_fsdp(module: nn.Module) -> None:

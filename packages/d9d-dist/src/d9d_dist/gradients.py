@@ -97,10 +97,12 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor | 
     ]
     if not gradients:
         return
+    # A factor of the gradients' own dtype keeps the fused kernel; one of less than float32 would be inexact.
+    dtype = reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
     if isinstance(factor, torch.Tensor):
-        # A factor of the gradients' own dtype keeps the fused kernel; one of less than float32 would be inexact.
-        dtypes = {gradient.dtype for gradient in gradients}
-        factor = factor.to(reduce(torch.promote_types, dtypes, torch.float32))
+        factor = factor.to(dtype)
+    else:  # of a Python number the CPU's kernel takes what it rounds to in the dtype of 16-bit gradients
+        factor = torch.full((), factor, dtype=dtype, device=gradients[0].device)
     torch._foreach_mul_(gradients, factor)
 
 

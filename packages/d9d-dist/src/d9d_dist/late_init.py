@@ -1,26 +1,27 @@
 """Models are built on `meta`, parallelised, and only then filled, so that no rank ever holds more than its own part.
 
 Initial values are a function of (seed, parameter name, global index). A rank computes the values of its own shard and
-no others, and a job starts from the same model whatever its layout.
+no others where it can, and a job starts from the same model whatever its layout and however its modules write.
 """
 
+import random
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections import ChainMap
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed.tensor import DTensor
 
-from d9d_dist._counter_random import normal_at, uniform_at
+from d9d_dist._fill_by_index import FillByIndex, Named, NeedsFullTensor, storage_key
+from d9d_dist._shard_places import copy_part_
 from d9d_dist.errors import UserError
 from d9d_dist.seeds import stream_key
 
-_CHUNK_ELEMENTS = 1 << 20
 # Names that wrappers put between a model's own names: activation checkpointing and torch.compile.
 _WRAPPER_NAMES = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)\.")
 
@@ -33,7 +34,7 @@ class ModuleLateInit(Protocol):
     """
 
     def reset_parameters(self) -> None:
-        """Set every parameter and buffer in place, through `torch.nn.init` or in-place tensor methods."""
+        """Set every parameter and buffer, in any way that works on one process."""
         ...
 
 
@@ -45,11 +46,17 @@ def canonical_name(name: str) -> str:
 def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
     """Give a model built on `meta` its storage and its initial values, in place.
 
-    Every submodule that has `reset_parameters` is asked to fill itself, children before parents. Random numbers drawn
-    into a parameter by `normal_` or `uniform_`, and so by `torch.nn.init`, are a function of (seed, parameter name,
-    global index): equal in every layout, and computed without building the full tensor of a sharded parameter. Other
-    random functions work on plain tensors only. Parameters that share one tensor still share it afterwards. No
-    collectives.
+    Every submodule that has `reset_parameters` is asked to fill itself, children before parents. Its values are those
+    of one process, bit for bit, in every layout and whichever way it writes. Random numbers drawn into a parameter by
+    `normal_` or `uniform_`, and so by `torch.nn.init`, are a function of (seed, parameter name, global index). Other
+    random functions use the generators of torch, Python and NumPy, which are seeded for each module.
+
+    A module that only fills whole parameters and scales them computes this rank's shards alone. Any other module
+    (slices, views, indices, `copy_`, `orthogonal_`) runs once more, on full tensors, of which this rank's part is kept:
+    the parameters that need it are whole on each rank until the module's `reset_parameters` returns.
+
+    Parameters that share one tensor still share it afterwards. No collectives, with one exception: a parameter that one
+    module has filled, and of which another one changes a part, is all-gathered over its mesh.
 
     Args:
         model: A model on `meta`, parallelised or not.
@@ -58,149 +65,185 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
 
     Raises:
         ValueError: If a parameter or buffer was not set by any `reset_parameters`; all of them are listed.
-        UserError: If another random function than those two is used with a DTensor, or a parameter's size does not fit
-            its mesh: ranks of two axes that split one dim hold other parts than its placements say.
+        UserError: If a parameter's size does not fit its mesh (ranks of two axes that split one dim hold other parts
+            than its placements say), a sharded parameter is replaced by one of another shape, or it is written through
+            a reference that is no attribute of a module.
     """
     shared = _shared_tensors(model)
     with torch.no_grad():
         model._apply(partial(_empty_on, device))
     for (first, first_name), (other, other_name) in shared:
         setattr(other, other_name, getattr(first, first_name))
-    versions = {name: (tensor, _version(tensor)) for name, tensor in _named_tensors(model)}
-    names = {id(tensor): canonical_name(name) for name, tensor in _named_tensors(model)}
+    initializer = _Initializer(model, seed)
     accelerators = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(accelerators, device_type=device.type), torch.no_grad():
+    with torch.random.fork_rng(accelerators, device_type=device.type), _keep_host_generators(), torch.no_grad():
         for module_name, module in reversed(list(model.named_modules())):
             if isinstance(module, ModuleLateInit):
-                scope = canonical_name(f"{module_name}.")
-                torch.manual_seed(stream_key(seed, scope))
-                with _RandomByIndex(seed, scope, names):
-                    module.reset_parameters()
-    unset = [
-        canonical_name(name)
-        for name, tensor in _named_tensors(model)
-        if tensor is versions[name][0] and _version(tensor) == versions[name][1] and tensor.numel()
-    ]
-    if unset:
+                initializer.fill(module, canonical_name(f"{module_name}."))
+    if unset := initializer.unset():
         raise ValueError(
             f"not set by any reset_parameters: {', '.join(unset)}. Give the module that owns each of them a method "
-            "reset_parameters(self) that fills it in place (through torch.nn.init, not through .data)."
+            "reset_parameters(self) that fills it in place, such as through torch.nn.init."
         )
 
 
-class _RandomByIndex(TorchDispatchMode):
-    """Replaces random in-place fills by numbers that depend on names and global indices only."""
+class _Slot(NamedTuple):
+    """A module's attribute that holds a parameter or buffer."""
 
-    def __init__(self, seed: int, scope: str, names: dict[int, str]) -> None:
-        super().__init__()
-        self._seed, self._scope, self._names = seed, scope, names
-        self._draws: dict[str, int] = {}
-        self._last_draw = scope
+    module: nn.Module
+    name: str
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten.normal_.default:
-            mean, std = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
-            return self._fill(args[0], normal_at, scale=std, shift=mean)
-        if func is torch.ops.aten.uniform_.default:
-            low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
-            return self._fill(args[0], uniform_at, scale=high - low, shift=low)
-        if func is torch.ops.aten.any.default and isinstance(args[0], DTensor):
-            # trunc_normal_ draws again until no element is out of bounds. Elements do not depend on each other, so each
-            # rank does so for its own part, without collectives.
-            return func(args[0].to_local())
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._refuse_distributed(func, [*args, *(kwargs or {}).values()])
-        return func(*args, **(kwargs or {}))
+    def get(self) -> torch.Tensor | None:
+        return self.module._parameters.get(self.name, self.module._buffers.get(self.name))
 
-    def _fill(
-        self, tensor: torch.Tensor, draw: Callable[[torch.Tensor, int], torch.Tensor], *, scale: float, shift: float
-    ) -> torch.Tensor:
-        key = self._next_key(tensor)
-        for block, index in _blocks(tensor, self._name(tensor)):
-            block.copy_(draw(index, key).mul_(scale).add_(shift))
-        return tensor
+    def put(self, tensor: torch.Tensor) -> None:
+        holder = self.module._parameters if self.name in self.module._parameters else self.module._buffers
+        holder[self.name] = tensor  # ty: ignore[invalid-assignment]
 
-    def _next_key(self, tensor: torch.Tensor) -> int:
-        """A new stream for each draw into a tensor.
 
-        Tensors that are no parameters count from the last draw into a parameter on: how often trunc_normal_ draws again
-        for one parameter differs between ranks, and must not change what the next one gets.
+@final
+class _Initializer:
+    """Runs the `reset_parameters` of modules: on shards if that gives one process's values, else on full tensors."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._model, self._seed = model, seed
+        self._known = {storage_key(tensor): Named(canonical_name(name), tensor) for name, tensor in _tensors(model)}
+        self._slots: dict[Named, list[_Slot]] = {}
+        for module in model.modules():
+            for slot, named in self._own(module):
+                self._slots.setdefault(named, []).append(slot)
+        self._is_distributed = any(named.is_distributed for named in self._slots)
+        self._set: set[Named] = set()
+
+    def fill(self, module: nn.Module, scope: str) -> None:
+        """Run one module's `reset_parameters`; again, with more tensors whole, until it gives one process's values.
+
+        Raises:
+            UserError: See `materialize`.
         """
-        name = self._names.get(id(tensor), f"{self._last_draw}<temporary>")
-        draw = self._draws[name] = self._draws.get(name, 0) + 1
-        if id(tensor) in self._names:
-            self._last_draw = f"{name}#{draw}"
-        return stream_key(self._seed, name, draw)
-
-    def _name(self, tensor: torch.Tensor) -> str:
-        return self._names.get(id(tensor), f"{self._scope}<temporary>")
-
-    def _refuse_distributed(self, func: Any, arguments: list[Any]) -> None:
-        """What a generator hands out for a shard depends on the layout; nobody would see it."""
-        for argument in tree_leaves(arguments):
-            if isinstance(argument, DTensor):
+        whole: list[Named] = []
+        while True:
+            try:
+                self._attempt(module, scope, whole)
+            except NeedsFullTensor as error:
+                missing = error.tensors
+            except UserError:
+                raise
+            except Exception:
+                # Some code works on plain tensors only, such as `.data = x`. If it fails on those too, it is wrong.
+                missing = [named for _, named in self._own(module) if named.is_distributed and named not in whole]
+                if not missing:
+                    raise
+            else:
+                return
+            if unreachable := [named.name for named in missing if named in whole]:
                 raise UserError(
-                    f"{self._scope}reset_parameters draws random numbers with {func.name()} for the distributed tensor "
-                    f"{self._name(argument)}; expected normal_ or uniform_ (which torch.nn.init uses), whose numbers "
-                    "do not depend on the layout. Draw with one of these and compute what you need from it."
+                    f"{scope}reset_parameters reaches the sharded {unreachable[0]} through a reference that is no "
+                    "attribute of a module; expected self.<name>, where a full tensor can take its place."
                 )
+            whole += missing
+
+    def unset(self) -> list[str]:
+        """Return the names of the tensors that no `reset_parameters` wrote to."""
+        held = [(self._known.get(storage_key(tensor)), tensor) for _, tensor in _tensors(self._model)]
+        return [named.name for named, tensor in held if named and named not in self._set and tensor.numel()]
+
+    def _attempt(self, module: nn.Module, scope: str, whole: Sequence[Named]) -> None:
+        """Run `reset_parameters` with some tensors swapped for full ones; if it fails, leave all values as they were.
+
+        Raises:
+            NeedsFullTensor: If more of them have to be full.
+        """
+        assert isinstance(module, ModuleLateInit)
+        placed = {named: self._full(named) for named in whole}
+        own = [(slot, named) for slot, named in self._own(module) if named.is_distributed and named not in placed]
+        saved: dict[Named, torch.Tensor] = {}
+
+        def save(named: Named) -> None:
+            if self._is_distributed and named in self._set and named not in placed:
+                saved[named] = named.local.clone()
+
+        known = ChainMap({storage_key(full): named for named, full in placed.items()}, self._known)
+        mode = FillByIndex(self._seed, scope, known, save)
+        _seed_generators(stream_key(self._seed, scope))
+        try:
+            self._put(placed)
+            with mode:
+                module.reset_parameters()
+            if replaced := [named for slot, named in own if slot.get() is not named.tensor]:
+                raise NeedsFullTensor(replaced)
+            values = {named: self._value(named, full) for named, full in placed.items()}
+        except BaseException:
+            for named, before in saved.items():
+                named.local.copy_(before)
+            raise
+        finally:
+            self._put({named: named.tensor for named in [*placed, *(named for _, named in own)]})
+        self._set |= mode.written
+        for named, value in values.items():
+            assert isinstance(named.tensor, DTensor)
+            copy_part_(named.tensor, value, named.name)
+            if storage_key(value) not in known:
+                self._set.add(named)
+
+    def _own(self, module: nn.Module) -> Iterator[tuple[_Slot, Named]]:
+        for name in [*module._parameters, *module._buffers]:
+            slot = _Slot(module, name)
+            tensor = slot.get()
+            if tensor is not None and (named := self._known.get(storage_key(tensor))):
+                yield slot, named
+
+    def _put(self, tensors: Mapping[Named, torch.Tensor]) -> None:
+        for named, tensor in tensors.items():
+            for slot in self._slots[named]:
+                slot.put(tensor)
+
+    def _full(self, named: Named) -> torch.Tensor:
+        """A full tensor to stand in for a DTensor, with the values that earlier modules gave it."""
+        tensor = named.tensor
+        assert isinstance(tensor, DTensor)
+        if named in self._set:
+            full = tensor.full_tensor().clone()  # of a replicated one it is the same memory
+        else:
+            full = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
+
+    def _value(self, named: Named, placed: torch.Tensor) -> torch.Tensor:
+        """What stands in the place of a full tensor afterwards: itself, or what the module put there instead."""
+        held = [slot.get() for slot in self._slots[named]]
+        value = next((tensor for tensor in held if tensor is not placed), placed)
+        if value is None or value.shape != named.tensor.shape:
+            raise UserError(
+                f"reset_parameters replaced {named.name}, which is sharded, of shape {tuple(named.tensor.shape)}, by "
+                f"{'None' if value is None else f'a tensor of shape {tuple(value.shape)}'}; expected the same shape. "
+                "Build the parameter with its final shape in __init__."
+            )
+        return value
 
 
-def _blocks(tensor: torch.Tensor, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Split this rank's part of a tensor along dim 0; give each block with the global flat index of its elements."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    places = [place.to(local.device) for place in _global_places(tensor)]
-    if local.shape != torch.Size(map(len, places)):
-        raise UserError(
-            f"{name} has the shape {tuple(tensor.shape)}, of which this rank holds {tuple(local.shape)}, but its "
-            f"placements say {tuple(map(len, places))}: the size does not divide by the axes that split one dim, each "
-            "rounding up by itself. torch cannot put such a parameter together again. Choose a size that is a multiple "
-            "of their product, or lower a degree."
-        )
-    if not local.numel():
-        return
-    if not local.ndim:
-        yield local, torch.zeros((), dtype=torch.int64, device=local.device)
-        return
-    row = torch.zeros((), dtype=torch.int64, device=local.device)
-    stride = 1
-    for size, place in zip(tensor.shape[:0:-1], places[:0:-1], strict=True):
-        # Built from the last dim backwards: each dim is put in front of those that vary faster.
-        row = place.mul(stride).view(-1, *(1,) * row.ndim) + row
-        stride *= size
-    rows = max(_CHUNK_ELEMENTS // max(row.numel(), 1), 1)
-    for begin in range(0, local.shape[0], rows):
-        block = local[begin : begin + rows]
-        yield block, places[0][begin : begin + rows].mul(stride).view(-1, *(1,) * row.ndim) + row
+@contextmanager
+def _keep_host_generators() -> Generator[None]:
+    """Restore the generators of Python and NumPy afterwards."""
+    numpy = sys.modules.get("numpy")
+    state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
 
 
-def _global_places(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """For each dim, the positions in the full tensor of what this rank holds; not contiguous where a split is strided.
-
-    They are found by splitting all positions as torch splits the values, so that no rule of it is repeated here.
-    """
-    places = [torch.arange(size, device="cpu") for size in tensor.shape]
-    if isinstance(tensor, DTensor):
-        for axis, placement in enumerate(tensor.placements):
-            if isinstance(placement, Shard | _StridedShard):
-                dim = placement.dim
-                parts, _ = placement._split_tensor(
-                    places[dim].view(*(1,) * dim, -1), tensor.device_mesh.size(axis), with_padding=False
-                )
-                places[dim] = parts[tensor.device_mesh.get_local_rank(axis)].flatten()
-    return places
+def _seed_generators(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-def _version(tensor: torch.Tensor) -> tuple[int, int]:
-    """Counters that every in-place write raises; a DTensor's local part has one of its own."""
-    return tensor._version, tensor._local_tensor._version if isinstance(tensor, DTensor) else 0
 
 
 def _empty_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
@@ -212,9 +255,6 @@ def _empty_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
-_Slot = tuple[nn.Module, str]
-
-
 def _shared_tensors(model: nn.Module) -> list[tuple[_Slot, _Slot]]:
     """Pairs of places in a model that hold the same tensor; `_apply` would give each its own."""
     first: dict[int, _Slot] = {}
@@ -223,7 +263,7 @@ def _shared_tensors(model: nn.Module) -> list[tuple[_Slot, _Slot]]:
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None:
                 continue
-            slot = (module, name)
+            slot = _Slot(module, name)
             if first.setdefault(id(tensor), slot) is not slot:
                 pairs.append((first[id(tensor)], slot))
     return pairs

@@ -1,0 +1,239 @@
+"""Runs a `reset_parameters` such that its random numbers depend on names and global indices, never on the layout.
+
+Numbers drawn into a parameter come from a counter-based generator, so a rank draws its own shard alone. Other operators
+give a shard the values of the full tensor only if each element depends on nothing but itself; these few are listed.
+Whatever else meets a DTensor ends the attempt with `NeedsFullTensor`, and the caller runs it again on full tensors.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import init
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from d9d_dist._counter_random import normal_at, uniform_at
+from d9d_dist._shard_places import global_places
+from d9d_dist.seeds import stream_key
+
+_CHUNK_ELEMENTS = 1 << 20
+_aten = torch.ops.aten
+
+ELEMENTWISE = frozenset(
+    {
+        _aten.fill_.Scalar,
+        _aten.zero_.default,
+        _aten.mul_.Tensor,
+        _aten.mul_.Scalar,
+        _aten.div_.Tensor,
+        _aten.div_.Scalar,
+        _aten.add_.Tensor,
+        _aten.add_.Scalar,
+        _aten.sub_.Tensor,
+        _aten.sub_.Scalar,
+        _aten.clamp_.default,
+        _aten.clamp_min_.default,
+        _aten.clamp_max_.default,
+        _aten.neg_.default,
+        _aten.abs_.default,
+        _aten.sqrt_.default,
+        _aten.exp_.default,
+        _aten.log_.default,
+    }
+)
+"""In-place operators that give an element the same bits wherever it lies in memory.
+
+Vectorised CPU kernels of others (`erfinv_`, `sigmoid_`, `pow_`) compute the last elements of a shard with another
+formula than those in the middle of the full tensor.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Named:
+    """A parameter or buffer of the model.
+
+    Attributes:
+        name: Its name in the user's model.
+        tensor: The tensor that the model holds, a DTensor or a plain tensor.
+    """
+
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def is_distributed(self) -> bool:
+        return isinstance(self.tensor, DTensor)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part."""
+        return self.tensor._local_tensor if isinstance(self.tensor, DTensor) else self.tensor
+
+
+class NeedsFullTensor(BaseException):
+    """A `reset_parameters` cannot run on shards. No `Exception`, so that user code does not catch it.
+
+    Attributes:
+        tensors: The DTensors that met an operator whose result depends on the layout.
+    """
+
+    def __init__(self, tensors: Collection[Named]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the memory that a tensor, or this rank's part of a DTensor, lives in."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata
+
+
+class FillByIndex(TorchDispatchMode):
+    """Replaces random in-place fills by index-based numbers, and records which tensors are written.
+
+    Attributes:
+        written: Parameters and buffers that were written, in whatever way.
+
+    Args:
+        seed: Seed of the initial values.
+        scope: Name of the module, which names the numbers drawn into its temporary tensors.
+        known: The model's tensors by `storage_key`; those that are swapped for full tensors by the key of these.
+        before_write: Called before the first write to each of them.
+    """
+
+    def __init__(
+        self, seed: int, scope: str, known: Mapping[int, Named], before_write: Callable[[Named], None]
+    ) -> None:
+        super().__init__()
+        self.written: set[Named] = set()
+        self._seed, self._known, self._before_write = seed, known, before_write
+        self._draws: dict[str, int] = {}
+        self._last_draw = scope
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
+        truncated = _truncated()
+        touched = [named for tensor in tensors if (named := self._find_distributed(tensor))]
+        if touched and not self._runs_on_shards(func, tensors, truncated):
+            raise NeedsFullTensor(touched)
+        self._record_writes(func, args, kwargs)
+        if func is _aten.normal_.default:
+            mean, std = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
+            return self._fill(args[0], truncated, normal_at, scale=std, shift=mean)
+        if func is _aten.uniform_.default:
+            low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
+            return self._fill(args[0], truncated, uniform_at, scale=high - low, shift=low)
+        if func is _aten.any.default and isinstance(args[0], DTensor):
+            # trunc_normal_ draws again until no element is out of bounds. Elements do not depend on each other, so each
+            # rank does so for its own part, without collectives.
+            return func(args[0].to_local())
+        return func(*args, **kwargs)
+
+    def _find_distributed(self, tensor: torch.Tensor) -> Named | None:
+        """The DTensor of the model that a tensor is, or is this rank's part of (`to_local()`)."""
+        named = self._known.get(storage_key(tensor))
+        return named if named and named.is_distributed and storage_key(named.tensor) == storage_key(tensor) else None
+
+    def _runs_on_shards(self, func: Any, tensors: list[torch.Tensor], truncated: torch.Tensor | None) -> bool:
+        """Return True if the operator gives this rank's parts the values that full tensors would get."""
+        if isinstance(truncated, DTensor):
+            return self._find(truncated) is not None
+        is_random = func in (_aten.normal_.default, _aten.uniform_.default)
+        is_listed = is_random or func in ELEMENTWISE or func is _aten.detach.default
+        return (
+            is_listed and len(tensors) == 1 and isinstance(tensors[0], DTensor) and self._find(tensors[0]) is not None
+        )
+
+    def _record_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for position, name in _written_arguments(func):
+            for leaf in tree_leaves(args[position] if position < len(args) else kwargs.get(name)):
+                named = self._known.get(storage_key(leaf)) if isinstance(leaf, torch.Tensor) else None
+                if named is not None and named not in self.written:
+                    self._before_write(named)
+                    self.written.add(named)
+
+    def _fill(
+        self,
+        tensor: torch.Tensor,
+        truncated: torch.Tensor | None,
+        draw: Callable[[torch.Tensor, int], torch.Tensor],
+        *,
+        scale: float,
+        shift: float,
+    ) -> torch.Tensor:
+        key = self._next_key(tensor, truncated)
+        named = self._find(tensor)
+        for block, index in _blocks(tensor, named.name if named else "a temporary tensor"):
+            block.copy_(draw(index, key).mul_(scale).add_(shift))
+        return tensor
+
+    def _next_key(self, tensor: torch.Tensor, truncated: torch.Tensor | None) -> int:
+        """Return a new key for each draw into a tensor.
+
+        Temporary tensors count from the last draw into a parameter on. Those that trunc_normal_ draws for a parameter
+        count apart: how often it draws again differs between ranks, and must not change what the next draw gives.
+        """
+        named = self._find(tensor)
+        if named is not None:
+            name = named.name
+        elif truncated is not None and self._find(truncated) is not None:
+            name = f"{self._last_draw}<again>"
+        else:
+            name = f"{self._last_draw}<temporary>"
+        draw = self._draws[name] = self._draws.get(name, 0) + 1
+        if named is not None:
+            self._last_draw = f"{name}#{draw}"
+        return stream_key(self._seed, name, draw)
+
+    def _find(self, tensor: torch.Tensor) -> Named | None:
+        """The parameter or buffer that a tensor, such as its `.data`, is the whole of."""
+        named = self._known.get(storage_key(tensor))
+        if named is None or tensor.shape != named.tensor.shape or tensor.stride() != named.tensor.stride():
+            return None
+        return named if isinstance(tensor, DTensor) or tensor.storage_offset() == 0 else None
+
+
+def _truncated() -> torch.Tensor | None:
+    """The tensor that a running trunc_normal_ fills: only its loop may draw more often on one rank than on another."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, "torch.utils._python_dispatch"):
+        frame = frame.f_back
+    if frame is None or frame.f_globals is not init.__dict__ or frame.f_code.co_name != "_no_grad_trunc_normal_":
+        return None
+    return frame.f_locals["tensor"]
+
+
+@cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)
+    return [(position, arg.name) for position, arg in arguments if arg.alias_info and arg.alias_info.is_write]
+
+
+def _blocks(tensor: torch.Tensor, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Split this rank's part of a tensor along dim 0; give each block with the global flat index of its elements."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    places = [place.to(local.device) for place in global_places(tensor, name)]
+    if not local.numel():
+        return
+    if not local.ndim:
+        yield local, torch.zeros((), dtype=torch.int64, device=local.device)
+        return
+    row = torch.zeros((), dtype=torch.int64, device=local.device)
+    stride = 1
+    for size, place in zip(tensor.shape[:0:-1], places[:0:-1], strict=True):
+        # Built from the last dim backwards: each dim is put in front of those that vary faster.
+        row = place.mul(stride).view(-1, *(1,) * row.ndim) + row
+        stride *= size
+    rows = max(_CHUNK_ELEMENTS // max(row.numel(), 1), 1)
+    for begin in range(0, local.shape[0], rows):
+        block = local[begin : begin + rows]
+        yield block, places[0][begin : begin + rows].mul(stride).view(-1, *(1,) * row.ndim) + row

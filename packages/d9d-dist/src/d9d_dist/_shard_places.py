@@ -1,0 +1,53 @@
+"""Finds which positions of a full tensor a rank holds, for every placement that FSDP2 and tensor parallelism make."""
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from d9d_dist.errors import UserError
+
+
+def global_places(tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
+    """Return, for each dim, the positions in the full tensor of what this rank holds, int64 on the CPU.
+
+    The positions are not contiguous where a split is strided. They are found by splitting the range of all positions
+    as torch splits the values, so that none of torch's rules is repeated here.
+
+    Args:
+        tensor: A DTensor, or a plain tensor, which every rank holds whole.
+        name: Name of the tensor, for the error.
+
+    Raises:
+        UserError: If the placements disagree with the local shape: several mesh axes split one dim unevenly.
+    """
+    places = [torch.arange(size, device="cpu") for size in tensor.shape]
+    if not isinstance(tensor, DTensor):
+        return places
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard | _StridedShard):
+            dim = placement.dim
+            parts, _ = placement._split_tensor(
+                places[dim].view(*(1,) * dim, -1), tensor.device_mesh.size(axis), with_padding=False
+            )
+            places[dim] = parts[tensor.device_mesh.get_local_rank(axis)].flatten()
+    held = tuple(tensor.to_local().shape)
+    if held != tuple(map(len, places)):
+        raise UserError(
+            f"{name} has the shape {tuple(tensor.shape)}, of which this rank holds {held}, but its placements say "
+            f"{tuple(map(len, places))}: the size does not divide by the axes that split one dim, each rounding up by "
+            "itself. torch cannot put such a parameter together again. Choose a size that is a multiple of their "
+            "product, or lower a degree."
+        )
+    return places
+
+
+def copy_part_(tensor: DTensor, full: torch.Tensor, name: str) -> None:
+    """Copy this rank's part of a full tensor into a DTensor of the same shape. No collectives.
+
+    Raises:
+        UserError: See `global_places`.
+    """
+    for dim, places in enumerate(global_places(tensor, name)):
+        if len(places) < full.shape[dim]:
+            full = full.index_select(dim, places.to(full.device))
+    tensor.to_local().copy_(full)
