@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import d9d_dist._fill_by_index
 import d9d_dist._gradient_buckets
 import d9d_dist._local_parameters
 import d9d_dist.context_parallel.all_gather
@@ -26,7 +27,6 @@ import d9d_dist.context_parallel.ring
 import d9d_dist.context_parallel.split
 import d9d_dist.data_parallel
 import d9d_dist.gradient_norm
-import d9d_dist.late_init
 import d9d_dist.tensor_styles
 import d9d_dist.vocab_parallel
 import d9d_loop.model_build
@@ -529,8 +529,8 @@ def a_rank_takes_consecutive_tokens() -> AbstractContextManager[object]:
 
 @caught_by("dense,dp_shard=2")
 def initial_values_follow_the_shard() -> AbstractContextManager[object]:
-    def from_zero(tensor: Tensor) -> list[Tensor]:
+    def from_zero(tensor: Tensor, name: str) -> list[Tensor]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         return [torch.arange(size) for size in local.shape]
 
-    return mock.patch.object(d9d_dist.late_init, "_global_places", from_zero)
+    return mock.patch.object(d9d_dist._fill_by_index, "global_places", from_zero)

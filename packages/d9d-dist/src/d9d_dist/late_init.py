@@ -11,13 +11,14 @@ from collections import ChainMap
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, Protocol, final, runtime_checkable
+from typing import Protocol, final, runtime_checkable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from d9d_dist._fill_by_index import FillByIndex, Named, NeedsFullTensor, storage_key
+from d9d_dist._model_tensors import Slot, empty_on, named_tensors, replace_tensors
 from d9d_dist._shard_places import copy_part_
 from d9d_dist.errors import UserError
 from d9d_dist.seeds import stream_key
@@ -69,11 +70,7 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
             than its placements say), a sharded parameter is replaced by one of another shape, or it is written through
             a reference that is no attribute of a module.
     """
-    shared = _shared_tensors(model)
-    with torch.no_grad():
-        model._apply(partial(_empty_on, device))
-    for (first, first_name), (other, other_name) in shared:
-        setattr(other, other_name, getattr(first, first_name))
+    replace_tensors(model, partial(empty_on, device))
     initializer = _Initializer(model, seed)
     accelerators = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(accelerators, device_type=device.type), _keep_host_generators(), torch.no_grad():
@@ -87,28 +84,16 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
         )
 
 
-class _Slot(NamedTuple):
-    """A module's attribute that holds a parameter or buffer."""
-
-    module: nn.Module
-    name: str
-
-    def get(self) -> torch.Tensor | None:
-        return self.module._parameters.get(self.name, self.module._buffers.get(self.name))
-
-    def put(self, tensor: torch.Tensor) -> None:
-        holder = self.module._parameters if self.name in self.module._parameters else self.module._buffers
-        holder[self.name] = tensor  # ty: ignore[invalid-assignment]
-
-
 @final
 class _Initializer:
     """Runs the `reset_parameters` of modules: on shards if that gives one process's values, else on full tensors."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model, self._seed = model, seed
-        self._known = {storage_key(tensor): Named(canonical_name(name), tensor) for name, tensor in _tensors(model)}
-        self._slots: dict[Named, list[_Slot]] = {}
+        self._known = {
+            storage_key(tensor): Named(canonical_name(name), tensor) for name, tensor in named_tensors(model)
+        }
+        self._slots: dict[Named, list[Slot]] = {}
         for module in model.modules():
             for slot, named in self._own(module):
                 self._slots.setdefault(named, []).append(slot)
@@ -186,9 +171,9 @@ class _Initializer:
             if storage_key(value) not in known:
                 self._set.add(named)
 
-    def _own(self, module: nn.Module) -> Iterator[tuple[_Slot, Named]]:
+    def _own(self, module: nn.Module) -> Iterator[tuple[Slot, Named]]:
         for name in [*module._parameters, *module._buffers]:
-            slot = _Slot(module, name)
+            slot = Slot(module, name)
             tensor = slot.get()
             if tensor is not None and (named := self._known.get(storage_key(tensor))):
                 yield slot, named
@@ -239,31 +224,3 @@ def _seed_generators(seed: int) -> None:
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _empty_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """What `Module.to_empty` makes, without asking DTensor how placements propagate: seconds on a mesh of many axes."""
-    if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device=device)
-    local = torch.empty_like(tensor.to_local(), device=device)
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
-
-
-def _shared_tensors(model: nn.Module) -> list[tuple[_Slot, _Slot]]:
-    """Pairs of places in a model that hold the same tensor; `_apply` would give each its own."""
-    first: dict[int, _Slot] = {}
-    pairs: list[tuple[_Slot, _Slot]] = []
-    for module in model.modules():
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None:
-                continue
-            slot = _Slot(module, name)
-            if first.setdefault(id(tensor), slot) is not slot:
-                pairs.append((first[id(tensor)], slot))
-    return pairs

@@ -7,7 +7,7 @@ Models that are built on `meta` take their values from `d9d_dist.late_init` inst
 
 import ctypes
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 
@@ -17,8 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from d9d_dist._model_tensors import empty_on, named_tensors, replace_tensors
+from d9d_dist._shard_places import global_places
 from d9d_dist.errors import UserError
-from d9d_dist.late_init import _empty_on, _global_places, _named_tensors, _shared_tensors, canonical_name
+from d9d_dist.late_init import canonical_name
 
 _BLOCK_BYTES = 64 << 20
 
@@ -29,7 +31,7 @@ def built_values(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         UserError: If a tensor has no values: it is on `meta`, or a lazy module has not been run yet.
     """
-    found = {canonical_name(name): tensor for name, tensor in _named_tensors(model)}
+    found = {canonical_name(name): tensor for name, tensor in named_tensors(model)}
     empty = [name for name, tensor in found.items() if nn.parameter.is_lazy(tensor) or tensor.is_meta]
     if empty:
         raise UserError(
@@ -54,11 +56,11 @@ def move_to_meta(model: nn.Module) -> None:
             keeps a parameter in a plain list or dict, where no layout can replace it.
     """
     _check_no_overlap(model)
-    before = {id(tensor): canonical_name(name) for name, tensor in _named_tensors(model)}
+    before = {id(tensor): canonical_name(name) for name, tensor in named_tensors(model)}
     for parameter in model.parameters():
         parameter.grad = None
-    keep_alive = list(_named_tensors(model))  # an id is unique as long as its tensor lives
-    _replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+    keep_alive = list(named_tensors(model))  # an id is unique as long as its tensor lives
+    replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
     _check_no_stale_reference(model, before)
     del keep_alive
 
@@ -83,15 +85,15 @@ def place_values(
     """
     targets: dict[str, list[torch.Tensor]] = {}
     for model in models:
-        _replace_tensors(model, partial(_empty_on, device))
-        for name, tensor in _named_tensors(model):
+        replace_tensors(model, partial(empty_on, device))
+        for name, tensor in named_tensors(model):
             targets.setdefault(canonical_name(name), []).append(tensor)
     with torch.no_grad():
         for name, whole in layout.items():
             source = None if values is None else values[name]
             for begin, block in _broadcast_blocks(whole, source, device):
                 for target in targets.get(name, ()):
-                    _copy_part(target, block, begin)
+                    _copy_part(target, block, begin, name)
 
 
 def _broadcast_blocks(
@@ -114,7 +116,7 @@ def _broadcast_blocks(
         yield begin, block
 
 
-def _copy_part(target: torch.Tensor, block: torch.Tensor, begin: int) -> None:
+def _copy_part(target: torch.Tensor, block: torch.Tensor, begin: int, name: str) -> None:
     """Copy what this rank holds of a block of rows."""
     if not isinstance(target, DTensor):
         local, rows = target, slice(begin, begin + len(block)) if block.ndim else ...
@@ -124,22 +126,13 @@ def _copy_part(target: torch.Tensor, block: torch.Tensor, begin: int) -> None:
     if not block.ndim:
         local.copy_(block)
         return
-    rows, *columns = _global_places(target)
+    rows, *columns = global_places(target, name)
     mine = (rows >= begin) & (rows < begin + len(block))
     part = block[(rows[mine] - begin).to(block.device)]
     for dim, places in enumerate(columns, start=1):
         if len(places) < target.shape[dim]:
             part = part.index_select(dim, places.to(block.device))
     local[mine.to(local.device)] = part
-
-
-def _replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace every parameter and buffer in place; tied tensors stay tied."""
-    shared = _shared_tensors(model)
-    with torch.no_grad():
-        model._apply(make)
-    for (first, first_name), (other, other_name) in shared:
-        setattr(other, other_name, getattr(first, first_name))
 
 
 def _crc(tensor: torch.Tensor) -> int:
@@ -149,7 +142,7 @@ def _crc(tensor: torch.Tensor) -> int:
 
 def _check_no_overlap(model: nn.Module) -> None:
     ranges: dict[int, list[tuple[int, int, str]]] = {}
-    for name, tensor in _named_tensors(model):
+    for name, tensor in named_tensors(model):
         if not tensor.numel():
             continue
         last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

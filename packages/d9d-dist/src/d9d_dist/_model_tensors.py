@@ -1,0 +1,65 @@
+"""The parameters and buffers of a model, and their replacement in place: on another device, with ties kept."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+class Slot(NamedTuple):
+    """A module's attribute that holds a parameter or buffer."""
+
+    module: nn.Module
+    name: str
+
+    def get(self) -> torch.Tensor | None:
+        """Return the tensor."""
+        return self.module._parameters.get(self.name, self.module._buffers.get(self.name))
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Put a tensor in the place of the present one, without the checks of `Module.__setattr__`."""
+        holder = self.module._parameters if self.name in self.module._parameters else self.module._buffers
+        holder[self.name] = tensor  # ty: ignore[invalid-assignment]
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter, then every buffer, with its name; tied ones once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace every parameter and buffer in place; tied tensors stay tied."""
+    shared = _shared_slots(model)
+    with torch.no_grad():
+        model._apply(make)
+    for first, other in shared:
+        setattr(other.module, other.name, getattr(first.module, first.name))
+
+
+def empty_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Make what `Module.to_empty` makes.
+
+    DTensor is not asked how placements propagate, which takes seconds on a mesh of many axes.
+    """
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device=device)
+    local = torch.empty_like(tensor.to_local(), device=device)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _shared_slots(model: nn.Module) -> list[tuple[Slot, Slot]]:
+    """Return pairs of slots that hold the same tensor; `_apply` would give each its own."""
+    first: dict[int, Slot] = {}
+    pairs: list[tuple[Slot, Slot]] = []
+    for module in model.modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None:
+                continue
+            slot = Slot(module, name)
+            if first.setdefault(id(tensor), slot) is not slot:
+                pairs.append((first[id(tensor)], slot))
+    return pairs
