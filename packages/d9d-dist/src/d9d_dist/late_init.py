@@ -130,7 +130,7 @@ class _Initializer:
 
     def unset(self) -> list[str]:
         """Return the names of the tensors that no `reset_parameters` wrote to."""
-        held = [(self._known.get(storage_key(tensor)), tensor) for _, tensor in _tensors(self._model)]
+        held = [(self._known.get(storage_key(tensor)), tensor) for _, tensor in named_tensors(self._model)]
         return [named.name for named, tensor in held if named and named not in self._set and tensor.numel()]
 
     def _attempt(self, module: nn.Module, scope: str, whole: Sequence[Named]) -> None:
