@@ -20,3 +20,21 @@ def test_follows_the_paper() -> None:
             w = w - 0.1 * ((1.0 if c > 0 else -1.0) + 0.3 * w)  # noqa: PLW2901
             m = 0.8 * m + 0.2 * g
         assert abs(found - w) < 1e-13
+
+
+def test_factors_are_not_rounded_to_the_dtype_of_the_weights() -> None:
+    draws = torch.Generator().manual_seed(1)
+    start, gradient = (torch.randn(4096, generator=draws).bfloat16() for _ in range(2))
+    weight = start.clone().requires_grad_()
+    optimizer = Lion([weight], lr=0.01, betas=(0.9, 0.99), weight_decay=0.3)
+    average = torch.zeros_like(start)
+    expected = start.clone()
+    for _ in range(2):
+        weight.grad = gradient.clone()
+        optimizer.step()
+        # Each operation computes in float32 and rounds its result once.
+        update = average.clone().mul_(0.9).add_(gradient, alpha=1.0 - 0.9).sign_()
+        expected.mul_(1.0 - 0.01 * 0.3).add_(update, alpha=-0.01)
+        average.mul_(0.99).add_(gradient, alpha=1.0 - 0.99)
+    assert torch.equal(weight, expected)
+    assert torch.equal(optimizer.state[weight]["exp_avg"], average)

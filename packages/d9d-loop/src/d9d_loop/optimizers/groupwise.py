@@ -56,3 +56,12 @@ def local_parts(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """
     parts = [local_part(tensor) for tensor in tensors if tensor is not None]
     return [part for part in parts if part.numel()]
+
+
+def scale_(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply tensors by a number, in place.
+
+    `torch._foreach_mul_` rounds a Python number to the tensors' dtype on CPUs: 0.99 is 0.98828125 in bfloat16.
+    """
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    torch._foreach_mul_(tensors, torch.full((), factor, dtype=wide, device=tensors[0].device))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_parts
+from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_parts, scale_
 
 
 @final
@@ -41,10 +41,11 @@ class Lion(GroupwiseOptimizer):
         gradients = local_parts([parameter.grad for parameter in parameters])
         averages = local_parts([self.state[parameter]["exp_avg"] for parameter in parameters])
         lr, (beta1, beta2) = group["lr"], group["betas"]
-        torch._foreach_mul_(weights, 1.0 - lr * group["weight_decay"])
-        updates = torch._foreach_mul(averages, beta1)
+        scale_(weights, 1.0 - lr * group["weight_decay"])
+        updates = [average.clone() for average in averages]
+        scale_(updates, beta1)
         torch._foreach_add_(updates, gradients, alpha=1.0 - beta1)
         torch._foreach_sign_(updates)
         torch._foreach_add_(weights, updates, alpha=-lr)
-        torch._foreach_mul_(averages, beta2)
+        scale_(averages, beta2)
         torch._foreach_add_(averages, gradients, alpha=1.0 - beta2)

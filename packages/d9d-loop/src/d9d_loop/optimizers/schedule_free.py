@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_part, local_parts
+from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_part, local_parts, scale_
 
 
 @final
@@ -61,7 +61,7 @@ class ScheduleFreeAdamW(GroupwiseOptimizer):
         gradients = local_parts([parameter.grad for parameter in parameters])
         z = local_parts([self.state[parameter]["z"] for parameter in parameters])
         squares = local_parts([self.state[parameter]["exp_avg_sq"] for parameter in parameters])
-        torch._foreach_mul_(squares, beta2)
+        scale_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - beta2)
         denominators = torch._foreach_div(squares, 1.0 - beta2 ** group["steps"])
         torch._foreach_sqrt_(denominators)
