@@ -64,4 +64,4 @@ def scale_(tensors: Sequence[Tensor], factor: float) -> None:
     `torch._foreach_mul_` rounds a Python number to the tensors' dtype on CPUs: 0.99 is 0.98828125 in bfloat16.
     """
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    torch._foreach_mul_(tensors, torch.full((), factor, dtype=wide, device=tensors[0].device))
+    torch._foreach_mul_(list(tensors), torch.full((), factor, dtype=wide, device=tensors[0].device))
