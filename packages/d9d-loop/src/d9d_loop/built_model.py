@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import tempfile
+import zlib
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -188,8 +189,13 @@ def _on_meta(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _turn_of_host() -> Generator[None]:
-    """Let one process of this user on this host build at a time."""
-    path = Path(tempfile.gettempdir()) / f"d9d-build-{os.getuid()}.lock"
+    """Let one rank of a job on this host build at a time.
+
+    Jobs differ in the launcher's address. There are few files, since nobody can delete them without a race; two jobs
+    that share one only wait for each other.
+    """
+    job = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    path = Path(tempfile.gettempdir()) / f"d9d-build-{os.getuid()}-{zlib.crc32(job.encode()) % 256}.lock"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
