@@ -1,6 +1,6 @@
 """Topology, collectives, parallelism and exact gradients for PyTorch."""
 
-from d9d_dist.built_values import built_values, digest_values, move_to_meta, place_values
+from d9d_dist.built_values import built_values, digest_values, move_to_meta, move_values, place_values
 from d9d_dist.collectives import (
     all_gather,
     all_gather_objects,
@@ -159,6 +159,7 @@ __all__ = [
     "join_trees",
     "materialize",
     "move_to_meta",
+    "move_values",
     "offload_tensor",
     "onload_tensor",
     "parallelize_context",

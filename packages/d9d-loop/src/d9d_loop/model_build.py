@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from d9d_dist import DistributedContext, StageInfo, built_values, materialize, place_values
+from d9d_dist import DistributedContext, StageInfo, materialize, move_values, place_values
 from d9d_loop.built_model import build_model, build_with_values, report_different_values
 from d9d_loop.model_check import check_experts_are_shared_out, check_parallelized, check_unchanged, describe_tensors
 from d9d_loop.model_plan import ModelPlan
@@ -30,7 +30,7 @@ def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedCon
         if num_stages > 1:
             stage = build_model(provider, StageInfo(index, num_stages), seed=seed, keep_values=False).module
         if not provider.late_init and ctx.world_size == 1:
-            stage.to(ctx.device)
+            move_values(stage, ctx.device)
         built = describe_tensors(stage)
         provider.parallelize(stage, ctx)
         check_unchanged(stage, built)
@@ -42,6 +42,7 @@ def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedCon
             materialize(stage, device=ctx.device, seed=seed)
     elif ctx.world_size > 1:
         report_different_values(whole, ctx)
-        values = built_values(build_with_values(provider, StageInfo(), seed=seed)) if ctx.is_main_process else None
-        place_values(list(stages.values()), whole.tensors, values, device=ctx.device)
+        _, values = build_with_values(provider, StageInfo(), seed=seed) if ctx.is_main_process else (None, None)
+        layout = {name: tensor for name, tensor in whole.tensors.items() if name not in whole.without_values}
+        place_values(list(stages.values()), layout, values, device=ctx.device)
     return Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)

@@ -162,11 +162,11 @@ class TrainingJob:
         self._stop = StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat)
 
     def _load_initial_weights(self) -> None:
-        if self._config.initial_weights is not None:
+        if self._plan.weights is not None:
             load_model_state(
                 self._model,
-                self._config.initial_weights,
-                self._plan.mapper,
+                self._plan.weights,
+                self._plan.load_mapper,
                 unused="ignore" if len(self._plan.program.ranks) > 1 else "error",  # of a stage; the model was checked
                 progress=self._config.logging.progress,
             )
@@ -379,12 +379,11 @@ class TrainingJob:
 
     def _export(self) -> Path:
         folder = self._config.run.dir / "export"
-        mapper = self._plan.mapper
         with self._watchdog.phase("the export", timeout=self._ctx.timeouts.startup):
             save_model_state(
                 self._model,
                 folder,
-                mapper and mapper.inverse(),
+                self._plan.export_mapper,
                 self._ctx,
                 extra_files=self._parts.model.export_files(),
                 progress=self._config.logging.progress,
