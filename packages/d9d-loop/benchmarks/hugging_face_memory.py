@@ -39,14 +39,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(_write_model, folder, args.layers, args.hidden, args.vocabulary, world_size=1)
+        run_ranks(_write_model, folder, args.layers, args.hidden, args.vocabulary, world_size=1, timeout=1200)
         result = {
             "checkpoint_bytes": sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")),
             "block_bytes": 4 * sum(parameter.numel() for parameter in _structure(folder).model.layers[0].parameters()),
             "ranks": args.ranks,
-            "hugging_face_model": run_ranks(_infer, folder, "folder", world_size=args.ranks),
-            "function_with_from_pretrained": run_ranks(_infer, folder, "function", world_size=args.ranks),
-            "from_pretrained": run_ranks(_from_pretrained, folder, world_size=1),
+            "hugging_face_model": run_ranks(_infer, folder, "folder", world_size=args.ranks, timeout=1200),
+            "function_with_from_pretrained": run_ranks(_infer, folder, "function", world_size=args.ranks, timeout=1200),
+            "from_pretrained": run_ranks(_from_pretrained, folder, world_size=1, timeout=1200),
         }
     text = json.dumps(result, indent=2)
     print(text)

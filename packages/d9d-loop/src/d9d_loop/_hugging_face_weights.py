@@ -9,6 +9,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def _stored_ties(model: Any, folder: Path, stored: Mapping[str, TensorInfo]) -> 
     """Return the names of stored tensors that equal another one, to which `from_pretrained` ties them then."""
     duplicates: list[str] = []
     for target, source in list(model.all_tied_weights_keys.items()):
-        one, other = model.get_parameter(target), model.get_parameter(source)
+        one, other = attrgetter(target)(model), attrgetter(source)(model)
         both = isinstance(one, RecordedTensor) and isinstance(other, RecordedTensor)
         if not both or one is other or one.move is not None or other.move is not None:
             continue

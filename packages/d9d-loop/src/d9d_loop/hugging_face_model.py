@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,6 +116,7 @@ class _HuggingFaceModel(ModelProvider):
         self._new, self._unused = new, unused
         self._dtype, self._precision = dtype, precision
         self._built_config: JsonValue = None
+        self._mappers: dict[Path, StateMapper] = {}
 
     @property
     def initial_weights(self) -> Path | None:
@@ -126,10 +128,11 @@ class _HuggingFaceModel(ModelProvider):
                 f"mesh.pipeline_parallel has {stage.count} stages, and {self._class.__name__} cannot be built in "
                 "stages; expected 1. Set it to 1 and shard with mesh.data_parallel_shard, or write a ModelProvider."
             )
-        model = self._build_whole() if self._folder is None else self._build_for(self._folder)[0]
-        model.config.architectures = [type(model).__name__]
-        model.config.dtype = str(model.dtype).removeprefix("torch.")
-        self._built_config = json.loads(model.config.to_json_string(use_diff=True))
+        model = self._build_whole() if self._folder is None else self._build_for(self._folder)
+        config = deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        self._built_config = json.loads(config.to_json_string(use_diff=True))
         return model.train()
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
@@ -147,7 +150,9 @@ class _HuggingFaceModel(ModelProvider):
         return released_mapper(model).inverse()
 
     def load_mapper(self, model: nn.Module, folder: Path) -> StateMapper:
-        return self._build_for(folder)[1]
+        if folder not in self._mappers:
+            self._build_for(folder)
+        return self._mappers[folder]
 
     def export_files(self) -> Mapping[str, JsonValue]:
         return {"config.json": self._built_config}
@@ -160,12 +165,13 @@ class _HuggingFaceModel(ModelProvider):
         finally:
             torch.set_default_dtype(before)
 
-    def _build_for(self, folder: Path) -> tuple[Any, StateMapper]:
+    def _build_for(self, folder: Path) -> Any:
         from d9d_loop._hugging_face_weights import build_without_weights  # noqa: PLC0415 - needs an optional extra
 
-        return build_without_weights(
+        model, self._mappers[folder] = build_without_weights(
             self._class, self._config, folder, dtype=self._dtype or "auto", new=self._new, unused=self._unused
         )
+        return model
 
 
 def _read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> Any:

@@ -97,7 +97,8 @@ class RecordedTensor(Tensor):
         if len(results) < len(leaves):
             return result
         if _keeps_values(func, recorded, results):
-            return cls._of(results[0], recorded[0].value_name, recorded[0].move)
+            same = cls._of(results[0], recorded[0].value_name, recorded[0].move)
+            return pytree.tree_unflatten([same], structure)
         if func not in _MOVES and any(one.alias_info is not None for one in func._schema.returns):
             raise _no_mapper(str(func), recorded[0].value_name)
         inputs = [value.value_name for value in recorded]
@@ -162,7 +163,7 @@ def _keeps_values(func: Any, recorded: Sequence[RecordedTensor], results: Sequen
         return recorded[0].dtype == results[0].dtype or (
             recorded[0].is_floating_point() and results[0].is_floating_point()
         )
-    return func not in (_aten.transpose.int, _aten.permute.default, _aten.t.default)
+    return func in _MOVES and func not in (_aten.transpose.int, _aten.permute.default, _aten.t.default)
 
 
 def _no_mapper(operation: str, name: str) -> UserError:
