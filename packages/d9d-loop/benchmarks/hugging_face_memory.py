@@ -2,8 +2,9 @@
 
     python packages/d9d-loop/benchmarks/hugging_face_memory.py
 
-JSON is printed. A peak is that of the resident memory of one process (VmHWM) above what it had before
-the model, in bytes; "loaded" once the weights are there, "forward" after a forward pass of a few tokens.
+JSON is printed. Each way runs in new processes, first with a tiny model, so that imports do not count. A peak is that
+of the resident memory of one process (VmHWM) above what it had before the model, in bytes: "loaded" once the weights
+are there, "forward" after a forward pass of a few tokens. `from_pretrained` maps its file: pages count once touched.
 """
 
 import argparse
@@ -17,8 +18,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from d9d_dist.testing import run_ranks
+from d9d_dist.testing import RankPool
 from d9d_loop import Inference, InferenceConfig, InferenceTask, ModelReady, hugging_face_model, validate_config
+
+_SECONDS = 1200.0
+"""The longest that one way may take."""
 
 
 class _Means(InferenceTask):
@@ -32,26 +36,33 @@ class _Means(InferenceTask):
 def main() -> None:
     """Measure, print JSON, and write it if asked to."""
     parser = argparse.ArgumentParser(description="Memory of a start from a Hugging Face folder.")
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(_write_model, folder, args.layers, args.hidden, args.vocabulary, world_size=1, timeout=1200)
+    with tempfile.TemporaryDirectory() as root:
+        folder, tiny = f"{root}/model", f"{root}/tiny"
+        _in_new_processes(_write_model, folder, args.layers, args.hidden, args.vocabulary, ranks=1)
+        _in_new_processes(_write_model, tiny, 1, 64, 8000, ranks=1)
         result = {
             "checkpoint_bytes": sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")),
             "block_bytes": 4 * sum(parameter.numel() for parameter in _structure(folder).model.layers[0].parameters()),
             "ranks": args.ranks,
-            "hugging_face_model": run_ranks(_infer, folder, "folder", world_size=args.ranks, timeout=1200),
-            "function_with_from_pretrained": run_ranks(_infer, folder, "function", world_size=args.ranks, timeout=1200),
-            "from_pretrained": run_ranks(_from_pretrained, folder, world_size=1, timeout=1200),
+            "hugging_face_model": _in_new_processes(_infer, folder, tiny, hugging_face_model, ranks=args.ranks),
+            "function_with_from_pretrained": _in_new_processes(_infer, folder, tiny, _function, ranks=args.ranks),
+            "from_pretrained": _in_new_processes(_from_pretrained, folder, tiny, ranks=1),
         }
     text = json.dumps(result, indent=2)
     print(text)
     if args.output:
         args.output.write_text(text + "\n", encoding="utf-8")
+
+
+def _in_new_processes(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
+    with RankPool() as pool:
+        return pool.run(function, *args, world_size=ranks, timeout=_SECONDS)
 
 
 def _structure(folder: str) -> Any:
@@ -70,17 +81,21 @@ def _write_model(folder: str, layers: int, hidden: int, vocabulary: int) -> None
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def _infer(folder: str, way: str) -> dict[str, float]:
+def _function(folder: str) -> Callable[[Any], Any]:
+    return lambda _stage: AutoModelForCausalLM.from_pretrained(folder)
+
+
+def _infer(folder: str, tiny: str, make: Callable[[str], Any]) -> dict[str, float]:
+    _infer_once(tiny, make(tiny))
+    return _infer_once(folder, make(folder))
+
+
+def _infer_once(folder: str, model: Any) -> dict[str, float]:
     measured = _Peak()
-    provider: Any = hugging_face_model(folder)
-    if way == "function":
-        provider = _load_in_function(folder)
-    values = {"run": {"folder": f"{folder}/runs", "name": way}, "batch_size": 1, "mesh": {"data_parallel_shard": -1}}
+    run = {"folder": f"{folder}-runs", "name": type(model).__name__}
+    values = {"run": run, "batch_size": 1, "mesh": {"data_parallel_shard": -1}, "logging": {"progress": False}}
     inference = Inference(
-        validate_config(InferenceConfig, {**values, "logging": {"progress": False}}),
-        model=provider,
-        data=[torch.arange(8)] * 4,
-        task=_Means(),
+        validate_config(InferenceConfig, values), model=model, data=[torch.arange(8)] * 4, task=_Means()
     )
     inference.events.on(ModelReady, lambda _ready: measured.mark("loaded"))
     inference.run()
@@ -88,17 +103,14 @@ def _infer(folder: str, way: str) -> dict[str, float]:
     return measured.values
 
 
-def _load_in_function(folder: str) -> Callable[[Any], Any]:
-    return lambda _stage: AutoModelForCausalLM.from_pretrained(folder)
-
-
-def _from_pretrained(folder: str) -> dict[str, float]:
-    measured = _Peak()
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    measured.mark("loaded")
-    with torch.no_grad():
-        model(input_ids=torch.arange(8)[None])
-    measured.mark("forward")
+def _from_pretrained(folder: str, tiny: str) -> dict[str, float]:
+    for each in (tiny, folder):
+        measured = _Peak()
+        model = AutoModelForCausalLM.from_pretrained(each)
+        measured.mark("loaded")
+        with torch.no_grad():
+            model(input_ids=torch.arange(8)[None])
+        measured.mark("forward")
     return measured.values
 
 
