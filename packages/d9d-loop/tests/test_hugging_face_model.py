@@ -234,6 +234,15 @@ def test_weights_of_another_shape_are_refused_or_new(tmp_path: Path) -> None:
     assert model.get_parameter("classifier.dense.weight").is_meta
 
 
+def test_weights_that_cannot_be_fused_are_refused(tmp_path: Path) -> None:
+    folder = CASES["mixtral"].save(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    save_file({**tensors, name: tensors[name][1:].clone()}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"cannot be converted to those of MixtralForCausalLM; .* reports why"):
+        _build(hugging_face_model(folder))
+
+
 @pytest.mark.parametrize("differs", [False, True])
 def test_a_tie_of_which_the_files_hold_both_sides_is_kept_where_they_are_equal(tmp_path: Path, differs: bool) -> None:
     folder = CASES["llama tied"].save(tmp_path / "model")

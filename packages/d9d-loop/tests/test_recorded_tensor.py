@@ -69,12 +69,22 @@ def test_computed_values_are_refused_where_they_are_needed_only() -> None:
         recorded_mapper(["a"], {"b": computed.t()})
 
 
+@pytest.mark.parametrize(
+    ("view", "operation"),
+    [(lambda a: a.expand(2, 4, 6), r"aten.expand.default"), (lambda a: a[:, ::2], r"a slice of step 2")],
+)
+def test_other_views_are_refused_where_they_are_needed(view: Callable[[Tensor], Tensor], operation: str) -> None:
+    recorded = RecordedTensor.named("a", TensorInfo((4, 6), torch.float32))
+    with pytest.raises(UserError, match=rf"converted by {operation} \(b\)"):
+        recorded_mapper(["a"], {"b": view(recorded)})
+    with pytest.raises(UserError, match=r"converted by aten.zero_.default"):
+        view(recorded).zero_()
+
+
 def test_writes_to_stored_values_are_refused() -> None:
     recorded = RecordedTensor.named("a", TensorInfo((4, 6), torch.float32))
     with pytest.raises(UserError, match=r"converted by aten.zero_.default \(a\)"):
         recorded.zero_()
-    with pytest.raises(UserError, match=r"converted by aten.expand.default \(a\)"):
-        recorded.expand(2, 4, 6)
 
 
 def test_a_value_that_is_needed_twice_is_refused() -> None:

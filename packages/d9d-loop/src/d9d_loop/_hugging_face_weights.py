@@ -85,16 +85,22 @@ def _load_recorded(
 
     has_generation = (folder / "generation_config.json").is_file()
     recorded = {name: RecordedTensor.named(name, info) for name, info in stored.items()}
-    with _quiet():
-        return model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=recorded,
-            dtype=dtype,
-            generation_config=GenerationConfig.from_pretrained(folder) if has_generation else None,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+    try:
+        with _quiet():
+            return model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=recorded,
+                dtype=dtype,
+                generation_config=GenerationConfig.from_pretrained(folder) if has_generation else None,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except RuntimeError as error:
+        raise UserError(
+            f"the weights in {folder} cannot be converted to those of {model_class.__name__}; expected what its "
+            f"from_pretrained takes. {model_class.__name__}.from_pretrained(folder) reports why. ({error})"
+        ) from error
 
 
 def _unique_tensors(model: nn.Module, *, last: Collection[str] = ()) -> dict[str, Tensor]:

@@ -40,11 +40,13 @@ class _Move:
 
     Attributes:
         mapper: The operation as a mapper, between unique names of values; the name of the operation if it computes.
+        is_view: Whether its outputs share the memory of its inputs.
         parents: The operations that made its inputs.
         depth: One more than the depth of the deepest parent.
     """
 
     mapper: StateMapper | str
+    is_view: bool
     parents: tuple["_Move", ...]
     depth: int
 
@@ -71,7 +73,7 @@ class RecordedTensor(Tensor):
     @property
     def is_computed(self) -> bool:
         """Whether the tensor is the new result of an operation that is no move: writes to it change no other one."""
-        return self.move is not None and isinstance(self.move.mapper, str)
+        return self.move is not None and isinstance(self.move.mapper, str) and not self.move.is_view
 
     @classmethod
     def _of(cls, meta: Tensor, name: str, move: _Move | None) -> Self:
@@ -99,13 +101,12 @@ class RecordedTensor(Tensor):
         if _keeps_values(func, recorded, results):
             same = cls._of(results[0], recorded[0].value_name, recorded[0].move)
             return pytree.tree_unflatten([same], structure)
-        if func not in _MOVES and any(one.alias_info is not None for one in func._schema.returns):
-            raise _no_mapper(str(func), recorded[0].value_name)
         inputs = [value.value_name for value in recorded]
         outputs = [f"#{next(_numbers)}" for _ in results]
         mapper = _MOVES[func](inputs, outputs, recorded, results, args[1:]) if func in _MOVES else str(func)
         parents = tuple(value.move for value in recorded if value.move is not None)
-        move = _Move(mapper, parents, 1 + max((parent.depth for parent in parents), default=0))
+        is_view = any(returned.alias_info is not None for returned in func._schema.returns)
+        move = _Move(mapper, is_view, parents, 1 + max((parent.depth for parent in parents), default=0))
         made = [cls._of(meta, name, move) for meta, name in zip(results, outputs, strict=True)]
         return pytree.tree_unflatten(made, structure)
 
@@ -182,7 +183,7 @@ _COPIES = {
 }
 
 _Names = Sequence[str]
-_MakeMapper = Callable[[_Names, _Names, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...]], StateMapper]
+_MakeMapper = Callable[[_Names, _Names, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...]], StateMapper | str]
 
 
 def _dim(rest: tuple[Any, ...], position: int = 0) -> int:
@@ -211,11 +212,11 @@ def _reshape(
 
 def _narrow(
     inputs: _Names, outputs: _Names, recorded: Sequence[Tensor], results: Sequence[Tensor], rest: tuple[Any, ...]
-) -> StateMapper:
+) -> StateMapper | str:
     dim: int = rest[0] if rest else 0
     start, stop, step = slice(*rest[1:]).indices(recorded[0].shape[dim])
     if step != 1:
-        raise _no_mapper(f"a slice of step {step}", inputs[0])
+        return f"a slice of step {step}"
     return narrow(inputs[0], outputs[0], dim=dim, start=start, length=max(stop - start, 0))
 
 
