@@ -1,10 +1,14 @@
-"""What most tests of the loop need: a job of this one process."""
+"""What most tests of the loop need: a job of this one process, and modules that tests share."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from d9d_dist import DistributedContext, MeshConfig
+
+sys.path.append(str(Path(__file__).parent))
 
 
 @pytest.fixture

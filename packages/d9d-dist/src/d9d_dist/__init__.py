@@ -52,7 +52,7 @@ from d9d_dist.gradients import (
 from d9d_dist.late_init import ModuleLateInit, canonical_name, materialize
 from d9d_dist.launch import Launch, read_launch
 from d9d_dist.mesh import MeshConfig
-from d9d_dist.model_values import built_values, digest_values, move_to_meta, place_values
+from d9d_dist.model_values import built_values, digest_values, move_to_meta, move_values, place_values
 from d9d_dist.offload import ModuleOffloader, Offloadable, Offloaded, offload_tensor, onload_tensor
 from d9d_dist.seeds import seed_everything, stream_key
 from d9d_dist.split_backward import GradientSlot, LaterGradients, SplitBackward, take_weight
@@ -159,6 +159,7 @@ __all__ = [
     "join_trees",
     "materialize",
     "move_to_meta",
+    "move_values",
     "offload_tensor",
     "onload_tensor",
     "parallelize_context",

@@ -25,13 +25,19 @@ from d9d_dist.late_init import canonical_name
 _BLOCK_BYTES = 64 << 20
 
 
-def built_values(model: nn.Module) -> dict[str, torch.Tensor]:
+def built_values(model: nn.Module, *, skip_meta: bool = False) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a model by canonical name, tied ones once, detached.
+
+    Args:
+        model: The model, on the CPU.
+        skip_meta: Whether tensors on `meta` are left out instead of refused.
 
     Raises:
         UserError: If a tensor has no values: it is on `meta`, or a lazy module has not been run yet.
     """
     found = {canonical_name(name): tensor for name, tensor in named_tensors(model)}
+    if skip_meta:
+        found = {name: tensor for name, tensor in found.items() if not tensor.is_meta}
     empty = [name for name, tensor in found.items() if nn.parameter.is_lazy(tensor) or tensor.is_meta]
     if empty:
         raise UserError(
@@ -65,6 +71,13 @@ def move_to_meta(model: nn.Module) -> None:
     del keep_alive
 
 
+def move_values(model: nn.Module, device: torch.device) -> None:
+    """Move a model to a device, in place; tensors on `meta` get storage without values. Tied tensors stay tied."""
+    replace_tensors(
+        model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+    )
+
+
 def place_values(
     models: Collection[nn.Module],
     layout: Mapping[str, torch.Tensor],
@@ -79,7 +92,8 @@ def place_values(
 
     Args:
         models: This rank's stages, parallelized. Plain tensors and DTensors of any placements.
-        layout: The tensors of the whole model on `meta` by canonical name, in the same order on every rank.
+        layout: The tensors of the whole model that have values, on `meta`, by canonical name, in the same order on
+            every rank. All other tensors of the stages get storage without values.
         values: The values of these tensors on rank 0; None on the other ranks.
         device: Device of the parameters and buffers.
     """
@@ -143,7 +157,7 @@ def _crc(tensor: torch.Tensor) -> int:
 def _check_no_overlap(model: nn.Module) -> None:
     ranges: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in named_tensors(model):
-        if not tensor.numel():
+        if not tensor.numel() or tensor.is_meta:
             continue
         last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         start = int(tensor.storage_offset()) * tensor.element_size()

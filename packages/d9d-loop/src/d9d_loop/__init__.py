@@ -44,6 +44,7 @@ from d9d_loop.events import (
     StepStarted,
     Woken,
 )
+from d9d_loop.hugging_face_model import hugging_face_model
 from d9d_loop.inference import Inference, InferenceResult
 from d9d_loop.inference_config import InferenceConfig
 from d9d_loop.lr_schedule import LrSchedule, LrScheduleConfig, PiecewiseConfig, WarmupCosineConfig, WsdConfig
@@ -161,6 +162,7 @@ __all__ = [
     "WsdConfig",
     "command_line",
     "handles",
+    "hugging_face_model",
     "preset_inference",
     "preset_trainer",
     "read_config_file",

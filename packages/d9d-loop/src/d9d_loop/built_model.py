@@ -36,11 +36,13 @@ class BuiltModel:
     Attributes:
         module: The model: on the CPU with its values in a job of one rank that keeps them, else on `meta`.
         tensors: Its parameters and buffers on `meta`, by canonical name.
-        digests: CRC-32 of each tensor's values; None where `reset_parameters` will draw them.
+        without_values: Names of the tensors that `build` left to the provider's `initial_weights`.
+        digests: CRC-32 of the values of all other tensors; None where `reset_parameters` will draw them.
     """
 
     module: nn.Module
     tensors: Mapping[str, Tensor]
+    without_values: frozenset[str]
     digests: Mapping[str, int] | None
 
 
@@ -58,27 +60,34 @@ def build_model(provider: ModelProvider, stage: StageInfo, *, seed: int, keep_va
     """
     if provider.late_init:
         module = _build_on_meta(provider, stage)
-        return BuiltModel(module, _on_meta(module), None)
+        return BuiltModel(module, _on_meta(module), frozenset(), None)
     if keep_values:
-        module = build_with_values(provider, stage, seed=seed)
-        return BuiltModel(module, _on_meta(module), {})
+        module, values = build_with_values(provider, stage, seed=seed)
+        tensors = _on_meta(module)
+        return BuiltModel(module, tensors, frozenset(tensors.keys() - values.keys()), {})
     with _turn_of_host():
         module, digests = _build_and_digest(provider, stage, seed=seed)
         move_to_meta(module)
-    return BuiltModel(module, _on_meta(module), digests)
+    tensors = _on_meta(module)
+    return BuiltModel(module, tensors, frozenset(tensors.keys() - digests.keys()), digests)
 
 
-def build_with_values(provider: ModelProvider, stage: StageInfo, *, seed: int) -> nn.Module:
-    """Build a model on the CPU; `random`, NumPy (where it is in use) and torch are seeded with the job's seed."""
+def build_with_values(
+    provider: ModelProvider, stage: StageInfo, *, seed: int
+) -> tuple[nn.Module, Mapping[str, Tensor]]:
+    """Build a model on the CPU; `random`, NumPy (where it is in use) and torch are seeded with the job's seed.
+
+    Returns:
+        The model, and the values that it was built with.
+    """
     with own_random("build"):
         random.seed(seed)
         torch.manual_seed(seed)
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(seed % 2**32)
         module = provider.build(stage)
-    built_values(module)
     module.zero_grad()
-    return module
+    return module, built_values(module, skip_meta=provider.initial_weights is not None)
 
 
 def report_different_values(model: BuiltModel, ctx: DistributedContext) -> None:
@@ -111,8 +120,7 @@ def _build_and_digest(provider: ModelProvider, stage: StageInfo, *, seed: int) -
     draws = SkippedDraws()
     try:
         with draws:
-            module = build_with_values(provider, stage, seed=seed)
-        values = built_values(module)
+            module, values = build_with_values(provider, stage, seed=seed)
         if not draws.failed and not draws.has_others(values.values()):
             skipped = {name: draws.digest(value) for name, value in values.items()}
             drawn = digest_values({name: value for name, value in values.items() if skipped[name] is None})
@@ -121,8 +129,8 @@ def _build_and_digest(provider: ModelProvider, stage: StageInfo, *, seed: int) -
         if not draws.failed:
             raise
     del draws
-    module = build_with_values(provider, stage, seed=seed)
-    return module, digest_values(built_values(module))
+    module, values = build_with_values(provider, stage, seed=seed)
+    return module, digest_values(values)
 
 
 def _build_on_meta(provider: ModelProvider, stage: StageInfo) -> nn.Module:

@@ -82,12 +82,13 @@ class Inference:
         self.events = Events(seed=config.seed)
         self._config = config
         self._provider = model if isinstance(model, ModelProvider) else FunctionProvider(model)
+        self._weights = config.weights or self._provider.initial_weights
         self._data, self._task, self._collate = data, task, collate
         self._results = ResultsFolder(
             config.run.dir / "results",
             num_samples=len(data),
             part_size=config.part_size,
-            identity=_what_results_follow_from(config, task),
+            identity=_what_results_follow_from(config, self._weights, task),
         )
 
     def run(self) -> InferenceResult:
@@ -137,7 +138,7 @@ class Inference:
         check_data(self._data, "data")
         check_writable(config.run.dir)
         self._results.check()
-        if config.weights is None and self._provider.late_init:
+        if self._weights is None and self._provider.late_init:
             raise UserError(
                 f"weights is not set, and {type(self._provider).__name__} builds on `meta`, so the results would come "
                 "from random values. Set --weights to a folder, or late_init = False if the model is built with its "
@@ -146,9 +147,9 @@ class Inference:
         built = build_model(self._provider, StageInfo(), seed=config.seed, keep_values=launch.world_size == 1)
         model = built.module
         mapper = None
-        if config.weights is not None:
-            mapper = self._provider.state_mapper(model)
-            check_weights("weights", config.weights, mapper, model)
+        if self._weights is not None:
+            mapper = self._provider.load_mapper(model, self._weights)
+            check_weights("weights", self._weights, mapper, built)
         schedule = OneForwardOneBackward()
         program = build_program(schedule, num_ranks=mesh.pipeline_parallel, num_microbatches=1)
         cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1  # then the task sees cut batches only
@@ -161,15 +162,15 @@ class Inference:
             stages_per_rank=schedule.stages_per_rank,
             inputs=None if cuts else lambda: task.inputs(self._collate([self._data[index] for index in range(size)])),
         )
-        return ModelPlan(launch, mesh, schedule, program, mapper, shared_names, built)
+        return ModelPlan(launch, mesh, schedule, program, self._weights, mapper, shared_names, built)
 
     def _load(self, plan: ModelPlan, ctx: DistributedContext) -> Pipeline:
         pipeline = build_pipeline(self._provider, plan, ctx, seed=self._config.seed)
-        if self._config.weights is not None:
+        if plan.weights is not None:
             load_model_state(
                 pipeline.model,
-                self._config.weights,
-                plan.mapper,
+                plan.weights,
+                plan.load_mapper,
                 unused="ignore" if len(plan.program.ranks) > 1 else "error",  # of a stage; the model was checked
                 progress=self._config.logging.progress,
             )
@@ -227,9 +228,11 @@ class Inference:
         return [*batches, *[[0]] * (num_batches - len(batches))]
 
 
-def _what_results_follow_from(config: InferenceConfig, task: InferenceTask) -> dict[str, JsonValue]:
+def _what_results_follow_from(
+    config: InferenceConfig, weights: Path | None, task: InferenceTask
+) -> dict[str, JsonValue]:
     return {
-        "weights": None if config.weights is None else str(config.weights.absolute()),
+        "weights": None if weights is None else str(weights.absolute()),
         "batch_size": config.batch_size,
         "seed": config.seed,
         "task": type(task).__qualname__,

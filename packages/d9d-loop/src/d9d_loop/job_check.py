@@ -3,10 +3,9 @@
 import os
 from pathlib import Path
 
-from torch import nn
-
 from d9d_dist import MeshConfig, UserError
 from d9d_loop.batches import Samples
+from d9d_loop.built_model import BuiltModel
 from d9d_loop.task import BatchTask
 from d9d_state import StateMapper, check_model_state
 
@@ -57,19 +56,25 @@ def check_writable(folder: Path) -> None:
         )
 
 
-def check_weights(name: str, folder: Path, mapper: StateMapper | None, model: nn.Module) -> None:
+def check_weights(name: str, folder: Path, mapper: StateMapper | None, built: BuiltModel) -> None:
     """Refuse weights that are not those of a model.
 
     Args:
         name: The key of the configuration that names the folder.
         folder: Where they are.
         mapper: How they become the model's.
-        model: The whole model, on `meta`.
+        built: The whole model.
 
     Raises:
         UserError: Listing what is missing, left over, or of another shape.
     """
     try:
-        check_model_state(model, folder, mapper)
+        check_model_state(built.module, folder, mapper)
     except UserError as error:
         raise UserError(f"{name} = {folder}: {error}") from None
+    kept = {output for group in mapper.groups if not group.inputs for output in group.outputs} if mapper else set()
+    if empty := sorted(kept & built.without_values):
+        raise UserError(
+            f"{name} = {folder} has no values for {', '.join(empty)}, and the model was built without them; expected "
+            "all weights of the model. Choose the folder that the model is built for."
+        )

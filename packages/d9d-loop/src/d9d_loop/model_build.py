@@ -1,8 +1,10 @@
 """Build this rank's stages of a model: parallelized, on the device, with their initial values."""
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
-from d9d_dist import DistributedContext, StageInfo, UserError, built_values, materialize, place_values
+from d9d_dist import DistributedContext, StageInfo, UserError, materialize, move_values, place_values
 from d9d_loop.built_model import BuiltModel, build_model, build_with_values, report_different_values
 from d9d_loop.model_check import check_experts_are_shared_out, check_parallelized, check_unchanged, describe_tensors
 from d9d_loop.model_plan import ModelPlan
@@ -30,7 +32,7 @@ def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedCon
         if num_stages > 1:
             stage = build_model(provider, StageInfo(index, num_stages), seed=seed, keep_values=False).module
         if not provider.late_init and ctx.world_size == 1:
-            stage.to(ctx.device)
+            move_values(stage, ctx.device)
         built = describe_tensors(stage)
         provider.parallelize(stage, ctx)
         check_unchanged(stage, built)
@@ -43,16 +45,17 @@ def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedCon
     elif ctx.world_size > 1:
         report_different_values(whole, ctx)
         values = _values_of(provider, whole, seed=seed) if ctx.is_main_process else None
-        place_values(list(stages.values()), whole.tensors, values, device=ctx.device)
+        layout = {name: tensor for name, tensor in whole.tensors.items() if name not in whole.without_values}
+        place_values(list(stages.values()), layout, values, device=ctx.device)
     return Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)
 
 
-def _values_of(provider: ModelProvider, whole: BuiltModel, *, seed: int) -> dict[str, Tensor]:
+def _values_of(provider: ModelProvider, whole: BuiltModel, *, seed: int) -> Mapping[str, Tensor]:
     """Build the model once more, for its values."""
-    values = built_values(build_with_values(provider, StageInfo(), seed=seed))
+    module, values = build_with_values(provider, StageInfo(), seed=seed)
     expected, found = (
-        {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
-        for tensors in (whole.tensors, values)
+        {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors}
+        for tensors in (whole.tensors.items(), [*module.named_parameters(), *module.named_buffers()])
     )
     if expected != found:
         names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))

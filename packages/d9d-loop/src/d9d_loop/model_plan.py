@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -24,7 +25,8 @@ class ModelPlan:
         mesh: The degrees of parallelism, without -1.
         schedule: In which order pipeline ranks compute.
         program: What that is for this job.
-        mapper: How the whole model's weights on disk become its own, if any are read or written.
+        weights: Folder of the weights to begin with, if there is one.
+        load_mapper: How the weights in that folder become the whole model's.
         shared_names: Parameters that several stages have, with those stages, the owner first.
         model: The whole model, as it was built.
     """
@@ -33,7 +35,8 @@ class ModelPlan:
     mesh: MeshConfig
     schedule: Schedule
     program: Program
-    mapper: StateMapper | None
+    weights: Path | None
+    load_mapper: StateMapper | None
     shared_names: Mapping[str, tuple[int, ...]]
     model: BuiltModel
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import final
 
 from torch import nn
@@ -21,6 +22,15 @@ class ModelProvider(ABC):
 
     late_init: bool = True
 
+    @property
+    def initial_weights(self) -> Path | None:
+        """Folder of the weights to begin with where a configuration names none; None for those of `build`.
+
+        If it is set and `late_init` is false, `build` may leave parameters and persistent buffers on `meta`. They are
+        read from the folder, each rank its own part.
+        """
+        return None
+
     @abstractmethod
     def build(self, stage: StageInfo) -> nn.Module:
         """Build one stage of the model.
@@ -39,6 +49,10 @@ class ModelProvider(ABC):
     def state_mapper(self, model: nn.Module) -> StateMapper | None:
         """How weights on disk become the model's; exports use its inverse. By default, they have the same names."""
         return None
+
+    def load_mapper(self, model: nn.Module, folder: Path) -> StateMapper | None:
+        """How the weights in a folder become the model's. By default, what `state_mapper` says of every folder."""
+        return self.state_mapper(model)
 
     def export_files(self) -> Mapping[str, JsonValue]:
         """JSON files that belong beside exported weights, such as `config.json`."""

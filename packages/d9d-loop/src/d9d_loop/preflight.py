@@ -35,12 +35,14 @@ class JobPlan(ModelPlan):
     """What was derived from a training job's configuration and the environment, and found to fit together.
 
     Attributes:
+        export_mapper: How the model's weights become those on disk, if any are written.
         microbatch_size: Samples of a microbatch on one rank.
         num_microbatches: Microbatches of a step on one rank.
         stream: The training data in their order.
         evaluation_data: The held-out data, if there are any.
     """
 
+    export_mapper: StateMapper | None
     microbatch_size: int
     num_microbatches: int
     stream: SampleStream
@@ -90,11 +92,11 @@ def check_job(
     model = built.module
     optimizer_check(model)
     needs_initial_weights = _check_checkpoint(config, model, data_identity=stream.identity())
-    mapper = provider.state_mapper(model) if config.export or config.initial_weights is not None else None
-    if config.export and mapper is not None:
-        _check_inverse(mapper)
-    if config.initial_weights is not None and needs_initial_weights:
-        check_weights("initial_weights", config.initial_weights, mapper, model)
+    export_mapper = _export_mapper(provider, model) if config.export else None
+    weights = (config.initial_weights or provider.initial_weights) if needs_initial_weights else None
+    load_mapper = None if weights is None else provider.load_mapper(model, weights)
+    if weights is not None:
+        check_weights("initial_weights", weights, load_mapper, built)
     cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1  # then the task sees cut batches only
     shared_names = check_stages(
         provider,
@@ -109,9 +111,11 @@ def check_job(
         mesh,
         schedule,
         program,
-        mapper,
+        weights,
+        load_mapper,
         shared_names,
         built,
+        export_mapper,
         microbatch_size,
         num_microbatches,
         stream,
@@ -119,9 +123,10 @@ def check_job(
     )
 
 
-def _check_inverse(mapper: StateMapper) -> None:
+def _export_mapper(provider: ModelProvider, model: nn.Module) -> StateMapper | None:
+    mapper = provider.state_mapper(model)
     try:
-        mapper.inverse()
+        return mapper and mapper.inverse()
     except ValueError as error:
         raise UserError(
             f"export = true, but the provider's state mapper has no inverse: {error} Give it one, or use "

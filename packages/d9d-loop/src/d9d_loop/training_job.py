@@ -163,11 +163,11 @@ class TrainingJob:
         self._stop = StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat)
 
     def _load_initial_weights(self) -> None:
-        if self._config.initial_weights is not None:
+        if self._plan.weights is not None:
             load_model_state(
                 self._model,
-                self._config.initial_weights,
-                self._plan.mapper,
+                self._plan.weights,
+                self._plan.load_mapper,
                 unused="ignore" if len(self._plan.program.ranks) > 1 else "error",  # of a stage; the model was checked
                 progress=self._config.logging.progress,
             )
@@ -382,12 +382,11 @@ class TrainingJob:
 
     def _export(self) -> Path:
         folder = self._config.run.dir / "export"
-        mapper = self._plan.mapper
         with self._watchdog.phase("the export"):
             save_model_state(
                 self._model,
                 folder,
-                mapper and mapper.inverse(),
+                self._plan.export_mapper,
                 self._ctx,
                 extra_files=self._parts.model.export_files(),
                 source=self._source(folder),
@@ -398,10 +397,10 @@ class TrainingJob:
 
     def _source(self, earlier: Path) -> Path | None:
         """Find the folder whose tokenizer and other files are exported, too; a resumed job can do without it."""
-        folder = self._config.initial_weights
+        folder = self._config.initial_weights or self._parts.model.initial_weights
         if folder is None or folder.is_dir():
             return folder
         if earlier.is_dir():
             return earlier
-        self._reports.line(f"initial_weights = {folder} is gone: its tokenizer and other files are not exported.")
+        self._reports.line(f"initial weights {folder} are gone: their tokenizer and other files are not exported.")
         return None

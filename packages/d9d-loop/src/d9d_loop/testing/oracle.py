@@ -186,6 +186,10 @@ class _InDtype(ModelProvider):
         self._provider, self._dtype = provider, dtype
         self.late_init = provider.late_init
 
+    @property
+    def initial_weights(self) -> Path | None:
+        return self._provider.initial_weights
+
     def build(self, stage: StageInfo) -> nn.Module:
         return self._provider.build(stage).to(self._dtype)
 
@@ -194,6 +198,9 @@ class _InDtype(ModelProvider):
 
     def state_mapper(self, model: nn.Module) -> StateMapper | None:
         return self._provider.state_mapper(model)
+
+    def load_mapper(self, model: nn.Module, folder: Path) -> StateMapper | None:
+        return self._provider.load_mapper(model, folder)
 
     def export_files(self) -> Mapping[str, JsonValue]:
         return self._provider.export_files()

@@ -1,0 +1,37 @@
+import pytest
+import torch
+from torch import nn
+
+from d9d_dist import UserError, built_values, move_to_meta, move_values
+
+
+def _partly_built() -> nn.Sequential:
+    """A model of which the first two layers share a weight without values."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    shared = nn.Parameter(torch.empty(3, 3, device="meta"), requires_grad=False)
+    for layer in (model[0], model[1]):
+        layer.weight = shared
+    return model
+
+
+def test_values_are_kept_and_the_rest_gets_storage() -> None:
+    model = _partly_built()
+    before = built_values(model, skip_meta=True)
+    assert set(before) == {name for name in model.state_dict() if not name.endswith("weight")} | {"2.weight"}
+    move_values(model, torch.device("cpu"))
+    assert model[0].weight is model[1].weight
+    assert not model[0].weight.is_meta
+    assert not model[0].weight.requires_grad
+    after = built_values(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_missing_values_are_refused_by_name_unless_they_are_left_out() -> None:
+    with pytest.raises(UserError, match=r"built without values for 0\.weight; expected real tensors"):
+        built_values(_partly_built())
+
+
+def test_tensors_without_values_do_not_overlap() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, device="meta"), nn.Linear(3, 3))
+    move_to_meta(model)
+    assert all(parameter.is_meta for parameter in model.parameters())

@@ -1,0 +1,238 @@
+"""Derive a `StateMapper` from code that moves tensors: it runs on tensors without values, and each move is recorded."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from d9d_dist import UserError
+from d9d_state import (
+    StateMapper,
+    TensorInfo,
+    concat,
+    drop,
+    identity,
+    narrow,
+    parallel,
+    permute,
+    rename,
+    reshape,
+    select,
+    sequential,
+    split,
+    stack,
+    transpose,
+    unstack,
+)
+
+_aten = torch.ops.aten
+_numbers = count()
+
+
+@final
+@dataclass(frozen=True, eq=False, slots=True)
+class _Move:
+    """A recorded operation.
+
+    Attributes:
+        mapper: The operation as a mapper, between unique names of values; the name of the operation if it computes.
+        is_view: Whether its outputs share the memory of its inputs.
+        parents: The operations that made its inputs.
+        depth: One more than the depth of the deepest parent.
+    """
+
+    mapper: StateMapper | str
+    is_view: bool
+    parents: tuple["_Move", ...]
+    depth: int
+
+
+@final
+class RecordedTensor(Tensor):
+    """A tensor without values that knows how it is made of named tensors.
+
+    Conversions between floating dtypes are not recorded, since `load_model_state` makes them.
+
+    Attributes:
+        value_name: Unique name of the value.
+        move: The operation that made it; None for a tensor made by `named`.
+    """
+
+    value_name: str
+    move: _Move | None
+
+    @classmethod
+    def named(cls, name: str, info: TensorInfo) -> Self:
+        """Make the tensor that a name stands for."""
+        return cls._of(info.to_meta(), name, None)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the tensor is the new result of an operation that is no move: writes to it change no other one."""
+        return self.move is not None and isinstance(self.move.mapper, str) and not self.move.is_view
+
+    @classmethod
+    def _of(cls, meta: Tensor, name: str, move: _Move | None) -> Self:
+        made = torch.Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device=meta.device)
+        made.value_name, made.move = name, move
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # ty: ignore[incompatible-method-override]  (torch calls it on the class)
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {key: value for key, value in (kwargs or {}).items() if key not in ("device", "pin_memory")}
+        recorded = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, RecordedTensor)]
+        if func._schema.is_mutable:
+            if not recorded[0].is_computed:
+                raise _no_mapper(str(func), recorded[0].value_name)
+            return recorded[0]
+        meta_args, meta_kwargs = pytree.tree_map_only(RecordedTensor, TensorInfo.of, (args, kwargs))
+        meta_args, meta_kwargs = pytree.tree_map_only(TensorInfo, TensorInfo.to_meta, (meta_args, meta_kwargs))
+        result = func(*meta_args, **meta_kwargs)
+        leaves, structure = pytree.tree_flatten(result)
+        results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if len(results) < len(leaves):
+            return result
+        if _keeps_values(func, recorded, results):
+            same = cls._of(results[0], recorded[0].value_name, recorded[0].move)
+            return pytree.tree_unflatten([same], structure)
+        inputs = [value.value_name for value in recorded]
+        outputs = [f"#{next(_numbers)}" for _ in results]
+        mapper = _MOVES[func](inputs, outputs, recorded, results, args[1:]) if func in _MOVES else str(func)
+        parents = tuple(value.move for value in recorded if value.move is not None)
+        is_view = any(returned.alias_info is not None for returned in func._schema.returns)
+        move = _Move(mapper, is_view, parents, 1 + max((parent.depth for parent in parents), default=0))
+        made = [cls._of(meta, name, move) for meta, name in zip(results, outputs, strict=True)]
+        return pytree.tree_unflatten(made, structure)
+
+
+def recorded_mapper(sources: Iterable[str], targets: Mapping[str, Tensor]) -> StateMapper:
+    """Return the mapper that makes recorded tensors of named ones.
+
+    Args:
+        sources: Names that `RecordedTensor.named` was called with. Those that no target needs are dropped.
+        targets: The recorded tensors to make, by the names that they get.
+
+    Raises:
+        UserError: If a target is computed by another operation than a move, or a value is needed twice, since no mapper
+            copies values.
+    """
+    recorded = {name: tensor for name, tensor in targets.items() if isinstance(tensor, RecordedTensor)}
+    assert len(recorded) == len(targets), "other tensors are not made of named ones"
+    for name, tensor in recorded.items():
+        for move in (move for level in _levels([tensor]) for move in level):
+            if isinstance(move.mapper, str):
+                raise _no_mapper(move.mapper, name)
+    try:
+        mapper = identity(*sources)
+        for level in _levels(recorded.values()):
+            moves = [move.mapper for move in level if isinstance(move.mapper, StateMapper)]
+            taken = {name for move in moves for name in move.inputs}
+            others = (name for name in mapper.outputs if name not in taken)
+            mapper = sequential(mapper, parallel(*moves, identity(*others)))
+        made = {tensor.value_name for tensor in recorded.values()}
+        unused = (name for name in mapper.outputs if name not in made)
+        renamed = (rename(tensor.value_name, name) for name, tensor in recorded.items())
+        return sequential(mapper, parallel(*renamed, drop(*unused)))
+    except ValueError as error:
+        raise UserError(f"the conversion of the weights cannot be written as a state mapper: {error}") from None
+
+
+def _levels(tensors: Iterable[RecordedTensor]) -> Iterator[list[_Move]]:
+    """Yield the operations that made tensors, those that do not depend on each other together, the first ones first."""
+    found: dict[_Move, None] = {}
+    waiting = [tensor.move for tensor in tensors if tensor.move is not None]
+    while waiting:
+        move = waiting.pop()
+        if move not in found:
+            found[move] = None
+            waiting += move.parents
+    for depth in sorted({move.depth for move in found}):
+        yield [move for move in reversed(found) if move.depth == depth]
+
+
+def _keeps_values(func: Any, recorded: Sequence[RecordedTensor], results: Sequence[Tensor]) -> bool:
+    """Return whether an operation gives the values that it takes, in the same order and shape."""
+    if len(recorded) != 1 or len(results) != 1 or recorded[0].shape != results[0].shape:
+        return False
+    if func in _COPIES:
+        return recorded[0].dtype == results[0].dtype or (
+            recorded[0].is_floating_point() and results[0].is_floating_point()
+        )
+    return func in _MOVES and func not in (_aten.transpose.int, _aten.permute.default, _aten.t.default)
+
+
+def _no_mapper(operation: str, name: str) -> UserError:
+    return UserError(
+        f"the weights are converted by {operation} ({name}); expected operations that only move values. Load the model "
+        "in a function, which holds a whole copy: model=lambda stage: AutoModel.from_pretrained(folder)."
+    )
+
+
+_COPIES = {
+    _aten.clone.default,
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten._to_copy.default,
+    _aten.constant_pad_nd.default,  # of no columns
+}
+
+_Names = Sequence[str]
+_MakeMapper = Callable[[_Names, _Names, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...]], StateMapper | str]
+
+
+def _dim(rest: tuple[Any, ...], position: int = 0) -> int:
+    return rest[position] if len(rest) > position else 0
+
+
+def _split(
+    inputs: _Names, outputs: _Names, recorded: Sequence[Tensor], results: Sequence[Tensor], rest: tuple[Any, ...]
+) -> StateMapper:
+    dim = _dim(rest, 1)
+    return split(inputs[0], outputs, [result.shape[dim] for result in results], dim=dim)
+
+
+def _concat(
+    inputs: _Names, outputs: _Names, recorded: Sequence[Tensor], results: Sequence[Tensor], rest: tuple[Any, ...]
+) -> StateMapper:
+    dim = _dim(rest)
+    return concat(inputs, outputs[0], dim=dim, sizes=[tensor.shape[dim] for tensor in recorded])
+
+
+def _reshape(
+    inputs: _Names, outputs: _Names, recorded: Sequence[Tensor], results: Sequence[Tensor], rest: tuple[Any, ...]
+) -> StateMapper:
+    return reshape(inputs[0], outputs[0], list(results[0].shape), source_shape=list(recorded[0].shape))
+
+
+def _narrow(
+    inputs: _Names, outputs: _Names, recorded: Sequence[Tensor], results: Sequence[Tensor], rest: tuple[Any, ...]
+) -> StateMapper | str:
+    dim: int = rest[0] if rest else 0
+    start, stop, step = slice(*rest[1:]).indices(recorded[0].shape[dim])
+    if step != 1:
+        return f"a slice of step {step}"
+    return narrow(inputs[0], outputs[0], dim=dim, start=start, length=max(stop - start, 0))
+
+
+_MOVES: Mapping[Any, _MakeMapper] = {
+    _aten.stack.default: lambda ins, outs, _, __, rest: stack(ins, outs[0], dim=_dim(rest)),
+    _aten.unbind.int: lambda ins, outs, _, __, rest: unstack(ins[0], outs, dim=_dim(rest)),
+    _aten.cat.default: _concat,
+    _aten.split.Tensor: _split,
+    _aten.split_with_sizes.default: _split,
+    _aten.transpose.int: lambda ins, outs, _, __, rest: transpose(ins[0], outs[0], dim0=rest[0], dim1=rest[1]),
+    _aten.t.default: lambda ins, outs, _, __, ___: transpose(ins[0], outs[0], dim0=0, dim1=1),
+    _aten.permute.default: lambda ins, outs, _, __, rest: permute(ins[0], outs[0], dims=rest[0]),
+    _aten.view.default: _reshape,
+    _aten._unsafe_view.default: _reshape,
+    _aten.unsqueeze.default: _reshape,
+    _aten.squeeze.dim: _reshape,
+    _aten.slice.Tensor: _narrow,
+    _aten.select.int: lambda ins, outs, _, __, rest: select(ins[0], outs[0], dim=rest[0], index=rest[1]),
+}
