@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import d9d_dist.model_values
 import d9d_loop.built_model
 import d9d_loop.model_build
-from d9d_dist import StageInfo
+from d9d_dist import StageInfo, built_values
 from d9d_dist.testing import full_parameters, run_ranks
 from d9d_loop import Finished, Loss, ModelReady, Task, Trainer, TrainerConfig, validate_config
 
@@ -153,19 +153,19 @@ def _values_are_drawn_anew() -> AbstractContextManager[object]:
 
 
 def _buffers_are_dropped() -> AbstractContextManager[object]:
-    def values(original: Any, model: nn.Module) -> Values:
-        buffers = dict(model.named_buffers())
-        return {name: torch.zeros_like(value) if name in buffers else value for name, value in original(model).items()}
+    def values(original: Any, *args: Any, **kwargs: Any) -> Values:
+        found = original(*args, **kwargs)
+        return {name: value * 0 if name in ("scale", "shift") else value for name, value in found.items()}
 
-    return _replace(d9d_loop.model_build, "built_values", values)
+    return _replace(d9d_loop.model_build, "_values_of", values)
 
 
 @contextmanager
 def _ties_are_broken() -> Generator[None]:
-    def build(original: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        model = original(*args, **kwargs)
+    def build(original: Any, *args: Any, **kwargs: Any) -> tuple[nn.Module, Values]:
+        model, _ = original(*args, **kwargs)
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-        return model
+        return model, built_values(model)
 
     with (
         _replace(d9d_loop.built_model, "build_with_values", build),
