@@ -1,5 +1,6 @@
 """Topology, collectives, parallelism and exact gradients for PyTorch."""
 
+from d9d_dist.batch_norm import synchronize_batch_norm
 from d9d_dist.built_values import built_values, digest_values, move_to_meta, place_values
 from d9d_dist.collectives import (
     all_gather,
@@ -35,6 +36,7 @@ from d9d_dist.differentiable import (
     exchange,
     gather_shards,
     scatter_partial,
+    sum_over_ranks,
     sum_partial,
     take_shard,
 )
@@ -179,8 +181,10 @@ __all__ = [
     "shard_spec",
     "shard_tree",
     "stream_key",
+    "sum_over_ranks",
     "sum_partial",
     "sync_gradients",
+    "synchronize_batch_norm",
     "take_shard",
     "take_weight",
     "token_cross_entropy",

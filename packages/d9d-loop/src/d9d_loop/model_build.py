@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from d9d_dist import DistributedContext, StageInfo, built_values, materialize, place_values
+from d9d_dist import DistributedContext, StageInfo, built_values, materialize, place_values, synchronize_batch_norm
 from d9d_loop.built_model import build_model, build_with_values, report_different_values
 from d9d_loop.model_check import check_experts_are_shared_out, check_parallelized, check_unchanged, describe_tensors
 from d9d_loop.model_plan import ModelPlan
@@ -25,12 +25,16 @@ def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedCon
     """
     whole, num_stages = plan.model, plan.program.num_stages
     stages: dict[int, nn.Module] = {}
+    # Made by all ranks together, also by those whose stages have no batch norms.
+    batch_group = ctx.group_for("batch", "dp", "cp") if ctx.world_size > 1 else None
     for index in plan.program.stages_of(ctx.coordinate("regular", "pp")):
         stage = whole.module
         if num_stages > 1:
             stage = build_model(provider, StageInfo(index, num_stages), seed=seed, keep_values=False).module
         if not provider.late_init and ctx.world_size == 1:
             stage.to(ctx.device)
+        if batch_group is not None and batch_group.size() > 1:
+            synchronize_batch_norm(stage, batch_group)
         built = describe_tensors(stage)
         provider.parallelize(stage, ctx)
         check_unchanged(stage, built)
