@@ -1,3 +1,4 @@
+from math import prod
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from d9d_dist import (
+    GradientSync,
     MeshConfig,
     Precision,
     UserError,
@@ -17,7 +19,7 @@ from d9d_dist import (
     set_gradient_sync,
 )
 from d9d_dist._local_parameters import compute_locally, distribute_parameters
-from d9d_dist.testing import run_ranks
+from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
 
 HSDP_AXES = ("dp_replicate", "dp_cp_shard", "cp_replicate")
 
@@ -240,3 +242,58 @@ def test_refuses_several_axes_where_one_is_meant() -> None:
         for parallelize in (parallelize_fsdp, parallelize_replicate):
             with pytest.raises(UserError, match=r"got a mesh with the axes \(pp, dp_replicate.*\); expected exactly"):
                 parallelize(_Mlp(), ctx.mesh_for("dense"))
+
+
+class _Odd(nn.Module):
+    """What FSDP refuses: a scalar, nothing, and another dtype; the last shared with a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 5).double()
+        self.inner = _Inner()
+        self.again = nn.Linear(5, 5, bias=False)
+        self.again.weight = self.inner.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.inner(self.layer(x)).float()).sum()
+
+
+class _Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.nothing = nn.Parameter(torch.zeros(0, 5, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.randn(5, 5))
+        self.frozen = nn.Parameter(torch.randn(5).half(), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale @ self.weight.double() + self.frozen + self.nothing.sum()
+
+
+def _odd_gradients(degrees: dict[str, int]) -> dict[str, Any]:
+    with MeshConfig.model_validate(degrees).build() as ctx:
+        model = _Odd()
+        if ctx.world_size > 1:
+            parallelize_hsdp(model, ctx.mesh_for("dense")[HSDP_AXES], shard_axis="dp_cp_shard")
+        sync = GradientSync(model, num_microbatches=1)
+        rows = torch.arange(20, dtype=torch.float64).view(4, 5).cos()
+        model(rows.chunk(ctx.world_size)[ctx.rank]).backward()
+        sync.finish()
+        placements = {
+            name: tuple(p.placements) if isinstance(p, DTensor) else None for name, p in model.named_parameters()
+        }
+        return {"gradients": full_gradients(model), "placements": placements}
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"data_parallel_replicate": 2}, {"data_parallel_replicate": 2, "data_parallel_shard": 2}]
+)
+def test_what_fsdp_refuses_is_replicated(degrees: dict[str, int]) -> None:
+    [alone] = run_ranks(_odd_gradients, {}, world_size=1)
+    found = run_ranks(_odd_gradients, degrees, world_size=prod(degrees.values()))
+    for rank in found:
+        assert_trees_close(rank["gradients"], alone["gradients"], rtol=1e-6)
+        for name, placements in rank["placements"].items():
+            is_sharded = Shard(0) in placements
+            assert is_sharded == name.startswith("layer"), (name, placements)

@@ -6,6 +6,7 @@ rank's loss is a mean over equally many elements, so here nothing is divided on 
 and the sum is divided once by the global weight (`scale_gradients_`).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from d9d_dist._local_parameters import compute_locally, distribute_parameters, modules_apart
+from d9d_dist._local_parameters import (
+    compute_locally,
+    distribute_parameters,
+    local_parameters_of,
+    modules_apart,
+    modules_outside_fsdp,
+)
 from d9d_dist._mesh_axes import axis_names, only_axis
 from d9d_dist.errors import UserError
 
@@ -76,9 +83,11 @@ def parallelize_hsdp(
     if mesh.size() == 1 and precision is None:
         return
     dtypes = precision or Precision()
+    both = _replicate_and_shard(mesh, shard_axis)
+    _replicate_what_fsdp_refuses(module, both, dtypes)
     fully_shard(
         module,
-        mesh=_replicate_and_shard(mesh, shard_axis),
+        mesh=both,
         mp_policy=MixedPrecisionPolicy(
             param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce, cast_forward_inputs=dtypes.cast_inputs
         ),
@@ -130,6 +139,39 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Pre
             compute_locally(submodule, partial_axes=(axis,), compute_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
     if dtypes.compute is not None and dtypes.cast_inputs:
         module.register_forward_pre_hook(partial(cast_inputs, dtypes.compute), prepend=True, with_kwargs=True)
+
+
+def _replicate_what_fsdp_refuses(module: nn.Module, mesh: DeviceMesh, dtypes: Precision) -> None:
+    """Replicate modules that own scalars, empty parameters or trainable ones of a rare dtype; `GradientSync` sums."""
+    apart = set(modules_apart(module))
+    free = [submodule for submodule in modules_outside_fsdp(module) if submodule not in apart]
+    own = {submodule: [each for each in submodule._parameters.values() if each is not None] for submodule in free}
+    trained = Counter[torch.dtype]()
+    for parameter in {id(each): each for parameters in own.values() for each in parameters}.values():
+        trained[parameter.dtype] += parameter.nbytes if parameter.requires_grad else 0
+    dtype = max(trained, key=lambda each: trained[each], default=None)
+    refused = {
+        id(each)
+        for parameters in own.values()
+        for each in parameters
+        if not each.numel() or not each.ndim or (each.requires_grad and each.dtype != dtype)
+    }
+    owners: list[nn.Module] = []
+    num_before = -1
+    while len(refused) > num_before:  # What shares a parameter with an owner is one too.
+        num_before = len(refused)
+        owners = [submodule for submodule in free if any(id(each) in refused for each in own[submodule])]
+        refused.update(id(each) for owner in owners for each in own[owner])
+    names = axis_names(mesh)
+    for name in reversed(names):
+        distribute_parameters(
+            module, mesh[name], {}, default=Replicate(), leave=[each for each in module.modules() if each not in owners]
+        )
+    for owner in owners:
+        compute_locally(owner, partial_axes=names, compute_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
+        hooks = local_parameters_of(owner)
+        assert hooks is not None
+        hooks.is_apart = True
 
 
 def _check_no_fsdp(module: nn.Module) -> None:
