@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_dist import DistributedContext, StageInfo, UserError, built_values, canonical_name, digest_values, move_to_meta
+from d9d_loop.model_check import check_layers
 from d9d_loop.model_provider import ModelProvider
 from d9d_loop.own_random import own_random
 
@@ -56,12 +57,15 @@ def build_model(provider: ModelProvider, stage: StageInfo, *, seed: int, keep_va
     """
     if provider.late_init:
         module = _build_on_meta(provider, stage)
+        if not keep_values:
+            check_layers(module)
         return BuiltModel(module, _on_meta(module), None)
     if keep_values:
         module = build_with_values(provider, stage, seed=seed)
         return BuiltModel(module, _on_meta(module), {})
     with _turn_of_host():
         module = build_with_values(provider, stage, seed=seed)
+        check_layers(module)
         digests = digest_values(built_values(module))
         move_to_meta(module)
     return BuiltModel(module, _on_meta(module), digests)

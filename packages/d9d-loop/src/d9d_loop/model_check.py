@@ -1,4 +1,4 @@
-"""What a provider's `parallelize` may not do to a model, found when it has run."""
+"""What a model may not be on several ranks, and what a provider's `parallelize` may not do to it."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,6 +8,30 @@ from torch.distributed.tensor import DTensor
 
 from d9d_dist import DistributedContext, UserError, all_gather_objects, canonical_name
 from d9d_state import TensorInfo, model_tensors
+
+
+def check_layers(model: nn.Module) -> None:
+    """Refuse layers whose result depends on which samples share a rank.
+
+    Raises:
+        UserError: Listing them.
+    """
+    lines: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.max_norm is not None:
+            lines.append(
+                f"  {name or 'the model'}: max_norm = {module.max_norm} writes to the rows that this rank looks up. "
+                "Normalize the rows in forward instead, or after each step in a handler of OptimizerDone."
+            )
+        if module.scale_grad_by_freq:
+            lines.append(
+                f"  {name or 'the model'}: scale_grad_by_freq divides gradients by counts of this rank's batch. Set it "
+                "to False, or scale the loss of each token."
+            )
+    if lines:
+        raise UserError("on several ranks the model would train differently than on one:\n" + "\n".join(lines))
 
 
 def describe_tensors(model: nn.Module) -> dict[str, TensorInfo]:
