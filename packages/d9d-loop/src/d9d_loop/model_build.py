@@ -34,7 +34,12 @@ def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedCon
         if not provider.late_init and ctx.world_size == 1:
             stage.to(ctx.device)
         if batch_group is not None and batch_group.size() > 1:
-            synchronize_batch_norm(stage, batch_group)
+            synchronized = synchronize_batch_norm(stage, batch_group)
+            if synchronized and ctx.is_main_process:
+                print(
+                    f"d9d: the statistics of {len(synchronized)} batch norms, such as {synchronized[0] or 'the model'}, "
+                    f"are those of all {batch_group.size()} ranks that share out a batch."
+                )
         built = describe_tensors(stage)
         provider.parallelize(stage, ctx)
         check_unchanged(stage, built)
