@@ -1,5 +1,6 @@
 """Build this rank's stages of a model: parallelized, on the device, with their initial values."""
 
+import torch.distributed as dist
 from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, built_values, materialize, place_values, synchronize_batch_norm
@@ -34,12 +35,7 @@ def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedCon
         if not provider.late_init and ctx.world_size == 1:
             stage.to(ctx.device)
         if batch_group is not None and batch_group.size() > 1:
-            synchronized = synchronize_batch_norm(stage, batch_group)
-            if synchronized and ctx.is_main_process:
-                print(
-                    f"d9d: the statistics of {len(synchronized)} batch norms, such as {synchronized[0] or 'the model'}, "
-                    f"are those of all {batch_group.size()} ranks that share out a batch."
-                )
+            _synchronize(stage, batch_group, ctx)
         built = describe_tensors(stage)
         provider.parallelize(stage, ctx)
         check_unchanged(stage, built)
@@ -54,3 +50,12 @@ def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedCon
         values = built_values(build_with_values(provider, StageInfo(), seed=seed)) if ctx.is_main_process else None
         place_values(list(stages.values()), whole.tensors, values, device=ctx.device)
     return Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)
+
+
+def _synchronize(stage: nn.Module, group: dist.ProcessGroup, ctx: DistributedContext) -> None:
+    """Let batch norms see the whole batch, and print it."""
+    names = synchronize_batch_norm(stage, group)
+    if names and ctx.is_main_process:
+        print(
+            f"d9d: {len(names)} batch norms ({names[0]}, ...) take statistics over {group.size()} data-parallel ranks."
+        )
