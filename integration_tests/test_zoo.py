@@ -39,13 +39,15 @@ SAMPLE = (
     "complex",
     "Python's and NumPy's random numbers",
     "embedding by frequency",
+    "embedding with a largest norm",
+    "embedding bag by frequency",
 )
 
 REFUSED = {
-    "embedding by frequency": "scale_grad_by_freq divides gradients by counts of this rank's batch",
-    "embedding with a largest norm": "max_norm = 1.0 writes to the rows that this rank looks up",
+    "embedding bag by frequency": "scale_grad_by_freq divides gradients by counts of this rank's batch",
+    "transformers:ibert": "buffers are not equal on all ranks after step 1, because forward updates them",
 }
-"""Modules that no several ranks train as one does, and what says so."""
+"""Modules that several ranks do not train, and what says so: the last one keeps ranges of activations in buffers."""
 
 _CHUNK = 16
 
@@ -74,7 +76,7 @@ def _check(names: Sequence[str], folder: Path) -> dict[str, str]:
     for name, lines in found.items():
         if name in REFUSED:
             assert lines, f"{name} is not refused any more"
-            assert all(line.startswith("refused: ") and REFUSED[name] in line for line in lines), lines
+            assert all(REFUSED[name] in line for line in lines), lines
         else:
             assert not lines, f"{name}: {lines[0]} ({len(lines)} differences)"
     return failed

@@ -422,6 +422,10 @@ TORCH: dict[str, Entry] = {
     ),
     "embedding bag": Entry(lambda: nn.EmbeddingBag(10, 8), named(input=ids(10, 5))),
     "embedding bag of sums": Entry(lambda: nn.EmbeddingBag(10, 8, mode="sum", padding_idx=1), named(input=ids(10, 5))),
+    "embedding bag with a largest norm": Entry(lambda: nn.EmbeddingBag(10, 8, max_norm=1.0), named(input=ids(10, 5))),
+    "embedding bag by frequency": Entry(
+        lambda: nn.EmbeddingBag(10, 8, mode="sum", scale_grad_by_freq=True), named(input=ids(10, 5))
+    ),
     "embedding bag with offsets": Entry(
         _calls(lambda: nn.EmbeddingBag(10, 8, mode="max"), _rows), named(input=ids(10, 5))
     ),

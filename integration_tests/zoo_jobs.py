@@ -60,11 +60,28 @@ def _cpu_seconds(limit: float) -> Generator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def _plain_trace(animal: Entry) -> Trace:
+def _built(animal: Entry) -> torch.nn.Module:
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
-    model = animal.module()
+    return animal.module()
+
+
+def _check_no_draws(animal: Entry) -> None:
+    """Refuse a module whose outputs are random: layouts draw other numbers."""
+    losses = []
+    for seed in (1, 2):
+        model, batch = _built(animal), animal.batch()
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        losses.append(loss_of(model(**batch), BATCH).item())
+    if abs(losses[0] - losses[1]) > 1e-5 * abs(losses[0]):
+        raise ValueError("forward draws random numbers")
+
+
+def _plain_trace(animal: Entry) -> Trace:
+    _check_no_draws(animal)
+    model = _built(animal)
     trace: Trace = {"built": values_of(model), "steps": []}
     batch = animal.batch()
     roundings = _Roundings(animal.keep_dtype)

@@ -256,7 +256,7 @@ class _Odd(nn.Module):
         self.again.weight = self.inner.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.again(self.inner(self.layer(x)).float()).sum()
+        return self.again(self.inner(self.layer(x)).float()).sum() * self.inner.scale  # used without its module
 
 
 class _Inner(nn.Module):

@@ -40,6 +40,7 @@ from d9d_dist.differentiable import (
     sum_partial,
     take_shard,
 )
+from d9d_dist.embedding_rows import synchronize_embeddings, writes_to_rows
 from d9d_dist.errors import UserError
 from d9d_dist.expert_parallel import parallelize_experts
 from d9d_dist.follows_weight import FollowsWeight
@@ -185,8 +186,10 @@ __all__ = [
     "sum_partial",
     "sync_gradients",
     "synchronize_batch_norm",
+    "synchronize_embeddings",
     "take_shard",
     "take_weight",
     "token_cross_entropy",
     "unshard_tree",
+    "writes_to_rows",
 ]

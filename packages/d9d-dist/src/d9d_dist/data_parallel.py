@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from d9d_dist._local_parameters import (
+    LocalParameters,
     compute_locally,
     distribute_parameters,
     local_parameters_of,
@@ -26,6 +27,7 @@ from d9d_dist._local_parameters import (
     modules_outside_fsdp,
 )
 from d9d_dist._mesh_axes import axis_names, only_axis
+from d9d_dist.embedding_rows import writes_to_rows
 from d9d_dist.errors import UserError
 
 
@@ -142,7 +144,7 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Pre
 
 
 def _replicate_what_fsdp_refuses(module: nn.Module, mesh: DeviceMesh, dtypes: Precision) -> None:
-    """Replicate modules that own scalars, empty parameters or trainable ones of a rare dtype; `GradientSync` sums."""
+    """Replicate modules that own what FSDP refuses, or whose forward writes to it; `GradientSync` sums gradients."""
     apart = set(modules_apart(module))
     free = [submodule for submodule in modules_outside_fsdp(module) if submodule not in apart]
     own = {submodule: [each for each in submodule._parameters.values() if each is not None] for submodule in free}
@@ -152,9 +154,9 @@ def _replicate_what_fsdp_refuses(module: nn.Module, mesh: DeviceMesh, dtypes: Pr
     dtype = max(trained, key=lambda each: trained[each], default=None)
     refused = {
         id(each)
-        for parameters in own.values()
+        for owner, parameters in own.items()
         for each in parameters
-        if not each.numel() or not each.ndim or (each.requires_grad and each.dtype != dtype)
+        if writes_to_rows(owner) or not each.numel() or not each.ndim or (each.requires_grad and each.dtype != dtype)
     }
     owners: list[nn.Module] = []
     num_before = -1
@@ -172,6 +174,16 @@ def _replicate_what_fsdp_refuses(module: nn.Module, mesh: DeviceMesh, dtypes: Pr
         hooks = local_parameters_of(owner)
         assert hooks is not None
         hooks.is_apart = True
+        if owner is not module:
+            _enter_with(module, owner, hooks)
+
+
+def _enter_with(module: nn.Module, owner: nn.Module, hooks: LocalParameters) -> None:
+    """Let a layer's parameters be plain tensors in all of a module's forward, which may use them without the layer."""
+    module.register_forward_pre_hook(lambda _, args: hooks.enter(owner, args))
+    module.register_forward_hook(
+        lambda _, args, output: hooks.leave(owner, args, output), prepend=True, always_call=True
+    )
 
 
 def _check_no_fsdp(module: nn.Module) -> None:

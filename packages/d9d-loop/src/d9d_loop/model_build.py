@@ -3,7 +3,15 @@
 import torch.distributed as dist
 from torch import nn
 
-from d9d_dist import DistributedContext, StageInfo, built_values, materialize, place_values, synchronize_batch_norm
+from d9d_dist import (
+    DistributedContext,
+    StageInfo,
+    built_values,
+    materialize,
+    place_values,
+    synchronize_batch_norm,
+    synchronize_embeddings,
+)
 from d9d_loop.built_model import build_model, build_with_values, report_different_values
 from d9d_loop.model_check import check_experts_are_shared_out, check_parallelized, check_unchanged, describe_tensors
 from d9d_loop.model_plan import ModelPlan
@@ -53,7 +61,8 @@ def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedCon
 
 
 def _synchronize(stage: nn.Module, group: dist.ProcessGroup, ctx: DistributedContext) -> None:
-    """Let batch norms see the whole batch, and print it."""
+    """Let batch norms and embeddings see the whole batch, and print which batch norms do."""
+    synchronize_embeddings(stage, group)
     names = synchronize_batch_norm(stage, group)
     if names and ctx.is_main_process:
         print(
