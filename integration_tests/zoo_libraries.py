@@ -203,7 +203,9 @@ def _transformers(model_type: str) -> Entry:
         meta = cast(PreTrainedModel, kind(copy.deepcopy(config)))
     size = sum(parameter.numel() for parameter in meta.parameters())
     assert size <= _MOST_PARAMETERS, f"{size:,} parameters"
-    return Entry(lambda: kind(copy.deepcopy(config)), lambda: _inputs(meta, config))
+    # A router that casts itself in forward computes in float32 from the start.
+    keep_dtype = hasattr(config, "router_dtype")
+    return Entry(lambda: kind(copy.deepcopy(config)), lambda: _inputs(meta, config), keep_dtype=keep_dtype)
 
 
 def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:

@@ -297,3 +297,37 @@ def test_what_fsdp_refuses_is_replicated(degrees: dict[str, int]) -> None:
         for name, placements in rank["placements"].items():
             is_sharded = Shard(0) in placements
             assert is_sharded == name.startswith("layer"), (name, placements)
+
+
+class _Writes(nn.Linear):
+    """Its forward casts itself, or clips its weight."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(4, 4)
+        self._how = how
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        if self._how == "casts":
+            self.to(torch.float64)
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1) if self._how == "clips" else self.weight.clamp(-1, 1)
+        return super().forward(input.to(self.weight.dtype))
+
+
+def _forward_that(how: str) -> str:
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        model = nn.Sequential(nn.Linear(4, 4), _Writes(how))
+        parallelize_fsdp(model, ctx.mesh_for("dense")["dp_cp_shard"])
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+            model(torch.ones(2, 4))
+        except UserError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(("how", "names"), [("reads", ""), ("clips", "1.weight"), ("casts", "1.weight, 1.bias")])
+def test_a_forward_that_changes_sharded_parameters_is_refused(how: str, names: str) -> None:
+    for message in run_ranks(_forward_that, how):
+        assert message.startswith(f"forward replaces or writes to {names}, such as by" if names else "")
+        assert bool(message) == bool(names)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from d9d_dist._local_parameters import (
@@ -29,6 +29,7 @@ from d9d_dist._local_parameters import (
 from d9d_dist._mesh_axes import axis_names, only_axis
 from d9d_dist.embedding_rows import writes_to_rows
 from d9d_dist.errors import UserError
+from d9d_dist.late_init import canonical_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ def parallelize_hsdp(
         ignored_params={parameter for apart in modules_apart(module) for parameter in apart.parameters(recurse=False)},
     )
     assert isinstance(module, FSDPModule)
+    _check_first_forward(module)
     module.set_gradient_divide_factor(1.0)
     # Otherwise a factor of 1 is applied by a pre-multiplying reduction, which gloo does not have.
     module.set_force_sum_reduction_for_comms(True)
@@ -184,6 +186,48 @@ def _enter_with(module: nn.Module, owner: nn.Module, hooks: LocalParameters) -> 
     module.register_forward_hook(
         lambda _, args, output: hooks.leave(owner, args, output), prepend=True, always_call=True
     )
+
+
+def _check_first_forward(module: nn.Module) -> None:
+    """Refuse a forward that replaces or writes to parameters: FSDP gathers them anew, and neither would be kept."""
+    before: dict[str, tuple[torch.Tensor, int, int]] = {}
+
+    def note(_module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # A trace has no versions.
+        before.update({name: (each, each.data_ptr(), each._version) for name, each in _gathered(module)})
+
+    def compare(_module: nn.Module, _args: Any, _output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for handle in handles:
+            handle.remove()
+        names = [
+            canonical_name(name)
+            for name, each in _gathered(module)
+            if name in before and not _is_same(before[name], each)
+        ]
+        before.clear()
+        if names:
+            raise UserError(
+                f"forward replaces or writes to {', '.join(names)}, such as by .to(dtype) or under no_grad; expected "
+                "only reads, since sharded parameters are gathered anew in each forward. Give the parameters their "
+                "dtype in build, or compute a new tensor from them."
+            )
+
+    handles = [
+        module.register_forward_pre_hook(note),
+        module.register_forward_hook(compare, prepend=True),
+    ]
+
+
+def _is_same(before: tuple[torch.Tensor, int, int], parameter: torch.Tensor) -> bool:
+    tensor, pointer, version = before
+    return tensor is parameter and pointer == parameter.data_ptr() and version == parameter._version
+
+
+def _gathered(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, each) for name, each in module.named_parameters() if not isinstance(each, DTensor)]
 
 
 def _check_no_fsdp(module: nn.Module) -> None:
