@@ -21,7 +21,7 @@ from d9d_dist import (
     set_gradient_sync,
 )
 from d9d_dist._local_parameters import compute_locally, distribute_parameters
-from d9d_dist.testing import assert_trees_close, full_tree, run_ranks
+from d9d_dist.testing import assert_trees_close, full_gradients, full_tree, run_ranks
 
 HSDP_AXES = ("dp_replicate", "dp_cp_shard", "cp_replicate")
 
@@ -340,3 +340,92 @@ def test_gradient_penalties_are_exact_over_replicas_and_refused_over_shards() ->
         assert_trees_close(gradients, expected, rtol=1e-12)
     for message in run_ranks(_gradient_penalty, "fsdp"):
         assert message.startswith("got a backward pass with create_graph=True through a module that parallelize_hsdp")
+
+
+class _Lent(nn.Module):
+    """Uses a scalar and a weight of a layer outside of that layer's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 5).double()
+        self.inner = _Inner()
+        self.again = nn.Linear(5, 5, bias=False)
+        self.again.weight = self.inner.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.inner(self.layer(x)).float()).sum() * self.inner.scale  # used without its module
+
+
+class _Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.nothing = nn.Parameter(torch.zeros(0, 5, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.randn(5, 5))
+        self.frozen = nn.Parameter(torch.randn(5).half(), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale @ self.weight.double() + self.frozen + self.nothing.sum()
+
+
+def _lent_gradients(degrees: dict[str, int]) -> dict[str, Any]:
+    with MeshConfig.model_validate(degrees).build() as ctx:
+        model = _Lent()
+        if ctx.world_size > 1:
+            parallelize_hsdp(model, ctx.mesh_for("dense")[HSDP_AXES], shard_axis="dp_cp_shard")
+        sync = GradientSync(model, num_microbatches=1)
+        rows = torch.arange(20, dtype=torch.float64).view(4, 5).cos()
+        model(rows.chunk(ctx.world_size)[ctx.rank]).backward()
+        sync.finish()
+        placements = {
+            name: tuple(p.placements) if isinstance(p, DTensor) else None for name, p in model.named_parameters()
+        }
+        return {"gradients": full_gradients(model), "placements": placements}
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"data_parallel_replicate": 2}, {"data_parallel_replicate": 2, "data_parallel_shard": 2}]
+)
+def test_replicated_parameters_are_used_without_their_module(degrees: dict[str, int]) -> None:
+    [alone] = run_ranks(_lent_gradients, {}, world_size=1)
+    found = run_ranks(_lent_gradients, degrees, world_size=prod(degrees.values()))
+    for rank in found:
+        assert_trees_close(rank["gradients"], alone["gradients"], rtol=1e-6)
+        for name, placements in rank["placements"].items():
+            is_sharded = Shard(0) in placements
+            assert is_sharded == name.startswith(("layer", "inner.frozen")), (name, placements)
+
+
+class _Writes(nn.Linear):
+    """Its forward casts itself, or clips its weight."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(4, 4)
+        self._how = how
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        if self._how == "casts":
+            self.to(torch.float64)
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1) if self._how == "clips" else self.weight.clamp(-1, 1)
+        return super().forward(input.to(self.weight.dtype))
+
+
+def _forward_that(how: str) -> str:
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        model = nn.Sequential(nn.Linear(4, 4), _Writes(how))
+        parallelize_fsdp(model, ctx.mesh_for("dense")["dp_cp_shard"])
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+            model(torch.ones(2, 4))
+        except UserError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(("how", "names"), [("reads", ""), ("clips", "1.weight"), ("casts", "1.weight, 1.bias")])
+def test_a_forward_that_changes_sharded_parameters_is_refused(how: str, names: str) -> None:
+    for message in run_ranks(_forward_that, how):
+        assert message.startswith(f"forward replaces or writes to {names}, such as by" if names else "")
+        assert bool(message) == bool(names)

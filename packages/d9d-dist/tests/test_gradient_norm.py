@@ -197,3 +197,14 @@ def test_no_gradients_have_norm_zero() -> None:
         assert global_grad_norm(nn.Linear(2, 2).parameters(), ctx=ctx).item() == 0.0
         assert global_grad_norm([], ctx=ctx).item() == 0.0
         assert grad_norm_parts([], ctx=ctx) == {}
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, float("inf")])
+def test_complex_gradients_count_by_their_absolute_values(norm_type: float) -> None:
+    parameters = [nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.complex128, torch.float32)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    gradients = torch.cat([parameter.grad.abs().double() for parameter in parameters if parameter.grad is not None])
+    with MeshConfig().build() as ctx:
+        norm = global_grad_norm(parameters, ctx=ctx, norm_type=norm_type)
+    torch.testing.assert_close(norm, torch.linalg.vector_norm(gradients, norm_type))

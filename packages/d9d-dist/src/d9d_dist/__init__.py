@@ -1,5 +1,6 @@
 """Topology, collectives, parallelism and exact gradients for PyTorch."""
 
+from d9d_dist.batch_norm import synchronize_batch_norm
 from d9d_dist.collectives import (
     all_gather,
     all_gather_objects,
@@ -34,9 +35,11 @@ from d9d_dist.differentiable import (
     exchange,
     gather_shards,
     scatter_partial,
+    sum_over_ranks,
     sum_partial,
     take_shard,
 )
+from d9d_dist.embedding_rows import synchronize_embeddings, writes_to_rows
 from d9d_dist.errors import UserError
 from d9d_dist.expert_parallel import parallelize_experts
 from d9d_dist.follows_weight import FollowsWeight
@@ -180,10 +183,14 @@ __all__ = [
     "shard_spec",
     "shard_tree",
     "stream_key",
+    "sum_over_ranks",
     "sum_partial",
     "sync_gradients",
+    "synchronize_batch_norm",
+    "synchronize_embeddings",
     "take_shard",
     "take_weight",
     "token_cross_entropy",
     "unshard_tree",
+    "writes_to_rows",
 ]

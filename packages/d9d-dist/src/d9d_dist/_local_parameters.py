@@ -230,6 +230,16 @@ def replicate_beside_fsdp(
             hooks.beside_fsdp.update(names)
             for name in names:
                 module._parameters[name] = made[id(module._parameters[name])]
+            if module is not model:
+                _enter_with(model, module, hooks)
+
+
+def _enter_with(model: nn.Module, module: nn.Module, hooks: LocalParameters) -> None:
+    """Let a module's parameters be plain tensors in all of a model's forward, which may use them without the module."""
+    model.register_forward_pre_hook(lambda _, args: hooks.enter(module, args))
+    model.register_forward_hook(
+        lambda _, args, output: hooks.leave(module, args, output), prepend=True, always_call=True
+    )
 
 
 def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils import _pytree as pytree
 
+from d9d_dist._first_forward import refuse_writes_in_first_forward
 from d9d_dist._local_parameters import (
     compute_locally,
     distribute_parameters,
@@ -27,6 +28,7 @@ from d9d_dist._local_parameters import (
     replicate_beside_fsdp,
 )
 from d9d_dist._mesh_axes import axis_names, only_axis
+from d9d_dist.embedding_rows import writes_to_rows
 from d9d_dist.errors import UserError
 
 
@@ -93,13 +95,13 @@ def parallelize_hsdp(
     replicate_beside_fsdp(
         module,
         mesh[tuple(name for name in names if name == shard_axis or mesh[name].size() > 1)],
-        _unfit_for_fsdp(_taken_by_fsdp(module)),
+        _unfit_for_fsdp(module, _taken_by_fsdp(module)),
         compute_dtype=dtypes.compute,
         reduce_dtype=dtypes.reduce,
     )
     fully_shard(
         module,
-        mesh=_replicate_and_shard(mesh, shard_axis),
+        mesh=both,
         mp_policy=MixedPrecisionPolicy(
             param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce, cast_forward_inputs=dtypes.cast_inputs
         ),
@@ -112,6 +114,7 @@ def parallelize_hsdp(
     )
     assert isinstance(module, FSDPModule)
     module.register_forward_hook(_refuse_second_derivatives)
+    refuse_writes_in_first_forward(module)
     module.set_gradient_divide_factor(1.0)
     # Otherwise a factor of 1 is applied by a pre-multiplying reduction, which gloo does not have.
     module.set_force_sum_reduction_for_comms(True)
@@ -165,8 +168,9 @@ def _taken_by_fsdp(module: nn.Module) -> list[nn.Parameter]:
     return list(dict.fromkeys(own))
 
 
-def _unfit_for_fsdp(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Those that FSDP2 cannot shard together with the others: it takes one dtype of trained parameters at a time."""
+def _unfit_for_fsdp(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Return those that FSDP2 cannot shard with the others: it takes one dtype of trained parameters, and no writes."""
+    written = {each for part in module.modules() if writes_to_rows(part) for each in part.parameters(recurse=False)}
     num_elements = Counter[torch.dtype]()
     for parameter in parameters:
         if parameter.requires_grad:
@@ -175,7 +179,10 @@ def _unfit_for_fsdp(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return [
         parameter
         for parameter in parameters
-        if not parameter.ndim or not parameter.numel() or (parameter.requires_grad and parameter.dtype != most[0][0])
+        if parameter in written
+        or not parameter.ndim
+        or not parameter.numel()
+        or (parameter.requires_grad and parameter.dtype != most[0][0])
     ]
 
 

@@ -13,9 +13,10 @@ getting it wrong makes gradients wrong by a factor, silently.
     scatter_partial                   reduce-scatter      all-gather
     take_shard                        this rank's part    all-gather
     exchange                          all-to-all          all-to-all
+    sum_over_ranks                    all-reduce          all-reduce
 
-All take a mesh of one axis and are collective over it, in backward too, so that all ranks have to go backward. On a
-mesh of one rank they return the tensor as it is. Sums are taken in the dtype of the tensor.
+All take a mesh of one axis, `sum_over_ranks` a group, and are collective over it, in backward too, so that all ranks
+have to go backward. On one rank they return the tensor as it is. Sums are taken in the dtype of the tensor.
 """
 
 from collections.abc import Callable
@@ -137,6 +138,20 @@ def exchange(x: Tensor, mesh: DeviceMesh, *, scatter_dim: int, gather_dim: int) 
     forward = partial(_exchange, group=group, scatter_dim=scatter_dim, gather_dim=gather_dim)
     backward = partial(_exchange, group=group, scatter_dim=gather_dim, gather_dim=scatter_dim)
     return _apply(x, mesh, forward, backward)
+
+
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Forward: sum over ranks. Backward: sum over ranks.
+
+    For a sum that each rank uses for something else, such as a statistic of the whole batch: the rank's gradient of it
+    is a part.
+
+    Args:
+        x: This rank's part, of the same shape on all ranks.
+        group: The ranks.
+    """
+    total = partial(_sum, group=group)
+    return x if group.size() == 1 else _Collective.apply(x, total, total)
 
 
 class _Collective(torch.autograd.Function):

@@ -94,7 +94,8 @@ def _reduced_powers(
 ) -> dict[str, torch.Tensor]:
     """The sum over elements of |g|^p, or the largest |g|, of each part by its name; equal on all ranks of a stage."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    dtype = torch.float64 if torch.float64 in {parameter.dtype for parameter in trained} else torch.float32
+    is_wide = {torch.float64, torch.complex128} & {parameter.dtype for parameter in trained}
+    dtype = torch.float64 if is_wide else torch.float32
     parts = _group(trained)
     powers = {part.name: _power(part.gradients, norm_type, dtype, ctx.device) for part in parts}
     # Sums over different axes commute, so each group is used once, for all parts that it splits.
@@ -161,7 +162,7 @@ def _power(
     gradients: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """The sum over elements of |g|^p, or the largest |g|, of this rank's part, of which some shards may be empty."""
-    filled = [gradient for gradient in gradients if gradient.numel()]
+    filled = [gradient.abs() if gradient.is_complex() else gradient for gradient in gradients if gradient.numel()]
     if not filled:
         return torch.zeros((), dtype=dtype, device=device)
     norms = torch._foreach_norm(filled, norm_type, dtype=dtype)

@@ -2,9 +2,19 @@
 
 from collections.abc import Mapping
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from d9d_dist import DistributedContext, StageInfo, UserError, materialize, move_values, place_values
+from d9d_dist import (
+    DistributedContext,
+    StageInfo,
+    UserError,
+    materialize,
+    move_values,
+    place_values,
+    synchronize_batch_norm,
+    synchronize_embeddings,
+)
 from d9d_loop.built_model import BuiltModel, build_model, build_with_values, report_different_values
 from d9d_loop.model_check import check_experts_are_shared_out, check_parallelized, check_unchanged, describe_tensors
 from d9d_loop.model_plan import ModelPlan
@@ -27,12 +37,16 @@ def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedCon
     """
     whole, num_stages = plan.model, plan.program.num_stages
     stages: dict[int, nn.Module] = {}
+    # Made by all ranks together, also by those whose stages have no batch norms.
+    batch_group = ctx.group_for("batch", "dp", "cp") if ctx.world_size > 1 else None
     for index in plan.program.stages_of(ctx.coordinate("regular", "pp")):
         stage = whole.module
         if num_stages > 1:
             stage = build_model(provider, StageInfo(index, num_stages), seed=seed, keep_values=False).module
         if not provider.late_init and ctx.world_size == 1:
             move_values(stage, ctx.device)
+        if batch_group is not None and batch_group.size() > 1:
+            _synchronize(stage, batch_group, ctx)
         built = describe_tensors(stage)
         provider.parallelize(stage, ctx)
         check_unchanged(stage, built)
@@ -64,3 +78,13 @@ def _values_of(provider: ModelProvider, whole: BuiltModel, *, seed: int) -> Mapp
             "dtype; expected the same structure each time. Let it depend on its arguments and the seed only."
         )
     return values
+
+
+def _synchronize(stage: nn.Module, group: dist.ProcessGroup, ctx: DistributedContext) -> None:
+    """Let batch norms and embeddings see the whole batch, and print which batch norms do."""
+    synchronize_embeddings(stage, group)
+    names = synchronize_batch_norm(stage, group)
+    if names and ctx.is_main_process:
+        print(
+            f"d9d: {len(names)} batch norms ({names[0]}, ...) take statistics over {group.size()} data-parallel ranks."
+        )

@@ -1,4 +1,4 @@
-"""What a provider's `parallelize` may not do to a model, found when it has run."""
+"""What a model may not be on several ranks, and what a provider's `parallelize` may not do to it."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,8 +6,27 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from d9d_dist import DistributedContext, UserError, all_gather_objects, canonical_name
+from d9d_dist import DistributedContext, UserError, all_gather_objects, canonical_name, writes_to_rows
 from d9d_state import TensorInfo, model_tensors
+
+
+def check_layers(model: nn.Module) -> None:
+    """Refuse layers whose result depends on which samples share a rank.
+
+    Raises:
+        UserError: Listing them.
+    """
+    names = [
+        name or "the model"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.EmbeddingBag) and module.scale_grad_by_freq
+    ]
+    if names:
+        raise UserError(
+            f"{', '.join(names)}: an nn.EmbeddingBag with scale_grad_by_freq divides gradients by counts of this rank's"
+            " batch, so several ranks would train differently than one; expected scale_grad_by_freq=False. Or use an "
+            "nn.Embedding, whose counts are those of all ranks, and sum its rows."
+        )
 
 
 def describe_tensors(model: nn.Module) -> dict[str, TensorInfo]:
@@ -52,6 +71,17 @@ def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and _num_ranks(parameter) != num_ranks
     ]
+    written = [
+        canonical_name(name)
+        for name, module in model.named_modules()
+        if writes_to_rows(module)
+        and any(not place.is_replicate() for each in module.parameters() for place in getattr(each, "placements", ()))
+    ]
+    if written:
+        raise UserError(
+            f"the model provider's parallelize sharded {', '.join(written)}, whose max_norm writes to the weight in "
+            "forward; expected whole copies. Shard with parallelize_hsdp, which leaves such embeddings whole."
+        )
     if alone:
         tensor_parallel = 'parallelize_tensor(model, dense["tp"], plan), then ' if ctx.size("dense", "tp") > 1 else ""
         raise UserError(

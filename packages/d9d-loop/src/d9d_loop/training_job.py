@@ -46,6 +46,7 @@ from d9d_loop.resilience import (
     StepGuard,
     Stopped,
     StopSignals,
+    check_buffers,
     check_replicas,
     find_non_finite,
 )
@@ -214,6 +215,7 @@ class TrainingJob:
 
     def _end_startup(self) -> None:
         """The first step makes kernels and process groups; from then on a rank that is late is lost."""
+        check_buffers(self._model, step=self._record.step, ctx=self._ctx)
         self._ctx.set_timeout(self._ctx.timeouts.step + self._watchdog.margin)
         if self._config.checkpoint.background:
             self._state.prepare()
@@ -305,6 +307,7 @@ class TrainingJob:
         self._events.emit(CheckpointStarted(self._record.step))
         metric = self._record.quality(self._config.checkpoint.best_by) if is_evaluated else None
         with self._reports.not_training(), self._watchdog.phase("a save"):
+            check_buffers(self._model, step=self._record.step, ctx=self._ctx)
             self._state.save(self._record, metric=metric, background=background)
 
     def _save_to_leave(self, outcome: StepOutcome, batches: list[Any]) -> None:

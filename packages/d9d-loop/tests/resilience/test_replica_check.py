@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from d9d_dist import DistributedContext, MeshConfig, parallelize_hsdp
 from d9d_dist.testing import run_ranks
-from d9d_loop.resilience import ReplicaError, check_replicas
+from d9d_loop.resilience import ReplicaError, check_buffers, check_replicas
 from d9d_loop.resilience.replica_check import _checksum, _odd_ones
 
 
@@ -88,3 +88,42 @@ def test_one_flipped_bit_is_found_and_named_on_every_rank(
 
 def test_equal_replicas_and_different_shards_are_fine() -> None:
     assert run_ranks(_flipped, "nowhere", 0, 2, world_size=4) == [""] * 4
+
+
+class Counts(nn.Module):
+    """Buffers that forward updates: one from the data, one alike on all ranks, and a cache."""
+
+    num_calls: torch.Tensor
+    average: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("num_calls", torch.tensor(0))
+        self.register_buffer("cache", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        self.num_calls += 1
+        self.cache = x.detach()
+        return x
+
+
+def _ran_on(same_data: bool) -> str:
+    with MeshConfig(data_parallel_shard=2, tensor_parallel=2).build() as ctx:
+        model = nn.Sequential(Counts())
+        model(torch.full((2, 3), 1.0 if same_data else 1.0 + ctx.coordinate("batch", "dp")))
+        try:
+            check_buffers(model, step=1, ctx=ctx)
+        except ReplicaError as error:
+            return str(error)
+        return ""
+
+
+def test_a_buffer_that_forward_updates_from_its_own_microbatch_is_named() -> None:
+    assert run_ranks(_ran_on, True, world_size=4) == [""] * 4
+    for message in run_ranks(_ran_on, False, world_size=4):
+        assert message.startswith("buffers are not equal on all ranks after step 1, because forward updates them from")
+        assert "- 0.average: ranks 0, 2 have 2 different values\n" in message
+        assert "num_calls" not in message
+        assert "cache" not in message

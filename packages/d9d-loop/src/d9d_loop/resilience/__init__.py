@@ -5,7 +5,7 @@ from d9d_loop.resilience.exit_codes import ExitCode
 from d9d_loop.resilience.hang_watchdog import HangWatchdog
 from d9d_loop.resilience.health_check import HealthError, HealthReport, check_health
 from d9d_loop.resilience.non_finite import NonFinite, Watch, find_non_finite
-from d9d_loop.resilience.replica_check import ReplicaError, check_replicas
+from d9d_loop.resilience.replica_check import ReplicaError, check_buffers, check_replicas
 from d9d_loop.resilience.resilience_config import (
     BadStepConfig,
     HangConfig,
@@ -38,6 +38,7 @@ __all__ = [
     "TimeoutConfig",
     "Watch",
     "WatchdogConfig",
+    "check_buffers",
     "check_health",
     "check_replicas",
     "find_non_finite",

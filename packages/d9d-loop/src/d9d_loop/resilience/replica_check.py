@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, all_gather_variadic
+from d9d_dist import DistributedContext, all_gather_variadic, canonical_name
 
 _WORDS_AT_ONCE = 1 << 20
 _SHOWN = 8
@@ -65,14 +65,52 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: Di
         for group in replica.groups:
             by_group.setdefault(group, []).append((replica.name, checksum))
     problems = [problem for group, checksums in by_group.items() for problem in _compare(checksums, group)]
-    found = sorted({problem for each in _share(problems, ctx) for problem in each})
-    if found:
-        shown = "\n".join(f"- {problem}" for problem in found[:_SHOWN])
-        more = f"\nand {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
+    if found := _listed(problems, ctx):
         raise ReplicaError(
-            f"replicas are not equal after step {step}:\n{shown}{more}\nGo back to a checkpoint from before; if the "
+            f"replicas are not equal after step {step}:\n{found}\nGo back to a checkpoint from before; if the "
             "same rank is named again, its machine is at fault."
         )
+
+
+@torch.no_grad()
+def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> None:
+    """Check that persistent buffers are equal on all ranks that share out a batch.
+
+    A forward that updates a buffer from its own microbatch, such as a moving average or a codebook, makes them differ.
+    Collective over all ranks: two all-gathers, of 8 bytes a buffer and of what was found; the host waits.
+
+    Args:
+        model: This rank's part of the model.
+        step: Steps done, for the message.
+        ctx: The job's context.
+
+    Raises:
+        ReplicaError: On all ranks, if some differ. It names the buffers.
+    """
+    if ctx.world_size == 1:
+        return
+    group = ctx.group_for("batch", "dp", "cp")
+    checksums = [
+        (canonical_name(f"{module_name}.{name}".removeprefix(".")), _checksum(buffer))
+        for module_name, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set and not isinstance(buffer, DTensor)
+    ]
+    problems = _compare(checksums, group) if checksums and group.size() > 1 else []
+    if found := _listed(problems, ctx):
+        raise ReplicaError(
+            f"buffers are not equal on all ranks after step {step}, because forward updates them from this rank's part "
+            f"of the batch:\n{found}\nUpdate them from all parts: sum what they are updated with over "
+            'ctx.group_for("batch", "dp", "cp"). If ranks may have their own values, register them with '
+            "persistent=False."
+        )
+
+
+def _listed(problems: list[str], ctx: DistributedContext) -> str:
+    """The problems of all ranks, a line each; the same on every rank. Collective."""
+    found = sorted({problem for each in _share(problems, ctx) for problem in each})
+    more = f"\nand {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
+    return "\n".join(f"- {problem}" for problem in found[:_SHOWN]) + more
 
 
 def _replicas(model: nn.Module, optimizer: Optimizer, stage: dist.ProcessGroup) -> list[_Replica]:

@@ -1,0 +1,103 @@
+"""Any module trains as its author builds it: from its values, and with the numbers of a plain loop, in each layout.
+
+A sample of the zoo is in the default run; `D9D_EXHAUSTIVE=1` tries all of it, which takes an hour on two cores.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from zoo import TORCH
+from zoo_jobs import differences, plain_traces
+
+from d9d_dist.testing import run_ranks
+
+_EXHAUSTIVE = os.environ.get("D9D_EXHAUSTIVE", "") == "1"
+
+LAYOUTS = (
+    [{}],
+    [{"data_parallel_replicate": 2}, {"data_parallel_shard": 2}],
+    [{"data_parallel_replicate": 2, "data_parallel_shard": 2}],
+)
+"""The meshes of one, two and four ranks."""
+
+SAMPLE = (
+    "lstm, time first",
+    "attention with other sizes",
+    "embedding with padding",
+    "batch norm, cumulative",
+    "frozen layers",
+    "weight norm, old, alone",
+    "spectral norm",
+    "orthogonal",
+    "own parameters",
+    "tied weights",
+    "lists and dicts",
+    "gradient of gradients",
+    "mixed dtypes",
+    "complex",
+    "Python's and NumPy's random numbers",
+    "embedding by frequency",
+    "embedding with a largest norm",
+    "embedding bag by frequency",
+)
+
+REFUSED = {
+    "embedding bag by frequency": "scale_grad_by_freq divides gradients by counts of this rank's batch",
+    "transformers:ibert": "buffers are not equal on all ranks after step 1, because forward updates them",
+}
+"""Modules that several ranks do not train, and what says so: the last one keeps ranges of activations in buffers."""
+
+_CHUNK = 16
+
+
+def _chunks(names: Sequence[str]) -> list[tuple[str, ...]]:
+    return [tuple(names[start : start + _CHUNK]) for start in range(0, len(names), _CHUNK)]
+
+
+def _library_chunks() -> list[tuple[str, ...]]:
+    if not _EXHAUSTIVE:
+        return []
+    from zoo_libraries import library_names  # noqa: PLC0415  (their imports take seconds)
+
+    return _chunks(library_names())
+
+
+def _check(names: Sequence[str], folder: Path) -> dict[str, str]:
+    """Compare modules in all layouts; gives those that do not run in a plain loop either."""
+    [failed] = run_ranks(plain_traces, names, str(folder), world_size=1, timeout=1200)
+    names = [name for name in names if name not in failed]
+    found: dict[str, list[str]] = {name: [] for name in names}
+    for size, meshes in zip((1, 2, 4), LAYOUTS, strict=True):
+        for ours in run_ranks(differences, names, meshes, str(folder), world_size=size, timeout=1200):
+            for name in names:
+                found[name] += ours[name]
+    for name, lines in found.items():
+        if name in REFUSED:
+            assert lines, f"{name} is not refused any more"
+            assert all(REFUSED[name] in line for line in lines), lines
+        else:
+            assert not lines, f"{name}: {lines[0]} ({len(lines)} differences)"
+    return failed
+
+
+def test_a_sample_trains_as_in_a_plain_loop(tmp_path: Path) -> None:
+    assert not _check(SAMPLE, tmp_path)
+
+
+@pytest.mark.skipif(not _EXHAUSTIVE, reason="takes minutes: D9D_EXHAUSTIVE=1")
+@pytest.mark.parametrize("names", _chunks([name for name in TORCH if name not in SAMPLE]), ids=lambda names: names[0])
+def test_torchs_own_train_as_in_a_plain_loop(names: tuple[str, ...], tmp_path: Path) -> None:
+    assert not _check(names, tmp_path)
+
+
+@pytest.mark.parametrize("names", _library_chunks(), ids=lambda names: names[0])
+def test_those_of_libraries_train_as_in_a_plain_loop(names: tuple[str, ...], tmp_path: Path) -> None:
+    """What does not run on a small configuration in a plain loop is printed, and left out."""
+    for name, why in _check(names, tmp_path).items():
+        print(f"{name} is not in the zoo: {why}")
+
+
+def test_few_are_refused() -> None:
+    assert len(REFUSED) <= 0.05 * len(TORCH)

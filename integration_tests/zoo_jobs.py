@@ -1,0 +1,265 @@
+"""Trains modules of the zoo: in a plain loop of torch, and by the Trainer in a layout; and compares what came up.
+
+The plain loop is written by hand, without d9d. Both train by SGD, which follows a gradient's rounding no further than
+it is; Adam would make a step of a gradient that is zero but for rounding.
+"""
+
+import random
+import signal
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from zoo import BATCH, Entry, entry, loss_of, values_of
+
+from d9d_dist import UserError, canonical_name
+from d9d_dist.testing import full_gradients, full_parameters, full_tree
+from d9d_loop import Finished, GradientsReady, Loss, ModelReady, StepDone, Task, Trainer, TrainerConfig
+
+STEPS = 3
+LEARNING_RATE = 1e-2
+SEED = 5
+
+Trace: TypeAlias = dict[str, Any]
+"""The values as built, the loss and the gradients of each step, the trained values; or why there are none."""
+
+
+def plain_traces(names: Sequence[str], folder: str) -> dict[str, str]:
+    """Train in a plain loop and write the traces to a folder; gives the names whose modules do not run at all."""
+    failed = {}
+    for name in names:
+        try:
+            with _cpu_seconds(20):
+                trace = _plain_trace(entry(name))
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"[:300]
+        else:
+            torch.save(trace, _path(folder, name))
+    return failed
+
+
+@contextmanager
+def _cpu_seconds(limit: float) -> Generator[None]:
+    """Stop what computes for longer, however busy the machine is."""
+
+    def stop(*_: Any) -> NoReturn:
+        raise TimeoutError(f"it computes for more than {limit} seconds")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _built(animal: Entry) -> torch.nn.Module:
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+    return animal.module()
+
+
+def _check_no_draws(animal: Entry) -> None:
+    """Refuse a module whose outputs are random: layouts draw other numbers."""
+    losses = []
+    for seed in (1, 2):
+        model, batch = _built(animal), animal.batch()
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        losses.append(loss_of(model(**batch), BATCH).item())
+    if abs(losses[0] - losses[1]) > 1e-5 * abs(losses[0]):
+        raise ValueError("forward draws random numbers")
+
+
+def _plain_trace(animal: Entry) -> Trace:
+    _check_no_draws(animal)
+    model = _built(animal)
+    trace: Trace = {"built": values_of(model), "steps": []}
+    batch = animal.batch()
+    roundings = _Roundings(animal.keep_dtype)
+    for _ in range(STEPS):
+        with roundings:
+            outputs = model(**batch)
+        loss = loss_of(outputs, BATCH) / BATCH
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        trace["steps"].append({"loss": loss.item(), "gradients": gradients})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(LEARNING_RATE * parameter.grad)
+                    parameter.grad = None
+    trace["trained"] = values_of(model)
+    trace["unit"] = roundings.bound / STEPS
+    assert all(torch.isfinite(torch.tensor(step["loss"])) for step in trace["steps"]), "the loss is not finite"
+    return trace
+
+
+class _Roundings(TorchFunctionMode):
+    """Adds up the rounding units of operators that compute in less than float64 on the way to the loss.
+
+    Each moves its result by one unit of its dtype at most, and results of a different batch size may round to the other
+    side; so the sum bounds what a layout may change, to first order.
+    """
+
+    def __init__(self, keep_dtype: bool) -> None:
+        super().__init__()
+        self.bound = 0.0
+        self._factor = 4.0 if keep_dtype else 1.0  # Parameters are rounded too, in each step.
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        narrow = [
+            torch.finfo(leaf.dtype).eps
+            for leaf in pytree.tree_leaves(output)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.itemsize < 8 and leaf.requires_grad
+        ]
+        self.bound += self._factor * max(narrow, default=0.0)
+        return output
+
+
+class _Sum(Task):
+    """The loss of all samples, in the zoo's way."""
+
+    def inputs(self, batch: dict[str, Tensor]) -> Mapping[str, Any]:
+        return batch
+
+    def loss(self, outputs: Any, batch: dict[str, Tensor]) -> Loss:
+        size = len(next(iter(batch.values())))
+        return Loss(loss_of(outputs, size), weight=size)
+
+
+def differences(names: Sequence[str], meshes: Sequence[Mapping[str, int]], folder: str) -> dict[str, list[str]]:
+    """Train by the Trainer in layouts, and say where that differs from the plain loop; refusals start with "refused".
+
+    Collective. Gives an empty list for a module that is the same everywhere.
+    """
+    found: dict[str, list[str]] = {}
+    for name in names:
+        expected = torch.load(_path(folder, name), weights_only=True)
+        found[name] = []
+        for mesh in meshes:
+            layout = ",".join(f"{axis}={size}" for axis, size in mesh.items()) or "one process"
+            try:
+                trace = _trace(entry(name), mesh, _path(folder, f"{name} {layout}"))
+            except UserError as error:
+                found[name].append(f"refused: {error}")
+                break
+            except Exception as error:
+                found[name].append(f"{layout}: {type(error).__name__}: {error}"[:600])
+                continue
+            found[name] += [f"{layout}: {line}" for line in _compare(trace, expected)][:4]
+    return found
+
+
+def _trace(animal: Entry, mesh: Mapping[str, int], folder: Path) -> Trace:
+    batch = animal.batch()
+    samples = [{name: x[row] for name, x in batch.items()} for row in range(BATCH)]
+    trace: Trace = {"steps": [{} for _ in range(STEPS)]}
+
+    def values(model: torch.nn.Module) -> dict[str, Tensor]:
+        buffers = {canonical_name(name): buffer for name, buffer in model.named_buffers()}
+        return {**full_parameters(model), **full_tree(buffers)}
+
+    trainer = Trainer(
+        _config(mesh, folder),
+        model=lambda stage: animal.module(),
+        data=samples,
+        task=_Sum(),
+        optimizer=_sgd,
+        lr_schedule=_constant,
+    )
+    trainer.events.on(ModelReady, lambda event: trace.update(built=values(event.model)))
+    trainer.events.on(
+        GradientsReady, lambda event: trace["steps"][event.step - 1].update(gradients=full_gradients(event.model))
+    )
+    trainer.events.on(StepDone, lambda event: trace["steps"][event.step - 1].update(loss=event.loss.item()))
+    trainer.events.on(Finished, lambda event: trace.update(trained=values(event.model)))
+    trainer.train()
+    return trace
+
+
+def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    # Not fused or foreach: these take no mixed dtypes.
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, foreach=False)
+
+
+def _constant(_step: int) -> float:
+    return 1.0
+
+
+def _config(mesh: Mapping[str, int], folder: Path) -> TrainerConfig:
+    return TrainerConfig.model_validate(
+        {
+            "steps": STEPS,
+            "seed": SEED,
+            "batch": {"global_size": BATCH},
+            "run": {"folder": folder},
+            "mesh": mesh,
+            "gradients": {"max_norm": None},
+            "trackers": (),
+            "logging": {"progress": False, "draw_lr_schedule": False},
+            "export": False,
+            "host": {"collect_garbage_every": None},
+            "resilience": {
+                "health": {"enabled": False},
+                "watchdog": {"enabled": False},
+                "timeouts": {"startup_seconds": 60, "step_seconds": 60},
+            },
+        }
+    )
+
+
+def _compare(trace: Trace, expected: Trace) -> Iterator[str]:
+    unit = expected["unit"]
+    for name, value in expected["built"].items():
+        if name not in trace["built"]:
+            yield f"built: {name} is missing"
+        elif trace["built"][name].dtype != value.dtype or not torch.equal(trace["built"][name], value):
+            yield f"built: {name} has other values"
+    for name in trace["built"]:
+        if name not in expected["built"]:
+            yield f"built: {name} was not built"
+    for step, (ours, theirs) in enumerate(zip(trace["steps"], expected["steps"], strict=True), start=1):
+        yield from _compare_values(f"loss {step}", _scalar(ours["loss"]), _scalar(theirs["loss"]), unit)
+        yield from _compare_values(f"gradient {step}", ours["gradients"], theirs["gradients"], unit)
+    yield from _compare_values("trained", trace["trained"], expected["trained"], unit)
+
+
+def _scalar(value: float) -> dict[str, Tensor]:
+    return {"": torch.tensor(value, dtype=torch.float64)}
+
+
+def _compare_values(what: str, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], unit: float) -> Iterator[str]:
+    """Compare norms: 1e-9 of a tensor's own, and the rounding of sums that cancel, in units of the whole module's.
+
+    A gradient that is zero in exact arithmetic is a sum of some thousand numbers of the size of the others.
+    """
+    wide = {name: x.to(torch.complex128 if x.is_complex() else torch.float64) for name, x in theirs.items()}
+    scale = sum(float(x[x.isfinite()].norm()) ** 2 for x in wide.values()) ** 0.5
+    slack = max(unit, 2.0**-40) * scale
+    for name, expected in wide.items():
+        if name not in ours:
+            if expected.any():
+                yield f"{what} {name}: missing"
+            continue
+        error = (ours[name].to(expected.dtype) - expected).nan_to_num(0.0, 0.0, 0.0).norm()
+        if not error <= max(1e-9, unit) * expected[expected.isfinite()].norm() + slack:
+            yield f"{what} {name}: error {float(error):.3g} of {float(expected.norm()):.3g}, unit {unit:.3g}"
+    for name in ours:
+        if name not in wide and ours[name].any():
+            yield f"{what} {name}: not expected"
+
+
+def _path(folder: str, name: str) -> Path:
+    return Path(folder) / name.replace("/", "_")

@@ -1,0 +1,113 @@
+"""Embeddings that look at which rows a batch uses, with the rows of all data-parallel ranks together.
+
+`max_norm` writes to the rows that are looked up; `scale_grad_by_freq` divides gradients by how often they are. On one
+rank alone both see a part of the batch. Each layer keeps its own `forward`; its call of `F.embedding` is replaced.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from d9d_dist.late_init import canonical_name
+
+
+def writes_to_rows(module: nn.Module) -> bool:
+    """Whether a layer's forward writes to its weight, of which every rank then needs a whole copy."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+
+
+def synchronize_embeddings(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
+    """Let embeddings with `max_norm` or `scale_grad_by_freq` see the rows that all ranks of a group use, in place.
+
+    Weights with `max_norm` have to be replicated, as `parallelize_hsdp` and `parallelize_replicate` do it: forward
+    writes to them, alike on all ranks. The class of each layer becomes a subclass of it.
+
+    Collective in training: an all-reduce of one number a row for each layer. The host waits for an accelerator.
+
+    Args:
+        model: Before it is parallelized.
+        group: The ranks that share out a batch: `ctx.group_for("batch", "dp", "cp")`.
+
+    Returns:
+        The names of the layers.
+    """
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if writes_to_rows(module) or (isinstance(module, nn.Embedding) and module.scale_grad_by_freq):
+            module.__class__ = _synchronized(type(module), group)
+            found.append(canonical_name(name))
+    return found
+
+
+def _synchronized(kind: Any, group: dist.ProcessGroup) -> type[nn.Module]:
+    """Make a subclass whose `forward` counts over a group; it, not its layers, holds the group: those are copied."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() and not self.training:
+            return kind.forward(self, *args, **kwargs)
+        with _OverRanks(group):
+            return kind.forward(self, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": torch.compiler.disable(forward), "__module__": kind.__module__})
+
+
+class _OverRanks(TorchFunctionMode):
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.embedding:
+            return self._embedding(*args, **(kwargs or {}))
+        if func is F.embedding_bag:
+            return self._embedding_bag(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _embedding(  # noqa: PLR0917  (torch's arguments)
+        self,
+        ids: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        counts = self._counts(ids, weight)
+        if max_norm is not None:
+            _clip_rows(weight, counts, max_norm, norm_type)
+        rows = F.embedding(ids, weight, padding_idx, sparse=sparse)
+        if scale_grad_by_freq and rows.requires_grad:
+            rows.register_hook(lambda gradient: gradient / counts[ids].unsqueeze(-1))
+        return rows
+
+    def _embedding_bag(
+        self,
+        ids: Tensor,
+        weight: Tensor,
+        offsets: Tensor | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2,
+        *others: Any,
+        **options: Any,
+    ) -> Tensor:
+        if max_norm is not None:
+            _clip_rows(weight, self._counts(ids, weight), max_norm, norm_type)
+        return F.embedding_bag(ids, weight, offsets, None, norm_type, *others, **options)
+
+    def _counts(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Return how often all ranks look up each row."""
+        counts = torch.bincount(ids.flatten(), minlength=len(weight))
+        dist.all_reduce(counts, group=self._group)
+        return counts
+
+
+def _clip_rows(weight: Tensor, counts: Tensor, max_norm: float, norm_type: float) -> None:
+    # By `.data`: autograd refuses writes to a view that a custom function made, as that of a replicated parameter is.
+    torch.embedding_renorm_(weight.data, counts.nonzero().flatten(), max_norm, norm_type)
