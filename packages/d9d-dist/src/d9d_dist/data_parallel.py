@@ -101,7 +101,7 @@ def parallelize_hsdp(
     )
     fully_shard(
         module,
-        mesh=both,
+        mesh=_replicate_and_shard(mesh, shard_axis),
         mp_policy=MixedPrecisionPolicy(
             param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce, cast_forward_inputs=dtypes.cast_inputs
         ),
