@@ -5,9 +5,12 @@ from itertools import combinations
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
+from decoder_mutants import DECODER_MUTANTS
+from mutants import MUTANTS
 from oracle import GRIDS, MAIN_JOB, cells, main, parse_cell
 from oracle_decoders import DECODERS
-from oracle_grid import DEGREES, Cell, Grid, Values
+from oracle_grid import DEGREES, Cell, Grid, Value, Values
 
 from d9d_dist import MeshConfig, StageInfo, UserError
 from d9d_dist.testing import accelerators_for, run_ranks
@@ -17,7 +20,25 @@ from d9d_loop.testing import parse_layout
 ALL = [cell for grid in GRIDS for cell in cells(grid)]
 
 
-@pytest.mark.parametrize("cell", ALL, ids=lambda cell: cell.name)
+def _first_with_each_value() -> Iterator[Cell]:
+    """The first cell of each grid with each value of each factor."""
+    for grid in GRIDS:
+        covered: set[Value] = set()
+        for cell in cells(grid):
+            if not covered.issuperset(cell.values):
+                covered.update(cell.values)
+                yield cell
+
+
+def _cells() -> Iterator[ParameterSet]:
+    """The cells of a default run, among them those that catch the mutants; the others of the grids with `--all`."""
+    caught_by = [parse_cell(mutant.cell) for mutant in (*MUTANTS, *DECODER_MUTANTS)]
+    sample = {cell.name: cell for cell in (*_first_with_each_value(), *caught_by)}
+    yield from (pytest.param(cell, id=name) for name, cell in sample.items())
+    yield from (pytest.param(cell, id=cell.name, marks=pytest.mark.full) for cell in ALL if cell.name not in sample)
+
+
+@pytest.mark.parametrize("cell", _cells())
 def test_equals_one_process(cell: Cell) -> None:
     found = list(cell.differences())
     assert not found, f"{len(found)} differences. First: {found[0]}"

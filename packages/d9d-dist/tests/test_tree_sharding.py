@@ -74,7 +74,6 @@ def _are_equal(found: Any, expected: Any) -> bool:
     )
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(1, 5))
 def test_join_is_the_inverse_of_shard(data: st.DataObject, size: int) -> None:
     for tree, spec in data.draw(st.lists(_pairs(size), min_size=5)):
@@ -142,7 +141,7 @@ def _unshard(pairs: list[Pair]) -> list[bool]:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@settings(deadline=None, max_examples=4)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_unshard_is_the_inverse_of_shard(size: int, data: st.DataObject) -> None:
     pairs = data.draw(st.lists(_pairs(size), min_size=8, max_size=8))

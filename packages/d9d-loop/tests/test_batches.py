@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
@@ -30,7 +30,6 @@ def _train(order: SampleOrder, *, steps: range, microbatches: int, size: int, ra
     ]
 
 
-@settings(deadline=None)
 @given(
     length=st.integers(1, 50),
     seed=st.integers(0, 9),

@@ -18,7 +18,6 @@ def _epoch(order: SampleOrder, length: int, epoch: int = 0) -> list[int]:
     return [order[epoch * length + index] for index in range(length)]
 
 
-@settings(deadline=None)
 @given(length=st.integers(1, 700), seed=SEEDS, epoch=st.integers(0, 10**6))
 def test_an_epoch_is_a_permutation(length: int, seed: int, epoch: int) -> None:
     order = SampleOrder(length, seed=seed)
@@ -30,13 +29,11 @@ def test_an_epoch_is_a_permutation_around_powers_of_two(length: int) -> None:
     assert sorted(_epoch(SampleOrder(length, seed=1), length)) == list(range(length))
 
 
-@settings(deadline=None)
 @given(length=st.integers(1, 10**15), seed=SEEDS, position=st.integers(0, 10**18))
 def test_a_position_has_a_sample_of_the_data(length: int, seed: int, position: int) -> None:
     assert 0 <= SampleOrder(length, seed=seed)[position] < length
 
 
-@settings(deadline=None)
 @given(length=st.integers(1, 100), seed=SEEDS, position=st.integers(0, 10**9))
 def test_without_shuffling_it_goes_through_the_data_in_order(length: int, seed: int, position: int) -> None:
     assert SampleOrder(length, seed=seed, shuffle=False)[position] == position % length
@@ -73,7 +70,7 @@ def test_takes_constant_memory() -> None:
         tracemalloc.stop()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     length=st.sampled_from([1, 5, 300, 5000, 10**12, 2**40, 2**40 + 1, 2**62]),
     seed=SEEDS,

@@ -19,7 +19,7 @@ def drawn(seed: int, num_samples: int, *, num_values: int | None = None) -> tupl
     return (logits if num_values is None else (logits * num_values / 8).round() * 8 / num_values), targets
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), num_samples=st.integers(2, 60), num_values=st.sampled_from([None, 4]))
 def test_exact_as_long_as_the_samples_fit(seed: int, num_samples: int, num_values: int | None) -> None:
     logits, targets = drawn(seed, num_samples, num_values=num_values)
@@ -31,7 +31,7 @@ def test_exact_as_long_as_the_samples_fit(seed: int, num_samples: int, num_value
     assert value["error_bound"].item() == 0.0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**31),
     num_samples=st.integers(2, 3000),

@@ -52,7 +52,7 @@ def assert_same(computed: dict[str, torch.Tensor], expected: dict[str, np.ndarra
         np.testing.assert_allclose(value.numpy(), expected[name], rtol=1e-12, atol=1e-12, err_msg=name)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**31), num_samples=st.integers(1, 40), num_classes=st.integers(2, 6), data=st.data())
 def test_multiclass_equals_scikit_learn(seed: int, num_samples: int, num_classes: int, data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, num_classes))
@@ -89,7 +89,7 @@ def test_multiclass_equals_scikit_learn(seed: int, num_samples: int, num_classes
         assert metric.compute()["accuracy"].item() == pytest.approx(top, rel=1e-12)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**31), num_samples=st.integers(1, 40), num_labels=st.integers(2, 5))
 def test_multilabel_equals_scikit_learn(seed: int, num_samples: int, num_labels: int) -> None:
     draws = torch.Generator().manual_seed(seed)
@@ -106,7 +106,7 @@ def test_multilabel_equals_scikit_learn(seed: int, num_samples: int, num_labels:
     assert_same(metric.compute(), expected)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**31), shape=st.sampled_from([(1,), (30,), (4, 5)]))
 def test_binary_equals_scikit_learn(seed: int, shape: tuple[int, ...]) -> None:
     draws = torch.Generator().manual_seed(seed)

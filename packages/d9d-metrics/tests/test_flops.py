@@ -10,7 +10,7 @@ from d9d_metrics import PEAK_FLOPS, ModelFlops, peak_flops, transformer_flops_pe
 from d9d_metrics.flops import _peak_by_name
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(layers=st.integers(1, 3), heads=st.integers(1, 3), head_dim=st.sampled_from([4, 8]), length=st.integers(2, 9))
 def test_equals_what_torch_counts_in_a_step(layers: int, heads: int, head_dim: int, length: int) -> None:
     width = heads * head_dim

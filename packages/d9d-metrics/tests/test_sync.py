@@ -109,7 +109,7 @@ def computed_on_ranks(cases: list[list[Values]]) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_equals_one_process_however_the_data_is_split(world_size: int, data: st.DataObject) -> None:
     values = st.lists(st.floats(-1e3, 1e3, width=32), max_size=6)

@@ -47,7 +47,7 @@ def _reference(
     return loss(logits if softcap is None else softcap * torch.tanh(logits / softcap), labels)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     num_tokens=st.integers(0, 14),
     splits=st.lists(st.integers(1, 30), min_size=1, max_size=3),

@@ -55,7 +55,7 @@ def _in_their_layout(weights: Mapping[str, Tensor], config: Qwen3NextConfig) -> 
     }
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @given(
     num_key_heads=st.integers(1, 3),
     group=st.integers(1, 3),

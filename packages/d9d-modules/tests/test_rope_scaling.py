@@ -53,14 +53,14 @@ def _compare(scaling: RotaryScaling, expected: tuple[Tensor, float], *, length: 
     assert scaling.attention_factor == pytest.approx(expected[1], rel=1e-12)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(factor=FACTORS, length=LENGTHS, partial=st.sampled_from([0.25, 1.0]))
 def test_linear(factor: float, length: int, partial: float) -> None:
     expected = _expected("linear", {"factor": factor}, length=length, partial=partial, original=16)
     _compare(LinearScaling(factor=factor), expected, length=length, partial=partial)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(factor=FACTORS, length=LENGTHS, partial=st.sampled_from([0.25, 1.0]), original=ORIGINAL)
 def test_dynamic_ntk(factor: float, length: int, partial: float, original: int) -> None:
     expected = _expected("dynamic", {"factor": factor}, length=length, partial=partial, original=original)
@@ -68,7 +68,7 @@ def test_dynamic_ntk(factor: float, length: int, partial: float, original: int) 
     _compare(scaling, expected, length=length, partial=partial)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     factor=FACTORS,
     original=ORIGINAL,
@@ -133,7 +133,7 @@ def test_yarn(  # noqa: PLR0917  (drawn by name)
     _compare(scaling, expected, length=1, partial=partial)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(factor=FACTORS, original=ORIGINAL, low=st.floats(0.5, 2.0), width=st.floats(0.1, 8.0))
 def test_llama3(factor: float, original: int, low: float, width: float) -> None:
     parameters = {
@@ -152,7 +152,7 @@ def test_llama3(factor: float, original: int, low: float, width: float) -> None:
     assert scaling.attention_factor == expected[1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     factor=FACTORS,
     length=st.sampled_from([1, 16, 17, 100, 300]),

@@ -14,7 +14,7 @@ def _routing(num_tokens: int, num_experts: int, top_k: int, *, used: int) -> Rou
     return Routing(indices, torch.rand(num_tokens, top_k, dtype=torch.float64))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(data=st.data(), num_tokens=st.integers(1, 12), num_experts=st.integers(1, 6))
 def test_rows_are_sorted_by_expert_in_token_order(data: st.DataObject, num_tokens: int, num_experts: int) -> None:
     top_k = data.draw(st.integers(1, num_experts))

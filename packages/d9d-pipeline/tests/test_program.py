@@ -36,7 +36,7 @@ def computed(program: Program) -> list[list[tuple[str, int, int]]]:
     return [sorted((str(part)[0], part.stage, part.microbatch) for part in each) for each in every]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     schedule=st.sampled_from(
         [GPipe(), OneForwardOneBackward(), Interleaved(2), ZeroBubble1P(), ZeroBubbleV(), DualPipeV()]

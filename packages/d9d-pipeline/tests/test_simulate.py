@@ -71,7 +71,7 @@ def relaxed_ends(program: Program, costs: Costs) -> dict[tuple[str, int, int], f
     return ends
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     schedule=st.sampled_from(SCHEDULES),
     p=st.integers(1, 5),

@@ -52,7 +52,7 @@ def test_nothing_takes_no_time() -> None:
     assert str(nothing).splitlines()[1] == f"rank 1: {'.' * 100} 0 %"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     schedule=st.sampled_from([GPipe(), Interleaved(2), ZeroBubble1P(), DualPipeV(), ForwardOnly()]),
     p=st.integers(1, 8),

@@ -295,7 +295,7 @@ def is_accepted(program: Program) -> bool:
     return True
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(program=programs(ranks=4, microbatches=8), seed=st.integers(0, 2**32))
 def test_a_changed_program_is_accepted_if_and_only_if_it_computes_the_right_gradients(
     program: Program, seed: int
@@ -315,13 +315,13 @@ def test_the_interpreter_sees_both_outcomes() -> None:
     assert accepted[False] > 50
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(program=programs(ranks=16, microbatches=64))
 def test_every_schedule_computes_the_right_gradients(program: Program) -> None:
     assert Interpreter(program).is_right()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(program=programs(ranks=16, microbatches=64))
 def test_peak_is_what_is_held(program: Program) -> None:
     peaks = []

@@ -1,7 +1,6 @@
 """What the tests of faults share: ending a process at a chosen call, and the choice of the calls that are tried."""
 
 import os
-import random
 import signal
 import sys
 import traceback
@@ -14,8 +13,6 @@ import pytest
 sys.path.append(str(Path(__file__).parent / "faults"))  # the modules there serve the tests of several folders
 
 from file_calls import Kill, file_calls
-
-_EXHAUSTIVE = os.environ.get("D9D_EXHAUSTIVE", "") == "1"
 
 
 @pytest.fixture
@@ -39,20 +36,15 @@ def run_killed(tmp_path: Path) -> Callable[..., bool]:
     return run
 
 
-@pytest.fixture(scope="session")
-def exhaustive() -> bool:
-    """Whether every point is tried, which takes minutes: with `D9D_EXHAUSTIVE=1`. Otherwise some, others each time."""
-    return _EXHAUSTIVE
-
-
 @pytest.fixture
 def points(exhaustive: bool) -> Callable[..., Sequence[int]]:
-    """Chooses which of the calls 1 to `count` are tried: all, or every `stride`-th from a random one on."""
+    """Return a function that chooses which of the calls 1 to `count` to try: every `stride`-th, or all with `--all`.
+
+    The last call, which commits, is always among them.
+    """
 
     def choose(count: int, *, stride: int) -> Sequence[int]:
-        if exhaustive:
-            return range(1, count + 1)
-        return range(random.randint(1, min(stride, count)), count + 1, stride)  # noqa: S311 - no secret
+        return sorted(range(count, 0, -1 if exhaustive else -stride))
 
     return choose
 

@@ -49,7 +49,7 @@ def _expected(name: str, region: Region) -> Tensor:
     return tensor
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     case=_regions(), layout=st.sampled_from(["plain", "strided", "other dtype"]), block=st.sampled_from([64, 1 << 22])
 )

@@ -25,7 +25,7 @@ def _round_trips() -> list[Any]:
         split = ContextSplit(ctx.mesh_for("batch")["cp"])
         num_chunks = 2 * ctx.world_size
 
-        @settings(max_examples=30, deadline=None, derandomize=True, database=None)
+        @settings(max_examples=30)
         @given(
             before=st.lists(st.integers(1, 3), max_size=2),
             after=st.lists(st.integers(1, 3), max_size=2),

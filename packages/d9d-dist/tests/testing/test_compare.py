@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from d9d_dist import MeshConfig, UserError, parallelize_hsdp
 from d9d_dist.testing import (
     Difference,
+    assert_rounds_like,
     assert_trees_close,
     differences,
     full_gradients,
@@ -138,3 +139,18 @@ def test_parameters_and_gradients_have_the_names_of_the_model() -> None:
     assert list(gradients) == ["0.weight", "0.bias", "2.weight"]
     for got in run_ranks(_train_once, {"data_parallel_shard": 2}):
         assert_trees_close(got, (parameters, gradients))
+
+
+def test_rounding_is_measured_by_a_peer_and_by_the_largest_number_of_the_tree() -> None:
+    exact = {"w": torch.tensor([4.0, 1.0], dtype=torch.float64), "zero": torch.zeros(2, dtype=torch.float64)}
+    eps = torch.finfo(torch.float32).eps
+    peer = {name: tensor.float() for name, tensor in exact.items()}
+    assert_rounds_like({"w": peer["w"] + 32 * eps, "zero": peer["zero"] - 31 * eps}, exact, peer=peer)
+    with pytest.raises(AssertionError, match=r"zero: the error is 3\.93e-06, and the peer's 0$"):
+        assert_rounds_like({**peer, "zero": peer["zero"] + 33 * eps}, exact, peer=peer)
+    far = {**peer, "w": peer["w"] + 0.5}
+    assert_rounds_like({**peer, "w": peer["w"] - 3.9}, exact, peer=far)
+    with pytest.raises(AssertionError, match=r"w: the error is nan"):
+        assert_rounds_like({**peer, "w": peer["w"] * math.nan}, exact, peer=far)
+    with pytest.raises(AssertionError, match="different keys"):
+        assert_rounds_like({"w": peer["w"]}, exact, peer=peer)

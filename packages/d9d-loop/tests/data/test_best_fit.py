@@ -1,7 +1,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from d9d_loop.data import best_fit_decreasing
@@ -19,7 +19,6 @@ def _one_by_one(lengths: list[int], capacity: int) -> list[int]:
     return rooms
 
 
-@settings(deadline=None)
 @given(data=st.data(), capacity=st.integers(1, 60))
 def test_packs_as_the_textbook_does(data: st.DataObject, capacity: int) -> None:
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=80))

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 from example_streams import assert_resumes_anywhere, document_stream, lists_stream, numbered_documents, write_tokens
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from d9d_dist import UserError
@@ -11,7 +11,6 @@ from d9d_loop.data import DocumentStream, IndexedStream, TokenizedStream
 from d9d_loop.data.document_stream import cut
 
 
-@settings(deadline=None)
 @given(num_tokens=st.integers(0, 50), max_length=st.integers(1, 20))
 def test_cuts_lose_no_neighbours(num_tokens: int, max_length: int) -> None:
     pairs = [(token, token + 1) for first, last in cut(num_tokens, max_length) for token in range(first, last)]

@@ -10,7 +10,7 @@ from example_streams import (
     some_lengths,
     write_tokens,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from d9d_dist import UserError
@@ -37,7 +37,6 @@ def test_every_pair_of_neighbours_is_trained_on_once_an_epoch(tmp_path: Path) ->
     assert not starts & {label for _, label in pairs}
 
 
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6), spare=st.integers(0, 4))
 def test_a_row_says_where_its_documents_are(lengths: list[int], spare: int) -> None:
     documents = [torch.tensor(tokens) for tokens in numbered_documents([length + 1 for length in lengths])]

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
@@ -14,7 +14,6 @@ from d9d_loop.data.padding import Side
 SIDES: list[Side] = ["left", "right"]
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5), value=st.integers(-3, 3), side=st.sampled_from(SIDES)
 )

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from d9d_dist import UserError
@@ -9,7 +9,6 @@ from d9d_loop.data.sharded_samples import Layout
 LAYOUTS: list[Layout] = ["round_robin", "chunked"]
 
 
-@settings(deadline=None)
 @given(total=st.integers(1, 40), num_shards=st.integers(1, 9), layout=st.sampled_from(LAYOUTS), padded=st.booleans())
 def test_shares_are_all_of_the_data(*, total: int, num_shards: int, layout: Layout, padded: bool) -> None:
     shares = [

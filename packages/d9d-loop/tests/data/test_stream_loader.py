@@ -88,7 +88,7 @@ def _steps(loaders: list[StreamLoader], count: int) -> list[Any]:
     return samples
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(stream=streams(), cuts=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(SHARES)), min_size=1, max_size=4))
 def test_any_number_of_ranks_goes_on_with_the_global_order(
     stream: SampleStream, cuts: list[tuple[int, tuple[int, int, int]]]

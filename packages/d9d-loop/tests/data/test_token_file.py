@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from example_streams import numbered_documents, write_tokens
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from d9d_dist import UserError
@@ -16,7 +16,6 @@ from d9d_loop.data import TokenFile, TokenFileWriter
 DOCUMENTS = [[5, 6, 7], [8], [9, 10]]
 
 
-@settings(deadline=None)
 @given(
     documents=st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9), min_size=1, max_size=9),
     as_tensor=st.booleans(),

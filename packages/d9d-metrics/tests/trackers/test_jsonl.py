@@ -5,7 +5,7 @@ from io import FileIO
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from d9d_dist import UserError
@@ -41,7 +41,6 @@ def test_a_line_is_in_the_file_when_log_returns(tmp_path: Path) -> None:
 
 
 @given(values=st.dictionaries(st.text().filter(lambda name: name not in {"step", "time", "config"}), st.floats()))
-@settings(deadline=None)
 def test_reads_back_every_float_and_every_name(
     values: dict[str, float], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

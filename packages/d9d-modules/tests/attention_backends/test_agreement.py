@@ -98,7 +98,7 @@ CASES = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(case=CASES)
 def test_sdpa(case: Case) -> None:
     _compare(SdpaBackend(), case, "cpu")

@@ -28,7 +28,7 @@ def _one_query_at_a_time(
     return out
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 10**6),
     heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]),

@@ -6,7 +6,7 @@ from d9d_pipeline import Costs, ForwardOnly, GPipe, LoopedBreadthFirst, build, s
 costs = st.builds(Costs, *[st.integers(1, 9)] * 3)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(p=st.integers(1, 16), m=st.integers(1, 64), costs=costs)
 def test_gpipe_waits_for_p_minus_1_microbatches(p: int, m: int, costs: Costs) -> None:
     each = costs.forward + costs.backward_input + costs.backward_weight
@@ -16,7 +16,7 @@ def test_gpipe_waits_for_p_minus_1_microbatches(p: int, m: int, costs: Costs) ->
     assert timeline.peak_activations == (m,) * p
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(p=st.integers(1, 16), m=st.integers(1, 64), v=st.integers(1, 4), costs=costs)
 def test_the_bubble_of_breadth_first_is_that_of_one_stage(p: int, m: int, v: int, costs: Costs) -> None:
     each = costs.forward + costs.backward_input + costs.backward_weight
@@ -26,7 +26,7 @@ def test_the_bubble_of_breadth_first_is_that_of_one_stage(p: int, m: int, v: int
     assert timeline.peak_activations == (m * v,) * p
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(p=st.integers(1, 16), m=st.integers(1, 64), v=st.integers(1, 3), placement=st.sampled_from(["loop", "v"]))
 def test_forward_only_holds_nothing(p: int, m: int, v: int, placement: str) -> None:
     program = build(ForwardOnly(v, "v" if placement == "v" else "loop"), num_ranks=p, num_microbatches=m)

@@ -8,7 +8,7 @@ from d9d_pipeline import Costs, Interleaved, OneForwardOneBackward, build, simul
 costs = st.builds(Costs, *[st.integers(1, 9)] * 3)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(p=st.integers(1, 16), m=st.integers(1, 64), costs=costs)
 def test_takes_as_long_as_gpipe_and_holds_p_minus_r_microbatches(p: int, m: int, costs: Costs) -> None:
     each = costs.forward + costs.backward_input + costs.backward_weight
@@ -17,7 +17,7 @@ def test_takes_as_long_as_gpipe_and_holds_p_minus_r_microbatches(p: int, m: int,
     assert verify(program).peak_activations == tuple(min(p - rank, m) for rank in range(p))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(p=st.integers(1, 16), m=st.integers(1, 64), v=st.integers(2, 4), costs=costs)
 def test_the_bubble_of_interleaved_is_that_of_one_stage(p: int, m: int, v: int, costs: Costs) -> None:
     each = costs.forward + costs.backward_input + costs.backward_weight

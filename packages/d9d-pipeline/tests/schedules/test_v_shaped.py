@@ -7,7 +7,7 @@ from d9d_dist import UserError
 from d9d_pipeline import Costs, DualPipeV, Overlap, ZeroBubbleV, build, simulate, verify
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(p=st.integers(1, 16), extra=st.integers(0, 48))
 def test_zb_v_has_no_bubble_where_all_takes_the_same_time(p: int, extra: int) -> None:
     m = p + extra
@@ -19,7 +19,7 @@ def test_zb_v_has_no_bubble_where_all_takes_the_same_time(p: int, extra: int) ->
     assert max(verify(program).peak_activations) == min(2 * p, 2 * m)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(p=st.integers(1, 16), m=st.integers(1, 16))
 def test_zb_v_with_few_microbatches_holds_no_more(p: int, m: int) -> None:
     program = build(ZeroBubbleV(), num_ranks=p, num_microbatches=m)
@@ -42,7 +42,7 @@ def test_zb_v_is_never_slower_than_torch_with_a_full_pipeline(p: int, costs: Cos
         assert max(verify(ours).peak_activations) == max(verify(theirs).peak_activations)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(p=st.integers(1, 16), extra=st.integers(0, 32), overlap=st.sampled_from([1.0, 0.875, 0.75]))
 def test_dualpipev_waits_as_its_authors_count(p: int, extra: int, overlap: float) -> None:
     program = build(DualPipeV(), num_ranks=p, num_microbatches=2 * p + extra)

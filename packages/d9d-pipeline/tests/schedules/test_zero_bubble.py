@@ -10,7 +10,7 @@ from d9d_pipeline import Costs, Interleaved, ZeroBubble1P, build, simulate, veri
 from d9d_pipeline.schedules.one_forward_one_backward import Warmup
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(p=st.integers(1, 16), extra=st.integers(0, 48), w=st.integers(1, 5), f=st.integers(0, 5), i=st.integers(0, 5))
 def test_waits_for_f_plus_i_minus_w(p: int, extra: int, w: int, f: int, i: int) -> None:
     costs = Costs(w + f, w + i, w)  # as the paper assumes, gradients of weights take no longer than the others
@@ -19,7 +19,7 @@ def test_waits_for_f_plus_i_minus_w(p: int, extra: int, w: int, f: int, i: int) 
     assert timeline.waiting == (expected,) * p
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(p=st.integers(1, 16), m=st.integers(1, 64))
 def test_every_rank_holds_what_the_first_of_1f1b_does(p: int, m: int) -> None:
     peaks = verify(build(ZeroBubble1P(), num_ranks=p, num_microbatches=m)).peak_activations
@@ -28,7 +28,7 @@ def test_every_rank_holds_what_the_first_of_1f1b_does(p: int, m: int) -> None:
         assert peaks == (p,) * p
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(p=st.integers(1, 16), rounds=st.integers(1, 3), v=st.integers(2, 3))
 def test_interleaved_it_waits_as_little_and_holds_no_more_than_interleaved(p: int, rounds: int, v: int) -> None:
     m = rounds * p
@@ -37,7 +37,7 @@ def test_interleaved_it_waits_as_little_and_holds_no_more_than_interleaved(p: in
     assert max(verify(program).peak_activations) <= max(verify(peer).peak_activations)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(p=st.integers(1, 16), m=st.integers(1, 40), v=st.integers(2, 3), warmup=st.sampled_from(["short", "long"]))
 def test_interleaved_it_is_never_slower_than_interleaved(p: int, m: int, v: int, warmup: Warmup) -> None:
     schedules = ZeroBubble1P(v, warmup=warmup), Interleaved(v)
@@ -60,7 +60,7 @@ def test_is_as_fast_as_torch_and_holds_as_little(p: int, v: int) -> None:
         assert max(verify(longer).peak_activations) == min((v + 1) * p - 1, v * m)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     p=st.integers(1, 5),
     m=st.integers(1, 12),

@@ -310,7 +310,7 @@ def _assert_same_bits(got: Tensors, expected: Tensors) -> None:
         assert torch.equal(_bits(got[name]), _bits(tensor)), name
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(_invertible())
 def test_random_graphs_compute_what_they_say_and_invert(case: _Case) -> None:
     mapper = case.mapper
@@ -321,7 +321,7 @@ def test_random_graphs_compute_what_they_say_and_invert(case: _Case) -> None:
     _assert_same_bits(_run(again, case.tensors), case.expected)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(_any())
 def test_what_is_inferred_is_what_is_computed(case: _Case) -> None:
     mapper = case.mapper
@@ -332,7 +332,7 @@ def test_what_is_inferred_is_what_is_computed(case: _Case) -> None:
         assert inferred == _infos(mapper.apply({name: tensor.to("meta") for name, tensor in tensors.items()}))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(_any(), st.integers(1, 4))
 def test_parts_of_random_graphs_are_independent_and_complete(case: _Case, num_shards: int) -> None:
     mapper = case.mapper
@@ -366,7 +366,7 @@ def _memory(data: st.DataObject, region: Region, dtype: torch.dtype) -> Tensor:
     return memory.permute([order.index(dim) for dim in range(len(order))])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(_any(), st.data())
 def test_regions_are_filled_as_the_whole_would_be(case: _Case, data: st.DataObject) -> None:
     for group in case.mapper.groups:

@@ -5,6 +5,7 @@ Public because a user's own parallel code deserves the same proof as ours.
 
 from d9d_dist.testing.compare import (
     Difference,
+    assert_rounds_like,
     assert_trees_close,
     differences,
     full_gradients,
@@ -19,6 +20,7 @@ __all__ = [
     "RankError",
     "RankPool",
     "accelerators_for",
+    "assert_rounds_like",
     "assert_trees_close",
     "differences",
     "full_gradients",

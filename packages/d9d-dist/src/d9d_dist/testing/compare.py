@@ -101,6 +101,33 @@ def assert_trees_close(actual: Any, expected: Any, *, rtol: float = 1e-9, atol: 
     )
 
 
+def assert_rounds_like(actual: Any, exact: Any, *, peer: Any, multiple: float = 8.0) -> None:
+    """Assert that low-precision tensors are about as exact as those of an independent implementation.
+
+    The bound on an element's error is `multiple` times the larger of two roundings. One is the largest error of the
+    peer's tensor at the same place. The other is the machine epsilon times the largest number in the whole tree: a
+    tensor may be zero in exact arithmetic and then holds the rounding of what cancels.
+
+    Args:
+        actual: A nest of dicts, lists and tuples of floating-point tensors.
+        exact: The same tensors in float64.
+        peer: The same tensors as an independent implementation computes them, with the dtypes of `actual`.
+        multiple: How many times the rounding an error may be.
+
+    Raises:
+        AssertionError: If the trees or the shapes differ, or a tensor has a larger error: names the first such tensor.
+    """
+    ours, theirs, right = _leaves(actual), _leaves(peer), _leaves(exact)
+    assert ours.keys() == theirs.keys() == right.keys(), "the trees have different keys"
+    largest = max(tensor.abs().max().item() for tensor in right.values())
+    for path, tensor in right.items():
+        rounding = torch.finfo(ours[path].dtype).eps * largest
+        error, peers_error = ((each[path] - tensor).abs().max().item() for each in (ours, theirs))
+        bound = multiple * max(rounding, peers_error)
+        # Written so that a NaN fails.
+        assert error <= bound, f"{'.'.join(path)}: the error is {error:.3g}, and the peer's {peers_error:.3g}"
+
+
 def differences(actual: Any, expected: Any, *, rtol: float = 1e-9, atol: float = 1e-12) -> Iterator[Difference]:
     """Every place where two trees part, in the order of the reference; see `assert_trees_close`.
 

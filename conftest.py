@@ -1,0 +1,134 @@
+"""Settings of every test run: fixed seeds, the flag `--all`, progress by package, and a line on what was skipped.
+
+pytest reads this file also when it tests one package alone, from its wheel.
+"""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from zlib import crc32
+
+import pytest
+from hypothesis import core, settings
+from hypothesis.internal.conjecture.providers import HypothesisProvider
+from hypothesis.internal.constants_ast import Constants
+
+_ONLY_WITH_ALL = "runs only with --all"
+
+# Hypothesis also draws constants from the sources of the local modules that are loaded. That set depends on the order
+# of the tests, and modules of an installed wheel are not local. Without it, drawn examples depend on the seed alone.
+HypothesisProvider._local_constants = Constants()
+
+settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+settings.register_profile("random", database=None, deadline=None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the flag `--all`."""
+    parser.addoption("--all", action="store_true", help="run also the cases that the default run leaves to CI")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Fix the order and the seeds of tests, unless `--randomly-seed` is given."""
+    config.addinivalue_line("markers", "full: a case that runs only with --all")
+    is_fixed = getattr(config.option, "randomly_seed", "default") == "default"
+    if is_fixed:
+        config.option.randomly_seed = 0
+        config.option.randomly_reorganize = False
+    settings.load_profile("fixed" if is_fixed else "random")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Progress(config))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Seed hypothesis too, if `--randomly-seed` is given."""
+    if settings.get_current_profile_name() == "random":
+        core.global_force_seed = session.config.option.randomly_seed
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the cases that run only with `--all`."""
+    if not config.option.all:
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(pytest.mark.skip(reason=_ONLY_WITH_ALL))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seed torch for the fixtures of a test, as pytest-randomly seeds Python and NumPy."""
+    _seed_torch(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Seed torch for a test."""
+    _seed_torch(item)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line how many tests were skipped, and why."""
+    reports = terminalreporter.stats.get("skipped", [])
+    if reports:
+        kinds = Counter(_kind(report.longrepr[2]) for report in reports)
+        by_count = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
+        text = "; ".join(f"{count} {kind}" for kind, count in by_count)
+        terminalreporter.write_line(f"{len(reports)} skipped: {text}")
+
+
+@pytest.fixture(scope="session")
+def exhaustive(pytestconfig: pytest.Config) -> bool:
+    """True if the run has the flag `--all`."""
+    return pytestconfig.option.all
+
+
+class _Progress:
+    """Reports each package whose tests are done, and how many tests are left in the others."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._left: Counter[str] = Counter()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._count(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self._count(ids)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        package = _package(nodeid)
+        self._left[package] -= 1
+        if not self._left[package]:
+            del self._left[package]
+            left = ", ".join(f"{name} {count}" for name, count in self._left.items()) or "none"
+            reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+            reporter.ensure_newline()
+            reporter.write_line(f"{package} is done; tests left: {left}")
+
+    def _count(self, ids: Iterable[str]) -> None:
+        if not self._left:  # every worker collects the same tests
+            self._left.update(map(_package, ids))
+
+
+def _seed_torch(item: pytest.Item) -> None:
+    if torch := sys.modules.get("torch"):  # tests without torch are spared its import
+        torch.manual_seed(item.config.option.randomly_seed + crc32(item.nodeid.encode()))
+
+
+def _package(nodeid: str) -> str:
+    folder, *rest = nodeid.partition("::")[0].split("/")
+    return rest[0] if folder == "packages" else folder
+
+
+def _kind(reason: str) -> str:
+    """Why a test was skipped, in words that follow a number."""
+    reason = reason.removeprefix("Skipped: ")
+    if "accelerator" in reason:
+        return "need accelerators"
+    if reason == _ONLY_WITH_ALL:
+        return "run only with --all"
+    module = re.search(r"needs (\w+), which is optional|could not import '([\w.]+)'", reason)
+    return f"need {module[1] or module[2]}" if module else f"({reason})"

@@ -1,0 +1,94 @@
+"""The settings of test runs in the root's conftest.py."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest_plugins = ["pytester"]
+
+
+def _drawn() -> list[Any]:
+    drawn: list[Any] = []
+
+    @given(st.integers(), st.floats(allow_nan=False), st.text())
+    def draw(number: int, fraction: float, text: str) -> None:
+        drawn.append((number, fraction, text))
+
+    draw()
+    return drawn
+
+
+def test_drawn_examples_do_not_depend_on_loaded_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _drawn()
+    lines = [f"x{number} = ({number}, {number}.5, 'text {number}')" for number in range(1000, 1200)]
+    (tmp_path / "local_module_with_constants.py").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("local_module_with_constants")
+    assert _drawn() == before
+    del sys.modules["local_module_with_constants"]
+
+
+SUITE = """
+import random, torch
+from hypothesis import given, strategies as st
+
+import pytest
+
+@pytest.mark.parametrize("order", range(4))
+def test_seeds(order):
+    print("seeds", order, random.random(), torch.rand(()).item())
+
+@given(st.integers())
+def test_drawn(number):
+    print("seeds", number)
+
+@pytest.mark.full
+def test_full(exhaustive):
+    assert exhaustive
+
+@pytest.mark.parametrize(
+    "reason", ["needs 4 accelerators", "needs an accelerator", "needs abc, which is optional", "x"]
+)
+def test_skipped(reason):
+    pytest.skip(reason)
+"""
+
+
+@pytest.fixture
+def suite(pytester: pytest.Pytester) -> pytest.Pytester:
+    """A folder of tests with the root's conftest.py."""
+    root = Path(__file__).resolve().parents[1]
+    pytester.makeconftest((root / "conftest.py").read_text(encoding="utf-8"))
+    pytester.makepyfile(SUITE)
+    return pytester
+
+
+def _lines(suite: pytest.Pytester, *arguments: str) -> list[str]:
+    result = suite.runpytest_subprocess("-s", "-p", "no:xdist", *arguments)
+    return [line for line in result.outlines if "seeds" in line]
+
+
+def test_seeds_and_order_change_only_on_demand(suite: pytest.Pytester) -> None:
+    fixed = _lines(suite)
+    assert len(fixed) > 50
+    assert _lines(suite) == fixed
+    drawn = _lines(suite, "--randomly-seed=7")
+    assert sorted(drawn) != sorted(fixed)
+    assert _lines(suite, "--randomly-seed=7") == drawn
+
+
+def test_a_run_says_what_it_skips(suite: pytest.Pytester) -> None:
+    result = suite.runpytest_subprocess("-p", "no:xdist")
+    result.assert_outcomes(passed=5, skipped=5)
+    result.stdout.fnmatch_lines(["*test_a_run_says_what_it_skips.py is done; tests left: none"])
+    assert "5 skipped: 2 need accelerators; 1 (x); 1 need abc; 1 run only with --all" in result.outlines
+
+
+def test_one_flag_runs_everything(suite: pytest.Pytester) -> None:
+    result = suite.runpytest_subprocess("-p", "no:xdist", "--all")
+    result.assert_outcomes(passed=6, skipped=4)
