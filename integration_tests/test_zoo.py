@@ -1,9 +1,8 @@
 """Any module trains as its author builds it: from its values, and with the numbers of a plain loop, in each layout.
 
-A sample of the zoo is in the default run; `D9D_EXHAUSTIVE=1` tries all of it, which takes an hour on two cores.
+A sample of the zoo is in the default run; `--all` tries all of it, which takes an hour on two cores.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,8 +11,6 @@ from zoo import TORCH
 from zoo_jobs import differences, plain_traces
 
 from d9d_dist.testing import run_ranks
-
-_EXHAUSTIVE = os.environ.get("D9D_EXHAUSTIVE", "") == "1"
 
 LAYOUTS = (
     [{}],
@@ -56,12 +53,17 @@ def _chunks(names: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(names[start : start + _CHUNK]) for start in range(0, len(names), _CHUNK)]
 
 
-def _library_chunks() -> list[tuple[str, ...]]:
-    if not _EXHAUSTIVE:
-        return []
-    from zoo_libraries import library_names  # noqa: PLC0415  (their imports take seconds)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """List the modules of libraries where they are tried: their imports take seconds."""
+    if "of_libraries" not in metafunc.fixturenames:
+        return
+    chunks: list[tuple[str, ...]] = [()]
+    if metafunc.config.option.all:
+        from zoo_libraries import library_names  # noqa: PLC0415
 
-    return _chunks(library_names())
+        chunks = _chunks(library_names())
+    cases = [pytest.param(names, id="".join(names[:1]), marks=pytest.mark.full) for names in chunks]
+    metafunc.parametrize("of_libraries", cases)
 
 
 def _check(names: Sequence[str], folder: Path) -> dict[str, str]:
@@ -86,16 +88,15 @@ def test_a_sample_trains_as_in_a_plain_loop(tmp_path: Path) -> None:
     assert not _check(SAMPLE, tmp_path)
 
 
-@pytest.mark.skipif(not _EXHAUSTIVE, reason="takes minutes: D9D_EXHAUSTIVE=1")
+@pytest.mark.full
 @pytest.mark.parametrize("names", _chunks([name for name in TORCH if name not in SAMPLE]), ids=lambda names: names[0])
 def test_torchs_own_train_as_in_a_plain_loop(names: tuple[str, ...], tmp_path: Path) -> None:
     assert not _check(names, tmp_path)
 
 
-@pytest.mark.parametrize("names", _library_chunks(), ids=lambda names: names[0])
-def test_those_of_libraries_train_as_in_a_plain_loop(names: tuple[str, ...], tmp_path: Path) -> None:
-    """What does not run on a small configuration in a plain loop is printed, and left out."""
-    for name, why in _check(names, tmp_path).items():
+def test_those_of_libraries_train_as_in_a_plain_loop(of_libraries: tuple[str, ...], tmp_path: Path) -> None:
+    """Print those that do not run on a small configuration in a plain loop either."""
+    for name, why in _check(of_libraries, tmp_path).items():
         print(f"{name} is not in the zoo: {why}")
 
 

@@ -1,5 +1,4 @@
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,8 +41,11 @@ _SAMPLE = [
     ("shards", "bert"),
     ("shards", "t5"),
 ]
-_ALL = [(mesh, name) for mesh in _MESHES for name in CASES]
-_TRIED = _ALL if os.environ.get("D9D_EXHAUSTIVE", "") == "1" else _SAMPLE
+_TRIED = [
+    pytest.param(mesh, name, marks=() if (mesh, name) in _SAMPLE else pytest.mark.full)
+    for mesh in _MESHES
+    for name in CASES
+]
 
 
 class _Squares(Task):

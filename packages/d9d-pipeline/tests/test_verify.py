@@ -428,7 +428,7 @@ def test_ranks_that_wait_for_a_deadlock_are_not_its_cause() -> None:
     assert line.startswith(f"  rank 2 has {send!r} before {receive!r}, and rank 3 has SendInputGradient(stage=3, ")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(program=programs(ranks=4, microbatches=8), seed=st.integers(0, 2**32))
 def test_the_first_line_names_the_rank_and_the_action_that_were_changed(program: Program, seed: int) -> None:
     chance = random.Random(seed)  # noqa: S311 - not for secrets

@@ -42,7 +42,7 @@ def test_refuses_no_stage() -> None:
         build(Interleaved(0), num_ranks=2, num_microbatches=2)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(p=st.integers(1, 5), m=st.integers(1, 12), v=st.integers(1, 3))
 def test_a_larger_bound_is_met_and_never_slower(p: int, m: int, v: int) -> None:
     longest = -(-m // max(1, m // p))  # microbatches of the longest round
