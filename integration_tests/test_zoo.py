@@ -41,10 +41,9 @@ SAMPLE = (
 )
 
 REFUSED = {
-    "embedding bag by frequency": "scale_grad_by_freq divides gradients by counts of this rank's batch",
     "transformers:ibert": "buffers are not equal on all ranks after step 1, because forward updates them",
 }
-"""Modules that several ranks do not train, and what says so: the last one keeps ranges of activations in buffers."""
+"""Modules that several ranks do not train, and what says so: this one keeps ranges of activations in buffers."""
 
 _CHUNK = 16
 

@@ -37,7 +37,8 @@ def synchronize_embeddings(model: nn.Module, group: dist.ProcessGroup) -> list[s
     """
     found: list[str] = []
     for name, module in model.named_modules():
-        if writes_to_rows(module) or (isinstance(module, nn.Embedding) and module.scale_grad_by_freq):
+        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if writes_to_rows(module) or (is_embedding and module.scale_grad_by_freq):
             module.__class__ = _synchronized(type(module), group)
             found.append(canonical_name(name))
     return found
@@ -87,19 +88,25 @@ class _OverRanks(TorchFunctionMode):
             rows.register_hook(lambda gradient: gradient / counts[ids].unsqueeze(-1))
         return rows
 
-    def _embedding_bag(
+    def _embedding_bag(  # noqa: PLR0917  (torch's arguments)
         self,
         ids: Tensor,
         weight: Tensor,
         offsets: Tensor | None = None,
         max_norm: float | None = None,
         norm_type: float = 2,
+        scale_grad_by_freq: bool = False,
         *others: Any,
         **options: Any,
     ) -> Tensor:
+        counts = self._counts(ids, weight)
         if max_norm is not None:
-            _clip_rows(weight, self._counts(ids, weight), max_norm, norm_type)
-        return F.embedding_bag(ids, weight, offsets, None, norm_type, *others, **options)
+            _clip_rows(weight, counts, max_norm, norm_type)
+        if scale_grad_by_freq and weight.requires_grad:
+            weight = weight.view_as(weight)
+            # Rows that no rank looks up have a gradient of 0.
+            weight.register_hook(lambda gradient: gradient / counts.clamp(min=1).unsqueeze(-1))
+        return F.embedding_bag(ids, weight, offsets, None, norm_type, False, *others, **options)
 
     def _counts(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Return how often all ranks look up each row."""

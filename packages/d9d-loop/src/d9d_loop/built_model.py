@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_dist import DistributedContext, StageInfo, UserError, built_values, canonical_name, digest_values, move_to_meta
 from d9d_loop._skipped_draws import SkippedDraws
-from d9d_loop.model_check import check_layers
 from d9d_loop.model_provider import ModelProvider
 from d9d_loop.own_random import own_random
 
@@ -61,8 +60,6 @@ def build_model(provider: ModelProvider, stage: StageInfo, *, seed: int, keep_va
     """
     if provider.late_init:
         module = _build_on_meta(provider, stage)
-        if not keep_values:
-            check_layers(module)
         return BuiltModel(module, _on_meta(module), frozenset(), None)
     if keep_values:
         module, values = build_with_values(provider, stage, seed=seed)
@@ -70,7 +67,6 @@ def build_model(provider: ModelProvider, stage: StageInfo, *, seed: int, keep_va
         return BuiltModel(module, tensors, frozenset(tensors.keys() - values.keys()), {})
     with _turn_of_host():
         module, digests = _build_and_digest(provider, stage, seed=seed)
-        check_layers(module)
         move_to_meta(module)
     tensors = _on_meta(module)
     return BuiltModel(module, tensors, frozenset(tensors.keys() - digests.keys()), digests)

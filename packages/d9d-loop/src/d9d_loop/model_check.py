@@ -1,4 +1,4 @@
-"""What a model may not be on several ranks, and what a provider's `parallelize` may not do to it."""
+"""What a provider's `parallelize` may not do to a model, found when it has run."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,25 +8,6 @@ from torch.distributed.tensor import DTensor
 
 from d9d_dist import DistributedContext, UserError, all_gather_objects, canonical_name, writes_to_rows
 from d9d_state import TensorInfo, model_tensors
-
-
-def check_layers(model: nn.Module) -> None:
-    """Refuse layers whose result depends on which samples share a rank.
-
-    Raises:
-        UserError: Listing them.
-    """
-    names = [
-        name or "the model"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.EmbeddingBag) and module.scale_grad_by_freq
-    ]
-    if names:
-        raise UserError(
-            f"{', '.join(names)}: an nn.EmbeddingBag with scale_grad_by_freq divides gradients by counts of this rank's"
-            " batch, so several ranks would train differently than one; expected scale_grad_by_freq=False. Or use an "
-            "nn.Embedding, whose counts are those of all ranks, and sum its rows."
-        )
 
 
 def describe_tensors(model: nn.Module) -> dict[str, TensorInfo]:
