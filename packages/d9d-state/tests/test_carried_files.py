@@ -100,7 +100,7 @@ def test_large_files_are_named_and_not_copied(
     (source / "corpus.txt").write_bytes(bytes(301))
     with caplog.at_level(logging.WARNING):
         save_model_state(nn.Linear(2, 3), tmp_path / "export", source=source)
-    assert "corpus.txt is larger than 300 bytes: it is not exported" in caplog.text
+    assert "corpus.txt is larger than 300 bytes; it is not copied to the export" in caplog.text
     assert not (tmp_path / "export/corpus.txt").exists()
     assert (tmp_path / "export/tokenizer.model").exists()
 
@@ -114,7 +114,9 @@ def test_a_source_that_cannot_be_read_is_refused(tmp_path: Path, config: str, me
     (source / "config.json").write_text(config)
     with pytest.raises(UserError, match=message):
         save_model_state(nn.Linear(2, 3), tmp_path / "export", source=source)
-    with pytest.raises(UserError, match=r"came with the weights cannot be read: .*absent.* Put .*absent back"):
+    with pytest.raises(
+        UserError, match=r"the files beside the source weights cannot be read: .*absent.* Put .*absent back"
+    ):
         save_model_state(nn.Linear(2, 3), tmp_path / "export", source=tmp_path / "absent")
     assert not (tmp_path / "export").exists()
 

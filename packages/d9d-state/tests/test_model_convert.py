@@ -124,7 +124,7 @@ def test_ranks_share_out_the_work_and_fail_together(source: Path, tmp_path: Path
     assert all(messages == results[0] for messages in results)
     missing, same, exploded, full = results[0]
     assert "missing in the file:\n    absent" in missing
-    assert "as source and target; expected another folder to write to" in same
+    assert "as both source and target; expected a different target folder" in same
     assert "boom" in exploded
     assert "rank 2: " in full
     assert "No space left on device" in full

@@ -60,6 +60,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_given(tmp_path: Path, s
     with pytest.raises(UserError) as caught:
         read_model_state(tmp_path, parallel(stack(["w.0", "b"], "w"), rename("absent", "a"), drop("i")))
     assert "missing in the file:\n    absent" in str(caught.value)
-    assert "unused; drop() them, or ignore what is unused:\n    w.3\n    w.1\n    w.4\n    w.2" in str(caught.value)
+    assert 'unused; drop() them, or pass unused="ignore":\n    w.3\n    w.1\n    w.4\n    w.2' in str(caught.value)
     assert "stack(dim=0) on w.0, b failed" in str(caught.value)
     assert "in the model" not in str(caught.value)

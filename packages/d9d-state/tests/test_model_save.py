@@ -94,7 +94,7 @@ def test_mapper_and_model_must_fit(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         save_model_state(nn.Linear(2, 3), tmp_path / "export", parallel(rename("w", "weight"), rename("bias", "b")))
     assert "consumed, but not in the model: w" in str(caught.value)
-    assert "in the model, but not consumed; drop() them if that is meant: weight" in str(caught.value)
+    assert "in the model, but not consumed; drop() them if this is intended: weight" in str(caught.value)
     with pytest.raises(ValueError, match=r"unstack\(dim=0\) on bias failed"):
         save_model_state(
             nn.Linear(2, 3), tmp_path / "export", parallel(rename("weight", "w"), unstack("bias", ["a", "b"]))
@@ -130,7 +130,7 @@ def test_a_folder_with_anything_else_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "model.safetensors", "model.safetensors.index.json"])
 def test_extra_files_have_names_of_their_own(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="expected a plain file name that is not one of the weights'"):
+    with pytest.raises(ValueError, match="expected a plain file name that is not the name of a weight file"):
         save_model_state(nn.Linear(2, 3), tmp_path / "export", extra_files={name: {}})
 
 
@@ -284,7 +284,7 @@ def test_pipeline_stages_write_one_export(tmp_path: Path) -> None:
     )
     assert results[0][3] is not None
     assert "consumed, but not in the model: absent\n" in results[0][3]
-    assert "but not consumed; drop() them if that is meant: layers.0.weight, layers.0.bias" in results[0][3]
+    assert "but not consumed; drop() them if this is intended: layers.0.weight, layers.0.bias" in results[0][3]
     expected = {**_Stage(0).state_dict(), **_Stage(1).state_dict()}
     plain = _peer_reads(tmp_path / "0")
     assert plain.keys() == expected.keys()

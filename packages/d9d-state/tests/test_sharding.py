@@ -75,7 +75,7 @@ def test_a_plain_tensor_is_all_there() -> None:
 
 
 def test_a_tensor_without_storage_is_refused() -> None:
-    with pytest.raises(ValueError, match="the model is on the meta device; materialize it before its state is loaded"):
+    with pytest.raises(ValueError, match="the model is on the meta device; materialize it before loading its state"):
         local_part(torch.empty(2, device="meta"))
 
 

@@ -59,14 +59,14 @@ def test_random_boxes_are_judged_as_by_counting() -> None:
 @pytest.mark.parametrize(
     ("boxes", "problem"),
     [
-        ([Box((0, 0), (2, 3))], "its chunks hold 6 elements of 12"),
+        ([Box((0, 0), (2, 3))], "its chunks contain 6 of 12 elements"),
         (
             [Box((0, 0), (3, 3)), Box((2, 0), (2, 3))],
             r"the chunks \[3, 3\] at \[0, 0\] and \[2, 3\] at \[2, 0\] overlap",
         ),
-        ([Box((0, 0), (5, 3))], r"the chunk \[5, 3\] at \[0, 0\] reaches beyond the shape \[4, 3\]"),
-        ([Box((0,), (12,))], r"the chunk \[12\] at \[0\] is no part of a tensor of shape \[4, 3\]"),
-        ([Box((0, 0), (4, 3)), Box((4, 0), (0, 3))], r"the chunk \[0, 3\] at \[4, 0\] is no part"),
+        ([Box((0, 0), (5, 3))], r"the chunk \[5, 3\] at \[0, 0\] exceeds the shape \[4, 3\]"),
+        ([Box((0,), (12,))], r"the chunk \[12\] at \[0\] is empty or has other dims than the shape \[4, 3\]"),
+        ([Box((0, 0), (4, 3)), Box((4, 0), (0, 3))], r"the chunk \[0, 3\] at \[4, 0\] is empty or"),
     ],
 )
 def test_what_is_wrong_is_said(boxes: list[Box], problem: str) -> None:

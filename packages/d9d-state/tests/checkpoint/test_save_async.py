@@ -108,7 +108,7 @@ def test_host_memory_is_made_once(tmp_path: Path) -> None:
 def test_mistakes_are_raised_at_once(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     _save_async(store, 1, _tensors(1.0))
-    with pytest.raises(UserError, match="step-00000001 is complete already"):
+    with pytest.raises(UserError, match="step-00000001 exists and is complete"):
         _save_async(store, 1, _tensors(1.0))
     with pytest.raises(ValueError, match=r"safetensors files cannot hold torch\.complex128"):
         store.save_async(2, {"a": torch.ones(1, dtype=torch.complex128)})

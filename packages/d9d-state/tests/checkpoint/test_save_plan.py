@@ -121,8 +121,10 @@ def test_ranks_come_to_one_plan(found: list[dict[str, Any]]) -> None:
 def test_what_does_not_fit_together_is_said_on_every_rank(found: list[dict[str, Any]]) -> None:
     shape, hole, partial, dtype, kind = found[0]["messages"]
     assert all(each["messages"] == found[0]["messages"] for each in found)
-    assert shape.startswith("a is [3] float32 on rank 3, [2] float32 on rank 0; expected the same on all ranks")
-    assert "a [4] float32 cannot be put together from what the ranks hold: its chunks hold 2 elements of 4" in hole
+    assert shape.startswith(
+        "a is [3] float32 on rank 3, [2] float32 on rank 0; expected equal shapes and dtypes on all ranks"
+    )
+    assert "a [4] float32 cannot be assembled from the ranks' shards: its chunks contain 2 of 4 elements" in hole
     assert "rank 0: " in partial
     assert dtype.startswith("rank 1: safetensors files cannot hold torch.complex128")
-    assert kind == "rank 2: a is of type int; expected a tensor. Put it into state."
+    assert kind == "rank 2: a is of type int; expected a tensor. Pass other values in state=."

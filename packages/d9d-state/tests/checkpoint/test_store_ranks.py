@@ -232,7 +232,10 @@ def test_damage_that_one_rank_finds_stops_all_before_a_tensor_is_written(tmp_pat
     results = run_ranks(_load_damaged, str(tmp_path))
     assert results[0] == results[1]
     assert results[0][0].startswith("rank 1: ")
-    assert "tensors-00001.safetensors: model.1 [2] float32 is not what was written at step 1. Move" in results[0][0]
+    assert (
+        "tensors-00001.safetensors: model.1 [2] float32 does not have the recorded SHA-256 at step 1. Move"
+        in results[0][0]
+    )
     assert results[0][1] == 0
 
 
@@ -300,5 +303,5 @@ def test_a_job_goes_on_beside_what_one_rank_found_damaged(tmp_path: Path) -> Non
     assert results[0] == results[1]
     *values, message = results[0]
     assert values == [1, 2, [22.0] * 3]
-    assert "rank 0: what killed saves left in" in message
+    assert "rank 0: partial checkpoints in" in message
     assert (tmp_path / "step-00000002.damaged-1").is_dir()

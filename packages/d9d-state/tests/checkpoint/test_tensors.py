@@ -103,7 +103,7 @@ def test_state_is_placed_as_the_optimizer_would(tmp_path: Path) -> None:
 def test_parameters_of_another_model_are_refused() -> None:
     model = _Model()
     optimizer = SGD([model.scale, nn.Parameter(torch.ones(1))])
-    with pytest.raises(ValueError, match="parameter 1 of the optimizer's group 0 is none of the model's"):
+    with pytest.raises(ValueError, match="parameter 1 of optimizer group 0, which is not a parameter of the model"):
         optimizer_tensors(model, optimizer)
 
 
@@ -115,7 +115,8 @@ def test_state_that_is_neither_tensor_nor_number_is_refused() -> None:
     assert optimizer_tensors(model, optimizer) == {}  # numbers are saved elsewhere
     state[model.scale]["history"] = [3]
     with pytest.raises(
-        ValueError, match=r"SGD keeps history of type list for scale, which a checkpoint cannot hold; expected tensors"
+        ValueError,
+        match=r"SGD has state history of type list for scale, which a checkpoint cannot store; expected tensors",
     ):
         optimizer_tensors(model, optimizer)
 
@@ -150,7 +151,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path
     with pytest.raises(UserError) as caught:
         check_same_model(info, _Model())
     lines = str(caught.value).splitlines()
-    assert lines[0].endswith("step-00000001 is a checkpoint of another model:")
+    assert lines[0].endswith("step-00000001 is a checkpoint of a different model:")
     assert set(lines[1:-1]) == {
         "  the model has linear.weight, the checkpoint does not",
         "  the model has linear.bias, the checkpoint does not",
@@ -160,4 +161,4 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path
         "  scale is [2] float32 in the checkpoint, [] float32 in the model",
         "  unused is [2] float64 in the checkpoint, [2] float32 in the model",
     }
-    assert lines[-1] == "Use the configuration it was saved with, or another run folder."
+    assert lines[-1] == "Use the configuration that it was saved with, or another run folder."

@@ -44,8 +44,9 @@ def test_damage_is_found_by_one_thread_and_by_several(tmp_path: Path) -> None:
         file.write(bytes([byte[0] ^ 1]))
     (info.folder / "state.json").unlink()
     expected = [
-        f"{info.folder}/state.json cannot be read: No such file or directory. The folder is incomplete; get it anew.",
-        f"{path}: b [3000000] float32 is not what was written",
+        f"{info.folder}/state.json cannot be read: No such file or directory. "
+        "The folder is incomplete; download or copy it again.",
+        f"{path}: b [3000000] float32 does not have the recorded SHA-256",
     ]
     for threads in (1, 3):
         assert damage(info.folder, parts_of(info.manifest), threads=threads) == expected

@@ -55,14 +55,14 @@ def test_one_report_lists_every_mismatch() -> None:
         mapper.check(source=source, target=target)
     lines = str(caught.value).splitlines()
     assert lines == [
-        "the checkpoint, the mapper and the model do not fit together:",
+        "the checkpoint, the mapper and the model do not match:",
         "  missing in the file:",
         "    absent",
-        "  in the file, but unused; drop() them, or ignore what is unused:",
+        '  in the file, but unused; drop() them, or pass unused="ignore":',
         "    extra",
         "  produced, but not in the model:",
         "    not_in_model",
-        "  in the model, but nothing fills them; keep() them if that is meant:",
+        "  in the model, but not produced; keep() them if this is intended:",
         "    unfilled",
         "  wrong shape or dtype:",
         "    shape: got [2, 3] float32 from shape; expected [2] float32",

@@ -75,8 +75,8 @@ def test_parallel_keeps_apart_equal_names_inside_of_chains() -> None:
 def test_sequential_lists_everything_that_does_not_connect() -> None:
     with pytest.raises(
         ValueError,
-        match=r"mapper 1 of sequential\(\) does not fit the one before it: it does not consume a, b: name them in "
-        r"identity\(\) or drop\(\) beside it; it consumes x, y, which the mapper before it does not produce",
+        match=r"mapper 1 of sequential\(\) does not match the mapper before it: it does not consume a, b: add them to "
+        r"identity\(\) or drop\(\) in parallel with it; it consumes x, y, which the mapper before it does not produce",
     ):
         sequential(identity("a", "b", "c"), identity("c", "x", "y"))
 
@@ -99,11 +99,14 @@ def test_what_is_kept_passes_through_operations_unset() -> None:
 
 
 def test_an_operation_gets_all_of_its_tensors_or_none() -> None:
-    with pytest.raises(ValueError, match=r"stack\(dim=0\) would need values that keep\(\) leaves unset"):
+    with pytest.raises(ValueError, match=r"stack\(dim=0\) would get only some of its inputs"):
         sequential(parallel(keep("a"), identity("b")), stack(["a", "b"], "c"))
     dropping = sequential(split("c", ["a", "b"], [1, 1]), parallel(drop("a"), identity("b")))
     assert dropping.apply({"c": torch.tensor([1, 2])})["b"].tolist() == [2]
-    with pytest.raises(ValueError, match=r"concat\(dim=0, sizes=\[1, 1\]\) would need values .* or that were dropped"):
+    with pytest.raises(
+        ValueError,
+        match=r"concat\(dim=0, sizes=\[1, 1\]\) would get only some of its inputs, because .* are kept or dropped",
+    ):
         dropping.inverse()
 
 
@@ -124,7 +127,7 @@ def test_repeat_leaves_other_braces_alone() -> None:
 
 
 def test_repeat_refuses_a_placeholder_that_no_name_holds() -> None:
-    with pytest.raises(ValueError, match=r"got values for j, but no name holds \{j\}"):
+    with pytest.raises(ValueError, match=r"got values for j, but no name contains \{j\}"):
         repeat(rename("{i}", "a.{i}"), i=range(2), j=range(2))
 
 

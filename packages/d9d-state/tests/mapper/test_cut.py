@@ -20,10 +20,12 @@ def test_select() -> None:
 
 def test_what_is_lost_does_not_come_back() -> None:
     with pytest.raises(
-        ValueError, match=r"narrow\(dim=0, start=1, length=2\) has no inverse: values are lost. Use split"
+        ValueError, match=r"narrow\(dim=0, start=1, length=2\) has no inverse, because values are lost. Use split"
     ):
         narrow("a", start=1, length=2).inverse()
-    with pytest.raises(ValueError, match=r"select\(dim=0, index=1\) has no inverse: values are lost. Use unstack"):
+    with pytest.raises(
+        ValueError, match=r"select\(dim=0, index=1\) has no inverse, because values are lost. Use unstack"
+    ):
         select("a", index=1).inverse()
 
 
@@ -43,7 +45,7 @@ def test_pad_and_back() -> None:
     ("mapper", "message"),
     [
         (narrow("a", start=2, length=2), r"dim 0 of shape \[3, 4\] ends before 4"),
-        (narrow("a", dim=2, start=0, length=0), r"got dim 2; expected one of the 2 dims"),
+        (narrow("a", dim=2, start=0, length=0), r"got dim 2; expected a dim of a tensor with 2 dims"),
         (select("a", index=3), r"dim 0 of shape \[3, 4\] has no index 3"),
         (select("a", dim=-1, index=-5), r"dim -1 of shape \[3, 4\] has no index -5"),
         (pad("a", size=2, padded_size=4), r"dim 0 of shape \[3, 4\] must have size 2"),
@@ -58,7 +60,7 @@ def test_tensors_fit(mapper: StateMapper, message: str) -> None:
 
 
 def test_arguments_make_sense() -> None:
-    with pytest.raises(ValueError, match="narrow of a got start -1 and length 2; expected neither below 0"):
+    with pytest.raises(ValueError, match="narrow of a got start -1 and length 2; expected both to be 0 or more"):
         narrow("a", start=-1, length=2)
     with pytest.raises(ValueError, match=r"pad of a got size 4 and padded_size 3; expected 0 <= size <= padded_size"):
         pad("a", size=4, padded_size=3)

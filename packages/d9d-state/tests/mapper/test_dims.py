@@ -21,7 +21,7 @@ _FLOATS = (
 def test_dims_count_from_both_ends() -> None:
     assert [normalized_dim(dim, 3) for dim in (0, 2, -1, -3)] == [0, 2, 2, 0]
     for dim in (3, -4):
-        with pytest.raises(ValueError, match=f"got dim {dim}; expected one of the 3 dims, counted from 0 or backwards"):
+        with pytest.raises(ValueError, match=f"got dim {dim}; expected a dim of a tensor with 3 dims"):
             normalized_dim(dim, 3)
 
 

@@ -335,7 +335,7 @@ def test_reads_are_planned_without_reading() -> None:
 def test_destinations_are_of_one_group() -> None:
     mapper = parallel(split("a", ["b", "c"], [1, 1]), identity("d"))
     one = Destination(Region((0,), (1,)), torch.empty(1))
-    with pytest.raises(ValueError, match="d is not of the group of b, c; expected outputs of one group"):
+    with pytest.raises(ValueError, match="d is not in the group of b, c; expected outputs of one group"):
         mapper.fill({"b": one, "d": one}, _Source({}))
     with pytest.raises(ValueError, match="x is not an output of this mapper"):
         mapper.fill({"x": one}, _Source({}))
@@ -346,7 +346,11 @@ def test_destinations_are_of_one_group() -> None:
 @pytest.mark.parametrize(
     ("region", "tensor", "message"),
     [
-        (Region((0,), (3,)), torch.empty(3), r"b: got the region at \[0\] of sizes \[3\]; expected one within \[2\]"),
+        (
+            Region((0,), (3,)),
+            torch.empty(3),
+            r"b: got the region at \[0\] of sizes \[3\]; expected a region within shape \[2\]",
+        ),
         (Region((0,), (2,)), torch.empty(1), r"b: got a tensor of shape \[1\]; expected \[2\]"),
         (Region((0,), (2,)), torch.empty(2).long(), r"b: got a tensor of torch\.int64; expected torch\.float32"),
     ],
@@ -360,7 +364,7 @@ def test_destinations_fit(region: Region, tensor: Tensor, message: str) -> None:
 
 def test_the_source_holds_all_inputs() -> None:
     destination = _whole(torch.empty(2))
-    with pytest.raises(ValueError, match="the source does not hold b, c; expected all inputs of the group"):
+    with pytest.raises(ValueError, match="the source does not contain b, c; expected all inputs of the group"):
         stack(["a", "b", "c"], "d").fill({"d": destination}, _Source({"a": torch.ones(1)}))
 
 
@@ -398,5 +402,5 @@ class _BadlyLocal:
 
 def test_a_local_operation_makes_the_part_that_it_is_asked_for() -> None:
     mapper = leaf(_BadlyLocal(), ["a"], ["b"])
-    with pytest.raises(ValueError, match=r"badly on a failed: it made shape \[2\] of a part; expected \[1\]"):
+    with pytest.raises(ValueError, match=r"badly on a failed: it returned shape \[2\] for a region; expected \[1\]"):
         mapper.fill({"b": Destination(Region((0,), (1,)), torch.empty(1))}, _Source({"a": torch.ones(2)}))

@@ -55,13 +55,13 @@ def _round_trip(mesh: DeviceMesh, whole: Tensor) -> None:
 
 def _refusals(mesh: DeviceMesh, whole: Tensor) -> None:
     sharded = distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)
-    with pytest.raises(ValueError, match="got a DTensor; expected a plain tensor that every rank has whole"):
+    with pytest.raises(ValueError, match="got a DTensor; expected the full tensor as a plain tensor on every rank"):
         distribute("a", mesh, [Shard(0)]).apply({"a": sharded})
     with pytest.raises(ValueError, match=r"got a DTensor with .*1.* on .*; expected .*0.* on "):
         gather("a", mesh, [Shard(0)]).apply({"a": sharded})
     for placements in ([], [Shard(0), Replicate()], [Partial()]):
         with pytest.raises(
-            ValueError, match=r"a: got the placements .* for a mesh of 1 axes; expected a Shard or Repl"
+            ValueError, match=r"a: got the placements .* for a mesh of 1 axes; expected one Shard or Repl"
         ):
             parallel(distribute("a", mesh, placements))
 

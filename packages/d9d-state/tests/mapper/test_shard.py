@@ -25,7 +25,7 @@ def test_a_shard_costs_what_it_holds() -> None:
 
 def test_there_is_such_a_shard() -> None:
     for num_shards, index in ((2, 2), (2, -1), (0, 0)):
-        with pytest.raises(ValueError, match=f"got shard {index} of {num_shards}; expected an index from 0 to below"):
+        with pytest.raises(ValueError, match=f"got shard {index} of {num_shards}; expected 0 <= index < num_shards"):
             identity("a").shard(num_shards, index)
 
 
