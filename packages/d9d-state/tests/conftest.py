@@ -1,4 +1,4 @@
-"""What the tests of faults share: ending a process at a chosen call, and the choice of the calls that are tried."""
+"""Shared fixtures of the fault tests: kill a process at a chosen call, and choose the calls to test."""
 
 import os
 import random
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent / "faults"))  # the modules there serve the tests of several folders
+sys.path.append(str(Path(__file__).parent / "faults"))  # helper modules for tests in several folders
 
 from file_calls import Kill, file_calls
 
@@ -20,9 +20,9 @@ _EXHAUSTIVE = os.environ.get("D9D_EXHAUSTIVE", "") == "1"
 
 @pytest.fixture
 def run_killed(tmp_path: Path) -> Callable[..., bool]:
-    """Runs `work` in a process of its own, kills it at its `at`-th call to the file system, says whether it was killed.
+    """Runs `work` in a child process, kills it at its `at`-th file system call; returns True if it was killed.
 
-    Each call is killed before it is done, and a write after half of it. Calls below `tmp_path` count.
+    The kill happens before the call, and in a write after half of it. Only calls below `tmp_path` count.
     """
 
     def run(work: Callable[[], None], *, at: int) -> bool:
@@ -41,13 +41,13 @@ def run_killed(tmp_path: Path) -> Callable[..., bool]:
 
 @pytest.fixture(scope="session")
 def exhaustive() -> bool:
-    """Whether every point is tried, which takes minutes: with `D9D_EXHAUSTIVE=1`. Otherwise some, others each time."""
+    """True with `D9D_EXHAUSTIVE=1`: test every failure point, which takes minutes. Otherwise test a random sample."""
     return _EXHAUSTIVE
 
 
 @pytest.fixture
 def points(exhaustive: bool) -> Callable[..., Sequence[int]]:
-    """Chooses which of the calls 1 to `count` are tried: all, or every `stride`-th from a random one on."""
+    """Chooses the calls from 1 to `count` to test: all, or every `stride`-th from a random start."""
 
     def choose(count: int, *, stride: int) -> Sequence[int]:
         if exhaustive:
@@ -58,7 +58,7 @@ def points(exhaustive: bool) -> Callable[..., Sequence[int]]:
 
 
 def _work_and_exit(work: Callable[[], None], root: Path, at: int) -> NoReturn:
-    """In the child only: nothing that is patched here is ever seen by the parent."""
+    """Run in the forked child only, so the parent never sees the patches."""
     try:
         with file_calls(root, Kill(at)):
             work()

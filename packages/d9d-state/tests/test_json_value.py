@@ -16,7 +16,7 @@ _VALUES = st.recursive(
 
 
 @given(_VALUES)
-def test_values_come_back_bit_for_bit_from_one_text(value: Any) -> None:
+def test_json_values_round_trip_bitwise(value: Any) -> None:
     text = dump_json(value)
     assert parse_json(text) == value
     assert dump_json(parse_json(text)) == text
@@ -37,7 +37,7 @@ def test_texts_are_canonical() -> None:
         (b"bytes", "value is of type bytes"),
     ],
 )
-def test_what_has_no_place_in_json_is_named(value: Any, message: str) -> None:
+def test_error_names_path_of_non_json_value(value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dump_json(value)
 
@@ -59,7 +59,7 @@ def test_what_has_no_place_in_json_is_named(value: Any, message: str) -> None:
         (lambda: b"\xef\xbb\xbf{}", "Expecting value"),
     ],
 )
-def test_texts_that_a_careful_writer_would_not_write_are_refused(text: Callable[[], bytes], message: str) -> None:
+def test_malformed_json_is_refused(text: Callable[[], bytes], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_json(text())
 
@@ -68,7 +68,7 @@ def test_pairs_of_surrogates_are_one_character() -> None:
     assert parse_json(b'["\\ud83d\\ude42", "\\\\ud800"]') == ["\U0001f642", "\\ud800"]
 
 
-def test_many_keys_of_which_one_repeats_take_no_long_search() -> None:
+def test_duplicate_key_check_scales_to_many_keys() -> None:
     text = b"{" + b",".join(b'"%d":0' % number for number in [*range(100_000), 99_999]) + b"}"
     with pytest.raises(ValueError, match="JSON repeats the key '99999'"):
         parse_json(text)

@@ -182,7 +182,7 @@ def _span(name: str, offsets: bytes, info: TensorInfo, num_bytes: int) -> tuple[
 def _description(name: str, dtype: bytes, shape: bytes) -> TensorInfo:
     sizes = integers(shape)
     if prod(size for size in sizes if size) > _MAX_ELEMENTS:
-        raise ValueError(f"{shortened(name)} has the shape {list(sizes)}, which has more than 2^63 - 1 elements.")
+        raise ValueError(f"{shortened(name)} has the shape {list(sizes)}, whose size overflows int64.")
     if dtype.decode() != _PAIRS:
         return TensorInfo(sizes, dtype_of(dtype.decode()))
     if not sizes or sizes[-1] % 2:

@@ -8,7 +8,7 @@ from d9d_state.checkpoint.boxes import Box, cover_problem
 
 
 def _split(draws: random.Random, box: Box, depth: int) -> list[Box]:
-    """Cut a box in two along a dim, again and again."""
+    """Split a box randomly in two, repeatedly."""
     dims = [dim for dim, size in enumerate(box.shape) if size > 1]
     if depth == 0 or not dims:
         return [box]
@@ -24,14 +24,14 @@ def _split(draws: random.Random, box: Box, depth: int) -> list[Box]:
 
 
 def _is_cover(shape: tuple[int, ...], boxes: list[Box]) -> bool:
-    """Counted element by element."""
+    """Check the cover by counting every element."""
     counts = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:
         counts[tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))] += 1
     return bool((counts == 1).all())
 
 
-def test_random_boxes_are_judged_as_by_counting() -> None:
+def test_cover_problem_matches_counting_elements() -> None:
     draws = random.Random(0)  # noqa: S311
     verdicts = set()
     for _ in range(300):
@@ -69,7 +69,7 @@ def test_random_boxes_are_judged_as_by_counting() -> None:
         ([Box((0, 0), (4, 3)), Box((4, 0), (0, 3))], r"the chunk \[0, 3\] at \[4, 0\] is empty or"),
     ],
 )
-def test_what_is_wrong_is_said(boxes: list[Box], problem: str) -> None:
+def test_error_names_the_bad_boxes(boxes: list[Box], problem: str) -> None:
     found = cover_problem((4, 3), boxes)
     assert found is not None
     assert re.match(problem, found)
@@ -81,6 +81,6 @@ def test_a_tensor_without_elements_has_no_chunks() -> None:
     assert cover_problem((), [Box((), ()), Box((), ())]) is not None
 
 
-def test_many_boxes_are_quick() -> None:
+def test_cover_check_scales_to_many_boxes() -> None:
     boxes = [Box((row, 0), (1, 7)) for row in range(20_000)]
     assert cover_problem((20_000, 7), boxes) is None

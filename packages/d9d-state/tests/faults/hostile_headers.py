@@ -1,4 +1,4 @@
-"""Files that claim to be safetensors, as an attacker would write them: small to send, dear to read."""
+"""Hostile safetensors files, as an attacker would write them: small, but expensive to parse naively."""
 
 import json
 import struct
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import final
 
 _MEGABYTE = 1 << 20
-_LONGEST = 32 * _MEGABYTE  # the longest header that is looked at
+_LONGEST = 32 * _MEGABYTE  # the maximum header length
 
 
 @final
@@ -27,7 +27,7 @@ class HostileFile:
     message: str
 
     def write(self, path: Path) -> int:
-        """Write the file; the length of its header."""
+        """Write the file; return the length of its header."""
         header = self.header()
         with path.open("wb") as file:
             file.write(struct.pack("<Q", len(header)) + header)
@@ -45,7 +45,7 @@ def _header(*entries: str) -> Callable[[], bytes]:
 
 
 def _padded(part: bytes, *, head: bytes = b"", tail: bytes = b"", size: int = _LONGEST) -> Callable[[], bytes]:
-    """`head`, as many of `part` as fit, and `tail`."""
+    """Return `head`, as many copies of `part` as fit, and `tail`."""
     return lambda: head + part * ((size - len(head) - len(tail)) // len(part)) + tail
 
 
@@ -99,10 +99,10 @@ HOSTILE: dict[str, HostileFile] = {
     "an overlap": HostileFile(_header(_tensor("a", 0, 4), _tensor("b", 2, 6)), 6, "'b' starts at byte 2; expected 4"),
     "twice the same bytes": HostileFile(_header(_tensor("a", 0, 4), _tensor("b", 0, 4)), 4, "'b' starts at byte 0"),
     "sizes that overflow 64 bits": HostileFile(
-        _header(_tensor("a", 0, 0, shape=[1 << 32, 1 << 32])), 0, "which has more than 2^63 - 1 elements"
+        _header(_tensor("a", 0, 0, shape=[1 << 32, 1 << 32])), 0, "whose size overflows int64"
     ),
     "sizes that overflow before a zero": HostileFile(
-        _header(_tensor("a", 0, 0, shape=[1 << 62, 1 << 62, 0])), 0, "which has more than 2^63 - 1 elements"
+        _header(_tensor("a", 0, 0, shape=[1 << 62, 1 << 62, 0])), 0, "whose size overflows int64"
     ),
     "a size beyond 64 bits": HostileFile(_header(_tensor("a", 0, 0, shape=[1 << 64, 0])), 0, "after byte 1 it has"),
     "a size of 10,000 digits": HostileFile(

@@ -1,4 +1,4 @@
-"""A process that may open no more files says so, and takes no sound checkpoint for a damaged one."""
+"""A process at its limit of open files reports the limit, and does not treat checkpoints as damaged."""
 
 import errno
 import logging
@@ -73,7 +73,7 @@ def test_a_checkpoint_that_cannot_be_opened_is_not_moved_aside(tmp_path: Path) -
     assert step_of_newest(CheckpointStore(tmp_path)) == 2
 
 
-def test_a_folder_that_cannot_be_listed_is_no_left_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlistable_folder_is_not_treated_as_partial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(tmp_path, 1)
     (tmp_path / "step-00000002.partial").mkdir()
     monkeypatch.setattr(Path, "iterdir", _full)

@@ -90,7 +90,7 @@ class _NoOperators(TorchDispatchMode):
         raise AssertionError(f"{func} ran")
 
 
-def test_nothing_runs_but_functions_of_a_users_own() -> None:
+def test_check_runs_only_user_functions() -> None:
     mapper = parallel(
         sequential(stack(["a.0", "a.1"], "b"), transpose("b"), unstack("b", ["c.0", "c.1"], dim=1)),
         sequential(concat(["d.0", "d.1"], "e"), split("e", ["f", "g"], [1, 3]), _arranged("f", "g")),
@@ -103,7 +103,7 @@ def test_nothing_runs_but_functions_of_a_users_own() -> None:
             transform(["a"], ["a"], lambda a: [a + 1]).check(source={"a": _info(1)}, target={"a": _info(1)})
 
 
-def test_what_fits_is_returned() -> None:
+def test_check_returns_the_mapper() -> None:
     mapper = identity("a")
     assert mapper.check(source={"a": _info(2, dtype=torch.bfloat16)}, target={"a": _info(2)}) is mapper
 

@@ -70,7 +70,7 @@ def test_one_size_per_part() -> None:
         (split("a", ["b"], [1], dim=1), [(1,)], "got dim 1; expected a dim of a tensor with 1 dims"),
     ],
 )
-def test_tensors_fit(mapper: StateMapper, shapes: list[tuple[int, ...]], message: str) -> None:
+def test_mismatched_tensors_are_refused(mapper: StateMapper, shapes: list[tuple[int, ...]], message: str) -> None:
     named = dict(zip(mapper.inputs, shapes, strict=True))
     with pytest.raises(ValueError, match=message):
         mapper.infer({name: TensorInfo(shape, torch.float32) for name, shape in named.items()})

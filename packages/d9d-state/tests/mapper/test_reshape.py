@@ -20,7 +20,7 @@ def test_reshape_and_back() -> None:
     assert mapper.inverse().inverse().explain() == reshape("a", "b", [4, 8]).explain()
 
 
-def test_reshape_needs_the_shape_to_go_back_to() -> None:
+def test_inverse_reshape_needs_source_shape() -> None:
     with pytest.raises(
         ValueError, match=r"reshape\(\[4, 8\]\) has no inverse; build it as reshape\(\.\.\., source_shape="
     ):
@@ -37,7 +37,7 @@ def test_reshape_needs_the_shape_to_go_back_to() -> None:
         ([-2, 4], None, r"got shape \[-2, 4\]; expected sizes of 0 or more"),
     ],
 )
-def test_shapes_fit_each_other(shape: list[int], source_shape: list[int] | None, message: str) -> None:
+def test_mismatched_shapes_are_refused(shape: list[int], source_shape: list[int] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         reshape("a", "b", shape, source_shape=source_shape)
 
@@ -99,7 +99,7 @@ def test_every_region_of_shapes_with_common_factors_is_read_exactly(
         assert int(counting.count.max()) == 1, region
 
 
-def test_heads_are_cut_out_of_rows_with_a_read_each() -> None:
+def test_head_region_needs_one_read_per_row() -> None:
     counting = _Counting(torch.arange(4 * 3 * 2 * 5).view(24, 5))
     target = torch.empty(4, 2, 5, dtype=torch.int64)
     region = Region((0, 1, 0, 0), (4, 1, 2, 5))
@@ -107,7 +107,7 @@ def test_heads_are_cut_out_of_rows_with_a_read_each() -> None:
     assert counting.num_reads == 4
 
 
-def test_rows_side_by_side_are_one_read() -> None:
+def test_adjacent_rows_are_one_read() -> None:
     counting = _Counting(torch.arange(24))
     target = torch.empty(2, 6, dtype=torch.int64)
     reshape("a", "b", [4, 2, 3]).fill({"b": Destination(Region((1, 0, 0), (2, 2, 3)), target.view(2, 2, 3))}, counting)
