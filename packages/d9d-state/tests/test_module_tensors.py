@@ -39,7 +39,7 @@ def test_tied_tensors_have_one_first_name() -> None:
 
 def test_non_tensor_state_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"_extra_state: expected tensors only\. Keep other state out of get_extra_state"
+        ValueError, match=r"got _extra_state in the state dict; expected tensors only\. Remove get_extra_state"
     ):
         module_tensors(_Extra())
 

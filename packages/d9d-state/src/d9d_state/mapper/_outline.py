@@ -141,11 +141,11 @@ def _follows(one: Label, other: Label) -> bool:
 
 def _folded(whole: Sequence[Outline]) -> list[Outline]:
     """Fold outlines that differ only in numbers, at the position of the first of them."""
-    alike: dict[tuple[object, ...], list[Outline]] = {}
+    outlines_by_kind: dict[tuple[object, ...], list[Outline]] = {}
     for outline in whole:
-        alike.setdefault(tuple(_step_kind(step) for step in outline.steps), []).append(outline)
+        outlines_by_kind.setdefault(tuple(_step_kind(step) for step in outline.steps), []).append(outline)
     shown = []
-    for members in alike.values():
+    for members in outlines_by_kind.values():
         rows = [tuple(number for label in _labels(each) for number in _numbers(label.name or "")) for each in members]
         for texts, count in folded_rows(rows):
             left = iter(texts)
