@@ -227,6 +227,6 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
     (ended,) = on_ranks("pretrain", [*_tiny(tmp_path, "run", steps=2), "--model.num_layers", "3"])
     assert ended.code == 2
-    assert "is a checkpoint of another model:" in ended.errors
+    assert "is a checkpoint of a different model:" in ended.errors
     assert "the model has backbone.layers.2.attention.q_proj.weight, the checkpoint does not" in ended.errors
     assert before == {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}

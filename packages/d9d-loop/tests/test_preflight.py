@@ -207,8 +207,8 @@ def _save_checkpoint(folder: Path, step: int) -> None:
 def test_a_checkpoint_must_be_of_the_same_model(tmp_path: Path) -> None:
     _save_checkpoint(tmp_path, 2)
     message = (
-        r".*step-00000002 is a checkpoint of another model:\n.*weight is .*\[2, 3\].* in the checkpoint, "
-        r".*\[4, 3\].* in the model\n(.*\n)*Use the configuration it was saved with, or another run folder\."
+        r".*step-00000002 is a checkpoint of a different model:\n.*weight is .*\[2, 3\].* in the checkpoint, "
+        r".*\[4, 3\].* in the model\n(.*\n)*Use the configuration that it was saved with, or another run folder\."
     )
     _refused(tmp_path, message, model=lambda stage: nn.Linear(3, 4))
 
@@ -279,7 +279,7 @@ def test_metrics_may_not_take_the_names_of_the_trainer(tmp_path: Path) -> None:
 
 def test_initial_weights_must_be_there(tmp_path: Path) -> None:
     where = re.escape(str(tmp_path / "absent"))
-    message = rf"initial_weights = {where}: {where} holds no model; expected model\.safetensors or .* in it\."
+    message = rf"initial_weights = {where}: {where} contains no model; expected model\.safetensors or .* in it\."
     _refused(tmp_path, message, initial_weights=tmp_path / "absent")
 
 
@@ -287,7 +287,7 @@ def test_initial_weights_must_fit(tmp_path: Path) -> None:
     save_model_state(nn.Linear(5, 2, bias=False), tmp_path / "weights")
     where = re.escape(str(tmp_path / "weights"))
     message = (
-        rf"initial_weights = {where}: the checkpoint, the mapper and the model do not fit together:\n"
+        rf"initial_weights = {where}: the checkpoint, the mapper and the model do not match:\n"
         r"(.*\n)*.*bias\n(.*\n)*.*weight: got \[2, 5\] .*; expected \[2, 3\] .*"
     )
     _refused(tmp_path, message, initial_weights=tmp_path / "weights")
@@ -356,9 +356,9 @@ def test_a_checkpoint_without_frozen_parameters_needs_the_initial_weights(tmp_pa
     config = _config(tmp_path, initial_weights=tmp_path / "weights", checkpoint={"trainable_only": True})
     check_job(config, provider=FunctionProvider(_half_frozen), task=_Nothing(), data=DatasetProvider(DATA))
     (tmp_path / "weights").rename(tmp_path / "away")
-    with pytest.raises(UserError, match=r"initial_weights = .*weights holds no model"):
+    with pytest.raises(UserError, match=r"initial_weights = .*weights contains no model"):
         check_job(config, provider=FunctionProvider(_half_frozen), task=_Nothing(), data=DatasetProvider(DATA))
-    with pytest.raises(UserError, match=r"another model:\n  the model trains weight, the checkpoint does not\n"):
+    with pytest.raises(UserError, match=r"different model:\n  the model trains weight, the checkpoint does not\n"):
         check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
 
 

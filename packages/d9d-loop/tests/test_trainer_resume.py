@@ -396,7 +396,7 @@ def test_a_model_of_nans_is_never_the_best(
     assert kept.pop(9) is None
     ((step, metric),) = kept.items()
     assert metric == (max if higher else min)(values[each][best_by] for each in (3, 6)) == values[step][best_by]
-    assert "the metric of step 9 is nan, which counts as none" in caplog.text
+    assert "the metric of step 9 is nan; the checkpoint is saved without a metric" in caplog.text
 
 
 def _rows(folder: Path) -> list[int]:

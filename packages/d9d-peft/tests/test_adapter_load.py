@@ -45,7 +45,7 @@ def rename_a_layer(folder: Path) -> None:
         (lambda folder: (folder / "adapter_config.json").write_text("[]"), r"has no r and lora_alpha; expected the"),
         (
             lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 20),
-            r"adapter_model\.safetensors is no safetensors file: ",
+            r"adapter_model\.safetensors is not a safetensors file: got ",
         ),
         (edit_config(use_dora=True), r"adapter_config\.json says use_dora = True \(expected False\)\. Inject what"),
         (edit_config(lora_bias=True), r"adapter_config\.json says lora_bias = True \(expected False\)"),

@@ -1,4 +1,4 @@
-"""What a checkpoint costs a job: the time to write one, and the time for which a save in the background blocks.
+"""Benchmark of checkpoint saves: speed of a synchronous save, and blocking time of a background save.
 
     uv run python packages/d9d-state/benchmarks/checkpoint_save.py --folder /dev/shm/checkpoints
 
@@ -34,20 +34,20 @@ _BLOCK = 1 << 22
 
 
 def make_tensors(megabytes: int, num_tensors: int) -> dict[str, torch.Tensor]:
-    """Matrices of a transformer's kind, all of one size."""
+    """Create matrices of one size, as in a transformer."""
     elements = megabytes * (1 << 20) // 4 // num_tensors
     return {f"model.{index}": torch.rand(elements) for index in range(num_tensors)}
 
 
 def seconds(work: Callable[[], None]) -> float:
-    """How long something takes."""
+    """Return the duration of a call in seconds."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def ratio(numerators: list[float], denominators: list[float]) -> dict[str, Any]:
-    """The median of the ratios of pairs, with a bootstrapped interval of 95 %."""
+    """Return the median of the ratios of pairs, with a bootstrapped 95 % interval."""
     ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
     draws = random.Random(0)  # noqa: S311
     medians = sorted(statistics.median(draws.choices(ratios, k=len(ratios))) for _ in range(2000))
@@ -60,7 +60,7 @@ def ratio(numerators: list[float], denominators: list[float]) -> dict[str, Any]:
 
 
 def write_raw(path: Path, buffer: torch.Tensor) -> None:
-    """The floor: the same bytes from memory to one file on the disk."""
+    """Baseline: write and fsync the same bytes to one file."""
     view = memoryview((ctypes.c_char * buffer.nbytes).from_address(buffer.data_ptr())).cast("B")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     for start in range(0, len(view), _BLOCK):
@@ -70,7 +70,7 @@ def write_raw(path: Path, buffer: torch.Tensor) -> None:
 
 
 def copy(tensors: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
-    """The floor of blocking: every tensor into memory that the process has already."""
+    """Baseline of the blocking time: copy every tensor to allocated memory."""
     position = 0
     for tensor in tensors.values():
         buffer[position : position + tensor.numel()].copy_(tensor)
@@ -78,7 +78,7 @@ def copy(tensors: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
 
 
 def synchronous(folder: Path, tensors: dict[str, torch.Tensor], buffer: torch.Tensor, pairs: int) -> dict[str, Any]:
-    """A save with digests against raw writing."""
+    """Compare a save, including digests, with raw writes."""
     store = CheckpointStore(folder / "sync")
     store.save(0, tensors)
     raw, ours = [], []
@@ -93,7 +93,7 @@ def synchronous(folder: Path, tensors: dict[str, torch.Tensor], buffer: torch.Te
 
 
 def blocking(folder: Path, tensors: dict[str, torch.Tensor], buffer: torch.Tensor, pairs: int) -> dict[str, Any]:
-    """How long a save in the background blocks, later ones and the first of a store."""
+    """Measure the blocking time of background saves: the first save of a store, and later ones."""
     found: dict[str, Any] = {}
     store = CheckpointStore(folder / "later", keep_last=1)
     store.save_async(0, tensors)
@@ -110,7 +110,7 @@ def blocking(folder: Path, tensors: dict[str, torch.Tensor], buffer: torch.Tenso
             store = CheckpointStore(folder / f"{name}-{pair}")
             if is_prepared:
                 store.prepare(tensors)
-                time.sleep(0.5)  # what a training step takes, with room to spare
+                time.sleep(0.5)  # longer than a training step
             memcpy.append(seconds(lambda: copy(tensors, buffer)))
             ours.append(seconds(lambda: store.save_async(0, tensors)))  # noqa: B023
             store.wait()
@@ -120,7 +120,7 @@ def blocking(folder: Path, tensors: dict[str, torch.Tensor], buffer: torch.Tenso
 
 
 def peer(folder: Path, tensors: dict[str, torch.Tensor], buffer: torch.Tensor, pairs: int) -> dict[str, Any]:
-    """How long torch's `async_save` blocks; it needs a process group even here."""
+    """Measure the blocking time of torch's `async_save`, which needs a process group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     memcpy, theirs = [], []
     for pair in range(pairs):
@@ -135,7 +135,7 @@ def peer(folder: Path, tensors: dict[str, torch.Tensor], buffer: torch.Tensor, p
 
 
 def written_bytes(folder: str, megabytes: int) -> list[int]:
-    """Bytes of tensors that each rank writes of replicated ones: all but those are shared out by their mesh."""
+    """Return the bytes that each rank writes of replicated tensors."""
     with MeshConfig(data_parallel_replicate=-1).build() as ctx:
         store = CheckpointStore(folder)
         torch.manual_seed(0)
@@ -145,7 +145,7 @@ def written_bytes(folder: str, megabytes: int) -> list[int]:
 
 
 def main() -> None:
-    """Read the command line, run, print."""
+    """Parse the arguments, run the benchmarks and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("checkpoint_save_benchmark"))
     parser.add_argument("--megabytes", type=int, default=256)
@@ -165,7 +165,7 @@ def main() -> None:
             "blocking_against_memcpy": blocking(arguments.folder, tensors, buffer, arguments.pairs),
             "async_save_of_torch": peer(arguments.folder, tensors, buffer, max(5, arguments.pairs // 3)),
         }
-        # Ranks find a function by the name of its module, which `__main__` is not.
+        # Ranks import a function by its module name, so it cannot be in `__main__`.
         function = importlib.import_module(Path(__file__).stem).written_bytes
         options = (str(arguments.folder / "ranks"), arguments.megabytes)
         figures["bytes_written_by_ranks"] = run_ranks(function, *options, world_size=arguments.ranks)[0]

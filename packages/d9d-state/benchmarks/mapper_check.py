@@ -1,9 +1,9 @@
-"""Building, checking and inverting a state mapper of very many tensors: seconds, and microseconds for each tensor.
+"""Benchmark of building, checking and inverting a large state mapper: seconds, and microseconds per tensor.
 
     uv run python packages/d9d-state/benchmarks/mapper_check.py --tensors 100000 --folder
 
 Prints one JSON line for each graph. "mixed" is a decoder of many layers whose graph stacks experts, concatenates
-projections, transposes, casts and renames; "renames" has a group for each tensor, which is the most that there can be.
+projections, transposes, casts and renames; "renames" has one group per tensor, the maximum.
 Nothing is read but headers: with `--folder`, those of real safetensors files of tiny tensors behind an index. The goal
 is that building and checking of 100,000 tensors take 2 s together.
 """
@@ -44,7 +44,7 @@ _Tensors = dict[str, TensorInfo]
 
 
 def main() -> None:
-    """Measure every graph and print its figures."""
+    """Measure every graph and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tensors", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=5)
@@ -78,7 +78,7 @@ def _measure(
     seconds: dict[str, list[float]] = {}
     with _folder_of(source, wanted=files) as folder:
         for _ in range(repeats):
-            # A mapper remembers its groups, so that every measurement needs a fresh one.
+            # A mapper caches its groups, so every measurement needs a new one.
             mapper = _timed(seconds, "build", lambda: build(num_tensors))
             _timed(seconds, "check", lambda mapper=mapper: mapper.check(source=source, target=target))
             _timed(seconds, "inverse", mapper.inverse)
@@ -164,7 +164,7 @@ def _renames_source(num_tensors: int) -> _Tensors:
 
 @contextmanager
 def _folder_of(source: _Tensors, *, wanted: bool) -> Generator[Path | None]:
-    """Files that hold such tensors, and their index."""
+    """Write files with such tensors, and their index."""
     if not wanted:
         yield None
         return

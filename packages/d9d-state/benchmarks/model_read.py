@@ -1,4 +1,4 @@
-"""Weights from disk into a model: speed against a plain loop of `pread` and against a copy in memory, and peak memory.
+"""Benchmark of loading a model: speed relative to a loop of `pread` and to a copy in memory, and peak memory.
 
     uv run python packages/d9d-state/benchmarks/model_read.py
 
@@ -35,7 +35,7 @@ SIZE = 1024
 
 
 class Layers(nn.Module):
-    """Stacked experts of each layer."""
+    """Module with the stacked experts of each layer."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class Layers(nn.Module):
 
 
 def mapper_of(num_layers: int) -> StateMapper:
-    """Experts one by one on disk, stacked in memory."""
+    """Return the mapper from single experts on disk to stacks in memory."""
     layer = stack([f"layers.{{i}}.experts.{expert}" for expert in range(NUM_EXPERTS)], "layers.{i}")
     return repeat(layer, i=range(num_layers))
 
 
 def write_folder(folder: Path, num_layers: int) -> None:
-    """What another project would have written."""
+    """Write the files with the safetensors library."""
     names = [f"layers.{layer}.experts.{expert}" for layer in range(num_layers) for expert in range(NUM_EXPERTS)]
     weight_map = {}
     for number in range(NUM_FILES):
@@ -61,7 +61,7 @@ def write_folder(folder: Path, num_layers: int) -> None:
 
 
 def pread_loop(folder: Path, model: Layers) -> None:
-    """Every tensor read into its place, one after the other: the least that has to be done."""
+    """Baseline: read every tensor into its destination, one after the other."""
     source = ModelFolder.open(folder)
     files = {path: os.open(path, os.O_RDONLY) for path in set(source.files.values())}
     for index, parameter in enumerate(model.layers):
@@ -77,7 +77,7 @@ def pread_loop(folder: Path, model: Layers) -> None:
 
 
 def speed(folder: Path, num_layers: int, repeats: int) -> dict[str, Any]:
-    """Medians, and ratios of neighbours."""
+    """Return medians, and ratios of adjacent measurements."""
     model, other, mapper = Layers(num_layers), Layers(num_layers), mapper_of(num_layers)
 
     def copy() -> None:
@@ -103,7 +103,7 @@ def speed(folder: Path, num_layers: int, repeats: int) -> dict[str, Any]:
         for name in random.sample(sorted(calls), len(calls)):
             start = time.perf_counter()
             calls[name]()
-            if repeat_index:  # the first round warms up
+            if repeat_index:  # the first round is a warm-up
                 seconds[name].append(time.perf_counter() - start)
     num_bytes = num_layers * NUM_EXPERTS * SIZE * SIZE * 4
     result: dict[str, Any] = {"case": "speed", "bytes": num_bytes, "repeats": repeats}
@@ -116,19 +116,19 @@ def speed(folder: Path, num_layers: int, repeats: int) -> dict[str, Any]:
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> list[float]:
-    """Median of the ratios of seconds, with a bootstrap 95 % interval."""
+    """Return the median of the time ratios, with a bootstrapped 95 % interval."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     medians = sorted(statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(1000))  # noqa: S311
     return [round(value, 3) for value in (statistics.median(ratios), medians[25], medians[974])]
 
 
 def memory(folder: Path, num_layers: int, what: str) -> dict[str, Any]:
-    """Peak of this process beyond what it had before."""
+    """Return the increase of this process's peak memory in bytes."""
     mapper = mapper_of(num_layers)
     model = Layers(num_layers) if what == "load" else None
     for parameter in [] if model is None else model.layers:
         parameter.detach().fill_(1.0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     if model is None:
         for _name, _tensor in read_model_state(folder, mapper, progress=False):
@@ -142,13 +142,13 @@ def memory(folder: Path, num_layers: int, what: str) -> dict[str, Any]:
 
 
 def _status(field: str) -> int:
-    """Bytes that the system reports of this process."""
+    """Return a memory value of this process in bytes, from /proc."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def _bytes_of_rank(folder: str, num_layers: int, dim: int) -> tuple[int, int]:
-    """Bytes that this rank read, and bytes of the whole, when it holds a part of each tensor along a dim."""
+    """Return the bytes that this rank reads for shards along a dim, and the bytes of all tensors."""
     readers: list[Any] = []
     original = model_load.RegionReader
 
@@ -167,7 +167,7 @@ def _bytes_of_rank(folder: str, num_layers: int, dim: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmarks and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32, help="of 32 MiB each")
     parser.add_argument("--repeats", type=int, default=15)
@@ -182,7 +182,7 @@ def main() -> None:
         write_folder(folder, arguments.layers)
         for what in ("load", "stream"):
             command = [sys.executable, __file__, "--layers", str(arguments.layers), "--memory", what, "--folder", name]
-            subprocess.run(command, check=True)  # noqa: S603 - this file
+            subprocess.run(command, check=True)  # noqa: S603 - runs this file
         print(json.dumps(speed(folder, arguments.layers, arguments.repeats)), flush=True)
         for dim in (0, 1, 2):
             shares = [read / whole for read, whole in run_ranks(_bytes_of_rank, name, 4, dim, world_size=4)]

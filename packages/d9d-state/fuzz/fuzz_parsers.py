@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of everything that reads what others wrote; run by a person or a nightly lane, not by pytest.
+"""Coverage-guided fuzzing of all parsers of untrusted files; run manually or nightly, not by pytest.
 
     uv run --with atheris packages/d9d-state/fuzz/fuzz_parsers.py PARSER [LIBFUZZER OPTIONS] [CORPUS FOLDER]
 
@@ -32,7 +32,7 @@ _FOLDER = Path(tempfile.mkdtemp(prefix="d9d-fuzz-", dir="/dev/shm" if Path("/dev
 
 
 def fuzz_json(data: bytes) -> None:
-    """What is read comes back from its canonical text."""
+    """Check that a parsed value round-trips through its canonical text."""
     try:
         value = parse_json(data)
     except ValueError:
@@ -41,7 +41,7 @@ def fuzz_json(data: bytes) -> None:
 
 
 def fuzz_header(data: bytes) -> None:
-    """What is read, the safetensors library reads in the same way. The first two bytes say how much data follows."""
+    """Compare the parsed header with the safetensors library's. The first two bytes give the data size."""
     size, header = int.from_bytes(data[:2]), data[2:]
     try:
         ours = parse_header(header, num_data_bytes=size)
@@ -56,7 +56,7 @@ def fuzz_header(data: bytes) -> None:
 
 
 def fuzz_index(data: bytes) -> None:
-    """An index beside one file of two tensors."""
+    """Parse an index beside one file with two tensors."""
     entry = b'"%s":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}'
     header = b"{%s,%s}" % (entry % (b"a", 0, 1), entry % (b"b", 1, 2))
     (_FOLDER / "x").write_bytes(struct.pack("<Q", len(header)) + header + b"12")
@@ -70,7 +70,7 @@ def fuzz_index(data: bytes) -> None:
 
 
 def fuzz_manifest(data: bytes) -> None:
-    """The body of a manifest, given the digest that it needs, as a forger would."""
+    """Parse a manifest body with a valid digest added."""
     (_FOLDER / MANIFEST_NAME).write_bytes(_with_digest(data))
     try:
         manifest = Manifest.read(_FOLDER)
@@ -80,7 +80,7 @@ def fuzz_manifest(data: bytes) -> None:
 
 
 def fuzz_rng(data: bytes) -> None:
-    """A random state is set as a whole, or refused."""
+    """Check that a random state is set completely or refused."""
     try:
         value: JsonValue = parse_json(data)
     except ValueError:
@@ -113,7 +113,7 @@ _PARSERS: dict[str, Callable[[bytes], None]] = {
 
 
 def main() -> None:
-    """Fuzz one parser until the time is over or something is found."""
+    """Fuzz one parser until the time limit or the first finding."""
     if len(sys.argv) < 2 or sys.argv[1] not in _PARSERS:
         raise SystemExit(f"got {sys.argv[1:]}; expected one of {', '.join(_PARSERS)}.")
     parser = _PARSERS[sys.argv.pop(1)]

@@ -1,4 +1,4 @@
-"""What the tests of faults share: ending a process at a chosen call, and the choice of the calls that are tried."""
+"""Shared fixtures of the fault tests: kill a process at a chosen call, and choose the calls to test."""
 
 import os
 import signal
@@ -10,16 +10,16 @@ from typing import NoReturn
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent / "faults"))  # the modules there serve the tests of several folders
+sys.path.append(str(Path(__file__).parent / "faults"))  # helper modules for tests in several folders
 
 from file_calls import Kill, file_calls
 
 
 @pytest.fixture
 def run_killed(tmp_path: Path) -> Callable[..., bool]:
-    """Runs `work` in a process of its own, kills it at its `at`-th call to the file system, says whether it was killed.
+    """Runs `work` in a child process, kills it at its `at`-th file system call; returns True if it was killed.
 
-    Each call is killed before it is done, and a write after half of it. Calls below `tmp_path` count.
+    The kill happens before the call, and in a write after half of it. Only calls below `tmp_path` count.
     """
 
     def run(work: Callable[[], None], *, at: int) -> bool:
@@ -50,7 +50,7 @@ def points(exhaustive: bool) -> Callable[..., Sequence[int]]:
 
 
 def _work_and_exit(work: Callable[[], None], root: Path, at: int) -> NoReturn:
-    """In the child only: nothing that is patched here is ever seen by the parent."""
+    """Run in the forked child only, so the parent never sees the patches."""
     try:
         with file_calls(root, Kill(at)):
             work()

@@ -56,19 +56,19 @@ def _exported(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_what_came_with_weights_goes_out_with_them(tmp_path: Path) -> None:
+def test_small_files_are_copied_to_the_export(tmp_path: Path) -> None:
     source = _source(tmp_path / "source")
     save_model_state(nn.Linear(2, 3), tmp_path / "export", source=source)
     exported = _exported(tmp_path / "export")
     assert exported.pop("model.safetensors") != LEFT["model.safetensors"]
     assert exported.pop("config.json") == (source / "config.json").read_bytes()
     assert exported == CARRIED
-    # As an earlier export it is replaced, and an export is a source.
+    # An export replaces an earlier one, and can itself be the source.
     save_model_state(nn.Linear(2, 3), tmp_path / "export", source=tmp_path / "export")
     assert exported.items() <= _exported(tmp_path / "export").items()
 
 
-def test_links_of_a_cache_are_followed(tmp_path: Path) -> None:
+def test_cache_symlinks_are_followed(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "blob").write_bytes(b"{}")
     (tmp_path / "source/tokenizer.json").symlink_to(tmp_path / "blob")
@@ -86,13 +86,13 @@ def test_own_entries_and_files_come_first(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "export/vocab.json").read_text()) == {"new": 1}
 
 
-def test_entries_of_another_family_are_not_kept(tmp_path: Path) -> None:
+def test_config_of_another_model_type_is_not_merged(tmp_path: Path) -> None:
     own: dict[str, Any] = {"config.json": {"model_type": "other"}}
     save_model_state(nn.Linear(2, 3), tmp_path / "export", extra_files=own, source=_source(tmp_path / "source"))
     assert json.loads((tmp_path / "export/config.json").read_text()) == {"model_type": "other"}
 
 
-def test_large_files_are_named_and_not_copied(
+def test_large_files_are_logged_and_not_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_carried_files, "MAX_CARRIED_BYTES", 300)
@@ -100,7 +100,7 @@ def test_large_files_are_named_and_not_copied(
     (source / "corpus.txt").write_bytes(bytes(301))
     with caplog.at_level(logging.WARNING):
         save_model_state(nn.Linear(2, 3), tmp_path / "export", source=source)
-    assert "corpus.txt is larger than 300 bytes: it is not exported" in caplog.text
+    assert "corpus.txt is larger than 300 bytes; it is not copied to the export" in caplog.text
     assert not (tmp_path / "export/corpus.txt").exists()
     assert (tmp_path / "export/tokenizer.model").exists()
 
@@ -114,7 +114,9 @@ def test_a_source_that_cannot_be_read_is_refused(tmp_path: Path, config: str, me
     (source / "config.json").write_text(config)
     with pytest.raises(UserError, match=message):
         save_model_state(nn.Linear(2, 3), tmp_path / "export", source=source)
-    with pytest.raises(UserError, match=r"came with the weights cannot be read: .*absent.* Put .*absent back"):
+    with pytest.raises(
+        UserError, match=r"the files beside the source weights cannot be read: .*absent.* Restore .*absent, or"
+    ):
         save_model_state(nn.Linear(2, 3), tmp_path / "export", source=tmp_path / "absent")
     assert not (tmp_path / "export").exists()
 

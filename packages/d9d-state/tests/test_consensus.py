@@ -15,15 +15,15 @@ def _agree(problems: list[str | None]) -> str | None:
         return None
 
 
-def test_nobody_has_a_problem() -> None:
+def test_agree_returns_if_no_rank_has_a_problem() -> None:
     assert run_ranks(_agree, [None, None]) == [None, None]
 
 
-def test_the_problem_of_one_rank_reaches_all() -> None:
+def test_problem_of_one_rank_raises_on_all() -> None:
     assert run_ranks(_agree, [None, "übel"]) == ["rank 1: übel"] * 2
 
 
-def test_the_problems_of_all_ranks_reach_all() -> None:
+def test_problems_of_all_ranks_are_listed() -> None:
     assert run_ranks(_agree, ["short", "long" * 2000]) == [f"rank 0: short; rank 1: {'long' * 1000}"] * 2
 
 
@@ -32,7 +32,7 @@ def _broadcast() -> tuple[int, bool, int]:
         return broadcast_int(2**60 + ctx.rank, ctx), is_main(ctx), num_ranks(ctx)
 
 
-def test_the_main_process_decides() -> None:
+def test_broadcast_int_sends_value_of_main_process() -> None:
     assert run_ranks(_broadcast) == [(2**60, True, 2), (2**60, False, 2)]
 
 

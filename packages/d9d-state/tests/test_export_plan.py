@@ -11,7 +11,7 @@ def _infos(**sizes: int) -> dict[str, TensorInfo]:
     return {name: TensorInfo((size,), torch.uint8) for name, size in sizes.items()}
 
 
-def test_files_are_cut_by_size_and_dealt_out_to_the_ranks_of_a_part() -> None:
+def test_files_are_limited_in_size_and_assigned_round_robin() -> None:
     parts = [Part([0, 1], [], _infos(a=6, b=4, c=1, d=30, e=1)), Part([2], [], {}), Part([3], [], _infos(f=1))]
     files = plan_files(parts, max_bytes=10)
     assert [(file.rank, list(file.tensors)) for file in files] == [
@@ -43,7 +43,7 @@ def _exchange() -> list[object]:
         return [parts, messages]
 
 
-def test_what_two_parts_offer_is_the_first_ones() -> None:
+def test_tensor_of_two_parts_is_written_by_the_first() -> None:
     for parts, messages in run_ranks(_exchange, world_size=4):
         assert parts == (
             Part(

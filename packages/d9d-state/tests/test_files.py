@@ -45,7 +45,7 @@ def test_exchange_swaps_folders(tmp_path: Path) -> None:
     assert (tmp_path / "b" / "a").exists()
 
 
-def test_exchange_works_where_the_system_has_no_call_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchange_works_without_renameat2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_files, "_renameat2", lambda *_arguments: -1)
     test_exchange_swaps_folders(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
@@ -63,7 +63,7 @@ def test_remove_folder_does_not_follow_symlinks(tmp_path: Path) -> None:
     assert (outside / "precious").exists()
 
 
-def test_remove_folder_takes_a_symlink_in_its_place_away(tmp_path: Path) -> None:
+def test_remove_folder_deletes_a_symlink_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "precious").touch()
     (tmp_path / "link").symlink_to(tmp_path / "outside")

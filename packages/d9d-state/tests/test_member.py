@@ -16,7 +16,7 @@ def _fifo(path: Path) -> None:
 
 
 def _socket(path: Path) -> None:
-    # A socket's path is short; one relative to the folder always is.
+    # Socket paths are limited in length, so use a path relative to the folder.
     before = Path.cwd()
     os.chdir(path.parent)
     try:
@@ -64,14 +64,14 @@ def test_devices() -> None:
         open_member(Path("/dev"), "zero")
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="absent cannot be read: No such file or directory"):
         open_member(tmp_path, "absent")
     with pytest.raises(UserError, match="b cannot be read: No such file or directory"):
         open_member(tmp_path / "a", "b")
 
 
-def test_what_was_opened_is_read_whatever_takes_its_name(tmp_path: Path) -> None:
+def test_open_descriptor_survives_replacement(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"first")
     with open_member_file(tmp_path, "file") as file:
         (tmp_path / "file").unlink()
@@ -80,7 +80,7 @@ def test_what_was_opened_is_read_whatever_takes_its_name(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("other", [_link_to("/etc/hostname"), _fifo, _link_to("other")])
-def test_a_file_that_is_swapped_after_the_look(tmp_path: Path, other: Callable[[Path], None]) -> None:
+def test_file_swapped_after_stat_is_refused(tmp_path: Path, other: Callable[[Path], None]) -> None:
     path, real = tmp_path / "file", os.stat
     path.touch()
     (tmp_path / "other").touch()
@@ -101,7 +101,7 @@ def test_a_file_that_is_swapped_after_the_look(tmp_path: Path, other: Callable[[
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     _fifo(tmp_path / "fifo")
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - not a folder that pathlib can follow
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - pathlib cannot list it
     for name in ("deep", "fifo", "absent"):
         with pytest.raises(UserError):
             open_member(tmp_path, name)
@@ -109,7 +109,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("absolute", [False, True])
-def test_the_links_of_the_hugging_face_cache(tmp_path: Path, absolute: bool) -> None:
+def test_hugging_face_cache_symlinks(tmp_path: Path, absolute: bool) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "revision"
     blobs.mkdir()
     snapshot.mkdir(parents=True)

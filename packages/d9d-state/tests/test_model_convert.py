@@ -68,7 +68,7 @@ def _assert_converted(folder: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
-def test_there_and_back(source: Path, tmp_path: Path) -> None:
+def test_convert_and_convert_back(source: Path, tmp_path: Path) -> None:
     convert_model_state(
         source, tmp_path / "there", _mapper(), max_shard_bytes=200, extra_files={"config.json": {"a": 1}}
     )
@@ -119,12 +119,12 @@ def _full_disk(*_args: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_ranks_share_out_the_work_and_fail_together(source: Path, tmp_path: Path) -> None:
+def test_ranks_share_the_work_and_fail_together(source: Path, tmp_path: Path) -> None:
     results = run_ranks(_convert_on_ranks, str(tmp_path), world_size=4)
     assert all(messages == results[0] for messages in results)
     missing, same, exploded, full = results[0]
     assert "missing in the file:\n    absent" in missing
-    assert "as source and target; expected another folder to write to" in same
+    assert "as both source and target; expected a different target folder" in same
     assert "boom" in exploded
     assert "rank 2: " in full
     assert "No space left on device" in full

@@ -49,7 +49,7 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _save(folder: Path, tensors: dict[str, Tensor], *, shards: int = 1) -> None:
-    """Write what the peer would write: one file, or several and an index."""
+    """Write files as the safetensors library does: one file, or several and an index."""
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return
@@ -79,7 +79,7 @@ def test_files_of_the_peer_fill_the_model(tmp_path: Path, shards: int) -> None:
     assert weight.requires_grad
 
 
-def test_a_mapper_joins_what_files_hold_apart(tmp_path: Path) -> None:
+def test_mapper_joins_tensors_of_several_files(tmp_path: Path) -> None:
     model = _Model()
     values = _values(model)
     disk = {
@@ -114,9 +114,7 @@ def test_floating_dtypes_are_converted(tmp_path: Path) -> None:
     _assert_holds(model, {name: value.float() for name, value in values.items()})
 
 
-def test_of_a_wider_mapper_a_stage_takes_its_part_and_opens_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stage_uses_its_groups_and_opens_only_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = nn.Linear(2, 3)
     values = _values(stage)
     _save(tmp_path, {"a": torch.ones(9), "b": values["bias"], "w": values["weight"]}, shards=3)
@@ -147,7 +145,7 @@ def _recorded_reader(monkeypatch: pytest.MonkeyPatch) -> Generator[list[RegionRe
         yield readers
 
 
-def test_a_tied_tensor_may_be_in_the_files_under_any_of_its_names(tmp_path: Path) -> None:
+def test_tied_tensor_is_loaded_from_any_of_its_names(tmp_path: Path) -> None:
     for index, (left_out, mapper) in enumerate(
         [
             ("head.weight", None),
@@ -167,7 +165,7 @@ def test_a_tied_tensor_may_be_in_the_files_under_any_of_its_names(tmp_path: Path
         assert model.head.weight is model.embedding.weight
 
 
-def test_nothing_is_written_when_anything_does_not_fit(tmp_path: Path) -> None:
+def test_mismatch_leaves_the_model_unchanged(tmp_path: Path) -> None:
     model = _Model()
     values = _values(model)
     values["qkv.bias"] = torch.ones(4)
@@ -177,7 +175,7 @@ def test_nothing_is_written_when_anything_does_not_fit(tmp_path: Path) -> None:
     before = {name: tensor.clone() for name, tensor in module_tensors(model).items()}
     with pytest.raises(UserError) as caught:
         load_model_state(model, tmp_path)
-    for line in ("missing in the file:\n    scale", "unused; drop() them, or ignore what is unused:\n    extra"):
+    for line in ("missing in the file:\n    scale", 'unused; drop() them, or pass unused="ignore":\n    extra'):
         assert line in str(caught.value)
     assert "qkv.bias: got [4] float32 from qkv.bias; expected [5] float32" in str(caught.value)
     _assert_holds(model, before)
@@ -191,9 +189,9 @@ def test_unused_tensors_can_be_ignored(tmp_path: Path) -> None:
     _assert_holds(stage, values)
 
 
-def test_a_model_without_storage_is_refused(tmp_path: Path) -> None:
+def test_meta_model_is_refused(tmp_path: Path) -> None:
     _save(tmp_path, _values(nn.Linear(2, 3)))
-    with pytest.raises(ValueError, match="the model is on the meta device; materialize it before its state is loaded"):
+    with pytest.raises(ValueError, match="the model is on the meta device; materialize it before loading its state"):
         load_model_state(nn.Linear(2, 3, device="meta"), tmp_path)
 
 
@@ -253,7 +251,7 @@ def test_a_rank_with_a_quarter_of_a_tensor_reads_a_quarter_of_its_bytes(tmp_path
         assert results == [(True, 0.25)] * 3
 
 
-def test_the_first_failure_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_error_cancels_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(2, 3)
     _save(tmp_path, _values(model))
 
@@ -276,12 +274,12 @@ def test_groups_may_be_computed_by_several_threads(tmp_path: Path, num_readers: 
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.values())
 
 
-def test_of_a_tied_tensor_under_two_names_the_first_counts(tmp_path: Path) -> None:
+def test_first_name_of_a_tied_tensor_is_loaded(tmp_path: Path) -> None:
     for index, mapper in enumerate([None, identity(*module_tensors(_Model()))]):
         values = _values(_Model())
         folder = tmp_path / str(index)
         folder.mkdir()
-        _save(folder, values)  # embedding and head have different values
+        _save(folder, values)  # embedding and head have different values in the file
         model = _Model(tied=True)
         load_model_state(model, folder, mapper)
         _assert_holds(model, {**values, "head.weight": values["embedding.weight"]})

@@ -22,13 +22,13 @@ def stored(tmp_path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def test_without_a_mapper_all_tensors_are_given(tmp_path: Path, stored: dict[str, Tensor]) -> None:
+def test_all_tensors_are_read_without_a_mapper(tmp_path: Path, stored: dict[str, Tensor]) -> None:
     given = dict(read_model_state(tmp_path))
     assert given.keys() == stored.keys()
     assert all(torch.equal(given[name], tensor) for name, tensor in stored.items())
 
 
-def test_outputs_of_a_mapper_are_given_group_by_group(tmp_path: Path, stored: dict[str, Tensor]) -> None:
+def test_outputs_are_read_group_by_group(tmp_path: Path, stored: dict[str, Tensor]) -> None:
     mapper = parallel(
         stack([f"w.{index}" for index in range(5)], "w", dim=1),
         cast("b", dtype=torch.bfloat16),
@@ -55,11 +55,11 @@ def test_one_group_is_read_at_a_time(tmp_path: Path, stored: dict[str, Tensor]) 
     assert len(stored) == 7
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_given(tmp_path: Path, stored: dict[str, Tensor]) -> None:
+def test_mismatch_is_refused_before_reading(tmp_path: Path, stored: dict[str, Tensor]) -> None:
     assert "w.0" in stored
     with pytest.raises(UserError) as caught:
         read_model_state(tmp_path, parallel(stack(["w.0", "b"], "w"), rename("absent", "a"), drop("i")))
     assert "missing in the file:\n    absent" in str(caught.value)
-    assert "unused; drop() them, or ignore what is unused:\n    w.3\n    w.1\n    w.4\n    w.2" in str(caught.value)
+    assert 'unused; drop() them, or pass unused="ignore":\n    w.3\n    w.1\n    w.4\n    w.2' in str(caught.value)
     assert "stack(dim=0) on w.0, b failed" in str(caught.value)
     assert "in the model" not in str(caught.value)

@@ -32,7 +32,7 @@ from d9d_state.module_tensors import module_tensors
 
 
 def _peer_reads(folder: Path) -> dict[str, Tensor]:
-    """All tensors as the peer reads them, by way of the index where there is one."""
+    """Read all tensors with the safetensors library, through the index if there is one."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return load_file(folder / "model.safetensors")
@@ -49,7 +49,7 @@ def test_one_file_that_the_peer_reads(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "export" / "config.json").read_text()) == {"hidden_size": 2}
 
 
-def test_files_are_cut_by_size(tmp_path: Path) -> None:
+def test_files_are_limited_in_size(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     save_model_state(model, tmp_path / "export", max_shard_bytes=24)
     names = sorted(path.name for path in (tmp_path / "export").iterdir())
@@ -85,16 +85,16 @@ def test_the_inverse_of_the_load_mapper_saves(tmp_path: Path) -> None:
     assert torch.equal(other.bias, model.bias)
 
 
-def test_what_is_dropped_is_not_written(tmp_path: Path) -> None:
+def test_dropped_tensors_are_not_written(tmp_path: Path) -> None:
     save_model_state(nn.Linear(2, 3), tmp_path / "export", parallel(rename("weight", "w"), drop("bias")))
     assert list(_peer_reads(tmp_path / "export")) == ["w"]
 
 
-def test_mapper_and_model_must_fit(tmp_path: Path) -> None:
+def test_mapper_that_does_not_match_the_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         save_model_state(nn.Linear(2, 3), tmp_path / "export", parallel(rename("w", "weight"), rename("bias", "b")))
     assert "consumed, but not in the model: w" in str(caught.value)
-    assert "in the model, but not consumed; drop() them if that is meant: weight" in str(caught.value)
+    assert "in the model, but not consumed; drop() them if this is intended: weight" in str(caught.value)
     with pytest.raises(ValueError, match=r"unstack\(dim=0\) on bias failed"):
         save_model_state(
             nn.Linear(2, 3), tmp_path / "export", parallel(rename("weight", "w"), unstack("bias", ["a", "b"]))
@@ -102,7 +102,7 @@ def test_mapper_and_model_must_fit(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dtypes_without_a_place_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_unsupported_dtype_is_refused_before_writing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"safetensors files cannot hold torch\.complex128"):
         save_model_state(nn.Linear(2, 3, dtype=torch.complex128), tmp_path / "export")
     assert list(tmp_path.iterdir()) == []
@@ -118,7 +118,7 @@ def test_an_earlier_export_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert torch.equal(_peer_reads(tmp_path / "export")["weight"], model.weight)
 
 
-def test_a_folder_with_anything_else_is_left_alone(tmp_path: Path) -> None:
+def test_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     (tmp_path / "model.safetensors").mkdir()
     with pytest.raises(UserError, match=r"holds model\.safetensors, thesis\.tex, which this export would delete"):
@@ -129,12 +129,12 @@ def test_a_folder_with_anything_else_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "model.safetensors", "model.safetensors.index.json"])
-def test_extra_files_have_names_of_their_own(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="expected a plain file name that is not one of the weights'"):
+def test_extra_files_must_not_use_weight_file_names(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="expected a plain file name that is not the name of a weight file"):
         save_model_state(nn.Linear(2, 3), tmp_path / "export", extra_files={name: {}})
 
 
-def test_what_fails_leaves_the_earlier_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_export_keeps_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(2, 3)
     save_model_state(model, tmp_path / "export")
 
@@ -202,7 +202,7 @@ def _fail_on_main(folder: str) -> str:
         return str(caught.value)
 
 
-def test_a_failure_of_the_writer_reaches_every_rank(tmp_path: Path) -> None:
+def test_error_of_the_writer_raises_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     messages = run_ranks(_fail_on_main, str(tmp_path / "runs" / "export"))
     assert messages[0] == messages[1]
@@ -239,7 +239,7 @@ def test_an_export_that_is_killed_anywhere_is_the_earlier_one_or_the_new_one(
 
 
 class _Stage(nn.Module):
-    """Two layers out of four, and the tied embedding on the first and the last stage."""
+    """Pipeline stage with two of four layers, and the tied embedding on the first and last stage."""
 
     def __init__(self, stage: int) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ def test_pipeline_stages_write_one_export(tmp_path: Path) -> None:
     )
     assert results[0][3] is not None
     assert "consumed, but not in the model: absent\n" in results[0][3]
-    assert "but not consumed; drop() them if that is meant: layers.0.weight, layers.0.bias" in results[0][3]
+    assert "but not consumed; drop() them if this is intended: layers.0.weight, layers.0.bias" in results[0][3]
     expected = {**_Stage(0).state_dict(), **_Stage(1).state_dict()}
     plain = _peer_reads(tmp_path / "0")
     assert plain.keys() == expected.keys()
@@ -322,7 +322,7 @@ def test_each_writer_may_fail(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export"]
 
 
-def test_what_lies_where_it_is_written_is_left_alone(tmp_path: Path) -> None:
+def test_foreign_partial_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "export.partial").mkdir()
     (tmp_path / "export.partial" / "thesis.tex").touch()
     with pytest.raises(UserError, match=r"export\.partial holds thesis\.tex, which this export would delete"):
@@ -375,7 +375,7 @@ def _out_of_memory(*_args: object) -> None:
     raise MemoryError("no room")
 
 
-def test_whatever_fails_on_a_rank_reaches_every_rank(tmp_path: Path) -> None:
+def test_any_error_on_a_rank_raises_on_every_rank(tmp_path: Path) -> None:
     results = run_ranks(_fail_in_any_way, str(tmp_path / "export"))
     assert results[0] == results[1]
     assert "scale" in results[0][0]

@@ -37,14 +37,14 @@ def test_tied_tensors_have_one_first_name() -> None:
     }
 
 
-def test_state_that_is_no_tensor_is_refused() -> None:
+def test_non_tensor_state_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"_extra_state: expected tensors only\. Keep other state out of get_extra_state"
+        ValueError, match=r"got _extra_state in the state dict; expected tensors only\. Remove get_extra_state"
     ):
         module_tensors(_Extra())
 
 
-def test_wrappers_do_not_show_in_names() -> None:
+def test_wrapper_prefixes_are_removed_from_names() -> None:
     model = nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1)))
     compiled = torch.compile(nn.Linear(1, 1))
     assert isinstance(compiled, nn.Module)

@@ -14,7 +14,7 @@ class _Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("stream", "visible", "shows"), [(_Terminal, True, True), (_Terminal, False, False), (io.StringIO, True, False)]
 )
-def test_a_bar_is_for_terminals_and_for_those_who_want_it(
+def test_bar_is_shown_on_terminals_if_requested(
     monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], visible: bool, shows: bool
 ) -> None:
     terminal = stream()

@@ -53,7 +53,9 @@ def _expected(name: str, region: Region) -> Tensor:
 @given(
     case=_regions(), layout=st.sampled_from(["plain", "strided", "other dtype"]), block=st.sampled_from([64, 1 << 22])
 )
-def test_any_region_lands_in_any_memory(folder: ModelFolder, case: tuple[str, Region], layout: str, block: int) -> None:
+def test_regions_are_read_into_any_memory(
+    folder: ModelFolder, case: tuple[str, Region], layout: str, block: int
+) -> None:
     name, region = case
     expected = _expected(name, region)
     target = torch.zeros_like(expected, memory_format=torch.contiguous_format)
@@ -67,7 +69,7 @@ def test_any_region_lands_in_any_memory(folder: ModelFolder, case: tuple[str, Re
     assert torch.equal(target, expected)
 
 
-def test_threads_share_out_a_large_region(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_a_large_region(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_reader, "_BLOCK", 1000)
     target = torch.zeros(50, 70)
     with ThreadPoolExecutor(3) as pool, RegionReader(folder, pool=pool) as reader:
@@ -79,20 +81,20 @@ def test_threads_share_out_a_large_region(folder: ModelFolder, monkeypatch: pyte
     ("name", "region", "num_bytes"),
     [
         ("wide", Region((0, 0), (2, 3000)), 2 * 3000 * 8),  # rows: one run
-        ("wide", Region((0, 750), (7, 750)), 7 * 750 * 8),  # columns with large gaps: a run for each row
-        ("matrix", Region((0, 0), (50, 10)), 50 * 70 * 4),  # columns with gaps below a page: all of it
+        ("wide", Region((0, 750), (7, 750)), 7 * 750 * 8),  # columns with large gaps: one run per row
+        ("matrix", Region((0, 0), (50, 10)), 50 * 70 * 4),  # columns with gaps below a page: everything is read
         ("vector", Region((10,), (5,)), 5 * 4),
-        ("matrix", Region((3, 4), (1, 5)), 5 * 4),  # one run needs nothing around it
+        ("matrix", Region((3, 4), (1, 5)), 5 * 4),  # a single run is not enlarged
         ("cube", Region((1, 2, 3), (0, 4, 5)), 0),
     ],
 )
-def test_only_what_is_needed_is_read(folder: ModelFolder, name: str, region: Region, num_bytes: int) -> None:
+def test_only_required_bytes_are_read(folder: ModelFolder, name: str, region: Region, num_bytes: int) -> None:
     with RegionReader(folder) as reader:
         reader.read_into(name, region, torch.zeros(region.sizes, dtype=_STORED[name].dtype))
     assert reader.num_bytes_read == num_bytes
 
 
-def test_a_file_that_became_shorter(tmp_path: Path) -> None:
+def test_truncated_file_raises(tmp_path: Path) -> None:
     save_file({"a": torch.ones(100)}, tmp_path / "model.safetensors")
     folder = ModelFolder.open(tmp_path)
     os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 4)
@@ -103,7 +105,7 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
         reader.read_into("a", Region((0,), (100,)), torch.zeros(100))
 
 
-def test_a_disk_that_fails(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_error_raises(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_args: object) -> int:
         raise OSError(5, "Input/output error")
 

@@ -23,8 +23,8 @@ def _draw() -> list[float]:
     return [random.random(), random.gauss(0, 1), float(np.random.rand()), float(torch.rand(()))]  # noqa: S311
 
 
-def test_every_generator_goes_on_where_it_was() -> None:
-    random.gauss(0, 1)  # leaves half a pair behind, which is state too
+def test_every_generator_resumes_its_sequence() -> None:
+    random.gauss(0, 1)  # caches the second value of a pair, which is also state
     saved = dump_json(rng_state())
     expected = [_draw() for _ in range(3)]
     set_rng_state(parse_json(saved))
@@ -32,7 +32,7 @@ def test_every_generator_goes_on_where_it_was() -> None:
     assert dump_json(rng_state()) != saved
 
 
-def test_a_generator_that_was_absent_is_left_alone() -> None:
+def test_missing_generator_is_not_changed() -> None:
     state: Any = rng_state()
     del state["numpy"]
     before = np.random.get_state(legacy=False)
@@ -66,8 +66,8 @@ def test_a_generator_that_was_absent_is_left_alone() -> None:
         lambda state: {**state, "numpy": {**state["numpy"], "has_gauss": []}},
     ],
 )
-def test_what_is_no_state_is_refused_and_nothing_changes(damage: Any) -> None:
+def test_invalid_random_state_changes_nothing(damage: Any) -> None:
     before = rng_state()
-    with pytest.raises(UserError, match="got a random state that cannot be restored"):
+    with pytest.raises(UserError, match="got an invalid random state"):
         set_rng_state(damage(before))
     assert rng_state() == before

@@ -29,7 +29,7 @@ _DTYPES = [
 
 
 def _tensors() -> dict[str, torch.Tensor]:
-    # Random bits: a value that passed through another dtype would not be the same.
+    # Random bits: a conversion through another dtype would change them.
     tensors = {
         str(dtype): torch.randint(0, 256, (3, 5 * dtype.itemsize), dtype=torch.uint8).view(dtype)
         if dtype != torch.bool
@@ -50,7 +50,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
 
 
-def test_the_peer_reads_what_is_written_here(tmp_path: Path) -> None:
+def test_safetensors_reads_written_files(tmp_path: Path) -> None:
     path, tensors = tmp_path / "file.safetensors", _tensors()
     record = write_safetensors(path, tensors, metadata={"format": "pt"})
     loaded = load_file(path)
@@ -71,6 +71,6 @@ def test_files_without_tensors(tmp_path: Path) -> None:
     assert read_header(tmp_path / "file.safetensors") == load_file(tmp_path / "file.safetensors") == {}
 
 
-def test_dtypes_without_a_place_are_refused(tmp_path: Path) -> None:
+def test_unsupported_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"safetensors files cannot hold torch\.complex128; cast the tensor"):
         write_safetensors(tmp_path / "file.safetensors", {"a": torch.ones(1, dtype=torch.complex128)})

@@ -8,7 +8,7 @@ from d9d_state.safetensors_header import read_header
 from d9d_state.safetensors_layout import FileLayout
 
 
-def test_the_header_says_where_everything_is(tmp_path: Path) -> None:
+def test_header_contains_the_layout(tmp_path: Path) -> None:
     infos = {
         "byte": TensorInfo((3,), torch.uint8),
         "double": TensorInfo((2, 2), torch.float64),
@@ -25,14 +25,12 @@ def test_the_header_says_where_everything_is(tmp_path: Path) -> None:
     assert list(layout.starts) == ["double", "empty", "half", "byte"]
 
 
-def test_dtypes_without_a_place_are_refused() -> None:
+def test_unsupported_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match=r"safetensors files cannot hold torch\.complex128; cast the tensor"):
         FileLayout.of({"a": TensorInfo((1,), torch.complex128)})
 
 
-def test_a_header_that_nobody_would_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_header_above_size_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors_layout, "MAX_HEADER_BYTES", 100)
-    with pytest.raises(
-        ValueError, match=r"got 9 tensors for one file, .* more than the 100 that are read; write several"
-    ):
+    with pytest.raises(ValueError, match=r"got 9 tensors for one file, .* expected at most 100\. Write several"):
         FileLayout.of({str(index): TensorInfo((1,), torch.uint8) for index in range(9)})

@@ -28,8 +28,8 @@ def _copy_and_gather(whole: Tensor) -> list[Tensor]:
         return results
 
 
-def test_shards_of_any_placement_are_filled() -> None:
-    whole = torch.randn(3, 7)  # uneven, and one rank of the first dim gets nothing
+def test_shards_of_any_placement_are_loaded() -> None:
+    whole = torch.randn(3, 7)  # uneven; one rank on the first axis gets an empty shard
     for results in run_ranks(_copy_and_gather, whole, world_size=4):
         assert all(torch.equal(result, whole) for result in results)
 
@@ -47,7 +47,7 @@ def _fill_sharded_twice(wholes: list[Tensor]) -> list[Tensor]:
         return results
 
 
-def test_dims_that_are_sharded_twice_are_filled() -> None:
+def test_dims_sharded_on_two_axes_are_loaded() -> None:
     wholes = [torch.randn(8, 4), torch.randn(4, 8)]
     for results in run_ranks(_fill_sharded_twice, wholes, world_size=4):
         assert all(torch.equal(result, whole) for result, whole in zip(results, wholes, strict=True))
@@ -59,12 +59,12 @@ def _copy_into_a_sum() -> None:
         local_part(target)
 
 
-def test_a_sum_that_is_not_reduced_is_refused() -> None:
+def test_partial_placement_is_refused() -> None:
     with pytest.raises(Exception, match="expected Shard and Replicate only"):
         run_ranks(_copy_into_a_sum)
 
 
-def test_a_plain_tensor_is_all_there() -> None:
+def test_plain_tensor_is_its_whole_region() -> None:
     parameter = nn.Parameter(torch.zeros(2, 3))
     region, local = local_part(parameter)
     assert region == Region((0, 0), (2, 3))
@@ -74,8 +74,8 @@ def test_a_plain_tensor_is_all_there() -> None:
     assert not gather_whole(parameter).requires_grad
 
 
-def test_a_tensor_without_storage_is_refused() -> None:
-    with pytest.raises(ValueError, match="the model is on the meta device; materialize it before its state is loaded"):
+def test_meta_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match="the model is on the meta device; materialize it before loading its state"):
         local_part(torch.empty(2, device="meta"))
 
 
@@ -85,5 +85,5 @@ def _outside_of_the_mesh() -> Region:
         return local_part(DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]))[0]
 
 
-def test_a_rank_outside_of_the_mesh_holds_nothing() -> None:
+def test_rank_outside_the_mesh_has_an_empty_region() -> None:
     assert run_ranks(_outside_of_the_mesh) == [Region((0, 0), (2, 3)), Region((0, 0), (0, 0))]

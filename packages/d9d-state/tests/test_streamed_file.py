@@ -20,7 +20,7 @@ _TENSORS = {
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 20])
-def test_tensors_come_in_any_order_and_the_disk_takes_any_part(
+def test_tensors_are_written_in_any_order_with_short_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     original = os.pwrite
@@ -35,14 +35,14 @@ def test_tensors_come_in_any_order_and_the_disk_takes_any_part(
     assert all(torch.equal(loaded[name], tensor) for name, tensor in _TENSORS.items())
 
 
-def test_a_file_is_not_closed_before_it_is_whole(tmp_path: Path) -> None:
+def test_incomplete_file_cannot_be_closed(tmp_path: Path) -> None:
     file = StreamedFile(tmp_path / "a.safetensors", {"a": TensorInfo((1,), torch.float32)}, metadata={})
     with pytest.raises(AssertionError, match="not written: a"):
         file.close()
     file.abandon()
 
 
-def test_a_file_that_exists_is_left_alone(tmp_path: Path) -> None:
+def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_text("precious")
     with pytest.raises(FileExistsError):
         StreamedFile(tmp_path / "a.safetensors", {}, metadata={})

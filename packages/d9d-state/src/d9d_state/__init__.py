@@ -1,4 +1,4 @@
-"""Checkpoints as graphs, and job checkpoints that survive a kill, for PyTorch."""
+"""State mappers for model checkpoints, and crash-safe training checkpoints, for PyTorch."""
 
 from d9d_state.checkpoint.info import CheckpointInfo
 from d9d_state.checkpoint.optimizer_numbers import group_values, optimizer_numbers, set_optimizer_numbers

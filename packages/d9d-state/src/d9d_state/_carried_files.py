@@ -1,6 +1,6 @@
-"""The files that came with weights, which an export of those weights carries on: tokenizer, generation config, licence.
+"""Copying of the small files beside a model's weights into an export: tokenizer, generation config, license.
 
-Files are copied byte for byte; of `config.json`, entries that the exporter does not write itself are kept as they are.
+Files are copied byte for byte. `config.json` is merged: entries that the exporter does not write keep their values.
 """
 
 import json
@@ -16,15 +16,15 @@ from d9d_state.tensor_info import TensorInfo
 
 CONFIG_NAME = "config.json"
 MAX_CARRIED_BYTES = 256 * 2**20
-"""A larger file is not carried: a tokenizer has at most some ten MiB."""
+"""Size limit of a copied file, in bytes. Tokenizer files are typically below 20 MiB."""
 
-# Text, and tokenizers of sentencepiece and tiktoken. Not code, and no format of weights.
+# Text files, and sentencepiece and tiktoken tokenizers. Neither source code nor weight formats.
 _SUFFIXES = {".bpe", ".jinja", ".json", ".jsonl", ".md", ".model", ".tiktoken", ".txt", ".vocab"}
 _NAMES_WITHOUT_SUFFIX = re.compile(r"(LICEN[CS]E|NOTICE).*", re.IGNORECASE)
-# They describe weight files of the folder, or the run that wrote it.
+# Files that describe the folder's weight files, or the run that wrote them; and hidden files.
 _NOT_CARRIED = re.compile(r".*\.index\.json|adapter_config\.json|trainer_state\.json|\..*")
-# Each names files that are not carried: code, and scales of quantized weights.
-_NOT_KEPT = ("auto_map", "quantization_config")
+# Config entries that refer to files that are not copied: source code, and scales of quantized weights.
+_DROPPED_CONFIG_KEYS = ("auto_map", "quantization_config")
 
 _logger = logging.getLogger(__name__)
 
@@ -32,25 +32,27 @@ _logger = logging.getLogger(__name__)
 def add_carried_files(
     own: Mapping[str, JsonValue], source: Path, tensors: Iterable[TensorInfo]
 ) -> dict[str, JsonValue | bytes]:
-    """Add the small files beside the weights in a folder to those that an exporter writes.
+    """Merge the small files of a source folder with the files that an exporter writes.
 
-    A file of the exporter replaces the carried one, but for `config.json`: its entries come first, and the others are
-    kept where both are of the same `model_type`. `dtype` becomes that of the exported tensors.
+    If both have a file of the same name, the exporter's file is used. The exception is `config.json`: if both have the
+    same `model_type`, entries that only the source has are kept. `dtype` becomes the dtype of the exported tensors.
 
     Args:
-        own: What the exporter writes, by name.
-        source: Folder that the weights came from; links are followed, as in a cache of downloads.
-        tensors: What is exported, or a part of it.
+        own: Files that the exporter writes, by name.
+        source: Folder that the weights were loaded from. Symlinks are followed, as in the Hugging Face cache.
+        tensors: The exported tensors, or some of them.
+
+    Returns:
+        File contents by name.
 
     Raises:
-        UserError: If there is no such folder, a file cannot be read, or its `config.json` is no JSON object.
+        UserError: If the folder or a file in it cannot be read, or its `config.json` is not a JSON object.
     """
     try:
         carried = _read(source)
     except OSError as error:
         raise UserError(
-            f"the files that came with the weights cannot be read: {error}. Put {source} back, or export without a "
-            "source."
+            f"the files beside the source weights cannot be read: {error}. Restore {source}, or export without source=."
         ) from error
     files: dict[str, JsonValue | bytes] = {**carried, **own}
     if CONFIG_NAME in carried:
@@ -60,14 +62,16 @@ def add_carried_files(
 
 def _merged_config(carried: bytes, own: JsonValue, tensors: Iterable[TensorInfo], *, source: Path) -> JsonValue | bytes:
     try:
-        theirs = json.loads(carried)  # other writers write infinity, which our JSON has no place for
+        theirs = json.loads(carried)  # not parse_json: other writers emit Infinity and NaN
     except ValueError as error:
-        raise UserError(f"{source / CONFIG_NAME}: {error}. Expected the config of a checkpoint.") from error
+        raise UserError(
+            f"{source / CONFIG_NAME}: {error}. Expected the config.json of a Hugging Face model."
+        ) from error
     if not isinstance(theirs, Mapping):
         raise UserError(f"{source / CONFIG_NAME} holds {type(theirs).__name__}; expected a JSON object.")
     if own is not None and (not isinstance(own, Mapping) or own.get("model_type") != theirs.get("model_type")):
         return own
-    kept = {key: value for key, value in theirs.items() if own is None or key not in _NOT_KEPT}
+    kept = {key: value for key, value in theirs.items() if own is None or key not in _DROPPED_CONFIG_KEYS}
     dtype = _main_dtype(tensors)
     kept |= {key: dtype for key in ("dtype", "torch_dtype") if dtype is not None and kept.get(key) is not None}
     merged = {**kept, **(own or {})}
@@ -80,7 +84,7 @@ def _read(source: Path) -> dict[str, bytes]:
         if not _is_carried(path):
             continue
         if path.stat().st_size > MAX_CARRIED_BYTES:
-            _logger.warning("%s is larger than %d bytes: it is not exported.", path, MAX_CARRIED_BYTES)
+            _logger.warning("%s is larger than %d bytes; it is not copied to the export.", path, MAX_CARRIED_BYTES)
         else:
             files[path.name] = path.read_bytes()
     return files
@@ -92,7 +96,7 @@ def _is_carried(path: Path) -> bool:
 
 
 def _main_dtype(tensors: Iterable[TensorInfo]) -> str | None:
-    """The floating-point dtype that most bytes have."""
+    """Return the floating-point dtype with the most bytes; `None` if no tensor is floating-point."""
     sizes: Counter[str] = Counter()
     for info in tensors:
         if info.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""What ranks decide together, over tensors of bytes and integers only, so that no peer's object is ever unpickled."""
+"""Collectives on bytes, JSON and errors. They send tensors only, so a rank never unpickles data from another rank."""
 
 import torch
 import torch.distributed as dist
@@ -8,15 +8,15 @@ from d9d_state._tensor_bytes import bytes_of
 from d9d_state.errors import StateError
 from d9d_state.json_value import JsonValue, dump_json, parse_json
 
-_MAX_PROBLEM_BYTES = 4000  # of the text of one rank's problem
-_MAX_BYTES = 1 << 28  # of what one rank gives, so that a length that is nonsense allocates nothing
+_MAX_PROBLEM_BYTES = 4000  # longer error texts of a rank are truncated
+_MAX_BYTES = 1 << 28  # limit per rank: a corrupt length must not allocate memory
 
 
 def num_ranks(ctx: DistributedContext | None) -> int:
-    """How many ranks take part.
+    """Return the number of ranks.
 
     Raises:
-        ValueError: If there are several ranks, but no context that says so.
+        ValueError: If the default process group has several ranks but `ctx` is `None`.
     """
     if ctx is not None:
         return ctx.world_size
@@ -26,23 +26,26 @@ def num_ranks(ctx: DistributedContext | None) -> int:
 
 
 def is_main(ctx: DistributedContext | None) -> bool:
-    """Whether this rank writes what is written once."""
+    """Return True on the main process, which writes the files that exist once."""
     return ctx is None or ctx.is_main_process
 
 
 def exchange_bytes(
     data: bytes, ctx: DistributedContext | None, *, group: dist.ProcessGroup | None = None
 ) -> list[bytes]:
-    """What each rank gives, on every rank, in the order of ranks. Collective: one or two all-gathers of plain bytes.
+    """All-gather bytes of different lengths. Collective: one all-gather of the lengths and one of the padded bytes.
 
     Args:
-        data: What this rank gives; may be empty. If all ranks give nothing, only lengths travel.
-        ctx: The ranks; `None` for this process alone.
-        group: A group of all ranks that works on the CPU, for a thread beside the training; `None` for the default
-            group, on the device of the context.
+        data: This rank's bytes. If they are empty on all ranks, the second all-gather is skipped.
+        ctx: Distributed context; `None` for a single process.
+        group: Gloo group of all ranks, for use in a background thread. `None` uses the default group with tensors on
+            `ctx.device`.
+
+    Returns:
+        The bytes of each rank, in rank order.
 
     Raises:
-        StateError: On every rank, if what one of them gives is too long.
+        StateError: On every rank, if the bytes of one rank exceed the size limit.
     """
     if ctx is None or ctx.world_size == 1:
         return [data]
@@ -52,7 +55,7 @@ def exchange_bytes(
     dist.all_gather(lengths, length, group=group)
     sizes = [int(size) for size in lengths]
     if not all(0 <= size <= _MAX_BYTES for size in sizes):
-        raise StateError(f"ranks give {sizes} bytes; expected 0 to {_MAX_BYTES} of each.")
+        raise StateError(f"ranks send {sizes} bytes; expected 0 to {_MAX_BYTES} from each rank.")
     if not any(sizes):
         return [b""] * len(sizes)
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
@@ -66,30 +69,33 @@ def exchange_bytes(
 def exchange_json(
     value: JsonValue, ctx: DistributedContext | None, *, group: dist.ProcessGroup | None = None
 ) -> list[JsonValue]:
-    """The value of each rank, on every rank, in the order of ranks; tuples come as lists. Collective.
+    """All-gather a JSON value. Collective.
 
     Args:
-        value: What this rank gives.
-        ctx: The ranks; `None` for this process alone.
+        value: This rank's value.
+        ctx: Distributed context; `None` for a single process.
         group: As in `exchange_bytes`.
 
+    Returns:
+        The value of each rank, in rank order. Tuples become lists.
+
     Raises:
-        StateError: On every rank, if what one of them gives is too long.
-        ValueError: If the value is no JSON; then the other ranks wait for it in vain.
+        StateError: On every rank, if the text of one rank exceeds the size limit.
+        ValueError: If the value is not JSON. Only this rank raises; the other ranks wait in the all-gather.
     """
     return [parse_json(data) for data in exchange_bytes(dump_json(value), ctx, group=group)]
 
 
 def agree(problem: str | None, ctx: DistributedContext | None, *, group: dist.ProcessGroup | None = None) -> None:
-    """Go on only if no rank has a problem. Collective.
+    """Raise on all ranks if any rank has an error. Collective.
 
     Args:
-        problem: What is wrong on this rank; `None` if nothing is.
-        ctx: The ranks; `None` for this process alone.
+        problem: Error text of this rank; `None` if it has no error.
+        ctx: Distributed context; `None` for a single process.
         group: As in `exchange_bytes`.
 
     Raises:
-        StateError: On every rank, with the problem of each rank that has one.
+        StateError: On every rank, with the error text of each rank that has one.
     """
     data = b"" if problem is None else problem.encode(errors="replace")[:_MAX_PROBLEM_BYTES] or b"unknown"
     texts = [given.decode(errors="replace") for given in exchange_bytes(data, ctx, group=group)]
@@ -101,7 +107,7 @@ def agree(problem: str | None, ctx: DistributedContext | None, *, group: dist.Pr
 
 
 def broadcast_int(value: int, ctx: DistributedContext | None) -> int:
-    """The main process's integer, on every rank. Collective."""
+    """Broadcast an integer from the main process. Collective."""
     if ctx is None or ctx.world_size == 1:
         return value
     shared = torch.tensor([value], dtype=torch.int64, device=ctx.device)

@@ -1,6 +1,6 @@
-"""Digests of what is being written, by threads of their own: hashing takes as long as writing, so both go on at once.
+"""SHA-256 digests of file content, computed in threads so that hashing overlaps with writing.
 
-SHA-256, because processors compute it in hardware: twice as fast as BLAKE2b, and about as fast as a good disk.
+SHA-256 is used because processors compute it in hardware, twice as fast as BLAKE2b and about as fast as an SSD writes.
 """
 
 import hashlib
@@ -10,18 +10,18 @@ from queue import Queue
 from threading import Thread
 from typing import Any, Self, final
 
-_SMALL = 1 << 16  # bytes that are sooner hashed than handed to another thread
-_BLOCKS_AHEAD = 16  # blocks that may wait for a thread, whose memory cannot be given back before
-_MAX_THREADS = 4  # which hash faster than most disks write
+_SMALL = 1 << 16  # bytes; hashing a smaller block inline is faster than queueing it
+_QUEUE_SIZE = 16  # blocks per thread; a queued block keeps its memory alive
+_MAX_THREADS = 4  # four threads hash faster than most disks write
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class PartRecord:
-    """What a part of a file must be to be the one that was written.
+    """Expected size and SHA-256 of a contiguous part of a file.
 
     Attributes:
-        size: In bytes.
+        size: Size in bytes.
         sha256: Hexadecimal digest.
     """
 
@@ -31,7 +31,7 @@ class PartRecord:
 
 @final
 class Digests:
-    """Takes blocks, one part after the other. A context manager, after which the digests are known."""
+    """Context manager that hashes a file's parts, block by block. Leaving the context waits for the hashing threads."""
 
     def __init__(self) -> None:
         self._hashes: list[Any] = []
@@ -47,25 +47,25 @@ class Digests:
             worker.finish()
 
     def start_part(self) -> None:
-        """Let the next blocks belong to a new part."""
+        """Start a new part; the following blocks belong to it."""
         self._hashes.append(hashlib.sha256())
         self._sizes.append(0)
 
     def add(self, block: memoryview) -> None:
-        """Take the next block of the part, whose memory stays as it is until the digests are known."""
+        """Add the next block of the current part. The caller must not change its memory before the context exits."""
         is_first = self._sizes[-1] == 0
         self._sizes[-1] += len(block)
         if is_first and len(block) <= _SMALL:
             self._hashes[-1].update(block)
             return
-        # The blocks of a part go to one thread, in order; those of the next part to the next thread.
+        # All blocks of a part go to one thread, in order; parts are assigned to the threads round-robin.
         index = len(self._hashes) % self._num_workers
         while len(self._workers) <= index:
             self._workers.append(_Worker())
         self._workers[index].add(self._hashes[-1], block)
 
     def records(self) -> tuple[PartRecord, ...]:
-        """Size and digest of every part, once the context is left."""
+        """Return size and digest of every part. Call it after the context has exited."""
         return tuple(
             PartRecord(size, digest.hexdigest()) for size, digest in zip(self._sizes, self._hashes, strict=True)
         )
@@ -73,10 +73,10 @@ class Digests:
 
 @final
 class _Worker:
-    """A thread that hashes what it is given, in order."""
+    """Thread that hashes the queued blocks in order."""
 
     def __init__(self) -> None:
-        self._queue: Queue[tuple[Any, memoryview] | None] = Queue(_BLOCKS_AHEAD)
+        self._queue: Queue[tuple[Any, memoryview] | None] = Queue(_QUEUE_SIZE)
         self._thread = Thread(target=self._work, name="d9d-digests", daemon=True)
         self._thread.start()
 

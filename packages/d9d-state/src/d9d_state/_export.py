@@ -1,7 +1,7 @@
-"""A folder in the Hugging Face layout, written by several ranks, complete or not there at all.
+"""Atomic export of a model folder in the Hugging Face layout, written by several ranks.
 
-All ranks know what will be in every file before the first byte of a tensor is read. Each file has one writer, which
-holds one tensor at a time. The main process writes the index last, and gives the folder its name.
+All ranks know the content of every file before the first tensor is read. One rank writes each file, one tensor at a
+time. The main process writes the index last, then renames the folder to its final name.
 """
 
 import re
@@ -30,21 +30,21 @@ _OWN_NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?
 
 @final
 class Export:
-    """The files of one export while they are being written, in a folder beside the final one.
+    """The files of one export while it is being written, in a partial folder beside the final one.
 
-    A rank that fails keeps its problem for `commit`, since the others count on it in collectives until then.
+    A rank that fails stores its error until `commit`, because the other ranks need it in their collectives until then.
     """
 
     def __init__(self, target: Path, files: Sequence[PlannedFile], ctx: DistributedContext | None) -> None:
-        """Make the folder and this rank's files. Collective.
+        """Create the partial folder. Collective.
 
         Args:
             target: The final folder.
-            files: The same plan on every rank.
-            ctx: The ranks; `None` for a process on its own.
+            files: All files of the export, equal on every rank.
+            ctx: Distributed context; `None` for a single process.
 
         Raises:
-            StateError: On every rank, if the folder cannot be made, or ranks do not share it.
+            StateError: On every rank, if the folder cannot be created or a writing rank does not see it.
         """
         self._target = target
         self._partial = partial_of(target)
@@ -55,21 +55,21 @@ class Export:
         self._is_first = rank == 0
         self._open: dict[str, StreamedFile] = {}
         self._problem: str | None = None
-        # A rank that writes nothing need not see the folder; the main process writes the index.
+        # Only ranks that write a file need to see the folder. The main process writes the index.
         make_partial(target, ctx, writes=any(file.rank == rank for file in files))
 
     @property
     def names(self) -> frozenset[str]:
-        """The tensors that this rank writes; none after a failure."""
+        """Names of the tensors that this rank writes; empty after a failure."""
         return frozenset(self._plan_of)
 
     def attempt(self, work: Callable[[], None]) -> None:
-        """Do a part of the work; after a failure, nothing is done."""
+        """Call `work` and store its error for `commit`. After a failure, further calls do nothing."""
         if self._problem is None:
             self._problem = self._attempt(work)
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write those of some tensors that are this rank's."""
+        """Write the tensors that are assigned to this rank; ignore the others."""
         for name, tensor in tensors.items():
             if name in self._plan_of:
                 plan = self._plan_of[name]
@@ -79,13 +79,13 @@ class Export:
                     self._open.pop(plan.name).close()
 
     def commit(self, texts: Mapping[str, bytes]) -> None:
-        """Bring everything to the disk, write what is no tensor, the index last, and name the folder. Collective.
+        """Write the extra files and the index, fsync everything, and rename the folder. Collective.
 
         Args:
-            texts: The files that hold no tensors.
+            texts: Contents of the files without tensors, by name.
 
         Raises:
-            StateError: On every rank, if anything went wrong on one. The earlier export is then still there.
+            StateError: On every rank, if any rank failed. An earlier export at the target then stays unchanged.
         """
         self.attempt(self._close)
         self._abandon()
@@ -101,19 +101,19 @@ class Export:
         return self._open[plan.name]
 
     def _close(self) -> None:
-        assert not self._open, f"not all was written: {', '.join(self._open)}"
+        assert not self._open, f"incomplete files: {', '.join(self._open)}"
         for plan in self._plan:
-            if not plan.tensors and self._is_first:  # a model without tensors has a file all the same
+            if not plan.tensors and self._is_first:  # a model without tensors still has one file
                 self._begin(plan)
                 self._open.pop(plan.name).close()
 
     def _abandon(self) -> None:
-        """Give back what a failure left open."""
+        """Close the files that a failure left open."""
         while self._open:
             self._open.popitem()[1].abandon()
 
     def _clear(self) -> None:
-        """Take away what a failure left on the disk, which may be what is full; if that fails too, it is no news."""
+        """Delete the partial folder after a failure, since the disk may be full. Ignore errors of the deletion."""
         if is_main(self._ctx):
             with suppress(OSError):
                 discard_partial(self._partial)
@@ -139,25 +139,25 @@ class Export:
         return dump_json({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
-        """Do something that may fail; what went wrong."""
+        """Call `work`; return the error text, or `None` on success."""
         try:
             work()
-        except Exception as error:  # whatever it is, the others wait for the agreement
+        except Exception as error:  # any error: the other ranks wait in agree()
             self._plan_of.clear()
             return f"{self._target} could not be written: {describe(error)}"
         return None
 
 
 def extra_texts(extra_files: Mapping[str, JsonValue | bytes]) -> dict[str, bytes]:
-    """Return the content of the files that stand beside the weights; bytes as they are.
+    """Encode the extra files beside the weights: JSON values as text, bytes unchanged.
 
     Raises:
-        ValueError: If a name is not plain or is one of the weights' own, or a value is no JSON.
+        ValueError: If a name is not a plain file name or is reserved for weights, or a value is not JSON.
     """
     for name in extra_files:
         if name in ("", ".", "..") or "/" in name or _OWN_NAMES.fullmatch(name):
             raise ValueError(
-                f"got the extra file {name!r}; expected a plain file name that is not one of the weights'."
+                f"got the extra file {name!r}; expected a plain file name that is not the name of a weight file."
             )
     return {
         name: value if isinstance(value, bytes) else dump_json(value, indent=2) + b"\n"
@@ -166,10 +166,14 @@ def extra_texts(extra_files: Mapping[str, JsonValue | bytes]) -> dict[str, bytes
 
 
 def refuse_foreign(target: Path, own: Iterable[str]) -> None:
-    """Refuse to replace a folder that nobody would call an export.
+    """Refuse to replace a folder that holds anything but an earlier export.
+
+    Args:
+        target: The final folder; its partial folder is checked too.
+        own: Names of the extra files that this export writes.
 
     Raises:
-        UserError: Naming what is in the way.
+        UserError: Listing the files that do not belong to an export.
     """
     known = set(own)
     for folder in (target, partial_of(target)):
@@ -181,12 +185,12 @@ def refuse_foreign(target: Path, own: Iterable[str]) -> None:
         if foreign:
             raise UserError(
                 f"{folder} holds {', '.join(foreign)}, which this export would delete; choose another folder or move "
-                "them."
+                "them away."
             )
 
 
 def _num_bytes(plan: PlannedFile) -> int:
-    """Return the size of a file with its header."""
+    """Return the size of a file in bytes, including its header."""
     return FileLayout.of(plan.tensors, metadata=_METADATA).num_bytes
 
 

@@ -1,4 +1,4 @@
-"""What will be in every file of an export and who writes it: decided by all ranks alike, before a tensor is touched."""
+"""Plan of an export: which tensors each file holds and which rank writes it. Every rank computes the same plan."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ from d9d_state.tensor_info import TensorInfo
 @final
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one rank can give to an export.
+    """The tensors that one rank can write.
 
     Attributes:
-        part: Ranks of the same part hold the same values: those of one pipeline stage, or one rank alone.
-        consumed: What it can consume.
-        produced: What it makes of that, in order.
-        unconsumed: What it has besides.
-        problem: Why it can give nothing at all; `None` if it can.
+        part: Index of a set of ranks with the same values: the ranks of one pipeline stage, or a single rank.
+        consumed: Names of the mapper's inputs that the rank holds.
+        produced: The mapper's outputs that the rank can compute, in order.
+        unconsumed: Names of the tensors that the rank holds but the mapper does not consume.
+        problem: Error text if the rank cannot take part; `None` otherwise.
     """
 
     part: int
@@ -35,13 +35,13 @@ class Offer:
 @final
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tensors of which the same ranks have the values.
+    """Tensors that the same set of ranks can write.
 
     Attributes:
-        ranks: Who can write them; files go to each in turn.
-        consumed: What they are made of.
-        tensors: What they are, in the order in which they are written.
-        unconsumed: What the ranks have besides.
+        ranks: Ranks that hold the values; files are assigned to them round-robin.
+        consumed: Names of the mapper's inputs that the ranks hold.
+        tensors: Tensors to write, in the order in which they are written.
+        unconsumed: Names of the tensors that the ranks hold but the mapper does not consume.
     """
 
     ranks: Sequence[int]
@@ -56,9 +56,9 @@ class PlannedFile:
     """One file of an export.
 
     Attributes:
-        name: Its name.
-        rank: Who writes it.
-        tensors: What is in it.
+        name: File name.
+        rank: Rank that writes the file.
+        tensors: Tensors in the file.
     """
 
     name: str
@@ -67,10 +67,12 @@ class PlannedFile:
 
 
 def exchange_offers(offer: Offer, ctx: DistributedContext | None) -> tuple[Part, ...]:
-    """The parts of all ranks; what two of them offer is the first one's. Collective.
+    """All-gather the offers and merge them into parts. Collective.
+
+    A tensor that several parts offer is assigned to the first of them.
 
     Raises:
-        UserError: On every rank, with the problem of each rank that has one.
+        UserError: On every rank, with the error text of each rank that has one.
     """
     gathered: list[Any] = exchange_json(_to_json(offer), ctx)
     problems = {rank: each["problem"] for rank, each in enumerate(gathered) if each["problem"] is not None}
@@ -104,11 +106,11 @@ def _to_json(offer: Offer) -> JsonValue:
 
 
 def plan_files(parts: Sequence[Part], *, max_bytes: int) -> tuple[PlannedFile, ...]:
-    """Cut tensors into files: as many as fit, in order, no file with tensors of two parts.
+    """Assign tensors to files in order, filling each file up to `max_bytes`. A file never spans two parts.
 
     Args:
-        parts: All tensors of the export; the names are all different.
-        max_bytes: Bytes of tensors in one file, unless a single tensor is larger.
+        parts: All tensors of the export; names are unique across parts.
+        max_bytes: Maximum bytes of tensor data per file. A larger tensor gets a file of its own.
     """
     files: list[tuple[int, dict[str, TensorInfo]]] = []
     for part in parts:

@@ -1,7 +1,7 @@
-"""Every change to a file system that this package makes, so that a test can kill it at each of them.
+"""All file system writes of this package, in one module so that tests can kill the process at each of them.
 
-Nothing here is atomic by itself but `rename`; the callers build commits from these steps. Calls are those of `os`, so
-that what a test puts in their place sees each of them.
+Only `rename` and `exchange` are atomic; the callers build commits from these steps. The functions call `os` directly,
+so that tests can replace and count each call.
 """
 
 import ctypes
@@ -18,13 +18,13 @@ _BLOCK = 1 << 22  # bytes hashed and written at a time
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[PartRecord, ...]:
-    """Create a file that does not exist yet, with its bytes on the disk when this returns.
+    """Create a new file and fsync it.
 
-    Digests are computed by threads beside this one, which alone touches the file.
+    Background threads compute the digests; only the calling thread accesses the file.
 
     Args:
-        path: The file.
-        parts: What it holds, one part after the other. The memory of a part must stay as it is until this returns.
+        path: Path of the file, which must not exist.
+        parts: Content of the file, in order. The caller must not change a part's memory before this returns.
 
     Returns:
         Size and digest of each part.
@@ -46,7 +46,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[PartRec
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and the ones above it, with their entries on the disk. One that exists stays as it is."""
+    """Create a folder and its missing parents, and fsync each new directory entry. Existing folders are unchanged."""
     if not path.is_dir():
         make_folder(path.parent)
         os.mkdir(path)  # noqa: PTH102
@@ -54,7 +54,7 @@ def make_folder(path: Path) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Bring the entries of a folder to the disk."""
+    """Fsync the directory entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -63,14 +63,14 @@ def fsync_folder(path: Path) -> None:
 
 
 def rename(src: Path, dst: Path) -> None:
-    """Give a file or folder its final name; a file with that name is replaced in one step."""
+    """Rename a file or folder atomically; an existing file at `dst` is replaced."""
     os.rename(src, dst)  # noqa: PTH104
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Swap two folders of one file system in one step, so that there is no moment in which either name is missing.
+    """Swap two folders of one file system atomically, so that both names exist at every moment.
 
-    Where the system cannot do that, the moment is short, and the folder that was replaced is left as `.old`.
+    Without `renameat2`, three renames do it. A kill between them leaves the replaced folder as `<name>.old`.
     """
     exchanged = _renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
     if exchanged != 0:
@@ -87,7 +87,7 @@ def remove_file(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder and what is in it. A symlink, in it or in its place, is deleted, not followed."""
+    """Delete a folder recursively. Symlinks, including `path` itself, are deleted but not followed."""
     if path.is_symlink():
         remove_file(path)
         return
@@ -100,7 +100,7 @@ def remove_folder(path: Path) -> None:
 
 
 def _renameat2(*arguments: int | bytes) -> int:
-    """Linux's `renameat2`, which Python does not offer; -1 where it does not exist or the file system refuses."""
+    """Call Linux's `renameat2` through ctypes; return 0 on success and -1 if it is missing or fails."""
     try:
         return int(ctypes.CDLL(None, use_errno=True).renameat2(*arguments))
     except (AttributeError, OSError, TypeError):

@@ -1,7 +1,7 @@
-"""The JSON of a safetensors header, taken apart tensor by tensor.
+"""Parser for the JSON of a safetensors header, one tensor at a time.
 
-A general JSON parser makes of a hostile header ten times its size in objects before anybody can look at them. Only one
-kind of JSON can be a header, so this reads that kind alone, and the first byte that does not fit ends it.
+A general JSON parser may allocate ten times the size of a hostile header before the result can be checked. This parser
+accepts only the JSON structure of a safetensors header, and stops at the first byte that does not match.
 """
 
 import json
@@ -12,7 +12,7 @@ from d9d_state.json_value import shortened
 
 _SPACE = rb"[ \t\n\r]{0,1000}+"
 _PLAIN, _ESCAPE = rb'[^"\\\x00-\x1f]', rb'\\["\\/bfnrtu]'
-# Names are a bounded part of what is kept, and end up in messages.
+# The length of names is bounded, because names are kept in memory and shown in messages.
 _NAME = rb'"(%(p)b{0,10000}+(?:%(e)b%(p)b{0,10000}+){0,10000}+)"' % {b"p": _PLAIN, b"e": _ESCAPE}
 _VALUE = rb'"(%(p)b*+(?:%(e)b%(p)b*+){0,1000000}+)"' % {b"p": _PLAIN, b"e": _ESCAPE}
 _SIZE = rb"(?:0|[1-9][0-9]{0,18})"
@@ -29,15 +29,21 @@ _REST = re.compile(rb"[ \t\n\r]*+")
 
 
 def header_entries(header: bytes) -> Iterator[tuple[str, bytes, bytes, bytes]]:
-    """Name of each tensor, with the texts of its dtype, its shape and its data_offsets; `integers` reads the last two.
+    """Iterate over the tensors of a header.
+
+    Args:
+        header: JSON text, without the 8-byte length.
+
+    Yields:
+        Name, and the texts of dtype, shape and data_offsets. `integers` parses shape and data_offsets.
 
     Raises:
-        ValueError: At the first byte that is not as in a header. What came before has been given by then.
+        ValueError: At the first byte that is invalid in a header, after the entries before it were yielded.
     """
     if _EMPTY.fullmatch(header) is not None:
         return
     if not header.startswith(b"{"):
-        raise ValueError("it is no JSON object.")
+        raise ValueError("it is not a JSON object.")
     position, more, has_metadata = 1, True, False
     while more:
         match = _TENSOR.match(header, position)
@@ -56,7 +62,7 @@ def header_entries(header: bytes) -> Iterator[tuple[str, bytes, bytes, bytes]]:
 
 
 def _after_metadata(header: bytes, position: int) -> re.Match[bytes]:
-    """Read over `__metadata__`, which holds texts by name; the match whose last group is what follows it."""
+    """Skip `__metadata__`, a JSON object of strings; return the match whose last group is the delimiter after it."""
     match = _METADATA.match(header, position)
     names: set[str] = set()
     while match is not None and match.lastindex != match.re.groups:
@@ -68,7 +74,7 @@ def _after_metadata(header: bytes, position: int) -> re.Match[bytes]:
             names.add(name)
             _text(match[2])
     if match is None:
-        raise ValueError("__metadata__ must hold texts by name.")
+        raise ValueError("__metadata__ must be a JSON object of strings.")
     return match
 
 
@@ -80,26 +86,26 @@ def _tensor(match: re.Match[bytes]) -> tuple[str, bytes, bytes, bytes]:
     offsets = fields.get(b"data_offsets", (None, None))[1]
     name = _text(raw)
     if name == "__metadata__":
-        raise ValueError("__metadata__ must hold texts by name.")
+        raise ValueError("__metadata__ must be a JSON object of strings.")
     if dtype is None or shape is None or offsets is None:
         raise ValueError(f"{shortened(name)} must have dtype, shape and data_offsets.")
     return name, dtype, shape, offsets
 
 
 def integers(text: bytes) -> tuple[int, ...]:
-    """The integers of a list, without its brackets."""
+    """Parse comma-separated integers, the text of a JSON list without its brackets."""
     return tuple(map(int, text.split(b","))) if text else ()
 
 
 def _text(text: bytes) -> str:
-    """What a JSON string means.
+    """Decode a JSON string without its quotes.
 
     Raises:
-        ValueError: If it is not valid UTF-8, or has an escape that stands for no character.
+        ValueError: If the string is not valid UTF-8 or contains an unpaired surrogate escape.
     """
     value = text.decode()
     if "\\" in value:
         value = json.loads(f'"{value}"')
         if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
-            raise ValueError("a name holds a half of a surrogate pair.")
+            raise ValueError("a name contains an unpaired surrogate.")
     return value

@@ -1,7 +1,7 @@
-"""Opens a file whose name somebody else wrote, so that what was checked is what is read.
+"""Safe opening of a file whose name comes from an untrusted index or manifest.
 
-A path that is checked first and opened later may have become another file in between. Here the file is opened without
-following links and without waiting, looked at, and given on as a descriptor.
+A path that is checked first and opened later may name another file by then. Here the file is opened with `O_NOFOLLOW`
+and `O_NONBLOCK`, checked with `fstat`, and returned as a descriptor.
 """
 
 import errno
@@ -14,24 +14,26 @@ from d9d_dist import UserError
 from d9d_state.errors import ProcessLimitError, describe, is_limit
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO would wait for a writer
+_FILE = (
+    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+)  # without O_NONBLOCK, opening a FIFO blocks until a writer opens it
 
 
 def open_member(folder: Path, name: str) -> int:
-    """Open a regular file that is directly in a folder, for reading.
+    """Open a regular file directly inside a folder, for reading.
 
-    Links are refused, save those of the Hugging Face cache: from `snapshots/<revision>/` into `blobs/` beside it.
+    Symlinks are refused, except those of the Hugging Face cache: from `snapshots/<revision>/` to `blobs/` beside it.
 
     Args:
-        folder: Where the file is; may itself be a link.
-        name: Its name, from a manifest, an index or anything else that is not to be trusted.
+        folder: Folder of the file; may itself be a symlink.
+        name: File name from an untrusted source such as a manifest or an index.
 
     Returns:
-        A descriptor, which the caller closes. What is asked of it (`os.fstat`, `os.pread`) is asked of this very file.
+        A file descriptor, which the caller closes. `os.fstat` and `os.pread` on it refer to the file that was checked.
 
     Raises:
-        UserError: If the name is not a plain one, or there is no regular file of that name, or it cannot be read.
-        StateError: If a limit keeps this process from opening any file.
+        UserError: If the name is not a plain file name, or the file does not exist, is not regular or cannot be read.
+        StateError: If a limit of the process or the system, such as the number of open files, prevents opening.
     """
     if not is_plain(name):
         raise UserError(f"{folder} names the file {name[:200]!r}; expected the plain name of a file in that folder.")
@@ -45,7 +47,7 @@ def open_member(folder: Path, name: str) -> int:
     except OSError as error:
         if is_limit(error):
             raise ProcessLimitError(f"{path} cannot be opened: {describe(error)}") from error
-        advice = " The folder is incomplete; get it anew." if isinstance(error, FileNotFoundError) else ""
+        advice = " The folder is incomplete; download or copy it again." if isinstance(error, FileNotFoundError) else ""
         raise UserError(f"{path} cannot be read: {error.strerror}.{advice}") from error
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -55,17 +57,17 @@ def open_member(folder: Path, name: str) -> int:
 
 
 def open_member_file(folder: Path, name: str) -> BinaryIO:
-    """The same as a file object, which closes the descriptor."""
+    """Open a regular file directly inside a folder as a binary file object; see `open_member`."""
     return os.fdopen(open_member(folder, name), "rb")
 
 
 def is_plain(name: str) -> bool:
-    """Whether a name can only be that of an entry of the folder that it is looked up in."""
+    """Return True if a name is a plain file name: no path separators, not empty, not `.` or `..`."""
     return name not in ("", ".", "..") and not any(part in name for part in ("/", "\\", "\0"))
 
 
 def _open_at(around: int, name: str, folder: Path) -> int:
-    # Devices are not even opened, since that alone can have effects; the mode is looked at again after opening.
+    # Opening a device can have side effects, so the mode is checked before opening, and again afterwards.
     mode = os.stat(name, dir_fd=around, follow_symlinks=False).st_mode
     if stat.S_ISLNK(mode):
         return _open_linked(around, name, folder)
@@ -74,13 +76,13 @@ def _open_at(around: int, name: str, folder: Path) -> int:
     try:
         return os.open(name, _FILE, dir_fd=around)
     except OSError as error:
-        if error.errno == errno.ELOOP:  # it has just become a link
+        if error.errno == errno.ELOOP:  # it became a symlink after the stat
             raise _refusal(folder / name, stat.S_IFLNK) from error
         raise
 
 
 def _open_linked(around: int, name: str, folder: Path) -> int:
-    """Open what a link of the Hugging Face cache means; refuse every other link."""
+    """Open the target of a Hugging Face cache symlink; refuse every other symlink."""
     target = Path(os.readlink(name, dir_fd=around))
     snapshots = folder.resolve().parent
     blobs = snapshots.parent / "blobs"

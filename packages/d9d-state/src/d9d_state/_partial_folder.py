@@ -1,4 +1,4 @@
-"""The folder beside a final one that several ranks write to, until it gets its name."""
+"""The `.partial` folder that ranks write to until it is renamed to its final name."""
 
 import os
 from collections.abc import Mapping
@@ -15,23 +15,23 @@ from d9d_state.errors import StateError, describe
 
 
 def partial_of(target: Path) -> Path:
-    """Return the name under which a folder is written, and under which a checkpoint is deleted."""
+    """Return the path used while a folder is being written, or while a checkpoint is being deleted."""
     return target.with_name(f"{target.name}.partial")
 
 
 def make_partial(
     target: Path, ctx: DistributedContext | None, *, writes: bool = True, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Make an empty partial folder in the place of left-overs, and check that all writers see it. Collective.
+    """Create an empty partial folder, replacing an old one, and check that all writers see it. Collective.
 
     Args:
         target: The final folder.
-        ctx: The ranks; `None` for this process alone.
-        writes: Whether this rank writes to the folder, and so has to see it.
-        group: A group of all ranks on the CPU, in a thread; `None` for the default group.
+        ctx: Distributed context; `None` for a single process.
+        writes: True if this rank writes to the folder and therefore must see it.
+        group: Gloo group of all ranks, for use in a background thread; `None` for the default group.
 
     Raises:
-        StateError: On every rank, if the folder cannot be made, or ranks do not share it.
+        StateError: On every rank, if the folder cannot be created or a writing rank does not see it.
     """
     partial, problem = partial_of(target), None
     try:
@@ -59,13 +59,13 @@ def discard_partial(partial: Path) -> None:
 
 
 def check_sizes(partial: Path, sizes: Mapping[str, int]) -> None:
-    """Check that the main process sees every file of a partial folder, whoever wrote it.
+    """Check that this process sees every file of a partial folder with the size that its rank wrote.
 
     Raises:
-        OSError: If there is no such file, or it cannot be looked at.
-        ValueError: If a file has another size, with both sizes.
+        OSError: If a file does not exist or cannot be accessed.
+        ValueError: If a file has a different size; names both sizes.
     """
     for name, size in sizes.items():
         found = os.stat(partial / name).st_size  # noqa: PTH116
         if found != size:
-            raise ValueError(f"{partial / name} has {found} bytes, but {size} were written.")
+            raise ValueError(f"{partial / name} has {found} bytes; expected {size}.")

@@ -1,16 +1,16 @@
-"""How far a long read or write is, as a bar for each rank on a terminal, and nothing elsewhere."""
+"""Progress bars for reads and writes: one per rank on a terminal, none elsewhere."""
 
 import torch.distributed as dist
 from tqdm import tqdm
 
 
 def byte_bar(what: str, num_bytes: int, *, visible: bool) -> tqdm:
-    """A bar over bytes, on the line of this rank among those of its node, which goes away when it is full.
+    """Return a progress bar over bytes. The ranks of a node use one line each; a closed bar disappears.
 
     Args:
-        what: What is done: `"loading"`.
-        num_bytes: All of it.
-        visible: Whether to draw it where the standard error is a terminal.
+        what: Label of the bar, such as `"loading"`.
+        num_bytes: Total number of bytes.
+        visible: Draw the bar if standard error is a terminal.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     many = dist.is_initialized() and dist.get_world_size() > 1

@@ -1,4 +1,4 @@
-"""Whole tensors into the parts that ranks hold, and back: the only place that looks into a `DTensor`."""
+"""Conversion between full tensors and local shards: the only module that reads a `DTensor`'s layout."""
 
 import torch
 from torch import Tensor
@@ -10,17 +10,17 @@ from d9d_state.mapper.region import Region
 
 @torch.no_grad()
 def local_part(tensor: Tensor) -> tuple[Region, Tensor]:
-    """What this rank holds of a tensor: which box of the whole, and the plain tensor that stores it.
+    """Return this rank's region of a tensor and the local tensor that stores it.
 
     Args:
-        tensor: On any device; plain, or a `DTensor` that is sharded and replicated. A rank outside its mesh holds an
-            empty box.
+        tensor: Plain tensor, or a `DTensor` with Shard and Replicate placements, on any device. On a rank outside its
+            mesh, region and local tensor are empty.
 
     Raises:
-        ValueError: If the tensor has no storage, or is a sum that is still to be reduced.
+        ValueError: If the tensor is on the meta device or has a Partial placement.
     """
     if tensor.is_meta:
-        raise ValueError("the model is on the meta device; materialize it before its state is loaded.")
+        raise ValueError("the model is on the meta device; materialize it before loading its state.")
     if not isinstance(tensor, DTensor):
         return Region.whole(tuple(tensor.shape)), tensor.detach()
     if any(isinstance(placement, Partial) for placement in tensor.placements):
@@ -34,5 +34,5 @@ def local_part(tensor: Tensor) -> tuple[Region, Tensor]:
 
 @torch.no_grad()
 def gather_whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor on every rank. Collective over the mesh of a `DTensor`, local otherwise."""
+    """Return the full tensor on every rank. Collective over the mesh of a `DTensor`; local for a plain tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

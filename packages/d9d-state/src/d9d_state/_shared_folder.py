@@ -1,8 +1,8 @@
-"""Finds ranks that see another folder than the main process, before several ranks write into one folder.
+"""Check that all ranks see the same folder, before several ranks write to it.
 
-Two hosts with folders of their own look alike: each has a folder of the right name, perhaps with left-overs of a killed
-job. So the main process makes a file with a random name, and every rank looks for that name. A name that nobody looked
-up before is in no cache of a network file system.
+Hosts with local file systems may each have a folder of the same name, perhaps with files of a killed job. So the main
+process creates a file with a random name, and every rank looks for it. No rank looked up that name before, so no
+network file system has a cached answer for it.
 """
 
 import os
@@ -26,13 +26,16 @@ _TOKEN = re.compile(r"\.shared-[0-9a-f]{32}")
 def sharing_problem(
     folder: Path, ctx: DistributedContext | None, *, needed: bool = True, group: dist.ProcessGroup | None = None
 ) -> str | None:
-    """Name the ranks that do not see a folder of the main process; `None` if all do. Equal on all ranks. Collective.
+    """Check that the ranks see a folder of the main process. Collective.
 
     Args:
-        folder: A folder that the main process made.
-        ctx: The ranks; `None` for this process alone.
-        needed: Whether this rank has to see the folder.
-        group: A group of all ranks on the CPU, in a thread; `None` for the default group.
+        folder: Folder that the main process created.
+        ctx: Distributed context; `None` for a single process.
+        needed: True if this rank must see the folder.
+        group: Gloo group of all ranks, for use in a background thread; `None` for the default group.
+
+    Returns:
+        Error text that names the ranks without access, equal on all ranks; `None` if all see the folder.
 
     Raises:
         StateError: On every rank, if the main process cannot write to the folder.
@@ -52,12 +55,12 @@ def sharing_problem(
 
 
 def is_token(name: str) -> bool:
-    """Return whether a file is one that a killed check left."""
+    """Return True if a file name is that of a check file, which a killed job may leave behind."""
     return _TOKEN.fullmatch(name) is not None
 
 
 def remove_tokens(folder: Path) -> None:
-    """Delete what killed checks left in a folder that no other job uses."""
+    """Delete check files that killed jobs left in a folder. No other job may be using the folder."""
     for path in folder.iterdir():
         if is_token(path.name):
             _files.remove_file(path)
@@ -67,7 +70,7 @@ def _attempt_to_make(token: Path) -> str | None:
     try:
         _files.write_file(token, [])
     except OSError as error:
-        return f"{token.parent} cannot be written to: {describe(error)}"
+        return f"{token.parent} is not writable: {describe(error)}"
     return None
 
 
@@ -80,7 +83,7 @@ def _attempt_to_remove(token: Path) -> str | None:
 
 
 def _why_unseen(token: Path) -> str | None:
-    """Why this rank does not see a file, empty if it is not there; `None` if the rank sees it."""
+    """Return `None` if this rank sees the file, an empty string if the file is missing, or the error text of `stat`."""
     try:
         os.stat(token)  # noqa: PTH116
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A safetensors file whose tensors come one after the other, in any order: only one of them is in memory at a time."""
+"""Safetensors writer that takes one tensor at a time, in any order, so that only one tensor is in memory."""
 
 import os
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from d9d_state.tensor_info import TensorInfo
 
 @final
 class StreamedFile:
-    """A file that does not exist yet, and is complete on the disk when `close` returns."""
+    """New safetensors file; complete and fsynced when `close` returns."""
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorInfo], *, metadata: Mapping[str, str]) -> None:
         """Create the file with its header.
 
         Args:
-            path: The file.
-            tensors: All that will be written.
-            metadata: Texts for the header's `__metadata__`.
+            path: Path of the file, which must not exist.
+            tensors: Shape and dtype of every tensor that will be written.
+            metadata: Entries of the header's `__metadata__`.
         """
         layout = FileLayout.of(tensors, metadata=metadata)
         self._starts = layout.starts
@@ -31,18 +31,18 @@ class StreamedFile:
         self._write_at(0, memoryview(layout.header))
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor, of any device, into its place."""
+        """Write a tensor from any device at its offset in the file."""
         on_cpu = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
         self._left.remove(name)
         self._write_at(self._starts[name], bytes_of(on_cpu))
 
     @property
     def is_complete(self) -> bool:
-        """Whether all tensors were written."""
+        """True if all tensors were written."""
         return not self._left
 
     def close(self) -> None:
-        """Bring the file to the disk."""
+        """Fsync and close the file."""
         assert not self._left, f"not written: {', '.join(sorted(self._left))}"
         try:
             os.fsync(self._descriptor)
@@ -50,7 +50,7 @@ class StreamedFile:
             os.close(self._descriptor)
 
     def abandon(self) -> None:
-        """Close the file as it is."""
+        """Close the incomplete file without fsync."""
         os.close(self._descriptor)
 
     def _write_at(self, position: int, data: memoryview) -> None:

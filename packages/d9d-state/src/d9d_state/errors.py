@@ -1,4 +1,4 @@
-"""What goes wrong with state although nobody asked for anything impossible: damage, full disks, a failing rank."""
+"""Errors that are not the user's mistake: damaged files, full disks, rank failures, process limits."""
 
 import errno
 import resource
@@ -7,21 +7,21 @@ _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class StateError(RuntimeError):
-    """State could not be written, or what was written is damaged. The message names the file and the rank."""
+    """Failure to read or write state, or damaged state. The message names the file and the failing ranks."""
 
 
 class ProcessLimitError(StateError):
-    """This process could not open a file because of a limit, which says nothing about the file."""
+    """Failure to open a file because of a limit of the process or system, such as open files. The file may be fine."""
 
 
 def is_limit(error: OSError) -> bool:
-    """Return whether a limit of the process or the system caused an error, whatever the file is."""
+    """Return True if a limit on open files or memory caused the error, not the file itself."""
     return error.errno in _LIMITS
 
 
 def describe(error: BaseException) -> str:
-    """Return the text of an error, with the number of files that may be open where that limit is the cause."""
+    """Return the error text. If the limit on open files is the cause, add its value and how to raise it."""
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return f"{error}; this process may have {limit} files open. Raise the limit (ulimit -n)."
+        return f"{error}; the limit of this process is {limit} open files. Raise the limit (ulimit -n)."
     return str(error)

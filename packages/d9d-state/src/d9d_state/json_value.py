@@ -1,4 +1,4 @@
-"""Canonical, strict JSON: one value has one text, and no text is read that a careful writer would not have written."""
+"""Canonical JSON encoding and strict parsing: equal values give equal bytes, and malformed input is refused."""
 
 import json
 import math
@@ -9,19 +9,19 @@ from typing import NoReturn, TypeAlias
 
 JsonValue: TypeAlias = bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"] | None
 
-_SHOWN = 100  # characters of foreign text in a message
+_SHOWN = 100  # characters of untrusted text in a message
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def dump_json(value: JsonValue, *, indent: int | None = None) -> bytes:
-    """The canonical UTF-8 text of a value: sorted keys, no spaces unless indented. Floats come back bit for bit.
+    """Encode a value as canonical UTF-8 JSON: sorted keys, and no spaces unless indented.
 
     Args:
-        value: What is written. Tuples come back as lists.
+        value: Value to encode. `parse_json` restores floats bit for bit, and tuples as lists.
         indent: Spaces per level, for files that people read; `None` for the shortest text.
 
     Raises:
-        ValueError: If a part of the value has no place in JSON, naming where it is; if the value contains itself.
+        ValueError: If a part of the value is not JSON (names its path in the value), or the value contains itself.
     """
     try:
         _validate(value, "value")
@@ -35,11 +35,11 @@ def dump_json(value: JsonValue, *, indent: int | None = None) -> bytes:
 
 
 def parse_json(data: bytes) -> JsonValue:
-    """Read a JSON text.
+    """Parse UTF-8 JSON strictly.
 
     Raises:
-        ValueError: If it is not valid UTF-8 and JSON, repeats a key, nests too deeply, or holds a number that is not
-            finite or of thousands of digits, or a half of a surrogate pair.
+        ValueError: If the data is not valid UTF-8 or JSON, repeats a key, or nests too deeply. Also if it contains a
+            non-finite number, an integer of thousands of digits, or an unpaired surrogate.
     """
     try:
         value: JsonValue = _DECODER.decode(data.decode())
@@ -51,7 +51,7 @@ def parse_json(data: bytes) -> JsonValue:
 
 
 def shortened(text: str) -> str:
-    """A foreign text as a message shows it."""
+    """Return the `repr` of an untrusted text for a message, truncated to 100 characters."""
     return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
 
 
@@ -61,7 +61,7 @@ def _validate(value: object, where: str) -> None:
             pass
         case float():
             if not math.isfinite(value):
-                raise ValueError(f"{where} = {value}; JSON holds finite numbers only.")
+                raise ValueError(f"{where} = {value}; expected a finite number, as JSON requires.")
         case Mapping():
             for key, item in value.items():
                 if not isinstance(key, str):
@@ -87,19 +87,19 @@ def _unique_pairs(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"JSON holds {shortened(text)}, which is no finite number.")
+        raise ValueError(f"JSON contains {shortened(text)}, which is not a finite number.")
     return value
 
 
 def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"JSON holds {text}, which is no finite number.")
+    raise ValueError(f"JSON contains {text}, which is not a finite number.")
 
 
 def _refuse_surrogates(value: JsonValue) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError("JSON holds a half of a surrogate pair.") from error
+        raise ValueError("JSON contains an unpaired surrogate.") from error
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_pairs, parse_float=_finite, parse_constant=_refuse_constant)

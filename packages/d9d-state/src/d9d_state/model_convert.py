@@ -1,4 +1,4 @@
-"""Checkpoints from one layout into another, on any number of processes, without a model."""
+"""Conversion of a checkpoint to another layout, on any number of ranks, without building the model."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,28 +30,29 @@ def convert_model_state(
     num_readers: int = 4,
     progress: bool = True,
 ) -> None:
-    """Write what a mapper makes of one folder as another, both in the Hugging Face layout. Collective.
+    """Convert a model folder with a mapper and write the result; both use the Hugging Face layout. Collective.
 
-    Ranks share out the groups of the mapper by their bytes. Each reads, transforms and writes one group after the
-    other, into files of its own. The folder gets its name when everything in it is on the disk; an earlier export of
-    that name stays until then and is replaced in one step.
+    The mapper's groups are distributed over the ranks, balanced by bytes. Each rank reads, transforms and writes one
+    group at a time, to its own files. The folder is renamed to its final name after everything is fsynced. An earlier
+    export at the target stays unchanged until then and is replaced atomically.
 
     Args:
-        source: Where `model.safetensors` is, or `model.safetensors.index.json` and the files that it names.
-        target: Where to write, on a file system that all ranks share. Absent, empty, or an earlier export.
-        mapper: From the names and shapes in `source` to those in `target`; `None` changes nothing but the files.
-        ctx: The ranks; `None` for a process on its own.
-        unused: Whether tensors of the source that the mapper does not consume are refused.
-        max_shard_bytes: Bytes of tensors in one file, unless a single tensor is larger.
+        source: Folder with `model.safetensors`, or with `model.safetensors.index.json` and the files that it lists.
+        target: Folder to write, on a file system that all ranks share: absent, empty, or an earlier export.
+        mapper: Maps names and shapes in `source` to those in `target`; `None` only redistributes tensors over files.
+        ctx: Distributed context; `None` for a single process.
+        unused: `"error"` refuses tensors in the source that the mapper does not consume; `"ignore"` skips them.
+        max_shard_bytes: Maximum bytes of tensor data per file. A larger tensor gets a file of its own.
         extra_files: JSON files to write beside the weights, by name: `{"config.json": {...}}`.
-        num_readers: How many threads of a rank read a large tensor.
-        progress: Whether each rank shows a bar, where the standard error is a terminal.
+        num_readers: Number of threads per rank that read a large tensor.
+        progress: Show a progress bar on each rank if standard error is a terminal.
 
     Raises:
-        UserError: On every rank, listing every mismatch between files and mapper; if the source is not sound, or the
-            target holds something else than an export or is the source.
-        ValueError: If an extra file is no JSON or has no plain name; if `ctx` is missing on several ranks.
-        StateError: On every rank, if reading or writing failed. The earlier export is then still there.
+        UserError: On every rank, listing every mismatch between files and mapper. Also if the source is malformed, or
+            the target is the source or holds other files than an export.
+        ValueError: If an extra file is not JSON or its name is not a plain file name, or if `ctx` is missing although
+            there are several ranks.
+        StateError: On every rank, if reading or writing failed. An earlier export at the target stays unchanged.
     """
     ranks, rank = num_ranks(ctx), 0 if ctx is None else ctx.rank
     place = Path(target).absolute()
@@ -67,10 +68,10 @@ def convert_model_state(
         sizes = {name: info.num_bytes for name, info in folder.tensors.items()}
         share = whole.shard(ranks, rank, num_bytes=sizes)
         offer = Offer(rank, produced={name: produced[name] for name in share.outputs if name in produced})
-    except (UserError, StateError, OSError) as error:  # whatever the disk says, the other ranks wait for the offer
+    except (UserError, StateError, OSError) as error:  # any disk error: the other ranks wait for this offer
         offer = Offer(rank, problem=describe(error))
     parts = exchange_offers(offer, ctx)
-    assert share is not None, "a rank without a share has a problem, which was raised"
+    assert share is not None, "exchange_offers raises if a rank has no share"
     export = Export(place, plan_files(parts, max_bytes=max_shard_bytes), ctx)
     tensors = read_model_state(source, share, unused="ignore", num_readers=num_readers, progress=progress)
     export.attempt(lambda: _write_all(tensors, export))
@@ -84,4 +85,4 @@ def _write_all(tensors: Iterator[tuple[str, Tensor]], export: Export) -> None:
 
 def _refuse_same(source: Path, target: Path) -> None:
     if source.resolve() == target.resolve():
-        raise UserError(f"got {target} as source and target; expected another folder to write to.")
+        raise UserError(f"got {target} as both source and target; expected a different target folder.")

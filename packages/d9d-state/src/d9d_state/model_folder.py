@@ -1,4 +1,4 @@
-"""A model in the Hugging Face layout on disk: which tensors it holds and in which files, read from headers only."""
+"""Index of a model folder in the Hugging Face layout: its tensors and their files, read from headers only."""
 
 import os
 from collections.abc import Mapping
@@ -16,19 +16,21 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_INDEX_BYTES = 1 << 25  # room for about 200,000 tensors
 _SHOWN = 20  # names in one message
-_MAX_NESTED = 10_000  # a bound on what a hostile index can cost: each empty list takes thirty times its text
+_MAX_NESTED = (
+    10_000  # bounds the memory of a hostile index: a parsed empty list takes thirty times the size of its text
+)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """What a folder of safetensors files holds.
+    """Index of a folder of safetensors files.
 
     Attributes:
         path: The folder.
         tensors: Shape and dtype of every tensor.
-        files: For every tensor the file that holds it.
-        starts: For every tensor the position of its first byte in that file.
+        files: Path of each tensor's file.
+        starts: Position of each tensor's first byte in its file.
     """
 
     path: Path
@@ -41,16 +43,17 @@ class ModelFolder:
         """Read the index, if there is one, and the header of every file.
 
         Args:
-            path: A folder with `model.safetensors.index.json` and the files that it names, or with `model.safetensors`.
+            path: Folder with `model.safetensors.index.json` and the files that it lists, or with `model.safetensors`.
 
         Raises:
-            UserError: If the folder has neither, or names a file outside it, or a file and the index disagree.
+            UserError: If the folder has neither file, the index or a header is malformed, the index names a file
+                outside the folder, or a listed tensor is missing from its file.
         """
         folder = Path(path)
         if os.path.lexists(folder / INDEX_NAME):
             return cls._indexed(folder, _weight_map(folder))
         if not os.path.lexists(folder / SINGLE_NAME):
-            raise UserError(f"{folder} holds no model; expected {SINGLE_NAME} or {INDEX_NAME} in it.")
+            raise UserError(f"{folder} contains no model; expected {SINGLE_NAME} or {INDEX_NAME} in it.")
         file = folder / SINGLE_NAME
         return cls._of(folder, {name: (file, stored) for name, stored in read_header(file).items()})
 
@@ -61,7 +64,7 @@ class ModelFolder:
         absent = [f"{name} in {file}" for name, file in weight_map.items() if name not in headers[file]]
         if absent:
             named = ", ".join(absent[:_SHOWN]) + (f", and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else "")
-            raise UserError(f"{folder / INDEX_NAME} names tensors that are not there: {named}.")
+            raise UserError(f"{folder / INDEX_NAME} lists tensors that are missing from their files: {named}.")
         return cls._of(folder, {name: (paths[file], headers[file][name]) for name, file in weight_map.items()})
 
     @classmethod
@@ -76,7 +79,9 @@ class ModelFolder:
 
 def _plain(folder: Path, name: str) -> Path:
     if not is_plain(name):
-        raise UserError(f"{folder} names the file {shortened(name)}; expected the plain name of a file in that folder.")
+        raise UserError(
+            f"the index of {folder} names the file {shortened(name)}; expected the plain name of a file in that folder."
+        )
     return folder / name
 
 
@@ -85,14 +90,16 @@ def _weight_map(folder: Path) -> dict[str, str]:
     with open_member_file(folder, INDEX_NAME) as file:
         data = file.read(_MAX_INDEX_BYTES + 1)
     if len(data) > _MAX_INDEX_BYTES:
-        raise UserError(f"{path} has more than {_MAX_INDEX_BYTES} bytes, too many for an index.")
+        raise UserError(f"{path} is larger than the limit of {_MAX_INDEX_BYTES} bytes for an index.")
     if data.count(b"{") + data.count(b"[") > _MAX_NESTED:
-        raise UserError(f"{path} is no index: it has more than {_MAX_NESTED} braces, and a weight_map needs two.")
+        raise UserError(
+            f"{path} is not an index: it has more than {_MAX_NESTED} objects and lists; an index has three."
+        )
     try:
         index = parse_json(data)
     except ValueError as error:
-        raise UserError(f"{path} is no valid JSON: {error}") from error
+        raise UserError(f"{path} is not valid JSON: {error}") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise UserError(f'{path} has no sound weight_map; expected {{"weight_map": {{"tensor": "file"}}}}.')
+        raise UserError(f'{path} has no valid weight_map; expected {{"weight_map": {{"tensor": "file"}}}}.')
     return {name: file for name, file in weight_map.items() if isinstance(file, str)}

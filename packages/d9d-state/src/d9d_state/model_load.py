@@ -1,4 +1,4 @@
-"""Weights from safetensors files into a module: every value straight into its place."""
+"""Loading of safetensors weights directly into a module's parameters and buffers."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -28,30 +28,30 @@ def load_model_state(
     num_readers: int = 4,
     progress: bool = True,
 ) -> None:
-    """Fill a module's parameters and persistent buffers from a folder in the Hugging Face layout, in place.
+    """Load a module's parameters and persistent buffers in place from a folder in the Hugging Face layout.
 
-    Everything is checked against the files' headers before the first value is written. Then each value is read straight
-    into its place: a rank reads the bytes of its own shards and no others, and files that it needs nothing from stay
-    closed. Only where an operation of the mapper computes (`cast`, `transform`), its group, or the part of it that is
-    needed, stands in memory beside the model. Issues no collective.
+    The files' headers are checked against mapper and model before any value is written. Then each rank reads the bytes
+    of its own shards directly into the parameters, and opens only the files that contain them. Operations that compute
+    (`cast`, `transform`) need temporary memory for the tensors of their group, or the required part of them. Issues no
+    collective.
 
-    Of a mapper that is wider than the module, because the module is one pipeline stage, the groups that fill the
-    module are used. Of tied parameters, one name in the files is enough; of several, the first that the mapper fills
-    counts.
+    If the module is one pipeline stage, only the mapper's groups that fill the module are used. A tied parameter needs
+    only one of its names in the files. If several are present, the first that the mapper produces is loaded.
 
     Args:
-        model: Materialised, on any device; tensors are plain or `DTensor`. Floating dtypes are converted.
-        folder: Where `model.safetensors` is, or `model.safetensors.index.json` and the files that it names.
-        mapper: From the names and shapes on disk to those of the whole model; `None` means that they are the same.
-        unused: Whether tensors in the files that the mapper does not consume are refused. With no mapper, a pipeline
-            stage must ignore them, since the files hold the other stages too.
-        num_readers: How many groups are read at the same time.
-        progress: Whether each rank shows a bar, where the standard error is a terminal.
+        model: Materialized module on any device, with plain tensors or `DTensor`s. Values are converted between
+            floating-point dtypes.
+        folder: Folder with `model.safetensors`, or with `model.safetensors.index.json` and the files that it lists.
+        mapper: Maps names and shapes on disk to those of the whole model; `None` if they are equal.
+        unused: `"error"` refuses tensors in the files that the mapper does not consume; `"ignore"` skips them. A
+            pipeline stage without a mapper needs `"ignore"`, because the files also contain the other stages.
+        num_readers: Number of groups that are read in parallel.
+        progress: Show a progress bar on each rank if standard error is a terminal.
 
     Raises:
-        UserError: Listing every mismatch between files, mapper and model; or if the folder is not sound.
-        ValueError: If the model is still on the meta device.
-        StateError: If a file cannot be read. Some of the model is filled then.
+        UserError: Listing every mismatch between files, mapper and model; or if the folder is malformed.
+        ValueError: If the model is on the meta device.
+        StateError: If a file cannot be read. The model is then partially loaded.
     """
     source, mapper, outputs = _checked(model, folder, mapper, unused=unused)
     tensors = module_tensors(model)
@@ -67,16 +67,16 @@ def check_model_state(
     *,
     unused: Literal["error", "ignore"] = "error",
 ) -> None:
-    """Raise what `load_model_state` would raise before it reads the first value.
+    """Run the checks of `load_model_state` without loading: compare files, mapper and model.
 
     Args:
-        model: On any device, `meta` included.
-        folder: As in `load_model_state`, like all that follows.
-        mapper: From the names and shapes on disk to those of the whole model.
-        unused: Whether tensors in the files that the mapper does not consume are refused.
+        model: Module on any device, including `meta`.
+        folder: As in `load_model_state`.
+        mapper: As in `load_model_state`.
+        unused: As in `load_model_state`.
 
     Raises:
-        UserError: Listing every mismatch between files, mapper and model; or if the folder is not sound.
+        UserError: Listing every mismatch between files, mapper and model; or if the folder is malformed.
     """
     _checked(model, folder, mapper, unused=unused)
 
@@ -84,12 +84,12 @@ def check_model_state(
 def _checked(
     model: nn.Module, folder: str | Path, mapper: StateMapper | None, *, unused: Literal["error", "ignore"]
 ) -> tuple[ModelFolder, StateMapper, list[list[str]]]:
-    """The files, the part of the mapper that fills the model, and what each of its groups has to fill."""
+    """Check files, mapper and model; return the files, the mapper restricted to the model, and outputs per group."""
     source = ModelFolder.open(folder)
     tensors = module_tensors(model)
     first_names = aliases(model)
     whole = identity_of(model) if mapper is None else mapper
-    # Without a mapper, a tied tensor may be in the files under any of its names.
+    # Without a mapper, the files may contain a tied tensor under any of its names.
     part = identity(*tensors) if mapper is None else mapper.restrict(outputs=tensors)
     consumed = {*whole.inputs, *first_names} if mapper is None else whole.inputs
     refuse_mismatches(
@@ -105,7 +105,7 @@ def _checked(
     for group in part.groups:
         if not group.inputs or group in skipped:
             continue
-        # What is there under several names of one tensor is taken from the first: threads must not fill it together.
+        # Fill a tied tensor from its first available name only: two threads must not write the same memory.
         names = {first_names[name]: name for name in reversed(group.outputs) if first_names[name] not in filled}
         filled.update(names)
         outputs.append(list(names.values()))
@@ -120,7 +120,7 @@ def _fill_all(
     num_readers: int,
     progress: bool,
 ) -> None:
-    """Fill the groups, several at a time; the first failure ends it."""
+    """Fill the groups in parallel; cancel the remaining groups at the first error."""
     sizes = [sum(part.tensor.nbytes for part in filling.values()) for filling in fillings]
     with (
         RegionReader(source) as reader,

@@ -1,4 +1,4 @@
-"""Stored tensors through a mapper, one group after the other: for whatever is not a module that is loaded."""
+"""Reading of a model folder through a mapper, one group at a time, without a module."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ from d9d_state.model_folder import ModelFolder
 from d9d_state.region_reader import RegionReader
 from d9d_state.tensor_info import TensorInfo
 
-_UNKNOWN = TensorInfo((), torch.float32)  # of what is not read: nothing is compared with it
+_UNKNOWN = TensorInfo((), torch.float32)  # placeholder for outputs without a value, which are not compared
 
 
 def read_model_state(
@@ -31,23 +31,25 @@ def read_model_state(
     num_readers: int = 4,
     progress: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Give what a mapper makes of the tensors in a folder, whole, one group after the other. Issues no collective.
+    """Iterate over a mapper's output tensors, unsharded, computed from the tensors in a folder. Issues no collective.
 
-    Everything is checked before the first tensor is read. Beside what the caller keeps, one group is in memory.
+    Files and mapper are checked before the first tensor is read. Only one group is in memory at a time, in addition to
+    the tensors that the caller keeps.
 
     Args:
-        folder: Where `model.safetensors` is, or `model.safetensors.index.json` and the files that it names.
-        mapper: From the names and shapes on disk to those that are given; `None` means that they are the same.
-        device: Where the tensors are put.
-        unused: Whether tensors in the files that the mapper does not consume are refused.
-        num_readers: How many threads read a large tensor.
-        progress: Whether each rank shows a bar, where the standard error is a terminal.
+        folder: Folder with `model.safetensors`, or with `model.safetensors.index.json` and the files that it lists.
+        mapper: Maps names and shapes on disk to those of the outputs; `None` if they are equal.
+        device: Device of the yielded tensors.
+        unused: `"error"` refuses tensors in the files that the mapper does not consume; `"ignore"` skips them.
+        num_readers: Number of threads that read a large tensor.
+        progress: Show a progress bar on each rank if standard error is a terminal.
 
     Yields:
-        Name and tensor of every output that has a value, in the order of the mapper's groups.
+        Name and tensor of every output, in the order of the mapper's groups. Outputs of `keep` have no value and are
+        skipped.
 
     Raises:
-        UserError: Listing every mismatch between files and mapper; or if the folder is not sound.
+        UserError: Listing every mismatch between files and mapper; or if the folder is malformed.
         StateError: If a file cannot be read.
     """
     source = ModelFolder.open(folder)
@@ -59,15 +61,15 @@ def read_model_state(
 def produced_tensors(
     mapper: StateMapper, source: ModelFolder, *, unused: Literal["error", "ignore"]
 ) -> dict[str, TensorInfo]:
-    """What a mapper makes of a folder, in the order of its groups, without reading it.
+    """Infer shape and dtype of a mapper's outputs for a folder, in the order of its groups, from headers only.
 
     Raises:
-        UserError: Listing every mismatch.
+        UserError: Listing every mismatch between files and mapper.
     """
     infos: dict[str, TensorInfo] = {}
     for group in groups_with_values(mapper):
         if all(name in source.tensors for name in group.inputs):
-            # What the mapper cannot do with these tensors is found again, and reported with all the rest.
+            # refuse_mismatches() repeats the inference and reports its errors together with all other mismatches.
             with suppress(ValueError):
                 infos.update(mapper.infer({name: source.tensors[name] for name in group.inputs}))
     refuse_mismatches(
@@ -81,7 +83,7 @@ def produced_tensors(
 
 
 def groups_with_values(mapper: StateMapper) -> Iterable[StateGroup]:
-    """The groups that read something."""
+    """Return the groups that have inputs; the others hold the outputs of `keep`."""
     return (group for group in mapper.groups if group.inputs)
 
 

@@ -1,4 +1,4 @@
-"""A module's weights as a folder of safetensors files in the Hugging Face layout, complete or not there at all."""
+"""Atomic export of a module's weights to a folder of safetensors files in the Hugging Face layout."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -33,35 +33,37 @@ def save_model_state(
     source: str | Path | None = None,
     progress: bool = True,
 ) -> None:
-    """Write a model's parameters and persistent buffers as a folder in the Hugging Face layout. Collective.
+    """Export a model's parameters and persistent buffers as a folder in the Hugging Face layout. Collective.
 
-    The ranks of each pipeline stage gather whole tensors, one group of the mapper at a time, in the same order. Every
-    file has one writer, a stage's files go to its ranks in turn, and nobody holds more than a group. The folder gets
-    its name when everything in it is on the disk; an earlier export of that name stays until then and is replaced in
-    one step.
+    The ranks of each pipeline stage gather full tensors, one group of the mapper at a time, in the same order. One
+    rank writes each file, and a stage's files are assigned to its ranks round-robin. A rank holds the full tensors of
+    one group at a time. The folder is renamed to its final name after everything is fsynced. An earlier export at the
+    target stays unchanged until then and is replaced atomically.
 
     Args:
-        model: On any device; tensors are plain or `DTensor`. The whole model, or this rank's pipeline stage of it.
-        folder: Where to write, on a file system that all ranks share. Absent, empty, or an earlier export.
-        mapper: From the names and shapes in memory to those on disk, usually `load_mapper.inverse()`; `None` keeps
-            them. On every stage it is that of the whole model. It consumes every tensor of the model; `drop` those that
-            are not wanted. What it keeps (`keep`, the inverse of `drop`) is not written, since there is no value for
-            it. What a group consumes has to be on one stage. What several stages hold, such as a tied embedding, the
-            first one writes.
-        ctx: The ranks; `None` for a process on its own.
-        max_shard_bytes: Bytes of tensors in one file, unless a single tensor is larger.
+        model: Whole model or this rank's pipeline stage, on any device, with plain tensors or `DTensor`s.
+        folder: Folder to write, on a file system that all ranks share: absent, empty, or an earlier export.
+        mapper: Maps names and shapes in memory to those on disk, usually `load_mapper.inverse()`; `None` keeps them.
+            Every stage passes the mapper of the whole model. It must consume every tensor of the model; use `drop` for
+            tensors that should not be written. Outputs of `keep` (the inverse of `drop`) have no value and are not
+            written. All inputs of a group must be on one stage. If several stages hold a tensor, such as a tied
+            embedding, the first stage writes it.
+        ctx: Distributed context; `None` for a single process.
+        max_shard_bytes: Maximum bytes of tensor data per file. A larger tensor gets a file of its own.
         extra_files: JSON files to write beside the weights, by name: `{"config.json": {...}}`.
-        source: Folder that the weights came from; only the main process reads it. Its small files, such as tokenizer
-            and generation config, are copied unless `extra_files` has one of that name. Of a `config.json` of the same
-            `model_type`, entries that `extra_files` lacks are kept, and `dtype` becomes that of the exported weights.
-            Code, adapters and files above 256 MiB are not copied, nor is the `auto_map` that names code.
-        progress: Whether each rank shows a bar, where the standard error is a terminal.
+        source: Folder that the weights were loaded from; only the main process reads it. Its small files, such as
+            tokenizer and generation config, are copied unless `extra_files` has a file of the same name. A
+            `config.json` with the same `model_type` is merged: entries missing from `extra_files` are kept, and
+            `dtype` becomes the dtype of the exported weights. Source code, adapters and files above 256 MiB are not
+            copied, nor is the config entry `auto_map`, which refers to source code.
+        progress: Show a progress bar on each rank if standard error is a terminal.
 
     Raises:
-        UserError: On every rank, if mapper and model do not fit together, or the folder holds something else than an
-            export; if the source cannot be read.
-        ValueError: If an extra file is no JSON or has no plain name; if `ctx` is missing on several ranks.
-        StateError: On every rank, if writing failed. The earlier export is then still there.
+        UserError: On every rank, if mapper and model do not match, the folder holds other files than an export, or the
+            source cannot be read.
+        ValueError: If an extra file is not JSON or its name is not a plain file name, or if `ctx` is missing although
+            there are several ranks.
+        StateError: On every rank, if writing failed. An earlier export at the target stays unchanged.
     """
     num_ranks(ctx)
     mapper = identity_of(model) if mapper is None else mapper
@@ -84,11 +86,11 @@ def save_model_state(
     tensors = module_tensors(model)
     with byte_bar("saving", sum(info.num_bytes for info in mine.tensors.values()), visible=progress) as bar:
         for group in groups:
-            # A rank that failed must go on gathering, or the others would wait for it for ever.
+            # A failed rank continues to take part in the all-gathers, otherwise the other ranks would hang.
             whole = {name: gather_whole(tensors[name]) for name in group.inputs}
             if not export.names.isdisjoint(group.outputs):
                 export.attempt(partial(_write, export, mapper, whole))
-            del whole  # or it would stand beside the next
+            del whole  # free this group before the next one is gathered
             bar.update(sum(mine.tensors[name].num_bytes for name in group.outputs if name in mine.tensors))
     export.commit(texts)
 
@@ -98,7 +100,7 @@ def _write(export: Export, mapper: StateMapper, tensors: Mapping[str, Tensor]) -
 
 
 def _offer(model: nn.Module, mapper: StateMapper, stage: int) -> Offer:
-    """What this rank has for the export."""
+    """Describe the tensors that this rank can write."""
     tensors = module_tensors(model)
     infos = {name: TensorInfo.of(tensors[name]) for name in mapper.inputs if name in tensors}
     try:
@@ -121,7 +123,7 @@ def _held_groups(mapper: StateMapper, held: Mapping[str, TensorInfo]) -> list[St
 def _produced(
     groups: Sequence[StateGroup], mapper: StateMapper, infos: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
-    """What will be on disk, in the order in which it is written."""
+    """Infer shape and dtype of the tensors on disk, in the order in which they are written."""
     produced: dict[str, TensorInfo] = {}
     for group in groups:
         outputs = mapper.apply({name: infos[name].to_meta() for name in group.inputs})
@@ -132,26 +134,26 @@ def _produced(
 
 
 def _check_complete(mapper: StateMapper, parts: Sequence[Part]) -> None:
-    """Refuse a mapper that consumes what no stage has, or together what different stages have, or not everything.
+    """Check that the mapper consumes every tensor of the model, and that each group's inputs are on one stage.
 
     Raises:
-        UserError: Listing all of it.
+        UserError: Listing inputs that no stage holds, unconsumed tensors, and groups split over several stages.
     """
     held = [frozenset(part.consumed) for part in parts]
     everything = frozenset().union(*held)
     absent = [name for name in mapper.inputs if name not in everything]
-    torn = [
+    split = [
         ", ".join(group.inputs)
         for group in mapper.groups
         if everything.issuperset(group.inputs) and not any(part.issuperset(group.inputs) for part in held)
     ]
     problems = {
         "consumed, but not in the model": ", ".join(absent),
-        "in the model, but not consumed; drop() them if that is meant": ", ".join(
+        "in the model, but not consumed; drop() them if this is intended": ", ".join(
             name for part in parts for name in part.unconsumed
         ),
-        "consumed together, but on different pipeline stages": "; ".join(torn),
+        "consumed together, but on different pipeline stages": "; ".join(split),
     }
     report = [f"\n  {title}: {names}" for title, names in problems.items() if names]
     if report:
-        raise UserError(f"the mapper does not fit the model that is to be saved:{''.join(report)}")
+        raise UserError(f"the mapper does not match the model to export:{''.join(report)}")

@@ -1,4 +1,4 @@
-"""Which tensors a module's state consists of, and under which names: the one place that decides it."""
+"""Names and tensors of a module's state: parameters and persistent buffers."""
 
 from torch import Tensor, nn
 
@@ -6,23 +6,23 @@ from d9d_dist import canonical_name
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer by name; a tied tensor under each of its names.
+    """Return every parameter and persistent buffer by name; a tied tensor appears under each of its names.
 
-    The tensors are the module's own, to be changed in place. What wrappers of compilation and activation checkpointing
-    add to names is left out, so that state does not depend on them.
+    The returned tensors share memory with the module. The name prefixes of `torch.compile` and activation
+    checkpointing wrappers are removed, so that the names do not depend on them.
 
     Raises:
-        ValueError: If the module has extra state that is no tensor: it has no place in a safetensors file.
+        ValueError: If the state dict contains extra state that is not a tensor, which safetensors cannot store.
     """
     state = module.state_dict(keep_vars=True)
     extra = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if extra:
-        raise ValueError(f"{', '.join(extra)}: expected tensors only. Keep other state out of get_extra_state().")
+        raise ValueError(f"got {', '.join(extra)} in the state dict; expected tensors only. Remove get_extra_state().")
     return {canonical_name(name): tensor for name, tensor in state.items()}
 
 
 def unique_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer under its first name."""
+    """Return every parameter and persistent buffer once, under its first name."""
     first_names: dict[int, str] = {}
     tensors = module_tensors(module)
     for name, tensor in tensors.items():
@@ -31,6 +31,6 @@ def unique_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
-    """For each name the first name of the same tensor, which is itself where nothing is tied."""
+    """Map each name to the first name of the same tensor; an untied tensor's name maps to itself."""
     first_names: dict[int, str] = {}
     return {name: first_names.setdefault(id(tensor), name) for name, tensor in module_tensors(module).items()}

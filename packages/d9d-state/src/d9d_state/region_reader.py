@@ -1,8 +1,8 @@
-"""Boxes of stored tensors, read straight into the memory where they are wanted, by positional reads.
+"""Reads of tensor regions from safetensors files directly into their destination, with `preadv`.
 
-Mapping a file would be shorter, but its pages count as memory of the process until it is closed, and a slice of what is
-mapped is a copy before it is the copy that was asked for. What is read here, by several threads, lands in place; a
-buffer of a few MiB stands between only where dtypes, strides or devices differ.
+`mmap` would be less code, but mapped pages count as process memory until the file is closed, and slicing a mapped
+tensor makes an extra copy. Several threads read here, directly into the target. Only if dtype, strides or device
+differ, the data passes through a buffer of a few MiB.
 """
 
 import os
@@ -25,25 +25,25 @@ from d9d_state.mapper.region import Region
 from d9d_state.model_folder import ModelFolder
 from d9d_state.tensor_info import TensorInfo
 
-_BLOCK = 1 << 22  # bytes read at a time, and the size of a buffer where one is needed
-_GAP = 1 << 12  # bytes between wanted ones that are read along: a disk gives whole pages anyway
+_BLOCK = 1 << 22  # bytes per read, and size of the buffer if one is needed
+_GAP = 1 << 12  # bytes; smaller gaps between wanted runs are read too, since disks return whole pages
 
 
 @final
 class RegionReader:
-    """Reads regions of the tensors in a folder. Threads may share it.
+    """Reader of tensor regions in a model folder. Thread-safe.
 
     Attributes:
-        num_bytes_read: How many bytes were asked of the file system so far.
+        num_bytes_read: Number of bytes read from files so far.
     """
 
     def __init__(self, folder: ModelFolder, *, pool: Executor | None = None) -> None:
-        """Open nothing yet.
+        """Create the reader without opening a file; files are opened at their first read.
 
         Args:
-            folder: Where the tensors are.
-            pool: Threads that share out a large region; `None` reads in the thread that asks. Not the pool that this
-                reader is called from.
+            folder: Index of the folder to read.
+            pool: Threads that read the blocks of a large region in parallel; `None` reads in the calling thread. Must
+                not be the pool that calls this reader, which could deadlock.
         """
         self._folder = folder
         self._pool = pool
@@ -60,7 +60,7 @@ class RegionReader:
 
     @property
     def opened(self) -> list[Path]:
-        """The files that something was read from, in the order in which they were opened."""
+        """Paths of the files opened so far, in order."""
         return list(self._files)
 
     @property
@@ -70,18 +70,19 @@ class RegionReader:
 
     @torch.no_grad()
     def read_into(self, name: str, region: Region, target: Tensor) -> None:
-        """Copy a region of a stored tensor.
+        """Read a region of a stored tensor into a target tensor.
 
         Args:
-            name: The tensor.
-            region: Which part of it.
-            target: Of the shape of the region; plain, on any device, with any strides. Dtypes convert as in `copy_`.
+            name: Name of the tensor.
+            region: Region to read.
+            target: Plain tensor with the region's shape, on any device, with any strides. Values are converted to its
+                dtype as by `copy_`.
 
         Raises:
-            StateError: If the file cannot be read or has become shorter. Naming the tensor and the file.
-            UserError: If the file is not there any more, or is not a regular file.
+            StateError: If the file cannot be read or was truncated after its header was read; names tensor and file.
+            UserError: If the file no longer exists or is not a regular file.
         """
-        assert tuple(target.shape) == region.sizes, f"{name}: a target of another shape than the region"
+        assert tuple(target.shape) == region.sizes, f"{name}: target and region have different shapes"
         blocks = list(_blocks(self._folder.tensors[name], region, target))
         if self._pool is None or len(blocks) < 2:
             for block in blocks:
@@ -97,7 +98,7 @@ class RegionReader:
         if block.read == block.wanted and target.is_cpu and target.dtype == dtype and target.is_contiguous():
             self._read(name, block.read, target)
             return
-        # Pinned, a buffer travels to an accelerator at its full speed.
+        # Pinned memory is copied to an accelerator at full bandwidth.
         buffer = torch.empty(block.read.sizes, dtype=dtype, pin_memory=not target.is_cpu)
         self._read(name, block.read, buffer)
         target.copy_(_cut(buffer, block))
@@ -134,7 +135,7 @@ class RegionReader:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """What is read at once: the region that is wanted, the one around it that is read, and where it goes."""
+    """One read: the wanted region, the enclosing region that is read, and the target of the wanted region."""
 
     wanted: Region
     read: Region
@@ -142,7 +143,7 @@ class _Block:
 
 
 def _blocks(info: TensorInfo, region: Region, target: Tensor) -> Iterator[_Block]:
-    """Cut a region into blocks of a bounded size, along its first dims."""
+    """Cut a region into blocks of at most 4 MiB, along its first dims."""
     if region.num_elements == 0:
         return
     read = _with_small_gaps(info, region)
@@ -158,7 +159,7 @@ def _blocks(info: TensorInfo, region: Region, target: Tensor) -> Iterator[_Block
 
 
 def _with_small_gaps(info: TensorInfo, region: Region) -> Region:
-    """The region and what lies between its runs, where that is less than a page."""
+    """Enlarge a region by the gaps between its contiguous runs if they are smaller than a page."""
     offsets, sizes = list(region.offsets), list(region.sizes)
     inner = info.dtype.itemsize
     for dim in reversed(range(len(sizes))):
@@ -171,7 +172,7 @@ def _with_small_gaps(info: TensorInfo, region: Region) -> Region:
 
 
 def _runs(info: TensorInfo, region: Region) -> Iterator[tuple[int, int]]:
-    """Where the bytes of a region are, from the tensor's first byte: start and length of each contiguous run."""
+    """Iterate over a region's contiguous runs: start relative to the tensor's first byte, and length, in bytes."""
     strides = [prod(info.shape[dim + 1 :]) * info.dtype.itemsize for dim in range(len(info.shape))]
     inner = len(info.shape)
     while inner and region.sizes[inner - 1] == info.shape[inner - 1]:
@@ -191,7 +192,7 @@ def _narrowed(region: Region, dim: int, start: int, size: int) -> Region:
 
 
 def _cut(buffer: Tensor, block: _Block) -> Tensor:
-    """What is wanted of what was read."""
+    """Return the view of the wanted region in the buffer."""
     for dim, size in enumerate(block.wanted.sizes):
         buffer = buffer.narrow(dim, block.wanted.offsets[dim] - block.read.offsets[dim], size)
     return buffer

@@ -1,4 +1,4 @@
-"""Every random generator's state as JSON, so that a resumed job draws the numbers that it would have drawn."""
+"""State of all random number generators as JSON, so that a resumed job continues the same random sequences."""
 
 import random
 import sys
@@ -11,7 +11,7 @@ from d9d_state.json_value import JsonValue
 
 
 def rng_state() -> JsonValue:
-    """The state of Python's `random`, NumPy (if it is imported), torch on the CPU and on this rank's accelerator."""
+    """Return the state of Python's `random`, NumPy (if imported), torch's CPU generator and this rank's accelerator."""
     version, words, gauss = random.getstate()
     state: dict[str, JsonValue] = {
         "python": {"version": version, "words": list(words), "gauss": gauss},
@@ -37,26 +37,27 @@ def rng_state() -> JsonValue:
 
 
 def set_rng_state(state: JsonValue) -> None:
-    """Set every generator to a state that `rng_state` gave.
+    """Restore the generator states that `rng_state` returned.
 
-    Nothing is set unless all of it is understood. A generator that is absent here, or was absent then, is left alone.
+    The whole state is validated before any generator is changed. A generator is not changed if it is missing in this
+    process or in the saved state.
 
     Raises:
-        UserError: If it is not such a state.
+        UserError: If `state` was not returned by `rng_state`, or is damaged.
     """
     try:
         _set(state)
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise UserError(
-            f"got a random state that cannot be restored ({error}); expected what rng_state() gave."
+            f"got an invalid random state ({error}); expected the value that rng_state() returned."
         ) from error
 
 
 def _set(state: JsonValue) -> None:
-    # All of it is tried on generators that nobody uses, before the first that somebody uses is set.
+    # Validate each state on a temporary generator before any global generator is set.
     parts = _fields(state)
     python_state = _python_state(parts)
-    random.Random().setstate(python_state)  # noqa: S311 - a trial, for its checks
+    random.Random().setstate(python_state)  # noqa: S311 - temporary, only for validation
     cpu_state = _bytes(parts["torch"])
     torch.Generator().set_state(cpu_state)
     numpy: Any = sys.modules.get("numpy")
@@ -75,17 +76,17 @@ def _set(state: JsonValue) -> None:
 def _python_state(parts: dict[str, JsonValue]) -> tuple[Any, ...]:
     python = _fields(parts["python"])
     if not isinstance(python["gauss"], float | None):
-        raise TypeError("expected a float or null as gauss")
+        raise TypeError("expected a float or null for gauss")
     return python["version"], _words(python["words"]), python["gauss"]
 
 
 def _numpy_state(saved: dict[str, JsonValue], numpy: Any) -> tuple[Any, ...]:
     words, position = _words(saved["words"]), saved["position"]
-    # NumPy believes the position, and would read beyond the words.
+    # NumPy does not check the position, and would read out of bounds.
     if not isinstance(position, int) or not 0 <= position <= len(words):
-        raise ValueError(f"expected a position within the {len(words)} words of NumPy's generator")
+        raise ValueError(f"expected a position from 0 to {len(words)} for NumPy's generator")
     if not isinstance(saved["cached"], float):
-        raise TypeError("expected a float as cached")
+        raise TypeError("expected a float for cached")
     state = (saved["kind"], numpy.array(words, dtype=numpy.uint32), position, saved["has_gauss"], saved["cached"])
     numpy.random.RandomState().set_state(state)
     return state

@@ -1,4 +1,4 @@
-"""Safetensors files, written in one pass with the digest of each tensor; every call can be counted."""
+"""Writing of a safetensors file in one pass, with the digest of each tensor."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from d9d_state.tensor_info import TensorInfo
 @final
 @dataclass(frozen=True, slots=True)
 class SafetensorsRecord:
-    """What a file must look like to be the one that was written.
+    """Sizes and digests of a written safetensors file.
 
     Attributes:
-        header: Its header, from the first byte of the file on.
-        tensors: Each tensor, in the order in which they lie, right behind each other.
+        header: Record of the header, which starts at the file's first byte.
+        tensors: Record of each tensor, in file order. Tensors are stored without gaps.
     """
 
     header: PartRecord
@@ -31,19 +31,19 @@ class SafetensorsRecord:
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> SafetensorsRecord:
-    """Write a file that does not exist yet, and bring it to the disk.
+    """Write a new safetensors file and fsync it.
 
     Args:
-        path: The file.
-        tensors: Plain tensors of any device; each is moved to the CPU when its turn comes. None of them changes
-            before this returns.
-        metadata: Texts for the header's `__metadata__`.
+        path: Path of the file, which must not exist.
+        tensors: Plain tensors on any device, copied to the CPU one at a time. The caller must not change them before
+            this returns.
+        metadata: Entries of the header's `__metadata__`.
 
     Returns:
-        Sizes and digests.
+        Size and digest of the header and of each tensor.
 
     Raises:
-        ValueError: If a dtype has no place in the format.
+        ValueError: If safetensors does not support a dtype.
     """
     layout = FileLayout.of({name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, metadata=metadata)
     header, *records = write_file(path, _parts(layout, tensors))
@@ -56,5 +56,5 @@ def _parts(layout: FileLayout, tensors: Mapping[str, Tensor]) -> Iterator[bytes 
         on_cpu = tensors[name].detach().resolve_conj().resolve_neg().to("cpu").contiguous()
         view = bytes_of(on_cpu)
         if view.nbytes:
-            view.obj.tensor = on_cpu  # ty: ignore[missing-attribute]  (the view keeps it alive until it is hashed)
+            view.obj.tensor = on_cpu  # ty: ignore[missing-attribute]  (the view keeps the tensor alive until it is hashed)
         yield view

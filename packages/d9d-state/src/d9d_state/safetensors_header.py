@@ -1,7 +1,8 @@
-"""The header of a safetensors file, read strictly: what the file holds and where, before a tensor is read.
+"""Strict parser for safetensors headers: names, dtypes, shapes and byte ranges.
 
-The format is an 8-byte little-endian length, that many bytes of JSON, and the tensors' bytes
-(https://github.com/safetensors/safetensors#format). A header that repeats a key, overlaps or leaves holes is refused.
+A file consists of an 8-byte little-endian header length, a JSON header of that length, and the tensors' bytes
+(https://github.com/safetensors/safetensors#format). Duplicate keys and overlapping or non-contiguous byte ranges are
+refused.
 """
 
 import os
@@ -20,7 +21,7 @@ from d9d_state._member import open_member_file
 from d9d_state.json_value import shortened
 from d9d_state.tensor_info import TensorInfo
 
-MAX_HEADER_BYTES = 1 << 25  # room for about 200,000 tensors, and a bound on what a hostile header can cost
+MAX_HEADER_BYTES = 1 << 25  # enough for about 200,000 tensors; bounds the memory of a hostile header
 
 _NAME_OF_DTYPE: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -44,16 +45,16 @@ _NAME_OF_DTYPE: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 _DTYPE_OF_NAME = {name: dtype for dtype, name in _NAME_OF_DTYPE.items()}
-_MAX_KNOWN = 1000  # tensors that are alike share one description
+_MAX_KNOWN = 1000  # cache size: tensors of equal dtype and shape share one TensorInfo
 _MAX_ELEMENTS = (1 << 63) - 1
-_PAIRS = "F4"  # torch keeps two numbers of 4 bits in one element, the format counts each
+_PAIRS = "F4"  # torch packs two 4-bit numbers into one element, the format counts each number
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name that the format gives to a dtype.
+    """Return the safetensors name of a dtype.
 
     Raises:
-        ValueError: If it has none.
+        ValueError: If safetensors does not support the dtype.
     """
     if dtype not in _NAME_OF_DTYPE:
         raise ValueError(f"safetensors files cannot hold {dtype}; cast the tensor to another dtype first.")
@@ -61,10 +62,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: object) -> torch.dtype:
-    """The dtype that the format means by a name.
+    """Return the dtype of a safetensors dtype name.
 
     Raises:
-        ValueError: If it is not one of the format's.
+        ValueError: If `name` is not a safetensors dtype name.
     """
     if not isinstance(name, str) or name not in _DTYPE_OF_NAME:
         raise ValueError(f"got the dtype {name!r}; expected one of {', '.join(_DTYPE_OF_NAME)}.")
@@ -72,26 +73,26 @@ def dtype_of(name: object) -> torch.dtype:
 
 
 def parse_shape(value: object) -> tuple[int, ...]:
-    """A shape as JSON holds it.
+    """Convert a parsed JSON list to a shape.
 
     Raises:
-        ValueError: If it is not a list of sizes.
+        ValueError: If the value is not a list of non-negative integers.
     """
     sizes = value if isinstance(value, list) else [None]
     shape = tuple(size for size in sizes if type(size) is int and 0 <= size < 1 << 62)
     if len(shape) != len(sizes):
-        raise ValueError(f"got the shape {value!r}; expected a list of sizes.")
+        raise ValueError(f"got the shape {value!r}; expected a list of integers of 0 or more.")
     return shape
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file.
+    """A tensor in a safetensors file.
 
     Attributes:
-        info: What it is.
-        start: Position of its first byte in the file; the others follow in row-major order.
+        info: Shape and dtype.
+        start: Position of the first byte in the file. Elements are contiguous in row-major order.
     """
 
     info: TensorInfo
@@ -99,13 +100,16 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, from its header alone.
+    """Read the header of a safetensors file.
 
     Args:
-        path: A regular file, or a link of the Hugging Face cache.
+        path: Regular file, or a symlink of the Hugging Face cache.
+
+    Returns:
+        The tensors of the file by name.
 
     Raises:
-        UserError: If there is no such file, if it is not whole, or its header is not sound.
+        UserError: If the file is missing or truncated, or its header is malformed.
     """
     with open_member_file(path.parent, path.name) as file:
         size = os.fstat(file.fileno()).st_size
@@ -113,25 +117,28 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if length < 2 or length > min(size - 8, MAX_HEADER_BYTES):
             raise UserError(
-                f"{path} is no safetensors file: {size} bytes with a header of {length}; "
+                f"{path} is not a safetensors file: got {size} bytes with a header of {length} bytes; "
                 f"expected a header of 2 to {MAX_HEADER_BYTES} bytes within the file."
             )
         header = file.read(length)
     try:
         return parse_header(header, num_data_bytes=size - 8 - length)
     except ValueError as error:
-        raise UserError(f"{path} has a broken header: {error} Get the file anew.") from error
+        raise UserError(f"{path} has a malformed header: {error} Download or copy the file again.") from error
 
 
 def parse_header(header: bytes, *, num_data_bytes: int) -> dict[str, StoredTensor]:
-    """The tensors that a header describes.
+    """Parse a safetensors header.
 
     Args:
-        header: The JSON, without its length.
-        num_data_bytes: What follows it in the file. No size in the header is believed that exceeds it.
+        header: JSON text, without the 8-byte length.
+        num_data_bytes: Number of bytes after the header. The tensors must fill them exactly.
+
+    Returns:
+        The tensors by name.
 
     Raises:
-        ValueError: If the header is not sound.
+        ValueError: If the header is malformed.
     """
     data_start = 8 + len(header)
     tensors: dict[str, StoredTensor] = {}
@@ -148,34 +155,36 @@ def parse_header(header: bytes, *, num_data_bytes: int) -> dict[str, StoredTenso
         info, num_bytes = known[dtype, shape]
         begin, end = _span(name, offsets, info, num_bytes)
         if end > num_data_bytes:
-            raise ValueError(f"{shortened(name)} ends at byte {end} of the {num_data_bytes} that the file has.")
+            raise ValueError(f"{shortened(name)} ends at data byte {end}; the file has {num_data_bytes} data bytes.")
         tensors[name] = StoredTensor(info, data_start + begin)
         spans.append((begin, end, name))
     position = 0
     for begin, end, name in sorted(spans):
         if begin != position:
             raise ValueError(
-                f"{shortened(name)} starts at byte {begin}; expected {position}, where the one before it ends."
+                f"{shortened(name)} starts at byte {begin}; expected {position}, the end of the tensor before it."
             )
         position = end
     if position != num_data_bytes:
-        raise ValueError(f"its tensors take {position} bytes, but the file has {num_data_bytes}.")
+        raise ValueError(f"its tensors take {position} bytes; the file has {num_data_bytes} data bytes.")
     return tensors
 
 
 def _span(name: str, offsets: bytes, info: TensorInfo, num_bytes: int) -> tuple[int, int]:
     span = integers(offsets)
     if len(span) != 2 or span[1] - span[0] != num_bytes:
-        raise ValueError(f"{shortened(name)} has data_offsets {list(span)}, which do not fit {info.describe()}.")
+        raise ValueError(
+            f"{shortened(name)} has data_offsets {list(span)}, which do not match the size of {info.describe()}."
+        )
     return span[0], span[1]
 
 
 def _description(name: str, dtype: bytes, shape: bytes) -> TensorInfo:
     sizes = integers(shape)
     if prod(size for size in sizes if size) > _MAX_ELEMENTS:
-        raise ValueError(f"{shortened(name)} has the shape {list(sizes)}, which no memory can hold.")
+        raise ValueError(f"{shortened(name)} has the shape {list(sizes)}, whose size overflows int64.")
     if dtype.decode() != _PAIRS:
         return TensorInfo(sizes, dtype_of(dtype.decode()))
     if not sizes or sizes[-1] % 2:
-        raise ValueError(f"{shortened(name)} has the shape {list(sizes)}; expected an even last size of numbers in F4.")
+        raise ValueError(f"{shortened(name)} has the shape {list(sizes)}; expected an even last dim for dtype F4.")
     return TensorInfo((*sizes[:-1], sizes[-1] // 2), torch.float4_e2m1fn_x2)

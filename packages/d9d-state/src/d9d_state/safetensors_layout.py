@@ -1,4 +1,4 @@
-"""Where each tensor of a safetensors file goes, and the header that says so, before a tensor is there."""
+"""Header and byte offsets of a safetensors file, computed from shapes and dtypes only."""
 
 import struct
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from d9d_state.tensor_info import TensorInfo
 @final
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """The plan of a file.
+    """Layout of a safetensors file.
 
     Attributes:
-        header: The first bytes of the file.
-        starts: For each tensor the position of its first byte in the file, in the order in which they lie.
-        num_bytes: The size of the file.
+        header: First bytes of the file: the 8-byte length and the JSON header.
+        starts: Position of each tensor's first byte in the file, in file order.
+        num_bytes: Size of the file in bytes.
     """
 
     header: bytes
@@ -27,16 +27,16 @@ class FileLayout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo], *, metadata: Mapping[str, str] | None = None) -> Self:
-        """Lay tensors out.
+        """Compute the layout of a file.
 
         Args:
-            tensors: All that the file will hold.
-            metadata: Texts for the header's `__metadata__`.
+            tensors: Shape and dtype of every tensor in the file.
+            metadata: Entries of the header's `__metadata__`.
 
         Raises:
-            ValueError: If a dtype has no place in the format.
+            ValueError: If safetensors does not support a dtype, or the header would exceed its size limit.
         """
-        # The format wants every tensor aligned to its item size, so those with larger items come first.
+        # Each tensor must be aligned to its item size, so tensors with larger items come first.
         ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
         header: dict[str, JsonValue] = {} if metadata is None else {"__metadata__": dict(metadata)}
         offsets: dict[str, int] = {}
@@ -52,8 +52,8 @@ class FileLayout:
         text += b" " * (-len(text) % 8)
         if len(text) > MAX_HEADER_BYTES:
             raise ValueError(
-                f"got {len(tensors)} tensors for one file, whose header would have {len(text)} bytes, more than the "
-                f"{MAX_HEADER_BYTES} that are read; write several files."
+                f"got {len(tensors)} tensors for one file, with a header of {len(text)} bytes; expected at most "
+                f"{MAX_HEADER_BYTES}. Write several files."
             )
         start = 8 + len(text)
         return cls(

@@ -1,4 +1,4 @@
-"""What is known of a tensor before its bytes are read."""
+"""Shape and dtype of a tensor whose data may not be loaded."""
 
 from dataclasses import dataclass
 from math import prod
@@ -11,11 +11,11 @@ from torch import Tensor
 @final
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Shape and dtype of a tensor, which may be sharded over a mesh.
+    """Shape and dtype of a tensor.
 
     Attributes:
-        shape: The global shape.
-        dtype: The dtype.
+        shape: Shape; the global shape for a `DTensor`.
+        dtype: Element type.
     """
 
     shape: tuple[int, ...]
@@ -23,18 +23,18 @@ class TensorInfo:
 
     @staticmethod
     def of(tensor: Tensor) -> "TensorInfo":
-        """The description of a tensor; of a `DTensor`, that of the whole."""
+        """Return shape and dtype of a tensor; the global shape for a `DTensor`."""
         return TensorInfo(tuple(tensor.shape), tensor.dtype)
 
     @property
     def num_bytes(self) -> int:
-        """What the whole tensor takes."""
+        """Size of the full tensor in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def to_meta(self) -> Tensor:
-        """A tensor of this shape and dtype that has no storage."""
+        """Create a meta tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def describe(self) -> str:
-        """Shape and dtype as messages show them: `[2, 3] float32`."""
+        """Return shape and dtype as text for messages: `[2, 3] float32`."""
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"

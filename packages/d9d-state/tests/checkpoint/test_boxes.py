@@ -8,7 +8,7 @@ from d9d_state.checkpoint.boxes import Box, cover_problem
 
 
 def _split(draws: random.Random, box: Box, depth: int) -> list[Box]:
-    """Cut a box in two along a dim, again and again."""
+    """Split a box randomly in two, repeatedly."""
     dims = [dim for dim, size in enumerate(box.shape) if size > 1]
     if depth == 0 or not dims:
         return [box]
@@ -24,14 +24,14 @@ def _split(draws: random.Random, box: Box, depth: int) -> list[Box]:
 
 
 def _is_cover(shape: tuple[int, ...], boxes: list[Box]) -> bool:
-    """Counted element by element."""
+    """Check the cover by counting every element."""
     counts = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:
         counts[tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))] += 1
     return bool((counts == 1).all())
 
 
-def test_random_boxes_are_judged_as_by_counting() -> None:
+def test_cover_problem_matches_counting_elements() -> None:
     draws = random.Random(0)  # noqa: S311
     verdicts = set()
     for _ in range(300):
@@ -59,17 +59,17 @@ def test_random_boxes_are_judged_as_by_counting() -> None:
 @pytest.mark.parametrize(
     ("boxes", "problem"),
     [
-        ([Box((0, 0), (2, 3))], "its chunks hold 6 elements of 12"),
+        ([Box((0, 0), (2, 3))], "its chunks contain 6 of 12 elements"),
         (
             [Box((0, 0), (3, 3)), Box((2, 0), (2, 3))],
             r"the chunks \[3, 3\] at \[0, 0\] and \[2, 3\] at \[2, 0\] overlap",
         ),
-        ([Box((0, 0), (5, 3))], r"the chunk \[5, 3\] at \[0, 0\] reaches beyond the shape \[4, 3\]"),
-        ([Box((0,), (12,))], r"the chunk \[12\] at \[0\] is no part of a tensor of shape \[4, 3\]"),
-        ([Box((0, 0), (4, 3)), Box((4, 0), (0, 3))], r"the chunk \[0, 3\] at \[4, 0\] is no part"),
+        ([Box((0, 0), (5, 3))], r"the chunk \[5, 3\] at \[0, 0\] exceeds the shape \[4, 3\]"),
+        ([Box((0,), (12,))], r"the chunk \[12\] at \[0\] is empty or has other dims than the shape \[4, 3\]"),
+        ([Box((0, 0), (4, 3)), Box((4, 0), (0, 3))], r"the chunk \[0, 3\] at \[4, 0\] is empty or"),
     ],
 )
-def test_what_is_wrong_is_said(boxes: list[Box], problem: str) -> None:
+def test_error_names_the_bad_boxes(boxes: list[Box], problem: str) -> None:
     found = cover_problem((4, 3), boxes)
     assert found is not None
     assert re.match(problem, found)
@@ -81,6 +81,6 @@ def test_a_tensor_without_elements_has_no_chunks() -> None:
     assert cover_problem((), [Box((), ()), Box((), ())]) is not None
 
 
-def test_many_boxes_are_quick() -> None:
+def test_cover_check_scales_to_many_boxes() -> None:
     boxes = [Box((row, 0), (1, 7)) for row in range(20_000)]
     assert cover_problem((20_000, 7), boxes) is None

@@ -8,7 +8,7 @@ from d9d_state.checkpoint.info import folder_name, open_complete, step_of
 
 
 @pytest.mark.parametrize(("step", "name"), [(0, "step-00000000"), (100, "step-00000100"), (10**9, "step-1000000000")])
-def test_names_stand_for_steps(step: int, name: str) -> None:
+def test_folder_name_encodes_step(step: int, name: str) -> None:
     assert folder_name(step) == name
     assert step_of(name) == step
 
@@ -16,16 +16,16 @@ def test_names_stand_for_steps(step: int, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["step-100", "step-000000100", "step-00000100.bak", "Step-00000100", "step--0000100", ""]
 )
-def test_other_names_stand_for_none(name: str) -> None:
+def test_other_folder_names_are_not_checkpoints(name: str) -> None:
     assert step_of(name) == -1
 
 
-def test_steps_are_counted_from_zero() -> None:
+def test_negative_step_is_refused() -> None:
     with pytest.raises(ValueError, match="got step = -1; expected 0 or more"):
         folder_name(-1)
 
 
-def test_says_where_the_damage_is_and_what_to_do(tmp_path: Path) -> None:
+def test_verify_error_names_file_and_advice(tmp_path: Path) -> None:
     CheckpointStore(tmp_path).save(1, {"a": torch.ones(1)})
     info = open_complete(tmp_path / "step-00000001")
     info.verify()

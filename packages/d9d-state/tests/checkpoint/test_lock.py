@@ -9,7 +9,7 @@ from d9d_dist.testing import run_ranks
 from d9d_state import CheckpointStore, StateError
 
 
-def test_the_second_job_is_told_who_has_the_folder(tmp_path: Path) -> None:
+def test_second_job_error_names_lock_holder(tmp_path: Path) -> None:
     first, second = CheckpointStore(tmp_path / "a", run_id="mine"), CheckpointStore(tmp_path / "a")
     with first.locked():
         message = rf"a is in use by another job \(process {os.getpid()} on .* of run mine\); expected one job"
@@ -21,7 +21,7 @@ def test_the_second_job_is_told_who_has_the_folder(tmp_path: Path) -> None:
         pass
 
 
-def test_a_lock_is_given_back_when_the_body_fails(tmp_path: Path) -> None:
+def test_lock_is_released_when_the_body_raises(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     with pytest.raises(KeyError), store.locked():
         raise KeyError
@@ -30,7 +30,7 @@ def test_a_lock_is_given_back_when_the_body_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b'{"pid":'])
-def test_what_the_file_says_may_be_broken(tmp_path: Path, content: bytes) -> None:
+def test_lock_file_content_may_be_corrupt(tmp_path: Path, content: bytes) -> None:
     store = CheckpointStore(tmp_path)
     with store.locked():
         (tmp_path / "job.lock").write_bytes(content)
@@ -38,12 +38,12 @@ def test_what_the_file_says_may_be_broken(tmp_path: Path, content: bytes) -> Non
             pass
 
 
-def test_a_killed_job_holds_no_lock_although_its_worker_lives(tmp_path: Path) -> None:
+def test_killed_job_releases_lock_while_its_worker_runs(tmp_path: Path) -> None:
     ready, go_on = os.pipe(), os.pipe()
     job = os.fork()
     if job == 0:
         with CheckpointStore(tmp_path).locked():
-            if os.fork() == 0:  # a worker, which outlives the job
+            if os.fork() == 0:  # a worker that outlives the job
                 os.write(ready[1], b"x")
                 os.read(go_on[0], 1)
                 os._exit(0)
@@ -60,7 +60,7 @@ def test_a_killed_job_holds_no_lock_although_its_worker_lives(tmp_path: Path) ->
         os.close(descriptor)
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StateError, match="file could not be locked: "), CheckpointStore(tmp_path / "file").locked():
         pass
@@ -77,7 +77,7 @@ def _lock(folder: str) -> list[str]:
     return found
 
 
-def test_all_ranks_are_told(tmp_path: Path) -> None:
+def test_lock_error_is_raised_on_all_ranks(tmp_path: Path) -> None:
     found = run_ranks(_lock, str(tmp_path))
     assert found[0] == found[1]
     assert all("is in use by another job" in message for message in found[0])

@@ -14,7 +14,7 @@ from d9d_state.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRec
 
 
 def _manifest() -> Manifest:
-    """Of two ranks; the files' sizes are those of the chunks in them."""
+    """Build a manifest of two ranks whose file sizes match their chunks."""
     json_file = FileRecord(7, PartRecord(7, "a" * 64))
     return Manifest(
         run_id="run",
@@ -46,7 +46,7 @@ def _manifest() -> Manifest:
 
 
 def _damaged(tmp_path: Path, change: Callable[[Any], object]) -> str:
-    """What is said of a manifest that somebody changed with care: it has the right digest."""
+    """Return the error for a changed manifest with a valid digest."""
     body = json.loads(_manifest().dump())
     del body["sha256"]
     change(body)
@@ -59,46 +59,49 @@ def _damaged(tmp_path: Path, change: Callable[[Any], object]) -> str:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda body: body["tensors"]["model.a"]["chunks"].pop(), "model.a: its chunks hold 4 elements of 6"),
+        (lambda body: body["tensors"]["model.a"]["chunks"].pop(), "model.a: its chunks contain 4 of 6 elements"),
         (lambda body: body["tensors"]["model.a"]["chunks"][0].update(start=49), "model.a starts at byte 49 of"),
         (lambda body: body["tensors"]["model.a"]["chunks"][1].update(offset=[1, 0]), "overlap"),
-        (lambda body: body["tensors"]["scalar"].update(shape=[2]), "is no part of a tensor of shape [2]"),
-        (lambda body: body["tensors"].pop("scalar"), "has 62 bytes, of which 58 are accounted for"),
+        (lambda body: body["tensors"]["scalar"].update(shape=[2]), "is empty or has other dims than the shape [2]"),
+        (lambda body: body["tensors"].pop("scalar"), "has 62 bytes, but its header and tensors have 58"),
         (
             lambda body: body["tensors"]["scalar"]["chunks"][0].update(file="state.json"),
-            "scalar lies in state.json, which is no file of tensors",
+            "scalar is stored in state.json, which is not a tensor file",
         ),
         (
             lambda body: body["tensors"]["scalar"]["chunks"][0].update(file="../x"),
-            "scalar lies in ../x, which is no file of tensors",
+            "scalar is stored in ../x, which is not a tensor file",
         ),
         (lambda body: body["tensors"]["scalar"]["chunks"][0].update(sha256="x"), "got 'x'; expected a SHA-256"),
         (lambda body: body["tensors"]["scalar"]["chunks"][0].update(more=1), "got the keys file, more, offset"),
-        (lambda body: body["files"].pop("state.json"), "4 files cannot be those of 2 ranks"),
-        (lambda body: body.update(num_ranks=3), "5 files cannot be those of 3 ranks"),
+        (lambda body: body["files"].pop("state.json"), "it lists 4 files for 2 ranks"),
+        (lambda body: body.update(num_ranks=3), "it lists 5 files for 3 ranks"),
         (
             lambda body: body["files"].update({"../x": body["files"].pop("state.json")}),
-            "it names ../x, which is no file of a checkpoint",
+            "it lists ../x, which do not belong to a checkpoint",
         ),
-        (lambda body: body["files"]["state.json"].update(size=8), "state.json has 8 bytes, of which 7 are"),
+        (
+            lambda body: body["files"]["state.json"].update(size=8),
+            "state.json has 8 bytes, but its header and tensors have 7",
+        ),
         (lambda body: body.update(step=-1), "got -1; expected an integer of 0 or more"),
         (lambda body: body.update(step=True), "got True; expected an integer of 0 or more"),
         (lambda body: body.update(metric="good"), "got the metric 'good'; expected a number or null"),
         (lambda body: body.pop("run_id"), "got the keys files, format"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, change: Callable[[Any], object], problem: str) -> None:
+def test_inconsistent_manifest_is_refused(tmp_path: Path, change: Callable[[Any], object], problem: str) -> None:
     message = _damaged(tmp_path, change)
     assert "manifest.json is damaged: " in message
     assert problem in message
 
 
-def test_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_manifest_round_trips(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_bytes(_manifest().dump())
     assert Manifest.read(tmp_path) == _manifest()
 
 
-def test_any_changed_bit_and_any_cut_is_found(tmp_path: Path) -> None:
+def test_bit_flips_and_truncations_are_detected(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     data = _manifest().dump()
     changed = [data[:index] + bytes([byte ^ 1 << index % 8]) + data[index + 1 :] for index, byte in enumerate(data)]
@@ -114,23 +117,23 @@ def test_a_folder_without_a_manifest(tmp_path: Path) -> None:
         Manifest.read(tmp_path)
 
 
-def test_a_manifest_that_is_a_link(tmp_path: Path) -> None:
+def test_manifest_symlink_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_bytes(_manifest().dump())
     (tmp_path / "manifest.json").symlink_to("elsewhere")
     with pytest.raises(StateError, match=r"manifest\.json is a symlink"):
         Manifest.read(tmp_path)
 
 
-def test_a_manifest_of_another_version_says_so(tmp_path: Path) -> None:
+def test_error_names_unsupported_manifest_version(tmp_path: Path) -> None:
     body = json.loads(_manifest().dump())
-    for version, advice in ((3, "install a newer one"), (1, "load it with the d9d-state that saved it")):
+    for version, advice in ((3, "Install a newer one"), (1, "Load it with the d9d-state version that saved it")):
         (tmp_path / "manifest.json").write_text(json.dumps({**body, "version": version}))
-        message = f"it has format version {version}; this d9d-state reads version 2, so {advice}"
+        message = f"it has format version {version}; this d9d-state reads version 2. {advice}"
         with pytest.raises(StateError, match=message):
             Manifest.read(tmp_path)
 
 
-def test_a_manifest_that_is_too_large(tmp_path: Path) -> None:
+def test_too_large_manifest_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "manifest.json").open("wb") as file:
         file.truncate((1 << 29) + 1)
     with pytest.raises(StateError, match=r"manifest\.json is larger than 536870912 bytes"):

@@ -1,4 +1,4 @@
-"""Every optimizer of torch goes on with the same bits, on one process and on a mesh."""
+"""Every torch optimizer resumes bitwise, on one process and on a mesh."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -40,7 +40,7 @@ _OPTIMIZERS: dict[str, Build] = {
 
 
 class _Counting(optim.Optimizer):
-    """Keeps what others keep as tensors as numbers, and an estimate of its own in its groups."""
+    """Optimizer with numbers in its state and an estimate in its parameter groups."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {"lr": 0.1, "estimate": 1.0, "best": math.inf, "seen": (0, 0)})
@@ -106,7 +106,7 @@ def _everything(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", _OPTIMIZERS)
-def test_a_fresh_optimizer_goes_on_with_the_same_bits(tmp_path: Path, kind: str) -> None:
+def test_new_optimizer_resumes_bitwise(tmp_path: Path, kind: str) -> None:
     model = _Model(0)
     optimizer = _OPTIMIZERS[kind](p for p in model.parameters() if p.requires_grad)
     store = CheckpointStore(tmp_path)
@@ -121,7 +121,7 @@ def test_a_fresh_optimizer_goes_on_with_the_same_bits(tmp_path: Path, kind: str)
 
 
 def _goes_on_sharded(folder: str) -> list[str]:
-    """The kinds that did not."""
+    """Return the optimizers that did not resume bitwise."""
     wrong = []
     with MeshConfig(data_parallel_shard=2).build() as ctx:
         mesh = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"]
@@ -142,21 +142,21 @@ def _goes_on_sharded(folder: str) -> list[str]:
     return wrong
 
 
-def test_sharded_optimizers_go_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_sharded_optimizers_resume_bitwise(tmp_path: Path) -> None:
     assert run_ranks(_goes_on_sharded, str(tmp_path)) == [[], []]
 
 
-def test_what_no_checkpoint_can_hold_is_refused() -> None:
+def test_unsupported_optimizer_state_is_refused() -> None:
     model = _Model(0)
     optimizer = optim.LBFGS([p for p in model.parameters() if p.requires_grad])
     loss = model(torch.ones(1, 3))
     loss.backward()
     optimizer.step(loss.item)
-    with pytest.raises(ValueError, match=r"LBFGS keeps \w+ of type \w+ for \w+, which a checkpoint cannot hold"):
+    with pytest.raises(ValueError, match=r"LBFGS has state \w+ of type \w+ for \w+, which a checkpoint cannot store"):
         optimizer_tensors(model, optimizer)
 
 
-def test_only_what_changed_since_it_was_new_is_state() -> None:
+def test_only_changed_group_values_are_saved() -> None:
     model = _Model(0)
     optimizer = _Counting([{"params": model.up.parameters()}, {"params": model.down.parameters(), "lr": 0.5}])
     new = group_values(optimizer)
@@ -189,7 +189,7 @@ def test_a_tensor_in_a_group_stays_a_tensor() -> None:
     assert other.param_groups[0]["betas"] == (0.9, 0.999)
 
 
-def test_stages_of_a_pipeline_are_put_together() -> None:
+def test_state_of_pipeline_stages_is_merged() -> None:
     model = _Model(0)
     optimizer = _Counting([{"params": model.parameters()}])
     parts: list[Any] = [
@@ -201,13 +201,15 @@ def test_stages_of_a_pipeline_are_put_together() -> None:
 
 
 @pytest.mark.parametrize("saved", [None, {}, {"parameters": [], "groups": []}, {"parameters": {}, "groups": [1]}])
-def test_what_is_no_such_state_is_refused(saved: Any) -> None:
+def test_invalid_optimizer_numbers_are_refused(saved: Any) -> None:
     model = _Model(0)
-    with pytest.raises(UserError, match=r"cannot be restored .*; expected what optimizer_numbers\(\) gave"):
+    with pytest.raises(
+        UserError, match=r"invalid non-tensor optimizer state .*; expected results of optimizer_numbers\(\)"
+    ):
         set_optimizer_numbers(model, optim.SGD(model.parameters()), [saved])
 
 
-def test_groups_of_anything_else_are_refused() -> None:
+def test_unsupported_group_values_are_refused() -> None:
     model = _Model(0)
     optimizer = optim.SGD(model.parameters())
     optimizer.param_groups[0]["hook"] = print

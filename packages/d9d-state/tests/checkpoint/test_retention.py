@@ -35,11 +35,11 @@ _STEPS = [_Saved(step, metric) for step, metric in ((10, 3.0), (20, 1.0), (30, N
         (Retention(last=2, every=30, best=1), [20, 30, 40, 50]),
     ],
 )
-def test_each_reason_is_enough(retention: Retention, kept: list[int]) -> None:
+def test_each_rule_keeps_checkpoints(retention: Retention, kept: list[int]) -> None:
     assert _kept(retention, *_STEPS) == kept
 
 
-def test_of_equal_ones_the_newer_is_better() -> None:
+def test_newer_checkpoint_wins_ties() -> None:
     equal = [_Saved(step, 1.0) for step in (1, 2, 3)]
     for higher in (False, True):
         assert _kept(Retention(last=1, best=2, higher_is_better=higher), *equal) == [2, 3]
@@ -48,7 +48,7 @@ def test_of_equal_ones_the_newer_is_better() -> None:
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("higher", [False, True])
 @pytest.mark.parametrize("place", range(3))
-def test_a_broken_model_is_never_among_the_best(broken: float, higher: bool, place: int) -> None:
+def test_non_finite_metric_is_never_best(broken: float, higher: bool, place: int) -> None:
     metrics = [2.0, 1.0]
     metrics.insert(place, broken)
     saved = [_Saved(step, metric) for step, metric in enumerate(metrics, start=1)]
@@ -58,7 +58,7 @@ def test_a_broken_model_is_never_among_the_best(broken: float, higher: bool, pla
     assert _kept(Retention(last=1, best=3, higher_is_better=higher), *saved, _Saved(9)) == [*both, 9]
 
 
-def test_the_newest_and_the_best_survive_any_history() -> None:
+def test_newest_and_best_are_always_kept() -> None:
     draws = random.Random(0)  # noqa: S311
     for _ in range(200):
         retention = Retention(last=draws.randrange(1, 3), every=draws.choice([None, 3]), best=draws.randrange(3))
@@ -83,6 +83,6 @@ def test_the_newest_and_the_best_survive_any_history() -> None:
         ({"best": -1}, "got best = -1; expected 0 or more"),
     ],
 )
-def test_numbers_that_are_too_small(numbers: dict[str, int], message: str) -> None:
+def test_too_small_numbers_are_refused(numbers: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Retention(**numbers)  # ty: ignore[invalid-argument-type]

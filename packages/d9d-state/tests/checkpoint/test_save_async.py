@@ -1,4 +1,4 @@
-"""Saves in the background: what is saved is what was there when the call was made, and no error stays unseen."""
+"""Background saves contain the values at call time, and every error is raised."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ from d9d_state.checkpoint._background import Background
 
 
 class _Gate:
-    """Holds every write of a thread back until it is opened."""
+    """Blocks every write of a background thread until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._opened = threading.Event()
@@ -45,7 +45,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Gate]:
 
 
 def _tensors(value: float) -> dict[str, Tensor]:
-    value /= 3  # which a dtype of fewer bits would round
+    value /= 3  # a dtype of lower precision would round it
     return {
         "model.a": torch.full((300, 7), value),
         "model.b": torch.full((5,), value, dtype=torch.bfloat16),
@@ -68,7 +68,7 @@ def _save_async(store: CheckpointStore, step: int, tensors: dict[str, Tensor]) -
     store.save_async(step, tensors, state={"step": step}, rank_state=[step])
 
 
-def test_what_is_saved_is_what_was_there(tmp_path: Path, gate: _Gate) -> None:
+def test_async_save_contains_values_at_call_time(tmp_path: Path, gate: _Gate) -> None:
     store = CheckpointStore(tmp_path)
     tensors = _tensors(1.0)
     _save_async(store, 1, tensors)
@@ -82,18 +82,18 @@ def test_what_is_saved_is_what_was_there(tmp_path: Path, gate: _Gate) -> None:
         assert torch.equal(tensor, _tensors(1.0)[name]), name
 
 
-def test_one_save_is_in_flight(tmp_path: Path, gate: _Gate) -> None:
+def test_only_one_save_runs_at_a_time(tmp_path: Path, gate: _Gate) -> None:
     with CheckpointStore(tmp_path, keep_last=1) as store:
         _save_async(store, 1, _tensors(1.0))
         threading.Timer(0.2, gate.open).start()
-        _save_async(store, 2, _tensors(2.0))  # waits for the first, or would write over what that writes
+        _save_async(store, 2, _tensors(2.0))  # must wait for the first save, which uses the same buffer
         assert (tmp_path / "step-00000001").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002"]
     for name, tensor in _loaded(store, 2).items():
         assert torch.equal(tensor, _tensors(2.0)[name]), name
 
 
-def test_host_memory_is_made_once(tmp_path: Path) -> None:
+def test_host_buffer_is_allocated_once(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.prepare(_tensors(0.0))
     store._staging._wait()
@@ -105,10 +105,10 @@ def test_host_memory_is_made_once(tmp_path: Path) -> None:
     assert store._planner.num_plans == 1
 
 
-def test_mistakes_are_raised_at_once(tmp_path: Path) -> None:
+def test_argument_errors_are_raised_immediately(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     _save_async(store, 1, _tensors(1.0))
-    with pytest.raises(UserError, match="step-00000001 is complete already"):
+    with pytest.raises(UserError, match="step-00000001 exists and is complete"):
         _save_async(store, 1, _tensors(1.0))
     with pytest.raises(ValueError, match=r"safetensors files cannot hold torch\.complex128"):
         store.save_async(2, {"a": torch.ones(1, dtype=torch.complex128)})
@@ -133,7 +133,7 @@ _ASK: dict[str, Callable[[CheckpointStore], object]] = {
 
 
 @pytest.mark.parametrize("ask", _ASK)
-def test_a_failure_is_raised_once_by_whoever_asks_first(
+def test_background_error_is_raised_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ask: str
 ) -> None:
     store = CheckpointStore(tmp_path)
@@ -147,13 +147,13 @@ def test_a_failure_is_raised_once_by_whoever_asks_first(
     with pytest.raises(StateError, match=r"step-00000001 could not be written: .*No space left"):
         _ASK[ask](store)
     store.raise_if_failed()
-    assert list(tmp_path.iterdir()) == []  # what was written is given back
+    assert list(tmp_path.iterdir()) == []  # the partial folder is deleted
     _save_async(store, 1, _tensors(1.0))
     store.wait()
     assert torch.equal(_loaded(store, 1)["scalar"], _tensors(1.0)["scalar"])
 
 
-def test_another_error_is_not_hidden_by_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_error_does_not_mask_another_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fill_disk(monkeypatch)
     store = CheckpointStore(tmp_path)
 
@@ -168,11 +168,11 @@ def test_another_error_is_not_hidden_by_a_failure(tmp_path: Path, monkeypatch: p
 
 
 def _forget(folder: Path) -> None:
-    torch.set_num_threads(1)  # the threads that OpenMP has in the parent are not there, and would be waited for
+    torch.set_num_threads(1)  # OpenMP would wait for the parent's threads, which do not exist in the child
     CheckpointStore(folder).save_async(1, {"a": torch.ones(3_000_000)})
 
 
-def test_a_process_that_ends_finishes_what_it_began(tmp_path: Path) -> None:
+def test_exiting_process_completes_its_save(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=_forget, args=(tmp_path,))
     process.start()
     process.join(60)
@@ -264,14 +264,14 @@ def _dies(folder: str, died: str) -> str:
         return ""
 
 
-def test_a_rank_that_dies_is_noticed_by_the_others(tmp_path: Path) -> None:
+def test_dead_rank_raises_on_other_ranks(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1"):
         run_ranks(_dies, str(tmp_path / "a"), str(tmp_path / "message"))
     assert "step-00000001 failed: " in (tmp_path / "message").read_text()
     assert CheckpointStore(tmp_path / "a").newest() is None
 
 
-def test_a_lock_is_given_back_when_the_save_is_complete(tmp_path: Path, gate: _Gate) -> None:
+def test_lock_is_released_after_the_save(tmp_path: Path, gate: _Gate) -> None:
     with CheckpointStore(tmp_path) as store:
         timer = threading.Timer(0.3, gate.open)
         with store.locked():
@@ -280,9 +280,7 @@ def test_a_lock_is_given_back_when_the_save_is_complete(tmp_path: Path, gate: _G
         assert [info.step for info in store.complete()] == [1]
 
 
-def test_whoever_interrupts_the_waiting_leaves_the_folder_locked(
-    tmp_path: Path, gate: _Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_wait_keeps_the_lock(tmp_path: Path, gate: _Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path)
 
     def interrupted(_self: object) -> None:

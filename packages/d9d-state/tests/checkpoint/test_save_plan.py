@@ -1,4 +1,4 @@
-"""All ranks come to the same plan, and each part is written by one that holds it, in equal shares."""
+"""All ranks compute the same plan; parts are balanced over the ranks that hold them."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def test_one_process_writes_everything() -> None:
     }
 
 
-def test_a_plan_is_made_again_when_anything_changes() -> None:
+def test_plan_is_recomputed_when_tensors_change() -> None:
     planner = SavePlanner()
     first = planner.plan({"a": torch.ones(2, 3)}, None)
     assert planner.plan({"a": torch.zeros(2, 3)}, None) is first
@@ -64,7 +64,7 @@ def _plan() -> dict[str, Any]:
         plan = planner.plan(tensors, ctx)
         own = {key: part.clone() for key, part in planner.local_parts(tensors, plan, ctx.rank).items()}
         again = planner.plan(_tensors(ctx), ctx) is plan
-        # One rank with something new is enough for all to plan anew.
+        # A change on one rank makes all ranks compute a new plan.
         other = planner.plan({**tensors, **({"new": torch.ones(1)} if ctx.rank == 2 else {})}, ctx)
         messages = []
         mesh = ctx.mesh_for("dense")["dp_cp_shard"]
@@ -94,7 +94,7 @@ def found() -> list[dict[str, Any]]:
     return run_ranks(_plan, world_size=4, timeout=60.0)
 
 
-def test_ranks_come_to_one_plan(found: list[dict[str, Any]]) -> None:
+def test_all_ranks_compute_the_same_plan(found: list[dict[str, Any]]) -> None:
     plan: SavePlan = found[0]["plan"]
     assert all(each["plan"] == plan and each["again"] and each["plans"] == 2 for each in found)
     assert len({each["other"] for each in found} - {plan.digest}) == 1
@@ -118,11 +118,13 @@ def test_ranks_come_to_one_plan(found: list[dict[str, Any]]) -> None:
     assert all(wholes[f"replicated {index}"].tolist() == [float(index)] * 64 for index in range(8))
 
 
-def test_what_does_not_fit_together_is_said_on_every_rank(found: list[dict[str, Any]]) -> None:
+def test_inconsistent_tensors_raise_on_every_rank(found: list[dict[str, Any]]) -> None:
     shape, hole, partial, dtype, kind = found[0]["messages"]
     assert all(each["messages"] == found[0]["messages"] for each in found)
-    assert shape.startswith("a is [3] float32 on rank 3, [2] float32 on rank 0; expected the same on all ranks")
-    assert "a [4] float32 cannot be put together from what the ranks hold: its chunks hold 2 elements of 4" in hole
+    assert shape.startswith(
+        "a is [3] float32 on rank 3, [2] float32 on rank 0; expected equal shapes and dtypes on all ranks"
+    )
+    assert "a [4] float32 cannot be assembled from the ranks' shards: its chunks contain 2 of 4 elements" in hole
     assert "rank 0: " in partial
     assert dtype.startswith("rank 1: safetensors files cannot hold torch.complex128")
-    assert kind == "rank 2: a is of type int; expected a tensor. Put it into state."
+    assert kind == "rank 2: a is of type int; expected a tensor. Pass other values in state=."

@@ -36,14 +36,14 @@ def _steps(store: CheckpointStore) -> list[int]:
     return [info.step for info in store.complete()]
 
 
-def test_nothing_is_touched_before_the_first_save(tmp_path: Path) -> None:
+def test_store_creates_nothing_before_the_first_save(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "deep" / "checkpoints")
     assert store.newest() is None
     store.discard_partials()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_save_and_load_round_trip_bitwise(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     _save(store, 7)
     info = store.newest()
@@ -57,7 +57,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     info.verify()
 
 
-def test_a_part_can_be_loaded(tmp_path: Path) -> None:
+def test_subset_of_tensors_can_be_loaded(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     _save(store, 7)
     info = store.newest()
@@ -67,7 +67,7 @@ def test_a_part_can_be_loaded(tmp_path: Path) -> None:
     assert torch.equal(tensor, _tensors(7)["model.b"])
 
 
-def test_the_newest_is_that_of_the_highest_step(tmp_path: Path) -> None:
+def test_newest_has_the_highest_step(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     _save(store, 9, 100, 20)
     assert _steps(store) == [100, 20, 9]
@@ -87,14 +87,12 @@ def test_checkpoints_are_never_overwritten(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     _save(store, 7)
     before = {path: path.read_bytes() for path in (tmp_path / "step-00000007").iterdir()}
-    with pytest.raises(UserError, match="step-00000007 is complete already, and checkpoints are never overwritten"):
+    with pytest.raises(UserError, match="step-00000007 exists and is complete; checkpoints are never overwritten"):
         _save(store, 7)
     assert {path: path.read_bytes() for path in (tmp_path / "step-00000007").iterdir()} == before
 
 
-def test_a_damaged_folder_is_moved_out_of_the_way_of_a_new_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_checkpoint_is_moved_aside_by_a_new_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointStore(tmp_path)
     for _ in range(2):
         _save(store, 7)
@@ -112,7 +110,7 @@ def test_a_damaged_folder_is_moved_out_of_the_way_of_a_new_save(
 def test_only_tensors_and_json_are_saved(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     not_tensors: Any = {"a": [1]}
-    with pytest.raises(ValueError, match=r"a is of type list; expected a tensor\. Put it into state"):
+    with pytest.raises(ValueError, match=r"a is of type list; expected a tensor\. Pass other values in state="):
         store.save(1, not_tensors)
     not_json: Any = {"x": object()}
     with pytest.raises(ValueError, match=r"value\.x is of type object"):
@@ -124,7 +122,7 @@ def test_only_tensors_and_json_are_saved(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_retention_keeps_the_newest_and_always_what_was_just_saved(tmp_path: Path) -> None:
+def test_retention_keeps_the_newest_and_the_checkpoint_just_saved(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2)
     _save(store, 1, 2, 3)
     assert _steps(store) == [3, 2]
@@ -135,7 +133,7 @@ def test_retention_keeps_the_newest_and_always_what_was_just_saved(tmp_path: Pat
         CheckpointStore(tmp_path, keep_last=0)
 
 
-def test_a_deletion_that_fails_stops_nobody(
+def test_failed_deletion_does_not_fail_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
@@ -150,7 +148,7 @@ def test_a_deletion_that_fails_stops_nobody(
     assert _steps(store) == [2]
 
 
-def test_partials_are_discarded_and_nothing_else(tmp_path: Path) -> None:
+def test_only_partial_folders_are_discarded(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     _save(store, 1)
     for name in ("step-00000002.partial", "mine.partial", "step-2.partial", "step-00000003.bak"):
@@ -201,19 +199,19 @@ def _break(folder: Path, how: str) -> None:
         ("no manifest", "manifest.json cannot be read: No such file or directory"),
         ("damaged manifest", "manifest.json is damaged"),
         ("missing file", "tensors-00000.safetensors cannot be read"),
-        ("truncated file", "tensors-00000.safetensors has 100 bytes, but "),
-        ("grown file", "rank-00000.json has 8 bytes, but 7 were written"),
+        ("truncated file", "tensors-00000.safetensors has 100 bytes; expected "),
+        ("grown file", "rank-00000.json has 8 bytes; expected 7"),
         ("linked file", "state.json is a symlink"),
-        ("step-00000002.partial", "it is no folder with the name of a complete checkpoint"),
-        ("step-00000002.bak", "it is no folder with the name of a complete checkpoint"),
-        ("step-00000002.damaged-1", "it is no folder with the name of a complete checkpoint"),
-        ("step-00000003", "its manifest is of step 2"),
-        ("step-000000002", "it is no folder with the name of a complete checkpoint"),
-        ("link to a folder", "it is no folder with the name of a complete checkpoint"),
-        ("a file", "it is no folder with the name of a complete checkpoint"),
+        ("step-00000002.partial", "it is not a checkpoint; expected a folder with a name like"),
+        ("step-00000002.bak", "it is not a checkpoint; expected a folder with a name like"),
+        ("step-00000002.damaged-1", "it is not a checkpoint; expected a folder with a name like"),
+        ("step-00000003", "its manifest has step 2"),
+        ("step-000000002", "it is not a checkpoint; expected a folder with a name like"),
+        ("link to a folder", "it is not a checkpoint; expected a folder with a name like"),
+        ("a file", "it is not a checkpoint; expected a folder with a name like"),
     ],
 )
-def test_what_is_not_complete_is_skipped_with_a_reason(
+def test_incomplete_checkpoints_are_skipped_with_a_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, reason: str
 ) -> None:
     store = CheckpointStore(tmp_path)
@@ -228,7 +226,7 @@ def test_what_is_not_complete_is_skipped_with_a_reason(
 
 
 @pytest.mark.parametrize("name", ["tensors-00000.safetensors", "state.json", "rank-00000.json"])
-def test_every_changed_byte_is_found_and_the_file_is_named(tmp_path: Path, name: str) -> None:
+def test_every_changed_byte_is_detected_and_file_named(tmp_path: Path, name: str) -> None:
     store = CheckpointStore(tmp_path)
     _save(store, 1)
     info = store.newest()
@@ -239,7 +237,7 @@ def test_every_changed_byte_is_found_and_the_file_is_named(tmp_path: Path, name:
         with path.open("r+b") as file:
             file.seek(index)
             file.write(bytes([byte ^ 1 << index % 8]))
-        what = r"(the header|the content|[a-z.]+ \[.*\] \w+) is not what was written at step 1\. Move"
+        what = r"(the header|the content|[a-z.]+ \[.*\] \w+) does not have the recorded SHA-256 at step 1\. Move"
         with pytest.raises(StateError, match=rf"{name}: {what}"):
             info.verify()
         with path.open("r+b") as file:
@@ -248,7 +246,7 @@ def test_every_changed_byte_is_found_and_the_file_is_named(tmp_path: Path, name:
     info.verify()
 
 
-def test_damage_is_found_before_a_tensor_is_written(tmp_path: Path) -> None:
+def test_damage_is_detected_before_a_tensor_changes(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     _save(store, 1)
     (info,) = store.complete()
@@ -258,26 +256,26 @@ def test_damage_is_found_before_a_tensor_is_written(tmp_path: Path) -> None:
     tensors = {name: torch.full_like(tensor, 5) for name, tensor in _tensors(1).items()}
     with pytest.raises(
         StateError,
-        match=r"tensors-00000\.safetensors: model\.b \[5\] bfloat16 is not what was written at step 1\. Move",
+        match=r"model\.b \[5\] bfloat16 does not have the recorded SHA-256 at step 1\. Move",
     ):
         store.load(info, tensors)
     assert all(bool((tensor == 5).all()) for tensor in tensors.values())
 
 
-def test_damaged_state_is_not_handed_out(tmp_path: Path) -> None:
+def test_damaged_state_raises(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     _save(store, 1)
     info = store.newest()
     assert info is not None
     (info.folder / "state.json").write_bytes(b'{"step":2}')
     (info.folder / "rank-00000.json").write_bytes(b"[1,0.2]")
-    with pytest.raises(StateError, match=r"state\.json: the content is not what was written"):
+    with pytest.raises(StateError, match=r"state\.json: the content does not have the recorded SHA-256"):
         _ = info.state
-    with pytest.raises(StateError, match=r"rank-00000\.json: the content is not what was written"):
+    with pytest.raises(StateError, match=r"rank-00000\.json: the content does not have the recorded SHA-256"):
         _ = info.rank_states
 
 
-def test_a_file_of_another_checkpoint_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_of_another_checkpoint_is_detected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointStore(tmp_path)
     _save(store, 1, 2)
     name = "tensors-00000.safetensors"
@@ -285,17 +283,17 @@ def test_a_file_of_another_checkpoint_is_found(tmp_path: Path, caplog: pytest.Lo
     info = store.newest(verify=False)
     assert info is not None
     assert (info.step, info.is_verified) == (2, False)
-    what = r"strided \[4, 3\] int64 is not what was written; .*model\.a \[3, 4\] float32"
+    what = r"strided \[4, 3\] int64 does not have the recorded SHA-256; .*model\.a \[3, 4\] float32"
     with pytest.raises(StateError, match=what):
         store.load(info, {"model.a": torch.zeros(3, 4)})
     info = store.newest()
     assert info is not None
     assert (info.step, info.is_verified) == (1, True)
     assert "skipping" in caplog.text
-    assert "optimizer.a.step [] float32 is not what was written; " in caplog.text
+    assert "optimizer.a.step [] float32 does not have the recorded SHA-256; " in caplog.text
 
 
-def test_what_newest_has_verified_is_not_verified_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_does_not_repeat_verification_of_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path)
     _save(store, 1)
     info = store.newest()
@@ -311,18 +309,18 @@ def test_what_newest_has_verified_is_not_verified_again(tmp_path: Path, monkeypa
         store.load(listed, _tensors(0))
 
 
-def test_nothing_sound_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_newest_is_none_if_all_are_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
     _save(store, 1)
     _flip_last(tmp_path / "step-00000001" / "tensors-00000.safetensors")
     assert store.newest() is None
-    assert "model.b [5] bfloat16 is not what was written at step 1" in caplog.text
+    assert "model.b [5] bfloat16 does not have the recorded SHA-256 at step 1" in caplog.text
     _save(store, 1)
     assert store.newest() is not None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000001.damaged-1"]
 
 
-def test_a_damaged_checkpoint_counts_for_nothing(tmp_path: Path) -> None:
+def test_damaged_checkpoint_does_not_count_for_retention(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2)
     _save(store, 1, 9)
     _flip_last(tmp_path / "step-00000009" / "tensors-00000.safetensors")
@@ -337,7 +335,7 @@ def _flip_last(path: Path) -> None:
         file.write(b"\xff")
 
 
-def test_tensors_that_do_not_fit_are_all_listed(tmp_path: Path) -> None:
+def test_load_error_lists_all_mismatches(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     _save(store, 1)
     info = store.newest()
@@ -345,14 +343,14 @@ def test_tensors_that_do_not_fit_are_all_listed(tmp_path: Path) -> None:
     tensors = {"model.a": torch.zeros(2), "model.b": torch.zeros(5), "model.z": torch.zeros(1)}
     with pytest.raises(
         StateError,
-        match=r"step-00000001 does not fit: model\.z is not in it; "
+        match=r"step-00000001 does not match the tensors to load: model\.z is not in the checkpoint; "
         r"model\.a is \[3, 4\] float32, expected \[2\] float32; "
         r"model\.b is \[5\] bfloat16, expected \[5\] float32",
     ):
         store.load(info, tensors)
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_earlier_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path)
     _save(store, 1)
 
@@ -368,7 +366,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     assert _steps(store) == [2, 1]
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StateError, match="step-00000001 could not be written: "):
         _save(CheckpointStore(tmp_path / "file"), 1)
@@ -410,10 +408,10 @@ def test_nothing_is_pickled_or_unpickled(tmp_path: Path) -> None:
         pickle.dumps(1)
 
 
-def test_a_manifest_that_nobody_would_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifest_above_size_limit_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path)
     monkeypatch.setattr(_commit, "MAX_MANIFEST_BYTES", 100)
-    with pytest.raises(StateError, match=r"its manifest would have \d+ bytes, more than the 100 that are read"):
+    with pytest.raises(StateError, match=r"its manifest has \d+ bytes; expected at most 100\."):
         _save(store, 1)
     assert list(tmp_path.iterdir()) == []
 
@@ -434,10 +432,10 @@ def test_a_folder_that_cannot_be_listed_does_not_fail_a_save(
         patch.setattr(Path, "iterdir", refuse)
         _save(store, 2)
     assert _steps(store) == [2, 1]
-    assert "could not be read, so nothing is deleted" in caplog.text
+    assert "could not be read, so no old checkpoint is deleted" in caplog.text
 
 
-def test_what_is_printed_of_a_checkpoint_is_short(tmp_path: Path) -> None:
+def test_repr_of_checkpoint_is_short(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     _save(store, 1)
     assert len(repr(store.newest())) < 300

@@ -1,4 +1,4 @@
-"""A save that is killed at any of its calls to the file system never costs more than the save itself."""
+"""A save that is killed at any file system call keeps all earlier checkpoints."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from d9d_state import CheckpointStore
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
-def test_the_newest_is_the_one_before_or_the_new_one(
+def test_newest_is_the_previous_or_the_new_checkpoint(
     tmp_path: Path, background: bool, run_killed: Callable[..., bool], points: Callable[..., Sequence[int]]
 ) -> None:
     begin(tmp_path / "start", 1, 2)
@@ -20,7 +20,7 @@ def test_the_newest_is_the_one_before_or_the_new_one(
     outcomes: set[int | None] = set()
 
     def work() -> None:
-        # Both older checkpoints are deleted after the save, so that the kills fall into deletions too.
+        # Both older checkpoints are deleted after the save, so that kills also happen during deletions.
         save(CheckpointStore(folder, keep_last=1), 3, background=background)
 
     shutil.copytree(tmp_path / "start", folder)
@@ -40,7 +40,7 @@ def test_the_newest_is_the_one_before_or_the_new_one(
     assert outcomes == {2, 3}
 
 
-def test_a_first_save_is_there_or_not(
+def test_first_save_is_complete_or_absent(
     tmp_path: Path, run_killed: Callable[..., bool], points: Callable[..., Sequence[int]]
 ) -> None:
     outcomes: set[int | None] = set()

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: each shard is written once, and any mesh can read what any other wrote."""
+"""Checkpoints of several ranks: each shard is written once, and any mesh can load them."""
 
 import os
 import shutil
@@ -85,7 +85,7 @@ def _assert_same_bits(got: dict[str, Tensor], expected: dict[str, Tensor]) -> No
         assert torch.equal(got[name], tensor), name
 
 
-def test_any_mesh_reads_what_any_other_wrote(tmp_path: Path) -> None:
+def test_any_mesh_loads_from_any_other(tmp_path: Path) -> None:
     saved: dict[str, dict[str, Tensor]] = {}
     meshes: dict[int, _Meshes] = {1: [(1, 1)], 2: [(2, 1)], 4: [(4, 1), (2, 2)]}
     for ranks, of_size in meshes.items():
@@ -107,7 +107,7 @@ def test_any_mesh_reads_what_any_other_wrote(tmp_path: Path) -> None:
 
 
 class _Branches(nn.Module):
-    """A layer for each rank, as for each kind of data, and one that no rank uses."""
+    """Model with one layer per rank and one unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def _branches(ctx: DistributedContext | None = None) -> tuple[_Branches, torch.o
 
 
 def _train_branches(folder: str, num_steps: int, stop: int) -> dict[str, Tensor]:
-    """Train from the newest checkpoint, if there is one, and save at step `stop`."""
+    """Resume from the newest checkpoint, if any, train, and save at step `stop`."""
     with _mesh(2, 1) as ctx:
         model, optimizer = _branches(ctx)
         store, sync = CheckpointStore(folder), GradientSync(model)
@@ -149,7 +149,7 @@ def _train_branches(folder: str, num_steps: int, stop: int) -> dict[str, Tensor]
         return _wholes(model, optimizer)
 
 
-def test_parameters_of_some_ranks_have_the_state_of_one_process(tmp_path: Path) -> None:
+def test_rank_local_parameters_match_single_process(tmp_path: Path) -> None:
     through = run_ranks(_train_branches, str(tmp_path / "a"), 4, 2)[0]
     run_ranks(_train_branches, str(tmp_path / "b"), 2, 2)
     resumed = run_ranks(_train_branches, str(tmp_path / "b"), 4, 4)[0]
@@ -174,7 +174,7 @@ def _save_parts(folder: str) -> None:
         CheckpointStore(folder).save(1, own, rank_state=rng_state(), ctx=ctx)
 
 
-def test_ranks_may_hold_different_names(tmp_path: Path) -> None:
+def test_ranks_may_pass_different_names(tmp_path: Path) -> None:
     run_ranks(_save_parts, str(tmp_path))
     store = CheckpointStore(tmp_path)
     info = store.newest()
@@ -205,8 +205,8 @@ def test_all_ranks_agree_on_the_newest(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     pairs = {
         ("a", "a"): "2 True",
-        ("stale", "a"): "1 True",  # what the main process does not see is not there
-        ("a", "stale"): "1 True",  # nor what another rank does not see
+        ("stale", "a"): "1 True",  # only the main process's candidates count
+        ("a", "stale"): "1 True",  # a checkpoint that another rank does not see is skipped
         ("a", "damaged"): "1 True",
         ("empty", "a"): "none",
         ("a", "another run"): "none",
@@ -225,14 +225,17 @@ def _load_damaged(folder: str) -> tuple[str, float]:
         return str(caught.value), float(tensor.sum())
 
 
-def test_damage_that_one_rank_finds_stops_all_before_a_tensor_is_written(tmp_path: Path) -> None:
+def test_damage_found_by_one_rank_raises_on_all_before_loading(tmp_path: Path) -> None:
     run_ranks(_save_parts, str(tmp_path))
     path = tmp_path / "step-00000001" / "tensors-00001.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     results = run_ranks(_load_damaged, str(tmp_path))
     assert results[0] == results[1]
     assert results[0][0].startswith("rank 1: ")
-    assert "tensors-00001.safetensors: model.1 [2] float32 is not what was written at step 1. Move" in results[0][0]
+    assert (
+        "tensors-00001.safetensors: model.1 [2] float32 does not have the recorded SHA-256 at step 1. Move"
+        in results[0][0]
+    )
     assert results[0][1] == 0
 
 
@@ -244,7 +247,7 @@ def _fail_to_save(folder: str) -> str:
         return str(caught.value)
 
 
-def test_a_rank_that_cannot_write_is_named_on_all(tmp_path: Path) -> None:
+def test_error_on_all_ranks_names_failing_rank(tmp_path: Path) -> None:
     messages = run_ranks(_fail_to_save, str(tmp_path))
     assert messages[0] == messages[1]
     assert messages[0].startswith("rank 1: safetensors files cannot hold torch.complex128")
@@ -295,10 +298,10 @@ def _refuse(*_args: object) -> None:
     raise PermissionError(13, "Permission denied")
 
 
-def test_a_job_goes_on_beside_what_one_rank_found_damaged(tmp_path: Path) -> None:
+def test_job_resumes_if_one_rank_found_damage(tmp_path: Path) -> None:
     results = run_ranks(_go_on_beside_what_one_rank_found_damaged, str(tmp_path))
     assert results[0] == results[1]
     *values, message = results[0]
     assert values == [1, 2, [22.0] * 3]
-    assert "rank 0: what killed saves left in" in message
+    assert "rank 0: partial checkpoints in" in message
     assert (tmp_path / "step-00000002.damaged-1").is_dir()

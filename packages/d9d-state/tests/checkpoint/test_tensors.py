@@ -48,7 +48,7 @@ def _saved(folder: Path, tensors: dict[str, Tensor]) -> tuple[CheckpointStore, C
     return store, info
 
 
-def test_names_are_the_parameters() -> None:
+def test_optimizer_tensor_names_follow_parameters() -> None:
     model = _Model()
     optimizer = AdamW(model.parameters())
     _step(model, optimizer)
@@ -72,7 +72,7 @@ def test_a_fresh_optimizer_has_no_tensors() -> None:
     assert optimizer_tensors(model, AdamW(model.parameters())) == {}
 
 
-def test_state_that_it_has_is_replaced(tmp_path: Path) -> None:
+def test_existing_optimizer_state_is_replaced(tmp_path: Path) -> None:
     model = _Model()
     optimizer = AdamW(model.parameters())
     _, info = _saved(tmp_path, _all(model, optimizer))
@@ -81,7 +81,7 @@ def test_state_that_it_has_is_replaced(tmp_path: Path) -> None:
     assert optimizer_tensors(model, optimizer) == {}
 
 
-def test_state_is_placed_as_the_optimizer_would(tmp_path: Path) -> None:
+def test_state_has_device_and_placement_of_the_optimizer(tmp_path: Path) -> None:
     model = _Model().to(torch.bfloat16)
     optimizer = AdamW(model.parameters())
     _step(model.float(), optimizer)
@@ -103,7 +103,7 @@ def test_state_is_placed_as_the_optimizer_would(tmp_path: Path) -> None:
 def test_parameters_of_another_model_are_refused() -> None:
     model = _Model()
     optimizer = SGD([model.scale, nn.Parameter(torch.ones(1))])
-    with pytest.raises(ValueError, match="parameter 1 of the optimizer's group 0 is none of the model's"):
+    with pytest.raises(ValueError, match="parameter 1 of optimizer group 0, which is not a parameter of the model"):
         optimizer_tensors(model, optimizer)
 
 
@@ -112,10 +112,11 @@ def test_state_that_is_neither_tensor_nor_number_is_refused() -> None:
     optimizer = SGD(model.parameters())
     state: Any = optimizer.state
     state[model.scale]["count"] = 3
-    assert optimizer_tensors(model, optimizer) == {}  # numbers are saved elsewhere
+    assert optimizer_tensors(model, optimizer) == {}  # numbers are saved by optimizer_numbers
     state[model.scale]["history"] = [3]
     with pytest.raises(
-        ValueError, match=r"SGD keeps history of type list for scale, which a checkpoint cannot hold; expected tensors"
+        ValueError,
+        match=r"SGD has state history of type list for scale, which a checkpoint cannot store; expected tensors",
     ):
         optimizer_tensors(model, optimizer)
 
@@ -126,7 +127,7 @@ def test_a_checkpoint_of_this_model_is_accepted_on_meta(tmp_path: Path) -> None:
         check_same_model(info, _Model())
 
 
-def test_frozen_parameters_may_be_left_out_and_buffers_not(tmp_path: Path) -> None:
+def test_trainable_only_omits_frozen_parameters_but_not_buffers(tmp_path: Path) -> None:
     model = _Model()
     kept = model_tensors(model, trainable_only=True)
     assert model_tensors(model).keys() - kept.keys() == {"model.frozen"}
@@ -141,7 +142,7 @@ def test_frozen_parameters_may_be_left_out_and_buffers_not(tmp_path: Path) -> No
         check_same_model(info, model, trainable_only=True)
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
+def test_checkpoint_of_different_model_lists_all_differences(tmp_path: Path) -> None:
     other = nn.Module()
     other.register_parameter("scale", nn.Parameter(torch.ones(2)))
     other.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
@@ -150,7 +151,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path
     with pytest.raises(UserError) as caught:
         check_same_model(info, _Model())
     lines = str(caught.value).splitlines()
-    assert lines[0].endswith("step-00000001 is a checkpoint of another model:")
+    assert lines[0].endswith("step-00000001 is a checkpoint of a different model:")
     assert set(lines[1:-1]) == {
         "  the model has linear.weight, the checkpoint does not",
         "  the model has linear.bias, the checkpoint does not",
@@ -160,4 +161,4 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path
         "  scale is [2] float32 in the checkpoint, [] float32 in the model",
         "  unused is [2] float64 in the checkpoint, [2] float32 in the model",
     }
-    assert lines[-1] == "Use the configuration it was saved with, or another run folder."
+    assert lines[-1] == "Use the configuration that it was saved with, or another run folder."

@@ -8,7 +8,7 @@ from d9d_state._digests import PartRecord
 from d9d_state.checkpoint._verify import FilePart, damage, parts_of, share_of
 
 
-def test_every_part_is_verified_by_one_rank_and_all_do_about_the_same() -> None:
+def test_verification_is_balanced_over_ranks() -> None:
     draws = random.Random(0)  # noqa: S311
     for num_ranks in (1, 2, 3, 7):
         parts = [FilePart("f", 0, 0, PartRecord(draws.choice([0, 1, 50, 200]), ""), str(index)) for index in range(200)]
@@ -18,7 +18,7 @@ def test_every_part_is_verified_by_one_rank_and_all_do_about_the_same() -> None:
         assert max(sizes) - min(sizes) <= 2 * 200 + 200
 
 
-def test_parts_are_all_bytes_of_all_files(tmp_path: Path) -> None:
+def test_parts_cover_all_bytes_of_all_files(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(1, {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(()), "c": torch.empty(0)}, state=[1])
     (info,) = store.complete()
@@ -31,7 +31,7 @@ def test_parts_are_all_bytes_of_all_files(tmp_path: Path) -> None:
     assert ends == files
 
 
-def test_damage_is_found_by_one_thread_and_by_several(tmp_path: Path) -> None:
+def test_damage_is_detected_with_one_or_several_threads(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(1, {name: torch.rand(3_000_000 if name == "b" else 10) for name in "abc"})
     (info,) = store.complete()
@@ -44,8 +44,9 @@ def test_damage_is_found_by_one_thread_and_by_several(tmp_path: Path) -> None:
         file.write(bytes([byte[0] ^ 1]))
     (info.folder / "state.json").unlink()
     expected = [
-        f"{info.folder}/state.json cannot be read: No such file or directory. The folder is incomplete; get it anew.",
-        f"{path}: b [3000000] float32 is not what was written",
+        f"{info.folder}/state.json cannot be read: No such file or directory. "
+        "The folder is incomplete; download or copy it again.",
+        f"{path}: b [3000000] float32 does not have the recorded SHA-256",
     ]
     for threads in (1, 3):
         assert damage(info.folder, parts_of(info.manifest), threads=threads) == expected

@@ -1,4 +1,4 @@
-"""NumPy is optional for torch, and nothing here needs it: not even ranks that talk to each other."""
+"""The package works without NumPy, which is optional for torch, including its collectives."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Stands between our code and the file system: sees each call that opens or changes a file, and can end or fail it.
+"""Interception of the file system calls that open or change files, to kill the process or fail a call.
 
 A fault is chosen by the number of the call, so that a test can try every one. Only what happens below one folder
 counts, so that a test runner's own files are left alone.
@@ -45,22 +45,22 @@ class FileCall:
 
     @property
     def allocates(self) -> bool:
-        """Whether a full disk would refuse it."""
+        """True if the call fails on a full disk."""
         creates = self.name == "open" and bool(self.arguments[1] & os.O_CREAT)
         return creates or self.name in _ALLOCATING
 
 
 class Fault(Protocol):
-    """What happens to each call."""
+    """Handler of each intercepted call."""
 
     def __call__(self, call: FileCall) -> Any:
-        """Make the call, or something else; the result is what the caller gets."""
+        """Handle the call; the caller gets the returned value."""
         ...
 
 
 @final
 class Counting:
-    """No fault: how many calls there are."""
+    """No fault; counts the calls."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -73,7 +73,7 @@ class Counting:
 @final
 @dataclass(slots=True)
 class Kill:
-    """SIGKILL before the `at`-th call, in a write after half of it. To be used in a child process."""
+    """SIGKILL before the `at`-th call, in a write after half of it. Use it in a child process."""
 
     at: int
     seen: int = 0
@@ -91,7 +91,7 @@ class Kill:
 class Fail:
     """An error at the `at`-th call, once.
 
-    A file whose closing fails is closed, as Linux does it.
+    As on Linux, a file is closed even if `close` fails.
     """
 
     at: int
@@ -112,7 +112,7 @@ class Fail:
 @final
 @dataclass(slots=True)
 class FullDisk:
-    """From the `at`-th call on there is no room: the first write is short, all that need room after it fail."""
+    """Full disk from the `at`-th call on: the first write is short, later calls that need space fail."""
 
     at: int
     seen: int = 0
@@ -130,7 +130,7 @@ class FullDisk:
 
 @contextmanager
 def file_calls(root: Path, fault: Fault) -> Generator[None]:
-    """Let each call below `root` of any thread go through `fault`, as long as the context lasts."""
+    """Pass each call below `root`, from any thread, to `fault` while the context is active."""
     watch = _Watch(root.absolute(), fault)
     originals = {name: getattr(os, name) for name in (*_ON_PATHS, *_ON_DESCRIPTORS)}
     with ExitStack() as patches:
@@ -141,7 +141,7 @@ def file_calls(root: Path, fault: Fault) -> Generator[None]:
 
 
 def count_calls(root: Path, work: Callable[[], None]) -> int:
-    """How many calls some work makes below `root`."""
+    """Return the number of calls that `work` makes below `root`."""
     counting = Counting()
     with file_calls(root, counting):
         work()
@@ -174,7 +174,7 @@ class _Watch:
 
     def wrap_exchange(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def make(one: Path, other: Path) -> None:
-            vars(self.inside)["exchange"] = True  # what it is made of does not count again
+            vars(self.inside)["exchange"] = True  # its nested calls are not counted
             try:
                 original(one, other)
             finally:
@@ -187,7 +187,7 @@ class _Watch:
         return wrapper
 
     def _describe(self, name: str, args: Any, kwargs: Any) -> tuple[Path, Path | None, int | None] | None:
-        """Paths and descriptor of a call; `None` if it is none of ours."""
+        """Return paths and descriptor of a call; `None` if it is outside the root."""
         if name in _ON_DESCRIPTORS:
             path = self.descriptors.pop(args[0], None) if name == "close" else self.descriptors.get(args[0])
             return None if path is None else (path, None, args[0])
@@ -202,11 +202,11 @@ class _Watch:
         if isinstance(path, int):
             return self.descriptors.get(path, Path("/"))
         base = Path() if folder is None else self.descriptors.get(folder, Path("/proc"))
-        return Path(os.path.abspath(base / os.fsdecode(path)))  # noqa: PTH100 - symlinks stay what they are
+        return Path(os.path.abspath(base / os.fsdecode(path)))  # noqa: PTH100 - does not resolve symlinks
 
 
 def _make_half(call: FileCall) -> Any:
-    """Make a write with the first half of its bytes; nothing for other calls."""
+    """Write the first half of a write's bytes; do nothing for other calls."""
     if call.name in ("write", "pwrite"):
         descriptor, data, *rest = call.arguments
         view = memoryview(data).cast("B")

@@ -1,4 +1,4 @@
-"""Ranks that are forked from this process for one call, so that killing them costs no imports."""
+"""Ranks forked from this process for one call, so that each test starts without imports."""
 
 import os
 import signal
@@ -20,10 +20,10 @@ _SECONDS = 60.0
 def run_forked(
     work: Callable[[DistributedContext], None], folder: Path, *, world_size: int, faults: Mapping[int, Fault]
 ) -> list[int]:
-    """Call `work` on every rank, each with its own fault in what it does below `folder`.
+    """Call `work` on every rank, with one fault per rank for its calls below `folder`.
 
     Returns:
-        For each rank 0 if it ended by itself, -9 if it was killed, 1 if it raised because another was.
+        For each rank 0 if it succeeded, -9 if it was killed, 1 if it raised because another rank was killed.
 
     Raises:
         AssertionError: If a rank raises although none was killed, or is left waiting for one that is gone; with what
@@ -70,7 +70,7 @@ def _be_rank(
     folder: Path,
     fault: Fault | None,
 ) -> NoReturn:
-    """In the child only."""
+    """Run in the forked child only."""
     code = 1
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -1,4 +1,4 @@
-"""Files that claim to be safetensors, as an attacker would write them: small to send, dear to read."""
+"""Hostile safetensors files, as an attacker would write them: small, but expensive to parse naively."""
 
 import json
 import struct
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import final
 
 _MEGABYTE = 1 << 20
-_LONGEST = 32 * _MEGABYTE  # the longest header that is looked at
+_LONGEST = 32 * _MEGABYTE  # the maximum header length
 
 
 @final
@@ -27,7 +27,7 @@ class HostileFile:
     message: str
 
     def write(self, path: Path) -> int:
-        """Write the file; the length of its header."""
+        """Write the file; return the length of its header."""
         header = self.header()
         with path.open("wb") as file:
             file.write(struct.pack("<Q", len(header)) + header)
@@ -45,7 +45,7 @@ def _header(*entries: str) -> Callable[[], bytes]:
 
 
 def _padded(part: bytes, *, head: bytes = b"", tail: bytes = b"", size: int = _LONGEST) -> Callable[[], bytes]:
-    """`head`, as many of `part` as fit, and `tail`."""
+    """Return `head`, as many copies of `part` as fit, and `tail`."""
     return lambda: head + part * ((size - len(head) - len(tail)) // len(part)) + tail
 
 
@@ -60,7 +60,7 @@ HOSTILE: dict[str, HostileFile] = {
     "32 MB of spaces, and a tensor": HostileFile(
         _padded(b" ", head=b"{" + _SOUND.encode() + b"}", tail=b"x"), 1, "after its end at byte"
     ),
-    "32 MB of brackets": HostileFile(_padded(b"["), 0, "it is no JSON object"),
+    "32 MB of brackets": HostileFile(_padded(b"["), 0, "it is not a JSON object"),
     "32 MB of objects in objects": HostileFile(_padded(_OPEN), 0, "after byte 1 it has"),
     "32 MB of empty lists": HostileFile(_padded(b"[],", head=_OPEN + b"[", tail=b"[]]}"), 0, "after byte 1 it has"),
     "32 MB of empty objects": HostileFile(_padded(b"{},", head=_OPEN + b"[", tail=b"{}]}"), 0, "after byte 1 it has"),
@@ -76,7 +76,7 @@ HOSTILE: dict[str, HostileFile] = {
         "after byte 1 it has",
     ),
     "32 MB of metadata without an end": HostileFile(
-        _padded(b"\\n", head=b'{"__metadata__":{"a":"'), 0, "__metadata__ must hold texts by name"
+        _padded(b"\\n", head=b'{"__metadata__":{"a":"'), 0, "__metadata__ must be a JSON object of strings"
     ),
     "a name of 20,000 bytes": HostileFile(_header(_tensor("a" * 20_000, 0, 1)), 1, "after byte 1 it has"),
     "32 MB of metadata that is none": HostileFile(
@@ -87,9 +87,11 @@ HOSTILE: dict[str, HostileFile] = {
         2,
         r"it repeats the name 'a{100}\.\.\.'",
     ),
-    "a header longer than the file": HostileFile(_header(), -1, "no safetensors file"),
-    "nothing at all": HostileFile(lambda: b"", 0, "no safetensors file"),
-    "one tensor of 1 TB in a file without data": HostileFile(_header(_tensor("a", 0, 1 << 40)), 0, "'a' ends at byte"),
+    "a header longer than the file": HostileFile(_header(), -1, "not a safetensors file"),
+    "nothing at all": HostileFile(lambda: b"", 0, "not a safetensors file"),
+    "one tensor of 1 TB in a file without data": HostileFile(
+        _header(_tensor("a", 0, 1 << 40)), 0, "'a' ends at data byte"
+    ),
     "a hole of 1 TB": HostileFile(
         _header(_tensor("a", 0, 1), _tensor("b", 1 << 40, (1 << 40) + 1)), (1 << 40) + 1, "'b' starts"
     ),
@@ -97,10 +99,10 @@ HOSTILE: dict[str, HostileFile] = {
     "an overlap": HostileFile(_header(_tensor("a", 0, 4), _tensor("b", 2, 6)), 6, "'b' starts at byte 2; expected 4"),
     "twice the same bytes": HostileFile(_header(_tensor("a", 0, 4), _tensor("b", 0, 4)), 4, "'b' starts at byte 0"),
     "sizes that overflow 64 bits": HostileFile(
-        _header(_tensor("a", 0, 0, shape=[1 << 32, 1 << 32])), 0, "which no memory can hold"
+        _header(_tensor("a", 0, 0, shape=[1 << 32, 1 << 32])), 0, "whose size overflows int64"
     ),
     "sizes that overflow before a zero": HostileFile(
-        _header(_tensor("a", 0, 0, shape=[1 << 62, 1 << 62, 0])), 0, "which no memory can hold"
+        _header(_tensor("a", 0, 0, shape=[1 << 62, 1 << 62, 0])), 0, "whose size overflows int64"
     ),
     "a size beyond 64 bits": HostileFile(_header(_tensor("a", 0, 0, shape=[1 << 64, 0])), 0, "after byte 1 it has"),
     "a size of 10,000 digits": HostileFile(
@@ -113,7 +115,7 @@ HOSTILE: dict[str, HostileFile] = {
     "an exponent": HostileFile(
         lambda: b'{"a":{"dtype":"U8","shape":[1e0],"data_offsets":[0,1]}}', 1, "after byte 1 it has"
     ),
-    "a byte order mark": HostileFile(lambda: b"\xef\xbb\xbf" + _header(_SOUND)(), 1, "it is no JSON object"),
+    "a byte order mark": HostileFile(lambda: b"\xef\xbb\xbf" + _header(_SOUND)(), 1, "it is not a JSON object"),
     "UTF-16": HostileFile(lambda: _header(_SOUND)().decode().encode("utf-16-le"), 1, "after byte 1 it has"),
     "a second document": HostileFile(lambda: _header(_SOUND)() * 2, 1, "after its end at byte"),
     "a NUL at the end": HostileFile(lambda: _header(_SOUND)() + b"\0", 1, "after its end at byte"),

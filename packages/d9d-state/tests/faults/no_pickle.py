@@ -1,4 +1,4 @@
-"""Makes a process unable to unpickle anything, to prove that nothing does."""
+"""Disables unpickling in a process, to prove that nothing unpickles."""
 
 import _pickle
 import marshal
@@ -13,7 +13,7 @@ _READERS = ("load", "loads", "Unpickler", "_load", "_loads", "_Unpickler")
 
 
 def forbid_unpickling() -> None:
-    """Fail whatever unpickles, for the rest of this process's life: an audit hook cannot be taken away again."""
+    """Make unpickling fail for the rest of this process: an audit hook cannot be removed."""
     sys.addaudithook(_refuse_classes)
     places: list[tuple[Any, tuple[str, ...]]] = [
         (pickle, _READERS),
@@ -21,7 +21,7 @@ def forbid_unpickling() -> None:
         (marshal, ("load",)),
         (torch, ("load",)),
         (torch.serialization, ("load",)),
-        (distributed_c10d, ("_unpickler",)),  # by it ranks read what other ranks send
+        (distributed_c10d, ("_unpickler",)),  # unpickler of torch's object collectives
     ]
     for module, names in places:
         for name in names:

@@ -1,4 +1,4 @@
-"""What a disk may hold after the power went: a recorded run is cut at any call, and what was not synced is lost.
+"""Simulated power loss: a recorded run is cut after any call, and unsynced data may be lost.
 
 The model is that of POSIX, harsher than any file system of today: a file's bytes are safe after `fsync` of the file;
 its name, and any rename or removal, after `fsync` of the folder. Until then each may have reached the disk or not,
@@ -23,7 +23,7 @@ Content = Literal["lost", "cut", "zeros", "kept"]
 @final
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A call that was made, as far as it matters to a disk.
+    """Recorded file system call.
 
     Attributes:
         time: When, in nanoseconds of a clock that all processes share.
@@ -50,7 +50,7 @@ class Operation:
 
 @final
 class Recording:
-    """No fault, but a journal of what was done."""
+    """No fault; records the calls."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
@@ -106,7 +106,7 @@ class _Folder:
 
 @dataclass(slots=True)
 class _Change:
-    """A change of a folder's entries: a name put or dropped, moved to another, or swapped with it."""
+    """Change of a folder's entries: a name added, removed, renamed, or exchanged."""
 
     kind: Literal["put", "drop", "move", "swap"]
     folder: _Folder
@@ -118,25 +118,25 @@ class _Change:
 
 @final
 class Disk:
-    """A disk while operations are done on it; `after_power_loss` says what it may hold when the power goes."""
+    """Simulated disk; `after_power_loss` returns a possible content after a power loss."""
 
     def __init__(self, tree: Tree) -> None:
-        """Begin with a tree that is safe on the disk."""
+        """Start with a synced tree."""
         self._root = _folder_of(tree)
         self._changes: list[_Change] = []
         self._open: dict[tuple[int, int], _File | _Folder] = {}
 
     def do(self, operations: Iterable[Operation]) -> None:
-        """Do what was recorded."""
+        """Apply a recorded call."""
         for operation in operations:
             self._do(operation)
 
     def now(self) -> Tree:
-        """What a process that looks sees."""
+        """Return the content that a running process sees."""
         return _tree(self._root, lambda folder: folder.now, lambda file: bytes(file.now))
 
     def after_power_loss(self, names: Names, content: Content, *, seed: int = 0) -> Tree:
-        """What may be left, of `names` and of `content` that were not synced; at random where it says so."""
+        """Return a possible content after power loss; `names` and `content` choose what happens to unsynced data."""
         choice = random.Random(seed)  # noqa: S311 - no secret
         entries: dict[_Folder, dict[str, _File | _Folder]] = {}
         for folder in _folders(self._root, [change.node for change in self._changes]):
@@ -219,12 +219,12 @@ class Disk:
 
 
 def read_tree(path: Path) -> Tree:
-    """All that is below a folder."""
+    """Return all entries below a folder."""
     return {each.name: read_tree(each) if each.is_dir() else each.read_bytes() for each in sorted(path.iterdir())}
 
 
 def write_tree(path: Path, tree: Tree) -> None:
-    """Make a folder with what a tree says."""
+    """Create a folder from a tree."""
     path.mkdir(parents=True)
     for name, content in tree.items():
         if isinstance(content, bytes):
@@ -234,12 +234,12 @@ def write_tree(path: Path, tree: Tree) -> None:
 
 
 def merged(journals: Sequence[Sequence[Operation]]) -> list[Operation]:
-    """The journals of several processes in the order in which things happened."""
+    """Merge the journals of several processes in chronological order."""
     return sorted((operation for journal in journals for operation in journal), key=lambda each: each.time)
 
 
 def crash_images(start: Tree, operations: Sequence[Operation], *, cuts: Iterable[int], seeds: int) -> dict[str, Tree]:
-    """What may be on the disk after a power loss, each only once; by a name that says how it came about.
+    """Return the distinct possible disk contents after a power loss, by a descriptive name.
 
     Args:
         start: What was safe on the disk before.
@@ -261,7 +261,7 @@ def crash_images(start: Tree, operations: Sequence[Operation], *, cuts: Iterable
 
 
 def _apply(change: _Change, entries: Mapping[_Folder, dict[str, _File | _Folder]]) -> None:
-    """Make a change, unless one that it builds on was lost."""
+    """Apply a change, unless a change that it depends on was lost."""
     held = entries[change.folder]
     match change.kind:
         case "put":
@@ -301,7 +301,7 @@ def _folder_of(tree: Tree) -> _Folder:
 
 
 def _folders(root: _Folder, made: Sequence["_File | _Folder | None"]) -> list[_Folder]:
-    """Every folder that was there at the beginning or made since."""
+    """Return every folder of the initial tree and every created folder."""
     found: dict[_Folder, None] = {}
     left: list[_File | _Folder | None] = [root, *made]
     while left:

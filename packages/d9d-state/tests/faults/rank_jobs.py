@@ -1,4 +1,4 @@
-"""What the ranks of tests with faults do."""
+"""Functions that ranks run in the fault tests."""
 
 import errno
 import logging
@@ -16,12 +16,12 @@ from d9d_state import CheckpointStore, StateError
 
 
 def ranks() -> DistributedContext:
-    """All ranks, which share every sharded tensor."""
+    """Build a context in which every tensor is sharded over all ranks."""
     return MeshConfig(data_parallel_shard=-1).build()
 
 
 def save_counted(folder: str, background: bool) -> int:
-    """Save step 3; how many calls this rank made."""
+    """Save step 3; return the number of calls of this rank."""
     counting = Counting()
     with ranks() as ctx, file_calls(Path(folder), counting):
         save_on_ranks(CheckpointStore(folder, keep_last=1), 3, ctx, background=background)
@@ -29,7 +29,7 @@ def save_counted(folder: str, background: bool) -> int:
 
 
 def save_recorded(root: str, background: bool) -> list[Operation]:
-    """Save step 3; what this rank did."""
+    """Save step 3; return the recorded calls of this rank."""
     recording = Recording(Path(root))
     with ranks() as ctx, file_calls(Path(root), recording):
         save_on_ranks(CheckpointStore(Path(root) / "checkpoints", keep_last=1), 3, ctx, background=background)
@@ -40,7 +40,7 @@ def save_with_errors(start: str, folder: str, rank: int, points: list[int], back
     """Save step 3 with each fault at each of the calls of a rank, and then step 4 without.
 
     Returns:
-        What was wrong on this rank, and how often it was told of an error.
+        Problems found on this rank, and the number of errors it raised.
     """
     logging.getLogger("d9d.state").setLevel(logging.ERROR)
     wrong: list[str] = []
@@ -58,7 +58,7 @@ def save_with_errors(start: str, folder: str, rank: int, points: list[int], back
                 wrong.append(f"{fault} is told as {message}")
             if _differs(ctx, message is None):
                 wrong.append(f"{fault} is told on some ranks only")
-            # The job goes on, with the same ranks and the same store.
+            # The job continues with the same ranks and the same store.
             save_on_ranks(store, 4, ctx)
             newest = store.newest(ctx)
             if newest is None or newest.step != 4:

@@ -1,4 +1,4 @@
-"""Whatever happens to the bytes of a checkpoint, it is noticed before a tensor is written."""
+"""Any change of a checkpoint's bytes is detected before a tensor is changed."""
 
 import logging
 import random
@@ -29,8 +29,8 @@ def _save(folder: Path, step: int, ctx: DistributedContext, *, run_id: str, more
 
 @pytest.fixture(scope="module")
 def folders() -> Generator[Path]:
-    """The checkpoint of two ranks that is damaged, in `own`, beside others that are like it."""
-    memory = Path("/dev/shm")  # noqa: S108 - a disk in memory, where there is one
+    """Checkpoint of two ranks to damage, in `own`, and similar checkpoints beside it."""
+    memory = Path("/dev/shm")  # noqa: S108 - tmpfs, if available
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         root = Path(name)
 
@@ -57,7 +57,7 @@ def _targets() -> dict[str, Tensor]:
 
 
 def _is_noticed(store: CheckpointStore, targets: dict[str, Tensor]) -> bool:
-    """Whether nothing is loaded; `targets` are to be unset."""
+    """Return True if loading is refused and `targets` stay unchanged."""
     info = store.newest()
     if info is not None:
         try:
@@ -75,7 +75,7 @@ def _step_folder(root: Path) -> Path:
 
 
 def _random_damage(data: bytes, choice: random.Random) -> bytes:
-    """Other bytes than these."""
+    """Return random bytes different from the given ones."""
     at, size = choice.randrange(len(data)), choice.choice([1, 4, 64])
     match choice.randrange(8):
         case 0:
@@ -97,14 +97,14 @@ def _flipped(data: bytes, at: int, bit: int) -> bytes:
 
 
 def _bits_that_count(folder: Path, choice: random.Random) -> Iterator[tuple[Path, int, int]]:
-    """A bit of each byte of the manifest and of each header."""
+    """Iterate over bit flips in each byte of the manifest and of each header."""
     for path in sorted(folder.iterdir()):
         data = path.read_bytes()
         end = 8 + struct.unpack("<Q", data[:8])[0] if path.suffix == ".safetensors" else len(data)
         yield from ((path, at, choice.randrange(8)) for at in range(end))
 
 
-def test_the_checkpoint_is_sound(folders: Path) -> None:
+def test_undamaged_checkpoint_verifies(folders: Path) -> None:
     targets = _targets()
     assert not _is_noticed(CheckpointStore(folders / "own"), targets)
     assert torch.equal(targets["model.of_rank_1"], torch.arange(6.0) + _STEP)
@@ -195,7 +195,7 @@ _SUBSTITUTIONS = {
 
 
 @pytest.mark.parametrize("name", _SUBSTITUTIONS)
-def test_a_file_in_the_place_of_another(folders: Path, tmp_path: Path, name: str) -> None:
+def test_swapped_files_are_detected(folders: Path, tmp_path: Path, name: str) -> None:
     own = Path(shutil.copytree(folders / "own", tmp_path / "own"))
     _SUBSTITUTIONS[name](own, folders)
     assert _is_noticed(CheckpointStore(own), _targets())

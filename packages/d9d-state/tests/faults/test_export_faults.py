@@ -1,4 +1,4 @@
-"""An export that fails or loses its power anywhere leaves the earlier one or the new one, never half of one."""
+"""A failure or power loss during an export leaves the earlier export or the new one, never a mixture."""
 
 import errno
 import json
@@ -31,12 +31,12 @@ def _export(of: int, folder: Path) -> None:
     source = folder.parent.with_name("source")
     source.mkdir(exist_ok=True)
     (source / "tokenizer.json").write_text("{}")
-    # One byte: each tensor has a file of its own, beside an index.
+    # One byte per file, so each tensor gets its own file.
     save_model_state(_model(of), folder, max_shard_bytes=1, extra_files=_config(of), source=source)
 
 
 def _found(folder: Path) -> int | None:
-    """Which export is there; `None` if there is none."""
+    """Return which export is in the folder; `None` if there is none."""
     if not folder.exists():
         return None
     model = _model(-1)
@@ -98,7 +98,7 @@ def test_an_error_at_any_call(tmp_path: Path, kind: str, fresh: bool, points: Ca
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "replaced"])
-def test_the_power_goes(tmp_path: Path, fresh: bool, exhaustive: bool, points: Callable[..., Sequence[int]]) -> None:
+def test_power_loss(tmp_path: Path, fresh: bool, exhaustive: bool, points: Callable[..., Sequence[int]]) -> None:
     root = tmp_path / "root"
     before = _begin(root, fresh=fresh)
     start, recording = read_tree(root), Recording(root)
@@ -120,7 +120,7 @@ def test_the_power_goes(tmp_path: Path, fresh: bool, exhaustive: bool, points: C
     assert outcomes == {before, 2}
 
 
-_CALLS = ((45, 7), (8, 2))  # of the main process, which also replaces the earlier export, and of the other one
+_CALLS = ((45, 7), (8, 2))  # calls of the main process, which also replaces the earlier export, and of the other rank
 
 
 def _export_on_ranks(root: Path, told: Path | None = None) -> Callable[[DistributedContext], None]:
@@ -153,7 +153,7 @@ def test_a_rank_is_killed_at_any_call(tmp_path: Path, rank: int, points: Callabl
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_on_a_rank_is_told_on_all(tmp_path: Path, rank: int, points: Callable[..., Sequence[int]]) -> None:
+def test_error_on_a_rank_raises_on_all(tmp_path: Path, rank: int, points: Callable[..., Sequence[int]]) -> None:
     errors = 0
     for at in points(_CALLS[rank][0], stride=_CALLS[rank][1]):
         root = tmp_path / str(at)

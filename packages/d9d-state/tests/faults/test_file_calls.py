@@ -1,4 +1,4 @@
-"""The faults themselves: what they hit, and that they would show a writer who is not careful."""
+"""Tests of the fault injection itself: it reaches all calls and would expose a careless writer."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ def _write(path: Path, data: bytes, *, sync: bool) -> None:
 
 
 def _busy(folder: Path) -> None:
-    """Every kind of call."""
+    """Make every kind of call."""
     (folder / "deep").mkdir()
     _write(folder / "deep" / "a", b"one", sync=True)
     _write(folder / "old", b"two", sync=False)
@@ -36,7 +36,7 @@ def _busy(folder: Path) -> None:
     _files.remove_folder(folder / "other")
 
 
-def test_the_model_of_a_disk_holds_what_the_file_system_holds(tmp_path: Path) -> None:
+def test_disk_model_matches_the_file_system(tmp_path: Path) -> None:
     start = {"old": b"before", "deeper": {"x": b"1"}}
     write_tree(tmp_path / "root", start)
     recording = Recording(tmp_path / "root")
@@ -51,7 +51,7 @@ def test_the_model_of_a_disk_holds_what_the_file_system_holds(tmp_path: Path) ->
     assert disk.after_power_loss("lost", "lost") == start
 
 
-def test_calls_elsewhere_are_left_alone(tmp_path: Path) -> None:
+def test_calls_outside_the_root_are_not_affected(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     counting = Counting()
     with file_calls(tmp_path / "root", counting):
@@ -78,7 +78,7 @@ def _replace(folder: Path, *, sync_file: bool, sync_folder: bool) -> None:
         (False, False, "some", {b"old", b""}),
     ],
 )
-def test_what_was_not_synced_is_lost(
+def test_unsynced_data_is_lost(
     tmp_path: Path, sync_file: bool, sync_folder: bool, names: Names, expected: set[bytes]
 ) -> None:
     write_tree(tmp_path / "root", {"file": b"old"})
@@ -95,7 +95,7 @@ def test_what_was_not_synced_is_lost(
         assert contents[2:] == [bytes(11), b"new content"]
 
 
-def test_an_error_comes_once(tmp_path: Path) -> None:
+def test_error_fault_fires_once(tmp_path: Path) -> None:
     fail = Fail(3)
     with file_calls(tmp_path, fail):
         with pytest.raises(OSError, match="Input/output error") as caught:
@@ -106,7 +106,7 @@ def test_an_error_comes_once(tmp_path: Path) -> None:
     assert fail.hit.name == "fsync"
 
 
-def test_a_full_disk_stays_full_but_things_can_be_deleted(tmp_path: Path) -> None:
+def test_full_disk_allows_only_deletions(tmp_path: Path) -> None:
     with file_calls(tmp_path, FullDisk(2)):
         _write(tmp_path / "file", b"data", sync=True)
         assert (tmp_path / "file").read_bytes() == b"da"
@@ -117,7 +117,7 @@ def test_a_full_disk_stays_full_but_things_can_be_deleted(tmp_path: Path) -> Non
     assert not (tmp_path / "file").exists()
 
 
-def test_a_kill_leaves_half_of_a_write(tmp_path: Path, run_killed: Callable[..., bool]) -> None:
+def test_kill_during_a_write_leaves_half_of_it(tmp_path: Path, run_killed: Callable[..., bool]) -> None:
     path = tmp_path / "file"
     assert run_killed(lambda: _write(path, b"data", sync=True), at=1)
     assert not path.exists()

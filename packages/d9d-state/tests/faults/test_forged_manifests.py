@@ -1,4 +1,4 @@
-"""A manifest whose digest is right, because a forger made it: nothing in it is believed that can be checked."""
+"""Forged manifests with a valid digest: everything in them that can be checked is checked."""
 
 import copy
 import hashlib
@@ -37,11 +37,11 @@ _HOSTILE = [
     [[[]]],
     {"a": {}},
 ]
-_HARMLESS = ("run_id", "mesh", "metric")  # nothing can be proven of these
+_HARMLESS = ("run_id", "mesh", "metric")  # these values cannot be checked
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where each part of a JSON value is."""
+    """Iterate over the paths of all parts of a JSON value."""
     keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
         yield (*path, key)
@@ -49,7 +49,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def _forged(body: dict[str, Any], choice: random.Random) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """The manifest with one part replaced, removed, renamed or doubled; and which part."""
+    """Return the manifest with one part replaced, removed, renamed or duplicated, and the changed part."""
     forged = copy.deepcopy(body)
     path = choice.choice(list(_places(forged)))
     around: Any = forged
@@ -80,7 +80,7 @@ def _quiet() -> Iterator[None]:
     logger.setLevel(logging.NOTSET)
 
 
-def test_a_forged_manifest_is_refused_or_true(tmp_path: Path, exhaustive: bool) -> None:
+def test_forged_manifest_is_refused_or_consistent(tmp_path: Path, exhaustive: bool) -> None:
     begin(tmp_path, 1)
     path = tmp_path / "step-00000001" / "manifest.json"
     body = parse_json(path.read_bytes())

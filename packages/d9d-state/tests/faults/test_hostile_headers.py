@@ -1,4 +1,4 @@
-"""What an attacker writes is refused, and costs little more memory than its header."""
+"""Hostile headers are refused, with little more memory than the header itself."""
 
 import struct
 import tracemalloc
@@ -13,7 +13,7 @@ from d9d_state.safetensors_header import read_header
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_is_refused_for_little_memory(tmp_path: Path, name: str) -> None:
+def test_hostile_header_is_refused_with_little_memory(tmp_path: Path, name: str) -> None:
     path = tmp_path / "model.safetensors"
     length = HOSTILE[name].write(path)
     tracemalloc.start()
@@ -27,7 +27,7 @@ def test_is_refused_for_little_memory(tmp_path: Path, name: str) -> None:
     assert peak < 2 * length + (1 << 20)
 
 
-def test_every_length_of_a_header_but_its_own_is_refused(tmp_path: Path) -> None:
+def test_wrong_header_lengths_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     header = b'{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}'
     for length in [*range(len(header) + 10), 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1]:
@@ -35,5 +35,5 @@ def test_every_length_of_a_header_but_its_own_is_refused(tmp_path: Path) -> None
         if length == len(header):
             assert ModelFolder.open(tmp_path).tensors.keys() == {"a"}
         else:
-            with pytest.raises(UserError, match=r"is no safetensors file|has a broken header"):
+            with pytest.raises(UserError, match=r"is not a safetensors file|has a malformed header"):
                 ModelFolder.open(tmp_path)

@@ -1,4 +1,4 @@
-"""Hosts with folders of their own never end up with a checkpoint or an export of which each has a part."""
+"""Hosts without a shared folder never complete a checkpoint or an export."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ _HOST = socket.gethostname()
 
 
 def _own_folder(hosts: list[str], ctx: DistributedContext) -> Path:
-    """The folder of this rank's host: the first half of the ranks is on the first host."""
+    """Return the folder of this rank's host; the first half of the ranks is on the first host."""
     return Path(hosts[ctx.rank * len(hosts) // ctx.world_size])
 
 
@@ -46,7 +46,7 @@ def _save_at_home(folder: str) -> None:
 
 
 def _leave_partials(hosts: list[Path], world_size: int) -> None:
-    """Let each host have all files of killed saves of all steps, as restarts with swapped hosts leave them."""
+    """Create on each host the files of killed saves of all steps, as after restarts with swapped hosts."""
     for host in hosts:
         run_ranks(_save_at_home, str(host), world_size=world_size)
         for path in host.glob("step-*"):
@@ -57,7 +57,7 @@ def _leave_partials(hosts: list[Path], world_size: int) -> None:
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("left_overs", [False, True], ids=["empty", "left-overs"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_no_checkpoint_is_made_of_parts_on_two_hosts(
+def test_checkpoint_split_over_two_hosts_is_refused(
     tmp_path: Path, world_size: int, left_overs: bool, background: bool
 ) -> None:
     hosts = [tmp_path / "a", tmp_path / "b"]
@@ -89,7 +89,7 @@ def _lock_apart(hosts: list[str]) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_job_on_hosts_apart_is_refused_before_it_starts(tmp_path: Path, world_size: int) -> None:
+def test_job_without_shared_folder_is_refused_at_start(tmp_path: Path, world_size: int) -> None:
     hosts = [tmp_path / "a", tmp_path / "b"]
     hosts[1].mkdir()
     found = run_ranks(_lock_apart, [str(host) for host in hosts], world_size=world_size)
@@ -108,7 +108,7 @@ def _lock_together(folder: str) -> list[str]:
         return sorted(path.name for path in Path(folder).iterdir())
 
 
-def test_a_job_removes_what_a_killed_start_left(tmp_path: Path) -> None:
+def test_job_removes_check_files_of_killed_start(tmp_path: Path) -> None:
     (tmp_path / f".shared-{'0' * 32}").touch()
     assert run_ranks(_lock_together, str(tmp_path)) == [["job.lock"]] * 2
 
@@ -124,7 +124,7 @@ def _refuse(path: object, *_args: object, **_options: object) -> None:
     raise PermissionError(13, "Permission denied", str(path))
 
 
-def test_the_reason_of_a_rank_that_may_not_look_is_named(tmp_path: Path) -> None:
+def test_error_names_reason_of_rank_without_access(tmp_path: Path) -> None:
     for message in run_ranks(_lock_forbidden, str(tmp_path)):
         assert f"is not seen by rank 1 on {_HOST} ([Errno 13] Permission denied: '{tmp_path}/.shared-" in message
 
@@ -145,7 +145,7 @@ def _export_apart(hosts: list[str], source: str | None, max_shard_bytes: int) ->
 
 @pytest.mark.parametrize("converts", [False, True], ids=["save", "convert"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_no_export_is_made_of_parts_on_two_hosts(tmp_path: Path, world_size: int, converts: bool) -> None:
+def test_export_split_over_two_hosts_is_refused(tmp_path: Path, world_size: int, converts: bool) -> None:
     hosts = [tmp_path / "a", tmp_path / "b"]
     source = tmp_path / "source"
     save_model_state(nn.Sequential(*(nn.Linear(2, 3) for _ in range(world_size))), source)
@@ -159,14 +159,14 @@ def test_no_export_is_made_of_parts_on_two_hosts(tmp_path: Path, world_size: int
     assert not [path for host in hosts for path in host.glob("export")]
 
 
-def test_an_export_of_one_file_needs_one_host_only(tmp_path: Path) -> None:
+def test_single_file_export_needs_only_one_host(tmp_path: Path) -> None:
     hosts = [tmp_path / "a", tmp_path / "b"]
     assert run_ranks(_export_apart, [str(host) for host in hosts], None, 10**6) == [None, None]
     assert [path.name for path in (hosts[0] / "export").iterdir()] == ["model.safetensors"]
 
 
 def _lose_part(folder: str, kind: str, exports: bool) -> str:
-    """Write with a file of rank 1 that is lost or cut before the main process completes the folder."""
+    """Write, with a file of rank 1 deleted or truncated before the main process completes the folder."""
     with ranks() as ctx, pytest.MonkeyPatch.context() as patch:
         if ctx.rank == 1:
             real = os.fsync
@@ -186,9 +186,9 @@ def _lose_part(folder: str, kind: str, exports: bool) -> str:
 
 @pytest.mark.parametrize("exports", [False, True], ids=["checkpoint", "export"])
 @pytest.mark.parametrize(
-    ("kind", "text"), [("lost", "No such file or directory"), ("cut", r"has 8 bytes, but \d+ were written\.")]
+    ("kind", "text"), [("lost", "No such file or directory"), ("cut", r"has 8 bytes; expected \d+\.")]
 )
-def test_what_the_main_process_does_not_see_is_not_completed(
+def test_folder_with_files_unseen_by_main_process_is_not_completed(
     tmp_path: Path, kind: str, text: str, exports: bool
 ) -> None:
     found = run_ranks(_lose_part, str(tmp_path), kind, exports)
@@ -198,7 +198,7 @@ def test_what_the_main_process_does_not_see_is_not_completed(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_process_makes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_creates_no_check_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     real = os.open
 

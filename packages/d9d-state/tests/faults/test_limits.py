@@ -1,4 +1,4 @@
-"""A process that may open no more files says so, and takes no sound checkpoint for a damaged one."""
+"""A process at its limit of open files reports the limit, and does not treat checkpoints as damaged."""
 
 import errno
 import logging
@@ -17,7 +17,7 @@ from d9d_dist import UserError
 from d9d_dist.testing import run_ranks
 from d9d_state import CheckpointStore, StateError, load_model_state
 
-_ADVICE = f"this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files open. Raise the limit"
+_ADVICE = f"the limit of this process is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files. Raise the limit"
 
 
 def _full(path: object, *_args: Any, **_options: Any) -> Any:
@@ -40,7 +40,7 @@ def _look_with_limit(folder: str, limited: int) -> list[str]:
         newest = store.newest(ctx)
         assert newest is not None
         assert newest.step == 2
-        with pytest.raises(UserError, match="step-00000002 is complete already"):
+        with pytest.raises(UserError, match="step-00000002 exists and is complete"):
             store.save(2, {}, ctx=ctx)
     return messages
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_that_cannot_be_opened_is_not_moved_aside(tmp_path: Path) -
     assert step_of_newest(CheckpointStore(tmp_path)) == 2
 
 
-def test_a_folder_that_cannot_be_listed_is_no_left_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlistable_folder_is_not_treated_as_partial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(tmp_path, 1)
     (tmp_path / "step-00000002.partial").mkdir()
     monkeypatch.setattr(Path, "iterdir", _full)
@@ -89,7 +89,7 @@ def test_a_folder_that_cannot_be_listed_is_no_left_over(tmp_path: Path, monkeypa
     [
         (errno.EMFILE, StateError, rf"model.safetensors cannot be opened: .*{_ADVICE}"),
         (errno.EACCES, UserError, r"model.safetensors cannot be read: Permission denied\.$"),
-        (errno.ENOENT, UserError, r"cannot be read: No such file or directory\. The folder is incomplete; get it"),
+        (errno.ENOENT, UserError, r"cannot be read: No such file or directory\. The folder is incomplete; download"),
     ],
 )
 def test_only_an_absent_file_makes_a_model_incomplete(

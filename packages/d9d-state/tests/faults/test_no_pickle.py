@@ -1,4 +1,4 @@
-"""Nothing that is loaded is unpickled, nor anything that ranks send each other to save and load."""
+"""Neither loading nor the collectives of saves and loads unpickle anything."""
 
 import io
 import pickle
@@ -16,7 +16,7 @@ from torch import nn
 from d9d_dist import DistributedContext
 from d9d_state import CheckpointStore, load_model_state, model_tensors, rng_state, save_model_state, set_rng_state
 
-_PICKLED = pickle.dumps(CheckpointStore)  # a class, by its name
+_PICKLED = pickle.dumps(CheckpointStore)  # pickles a class by name
 
 
 def _with_torch(data: object) -> None:
@@ -27,7 +27,7 @@ def _with_torch(data: object) -> None:
 
 
 _WAYS: dict[str, Callable[[], object]] = {
-    "a class": lambda: pickle.loads(_PICKLED),  # noqa: S301 - to see it fail
+    "a class": lambda: pickle.loads(_PICKLED),  # noqa: S301 - must fail
     "a number": lambda: pickle.loads(pickle.dumps(1)),  # noqa: S301
     "a file of torch": lambda: _with_torch(torch.ones(1)),
     "what another rank sends": lambda: dist.all_gather_object([None, None], 1),
@@ -35,7 +35,7 @@ _WAYS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("way", _WAYS)
-def test_the_guard_sees(tmp_path: Path, way: str) -> None:
+def test_unpickling_guard_detects_pickle(tmp_path: Path, way: str) -> None:
     def work(_ctx: DistributedContext) -> None:
         forbid_unpickling()
         with pytest.raises(AssertionError, match="something is unpickled"):
@@ -63,10 +63,10 @@ def _resume(folder: Path, ctx: DistributedContext) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_job_goes_on_and_saves(tmp_path: Path, world_size: int) -> None:
+def test_job_resumes_and_saves(tmp_path: Path, world_size: int) -> None:
     folder = tmp_path / "checkpoints"
     begin(folder, 1, 2)
-    work: Callable[[DistributedContext], None] = lambda ctx: _resume(folder, ctx)  # noqa: E731 - short, and closes
+    work: Callable[[DistributedContext], None] = lambda ctx: _resume(folder, ctx)  # noqa: E731 - short, and also closes
     assert run_forked(work, folder, world_size=world_size, faults={}) == [0] * world_size
 
 

@@ -1,4 +1,4 @@
-"""A save that fails at any of its calls costs that save: the job hears of it, and can go on and save again."""
+"""An error at any call of a save is raised, fails only that save, and the job can save again."""
 
 import errno
 import logging
@@ -22,7 +22,7 @@ _FAULTS: dict[str, tuple[Callable[[int], Fault], str]] = {
 @pytest.mark.parametrize("kind", _FAULTS)
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("older", [(), (1, 2)], ids=["fresh", "retention"])
-def test_an_error_at_any_call_costs_that_save_only(
+def test_error_at_any_call_fails_only_that_save(
     tmp_path: Path,
     *,
     kind: str,
@@ -54,7 +54,7 @@ def test_an_error_at_any_call_costs_that_save_only(
         newest = step_of_newest(store)
         assert newest in (older[-1] if older else None, 3), f"call {at}"
         if message is None:
-            # What comes after the commit, such as deleting old ones, may fail; then the log says so.
+            # Errors after the commit, such as in deletions, are only logged.
             assert newest == 3, f"call {at}"
         else:
             assert text in message, f"call {at}"
@@ -65,5 +65,5 @@ def test_an_error_at_any_call_costs_that_save_only(
 
 
 def _is_harmless(fault: Fault) -> bool:
-    """Whether nothing failed: a full disk does not matter to what comes after it."""
+    """Return True if no call failed: a full disk does not affect the calls after the last write."""
     return isinstance(fault, FullDisk) and fault.hit is None

@@ -1,4 +1,4 @@
-"""Faults on one of two ranks: a job finds what is of one step on all ranks, and every rank hears of an error."""
+"""Faults on one of two ranks: jobs resume from one step on all ranks, and every rank raises errors."""
 
 import importlib
 import shutil
@@ -19,19 +19,19 @@ from d9d_state import CheckpointStore
 
 @pytest.fixture(scope="module")
 def _compiler() -> None:
-    """Import what every forked rank would, on its first use of a `DTensor`, for seconds."""
+    """Import modules that every forked rank would otherwise import at its first `DTensor`, which takes seconds."""
     importlib.import_module("torch._dynamo")
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
-    """Two checkpoints."""
+    """Create a folder with two checkpoints."""
     begin(tmp_path / "start", 1, 2)
     return tmp_path / "start"
 
 
 def _counts(start: Path, folder: Path, *, background: bool) -> list[int]:
-    """How many calls each rank makes to save."""
+    """Return the number of calls that each rank makes in a save."""
     shutil.copytree(start, folder)
     counts = run_ranks(save_counted, str(folder), background)
     assert min(counts) > 5
@@ -65,7 +65,7 @@ def test_a_rank_is_killed_at_any_call(
 
 @_MODES
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_on_a_rank_at_any_call_is_told_on_all(
+def test_error_on_a_rank_at_any_call_raises_on_all(
     tmp_path: Path, start: Path, rank: int, background: bool, points: Callable[..., Sequence[int]]
 ) -> None:
     folder = tmp_path / "checkpoints"
@@ -79,7 +79,7 @@ def test_an_error_on_a_rank_at_any_call_is_told_on_all(
 
 
 @_MODES
-def test_the_power_goes_on_all_ranks_at_once(
+def test_power_loss_on_all_ranks(
     tmp_path: Path, start: Path, background: bool, exhaustive: bool, points: Callable[..., Sequence[int]]
 ) -> None:
     root = tmp_path / "root"

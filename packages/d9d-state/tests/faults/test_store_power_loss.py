@@ -1,4 +1,4 @@
-"""When the power goes, what was not brought to the disk is lost; a checkpoint that has its name never is."""
+"""A power loss may lose unsynced data, but never a checkpoint with its final name."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from d9d_state import CheckpointStore
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("older", [(), (1, 2)], ids=["fresh", "retention"])
-def test_the_newest_is_the_one_before_or_the_new_one(
+def test_newest_is_the_previous_or_the_new_checkpoint(
     tmp_path: Path, older: tuple[int, ...], background: bool, exhaustive: bool, points: Callable[..., Sequence[int]]
 ) -> None:
     root = tmp_path / "root"
@@ -38,7 +38,7 @@ def test_the_newest_is_the_one_before_or_the_new_one(
     assert outcomes == {older[-1] if older else None, 3}
 
 
-def test_what_returned_is_never_lost(tmp_path: Path) -> None:
+def test_completed_save_survives_power_loss(tmp_path: Path) -> None:
     recording = Recording(tmp_path)
     with file_calls(tmp_path, recording):
         save(CheckpointStore(tmp_path / "runs" / "checkpoints"), 3)

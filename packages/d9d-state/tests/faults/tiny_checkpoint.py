@@ -1,4 +1,4 @@
-"""A checkpoint as small as one can be that has several tensors and files; and the proof that one is whole."""
+"""A minimal checkpoint with several tensors and files, and a check of its content."""
 
 from pathlib import Path
 
@@ -11,24 +11,24 @@ from d9d_state import CheckpointStore
 
 
 def tensors(step: int) -> dict[str, Tensor]:
-    """What is saved at a step: every value tells the step."""
+    """Return the content of a step's checkpoint; every value encodes the step."""
     return {"model.a": torch.full((3, 4), _value(step)), "optimizer.a.step": torch.tensor(_value(step))}
 
 
 def _value(step: int) -> float:
-    """A value that a dtype of fewer bits would round."""
+    """Return a value that a dtype of lower precision would round."""
     return step / 3
 
 
 def save(store: CheckpointStore, step: int, *, background: bool = False) -> None:
-    """Save a step; in a thread, whose end is waited for, if it is to be in the background."""
+    """Save a step; in the background, wait for the thread."""
     begin_to_save = store.save_async if background else store.save
     begin_to_save(step, tensors(step), state={"step": step}, rank_state=[step])
     store.wait()
 
 
 def save_on_ranks(store: CheckpointStore, step: int, ctx: DistributedContext, *, background: bool = False) -> None:
-    """Save a step whose tensors are sharded over the ranks, and hold something of every rank's own."""
+    """Save a step with sharded tensors and rank-specific state."""
     mesh = ctx.mesh_for("dense")["dp_cp_shard"]
     whole = {name: tensor for name, tensor in tensors(step).items() if tensor.ndim}
     sharded = {
@@ -51,7 +51,7 @@ def begin(folder: Path, *steps: int) -> None:
 
 
 def step_of_newest(store: CheckpointStore) -> int | None:
-    """Load the newest checkpoint, see that all of it is of one step, and give that step; `None` if there is none."""
+    """Load the newest checkpoint, check that all values are of one step, and return it; `None` if there is none."""
     info = store.newest()
     if info is None:
         return None
@@ -66,7 +66,7 @@ def step_of_newest(store: CheckpointStore) -> int | None:
 
 
 def assert_goes_on(store: CheckpointStore) -> None:
-    """A job that resumes can save, and nothing that was left is in its way or stays."""
+    """Check that a resumed job can save, and that all partial folders are deleted."""
     store.discard_partials()
     left = sorted(path.name for path in store.folder.iterdir()) if store.folder.exists() else []
     assert not [name for name in left if name.endswith(".partial")], left

@@ -55,14 +55,14 @@ def test_one_report_lists_every_mismatch() -> None:
         mapper.check(source=source, target=target)
     lines = str(caught.value).splitlines()
     assert lines == [
-        "the checkpoint, the mapper and the model do not fit together:",
+        "the checkpoint, the mapper and the model do not match:",
         "  missing in the file:",
         "    absent",
-        "  in the file, but unused; drop() them, or ignore what is unused:",
+        '  in the file, but unused; drop() them, or pass unused="ignore":',
         "    extra",
         "  produced, but not in the model:",
         "    not_in_model",
-        "  in the model, but nothing fills them; keep() them if that is meant:",
+        "  in the model, but not produced; keep() them if this is intended:",
         "    unfilled",
         "  wrong shape or dtype:",
         "    shape: got [2, 3] float32 from shape; expected [2] float32",
@@ -90,7 +90,7 @@ class _NoOperators(TorchDispatchMode):
         raise AssertionError(f"{func} ran")
 
 
-def test_nothing_runs_but_functions_of_a_users_own() -> None:
+def test_check_runs_only_user_functions() -> None:
     mapper = parallel(
         sequential(stack(["a.0", "a.1"], "b"), transpose("b"), unstack("b", ["c.0", "c.1"], dim=1)),
         sequential(concat(["d.0", "d.1"], "e"), split("e", ["f", "g"], [1, 3]), _arranged("f", "g")),
@@ -103,7 +103,7 @@ def test_nothing_runs_but_functions_of_a_users_own() -> None:
             transform(["a"], ["a"], lambda a: [a + 1]).check(source={"a": _info(1)}, target={"a": _info(1)})
 
 
-def test_what_fits_is_returned() -> None:
+def test_check_returns_the_mapper() -> None:
     mapper = identity("a")
     assert mapper.check(source={"a": _info(2, dtype=torch.bfloat16)}, target={"a": _info(2)}) is mapper
 

@@ -39,7 +39,7 @@ def test_sequential_merges_the_groups_that_a_later_mapper_joins() -> None:
     assert output["abd"].tolist() == [[1], [2], [3]]
 
 
-def test_sequential_keeps_apart_equal_names_at_different_places() -> None:
+def test_sequential_separates_equal_intermediate_names() -> None:
     swap = parallel(rename("a", "b"), rename("b", "a"))
     tensors = {"a": torch.tensor(1)}
     assert swap.apply(tensors)["b"] is tensors["a"]
@@ -47,7 +47,7 @@ def test_sequential_keeps_apart_equal_names_at_different_places() -> None:
     assert sequential(swap, swap, swap).groups == swap.groups
 
 
-def test_nothing_can_feed_itself() -> None:
+def test_graphs_are_acyclic() -> None:
     there, back = rename("a", "b"), rename("b", "a")
     tensor = torch.ones(1)
     for mapper in (sequential(there, back), sequential(there, back, there, back)):
@@ -64,7 +64,7 @@ def test_nothing_can_feed_itself() -> None:
         made.update(node.outputs)
 
 
-def test_parallel_keeps_apart_equal_names_inside_of_chains() -> None:
+def test_parallel_separates_intermediate_names_of_chains() -> None:
     mapper = parallel(
         sequential(rename("a", "t"), rename("t", "b")),
         sequential(stack(["c", "d"], "t"), rename("t", "e")),
@@ -72,11 +72,11 @@ def test_parallel_keeps_apart_equal_names_inside_of_chains() -> None:
     assert mapper.groups == (StateGroup(("a",), ("b",)), StateGroup(("c", "d"), ("e",)))
 
 
-def test_sequential_lists_everything_that_does_not_connect() -> None:
+def test_sequential_lists_all_unconnected_names() -> None:
     with pytest.raises(
         ValueError,
-        match=r"mapper 1 of sequential\(\) does not fit the one before it: it does not consume a, b: name them in "
-        r"identity\(\) or drop\(\) beside it; it consumes x, y, which the mapper before it does not produce",
+        match=r"mapper 1 of sequential\(\) does not match the mapper before it: it does not consume a, b: add them to "
+        r"identity\(\) or drop\(\) in parallel with it; it consumes x, y, which the mapper before it does not produce",
     ):
         sequential(identity("a", "b", "c"), identity("c", "x", "y"))
 
@@ -86,24 +86,27 @@ def test_sequential_needs_a_mapper() -> None:
         sequential()
 
 
-def test_what_is_dropped_takes_its_group_along() -> None:
+def test_drop_removes_the_group_it_depends_on() -> None:
     mapper = sequential(stack(["a", "b"], "ab"), drop("ab"))
     assert mapper.groups == (StateGroup(("a", "b"), ()),)
     assert mapper.apply({"a": torch.ones(1), "b": torch.ones(1)}) == {}
     assert mapper.inverse().unset_wires >= set(mapper.input_wires.values())
 
 
-def test_what_is_kept_passes_through_operations_unset() -> None:
+def test_kept_outputs_stay_unset_through_operations() -> None:
     mapper = sequential(keep("a"), cast("a", dtype=torch.float16, back=torch.float32), rename("a", "b"))
     assert mapper.groups == (StateGroup((), ("b",)),)
 
 
-def test_an_operation_gets_all_of_its_tensors_or_none() -> None:
-    with pytest.raises(ValueError, match=r"stack\(dim=0\) would need values that keep\(\) leaves unset"):
+def test_operation_with_partial_inputs_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"stack\(dim=0\) would get only some of its inputs"):
         sequential(parallel(keep("a"), identity("b")), stack(["a", "b"], "c"))
     dropping = sequential(split("c", ["a", "b"], [1, 1]), parallel(drop("a"), identity("b")))
     assert dropping.apply({"c": torch.tensor([1, 2])})["b"].tolist() == [2]
-    with pytest.raises(ValueError, match=r"concat\(dim=0, sizes=\[1, 1\]\) would need values .* or that were dropped"):
+    with pytest.raises(
+        ValueError,
+        match=r"concat\(dim=0, sizes=\[1, 1\]\) would get only some of its inputs, because .* are kept or dropped",
+    ):
         dropping.inverse()
 
 
@@ -118,13 +121,13 @@ def test_repeat_fills_the_placeholders_in_every_combination() -> None:
     assert list(mapper.outputs) == ["e.x.l.0", "e.y.l.0", "e.x.l.1", "e.y.l.1"]
 
 
-def test_repeat_leaves_other_braces_alone() -> None:
+def test_repeat_does_not_change_other_braces() -> None:
     inner = repeat(rename("{i}.{j}", "{j}.{i}"), i=range(2))
     assert list(repeat(inner, j=["x"]).inputs) == ["0.x", "1.x"]
 
 
-def test_repeat_refuses_a_placeholder_that_no_name_holds() -> None:
-    with pytest.raises(ValueError, match=r"got values for j, but no name holds \{j\}"):
+def test_repeat_refuses_unused_placeholder() -> None:
+    with pytest.raises(ValueError, match=r"got values for j, but no name contains \{j\}"):
         repeat(rename("{i}", "a.{i}"), i=range(2), j=range(2))
 
 

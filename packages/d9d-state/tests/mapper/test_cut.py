@@ -18,12 +18,14 @@ def test_select() -> None:
     assert list(select("a", index=0).outputs) == ["a"]
 
 
-def test_what_is_lost_does_not_come_back() -> None:
+def test_narrow_and_select_have_no_inverse() -> None:
     with pytest.raises(
-        ValueError, match=r"narrow\(dim=0, start=1, length=2\) has no inverse: values are lost. Use split"
+        ValueError, match=r"narrow\(dim=0, start=1, length=2\) has no inverse, because values are lost. Use split"
     ):
         narrow("a", start=1, length=2).inverse()
-    with pytest.raises(ValueError, match=r"select\(dim=0, index=1\) has no inverse: values are lost. Use unstack"):
+    with pytest.raises(
+        ValueError, match=r"select\(dim=0, index=1\) has no inverse, because values are lost. Use unstack"
+    ):
         select("a", index=1).inverse()
 
 
@@ -43,22 +45,22 @@ def test_pad_and_back() -> None:
     ("mapper", "message"),
     [
         (narrow("a", start=2, length=2), r"dim 0 of shape \[3, 4\] ends before 4"),
-        (narrow("a", dim=2, start=0, length=0), r"got dim 2; expected one of the 2 dims"),
+        (narrow("a", dim=2, start=0, length=0), r"got dim 2; expected a dim of a tensor with 2 dims"),
         (select("a", index=3), r"dim 0 of shape \[3, 4\] has no index 3"),
         (select("a", dim=-1, index=-5), r"dim -1 of shape \[3, 4\] has no index -5"),
         (pad("a", size=2, padded_size=4), r"dim 0 of shape \[3, 4\] must have size 2"),
         (pad("a", size=2, padded_size=4).inverse(), r"dim 0 of shape \[3, 4\] must have size 4"),
     ],
 )
-def test_tensors_fit(mapper: StateMapper, message: str) -> None:
+def test_mismatched_tensors_are_refused(mapper: StateMapper, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mapper.infer({"a": TensorInfo((3, 4), torch.float32)})
     with pytest.raises(ValueError, match=message):
         mapper.apply({"a": torch.ones(3, 4)})
 
 
-def test_arguments_make_sense() -> None:
-    with pytest.raises(ValueError, match="narrow of a got start -1 and length 2; expected neither below 0"):
+def test_invalid_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="narrow of a got start -1 and length 2; expected both to be 0 or more"):
         narrow("a", start=-1, length=2)
     with pytest.raises(ValueError, match=r"pad of a got size 4 and padded_size 3; expected 0 <= size <= padded_size"):
         pad("a", size=4, padded_size=3)

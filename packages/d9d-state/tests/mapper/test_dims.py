@@ -21,11 +21,11 @@ _FLOATS = (
 def test_dims_count_from_both_ends() -> None:
     assert [normalized_dim(dim, 3) for dim in (0, 2, -1, -3)] == [0, 2, 2, 0]
     for dim in (3, -4):
-        with pytest.raises(ValueError, match=f"got dim {dim}; expected one of the 3 dims, counted from 0 or backwards"):
+        with pytest.raises(ValueError, match=f"got dim {dim}; expected a dim of a tensor with 3 dims"):
             normalized_dim(dim, 3)
 
 
-def test_lossless_is_what_comes_back() -> None:
+def test_lossless_casts_round_trip() -> None:
     for one, other in product(_FLOATS, _FLOATS):
         values = _all_values(one)
         back = values.to(other).to(one)
@@ -34,7 +34,7 @@ def test_lossless_is_what_comes_back() -> None:
 
 
 def _all_values(dtype: torch.dtype) -> torch.Tensor:
-    """Every finite value of a small dtype; of a large one those at its ends, and around 1."""
+    """Return every finite value of a small dtype; for a large dtype, values near its limits and near 1."""
     if dtype.itemsize == 1:
         values = torch.arange(256, dtype=torch.int64).to(torch.uint8).view(dtype)
     elif dtype.itemsize == 2:

@@ -46,7 +46,7 @@ def test_explain_shows_every_tensor_once() -> None:
     ]
 
 
-def test_what_differs_only_in_numbers_is_shown_once() -> None:
+def test_explain_folds_groups_that_differ_in_numbers() -> None:
     experts = sequential(stack([f"e.{index}.up" for index in range(4)], "s"), transpose("s", "up"))
     layer = scope("model.{i}.", "layers.{i}.", parallel(rename("w1", "w"), experts, rename("norm", "norm")))
     mapper = parallel(rename("emb", "emb"), repeat(layer, i=range(3)), *(rename(f"b{i}", f"c{i + 1}") for i in (0, 2)))
@@ -63,7 +63,7 @@ def test_what_differs_only_in_numbers_is_shown_once() -> None:
     assert "  model.1.e.0.up, model.1.e.1.up, model.1.e.2.up, model.1.e.3.up -> stack" in mapper.explain(fold=False)
 
 
-def test_what_differs_in_more_is_not_folded() -> None:
+def test_explain_does_not_fold_other_differences() -> None:
     mapper = parallel(
         concat(["a.0", "a.1"], "x.0"),
         concat(["a.2", "a.3"], "x.1", dim=1),
@@ -81,7 +81,7 @@ def test_what_differs_in_more_is_not_folded() -> None:
     ]
 
 
-def test_shapes_are_shown_as_far_as_they_are_known() -> None:
+def test_explain_shows_known_shapes() -> None:
     mapper = parallel(
         sequential(stack(["a.0", "a.1", "a.2"], "s"), transpose("s", "b")),
         concat(["c", "d"], "e"),
@@ -131,14 +131,14 @@ def test_mermaid() -> None:
     ]
 
 
-# The part of Mermaid's grammar that is used: shapes with a quoted text, arrows with or without one, subgraphs.
+# The subset of Mermaid's grammar in use: shapes with quoted text, arrows with optional text, subgraphs.
 _TEXT = r'"(?:[^"#&<>`;%\\\n]|#\d+;)+"'
 _SHAPE = rf"(?:\[{_TEXT}\]|\(\[{_TEXT}\]\)|\[/{_TEXT}/\]|\{{\{{{_TEXT}\}}\}})"
 _LINE = re.compile(rf"n\d+{_SHAPE}?(?: (?:-- {_TEXT} )?--> n\d+{_SHAPE}?)?")
 
 
 @given(st.text(min_size=1), st.text(min_size=1))
-def test_mermaid_holds_any_name(one: str, other: str) -> None:
+def test_mermaid_escapes_names(one: str, other: str) -> None:
     mapper = parallel(
         rename(f"a{one}", f"a{other}"),
         repeat(stack([f"b{one}{{x}}", f"c{other}{{x}}"], f"b{one}{{x}}"), x=range(2)),
@@ -153,6 +153,6 @@ def test_mermaid_holds_any_name(one: str, other: str) -> None:
     assert f'(["a{other}"])' in shown
 
 
-def test_there_is_such_a_format() -> None:
+def test_unknown_format_is_refused() -> None:
     with pytest.raises(ValueError, match="got format 'html'; expected 'text' or 'mermaid'"):
         identity("a").explain("html")  # ty: ignore[invalid-argument-type]

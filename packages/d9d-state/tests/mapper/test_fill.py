@@ -49,7 +49,7 @@ class _Source:
 
 
 class _Allocations(TorchDispatchMode):
-    """Notes every operator that gives memory other than that of the given tensor."""
+    """Records every operator whose result does not share memory with a given tensor."""
 
     def __init__(self, allowed: Tensor) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Allocations(TorchDispatchMode):
 
 @dataclass
 class _Silent:
-    """A source that writes without an operator of torch."""
+    """Source that writes without torch operators."""
 
     tensors: Mapping[str, TensorInfo]
     num_elements: int = 0
@@ -83,7 +83,7 @@ def _whole(tensor: Tensor) -> Destination:
 
 
 def _regions(shape: Sequence[int]) -> list[Region]:
-    """Every region of a shape that is not empty."""
+    """Iterate over all non-empty regions of a shape."""
     ranges = [[(start, stop - start) for start in range(size) for stop in range(start + 1, size + 1)] for size in shape]
     return [Region(tuple(start for start, _ in box), tuple(size for _, size in box)) for box in product(*ranges)]
 
@@ -131,7 +131,7 @@ def test_experts_are_read_into_a_shard_of_their_stack() -> None:
     assert source.reads == [("e2", Region((1, 0), (2, 6))), ("e3", Region((1, 0), (2, 6)))]
 
 
-def test_what_is_only_moved_needs_no_memory() -> None:
+def test_layout_operations_need_no_temporary() -> None:
     mapper = sequential(
         parallel(*(reshape(f"e{index}", f"e{index}", [4, 6]) for index in range(3)), identity("b"), identity("h")),
         parallel(stack(["e0", "e1", "e2"], "s"), pad("b", size=2, padded_size=3), cast("h", dtype=torch.float32)),
@@ -155,12 +155,12 @@ def test_what_is_only_moved_needs_no_memory() -> None:
     silent = _Silent({name: TensorInfo.of(tensor) for name, tensor in tensors.items()})
     with _Allocations(memory) as allocations:
         mapper.fill(destinations, silent)
-    # A constant is rounded to its dtype in a tensor of one number.
+    # A constant is rounded to its dtype in a scalar tensor.
     assert [name for name in allocations.found if "lift_fresh" not in name] == []
     assert silent.num_elements == 4 * 4 + 4
 
 
-def test_a_cast_rounds_whatever_the_destination_is() -> None:
+def test_cast_rounds_independent_of_destination_dtype() -> None:
     values = torch.tensor([1 + 2**-10, 3.0])
     for wanted in (torch.float32, torch.float64, torch.bfloat16):
         mapper = cast("a", dtype=torch.bfloat16)
@@ -169,7 +169,7 @@ def test_a_cast_rounds_whatever_the_destination_is() -> None:
         assert destination.tensor.tolist() == [1.0, 3.0]
 
 
-def test_a_cast_needs_memory_only_where_it_rounds_to_what_is_not_wanted() -> None:
+def test_cast_needs_temporary_only_if_it_rounds_to_another_dtype() -> None:
     def num_allocations(given: torch.dtype, through: torch.dtype, wanted: torch.dtype) -> int:
         memory = torch.empty(2, dtype=wanted)
         with _Allocations(memory) as allocations:
@@ -178,12 +178,12 @@ def test_a_cast_needs_memory_only_where_it_rounds_to_what_is_not_wanted() -> Non
 
     assert num_allocations(torch.float32, torch.bfloat16, torch.bfloat16) == 0
     assert num_allocations(torch.bfloat16, torch.float32, torch.float16) == 0
-    assert num_allocations(torch.float32, torch.bfloat16, torch.float32) == 2  # what is read, and rounded
+    assert num_allocations(torch.float32, torch.bfloat16, torch.float32) == 2  # for the read and rounded values
     assert num_allocations(torch.bfloat16, torch.float16, torch.float32) == 2
     assert num_allocations(torch.int64, torch.float32, torch.float32) == 2
 
 
-def test_integers_become_floats_on_the_way() -> None:
+def test_integers_are_cast_to_floats() -> None:
     mapper = concat(["a", "b"], "c")
     tensors = {"a": torch.tensor([2**24 + 1]), "b": torch.tensor([0.5])}
     destination = _whole(torch.empty(2, dtype=torch.float64))
@@ -198,7 +198,7 @@ def test_a_constant_is_rounded_to_the_dtype_of_its_tensor() -> None:
     assert destination.tensor.tolist() == [0.0, 1.0]
 
 
-def test_an_elementwise_function_gets_the_parts_that_are_needed() -> None:
+def test_elementwise_function_runs_on_required_regions() -> None:
     shapes: list[tuple[int, ...]] = []
 
     def add_and_subtract(a: Tensor, b: Tensor) -> Sequence[Tensor]:
@@ -218,7 +218,7 @@ def test_an_elementwise_function_gets_the_parts_that_are_needed() -> None:
     assert shapes == [(2, 1)]
 
 
-def test_any_other_function_gets_whole_tensors_once() -> None:
+def test_other_functions_run_once_on_full_tensors() -> None:
     shapes: list[tuple[int, ...]] = []
 
     def flip(a: Tensor) -> Sequence[Tensor]:
@@ -235,7 +235,7 @@ def test_any_other_function_gets_whole_tensors_once() -> None:
     assert shapes == [(4,)]
 
 
-def test_a_shape_that_no_view_has_goes_through_a_part() -> None:
+def test_reshape_without_view_uses_contiguous_temporary() -> None:
     mapper = sequential(parallel(reshape("a", "b", [2, 3]), identity("c")), concat(["b", "c"], "d", dim=1))
     source = _Source({"a": torch.arange(6), "c": torch.zeros(2, 1, dtype=torch.int64)})
     d = torch.empty(2, 4, dtype=torch.int64)
@@ -244,7 +244,7 @@ def test_a_shape_that_no_view_has_goes_through_a_part() -> None:
     assert source.reads == [("a", Region((0,), (6,))), ("c", Region((0, 0), (2, 1)))]
 
 
-def test_shapes_without_common_factors_are_read_whole() -> None:
+def test_reshape_without_common_factors_reads_the_whole_tensor() -> None:
     mapper = reshape("a", "b", [3, 8])
     source = _Source({"a": torch.arange(24).view(4, 6)})
     b = torch.empty(1, 2, dtype=torch.int64)
@@ -254,7 +254,7 @@ def test_shapes_without_common_factors_are_read_whole() -> None:
 
 
 class _Mirror:
-    """A layout of a user's own: the halves of a vector change places."""
+    """Custom layout that swaps the halves of a vector."""
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         (tensor,) = tensors
@@ -281,7 +281,7 @@ class _Mirror:
 
 
 @pytest.mark.parametrize("strided", [False, True])
-def test_a_layout_may_leave_some_regions_to_the_whole(strided: bool) -> None:
+def test_layout_may_return_none_for_some_regions(strided: bool) -> None:
     mapper = leaf(_Mirror(), ["a"], ["b"])
     source = _Source({"a": torch.arange(4)})
     memory = torch.empty(8, dtype=torch.int64)
@@ -293,7 +293,7 @@ def test_a_layout_may_leave_some_regions_to_the_whole(strided: bool) -> None:
     assert [region.sizes for _, region in source.reads] == [(2,), (2,), (4,)]
 
 
-def test_what_is_kept_stays_and_what_is_empty_is_not_read() -> None:
+def test_kept_outputs_and_empty_regions_read_nothing() -> None:
     kept = torch.ones(2)
     keep("a").fill({"a": _whole(kept)}, _Source({}))
     assert kept.tolist() == [1, 1]
@@ -332,10 +332,10 @@ def test_reads_are_planned_without_reading() -> None:
     assert mapper.reads({"out": Region((0, 0), (0, 2))}, {}) == ()
 
 
-def test_destinations_are_of_one_group() -> None:
+def test_destinations_of_several_groups_are_refused() -> None:
     mapper = parallel(split("a", ["b", "c"], [1, 1]), identity("d"))
     one = Destination(Region((0,), (1,)), torch.empty(1))
-    with pytest.raises(ValueError, match="d is not of the group of b, c; expected outputs of one group"):
+    with pytest.raises(ValueError, match="d is not in the group of b, c; expected outputs of one group"):
         mapper.fill({"b": one, "d": one}, _Source({}))
     with pytest.raises(ValueError, match="x is not an output of this mapper"):
         mapper.fill({"x": one}, _Source({}))
@@ -346,25 +346,29 @@ def test_destinations_are_of_one_group() -> None:
 @pytest.mark.parametrize(
     ("region", "tensor", "message"),
     [
-        (Region((0,), (3,)), torch.empty(3), r"b: got the region at \[0\] of sizes \[3\]; expected one within \[2\]"),
+        (
+            Region((0,), (3,)),
+            torch.empty(3),
+            r"b: got the region at \[0\] of sizes \[3\]; expected a region within shape \[2\]",
+        ),
         (Region((0,), (2,)), torch.empty(1), r"b: got a tensor of shape \[1\]; expected \[2\]"),
         (Region((0,), (2,)), torch.empty(2).long(), r"b: got a tensor of torch\.int64; expected torch\.float32"),
     ],
 )
-def test_destinations_fit(region: Region, tensor: Tensor, message: str) -> None:
+def test_mismatched_destinations_are_refused(region: Region, tensor: Tensor, message: str) -> None:
     source = _Source({"a": torch.ones(2)})
     with pytest.raises(ValueError, match=message):
         rename("a", "b").fill({"b": Destination(region, tensor)}, source)
     assert source.reads == []
 
 
-def test_the_source_holds_all_inputs() -> None:
+def test_missing_source_tensors_are_refused() -> None:
     destination = _whole(torch.empty(2))
-    with pytest.raises(ValueError, match="the source does not hold b, c; expected all inputs of the group"):
+    with pytest.raises(ValueError, match="the source does not contain b, c; expected all inputs of the group"):
         stack(["a", "b", "c"], "d").fill({"d": destination}, _Source({"a": torch.ones(1)}))
 
 
-def test_a_function_that_fails_on_a_part_is_named() -> None:
+def test_error_names_function_that_fails_on_a_region() -> None:
     def fails(a: Tensor) -> Sequence[Tensor]:
         if a.is_meta:
             return [a]
@@ -377,7 +381,7 @@ def test_a_function_that_fails_on_a_part_is_named() -> None:
 
 
 class _BadlyLocal:
-    """Says that a part is made from a part, and makes another."""
+    """Local operation whose result has a different shape than the requested region."""
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
@@ -396,7 +400,7 @@ class _BadlyLocal:
         return "badly"
 
 
-def test_a_local_operation_makes_the_part_that_it_is_asked_for() -> None:
+def test_local_operation_with_wrong_shape_is_refused() -> None:
     mapper = leaf(_BadlyLocal(), ["a"], ["b"])
-    with pytest.raises(ValueError, match=r"badly on a failed: it made shape \[2\] of a part; expected \[1\]"):
+    with pytest.raises(ValueError, match=r"badly on a failed: it returned shape \[2\] for a region; expected \[1\]"):
         mapper.fill({"b": Destination(Region((0,), (1,)), torch.empty(1))}, _Source({"a": torch.ones(2)}))

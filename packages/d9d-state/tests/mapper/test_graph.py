@@ -17,7 +17,7 @@ def test_apply_takes_exactly_one_group() -> None:
         mapper.apply({})
 
 
-def test_apply_names_the_operation_and_the_tensors_that_do_not_fit() -> None:
+def test_apply_error_names_operation_and_tensors() -> None:
     with pytest.raises(ValueError, match=r"stack\(dim=0\) on a, b failed"):
         stack(["a", "b"], "ab").apply({"a": torch.ones(1), "b": torch.ones(2)})
 
@@ -64,6 +64,6 @@ def test_an_operation_refuses_a_name_twice() -> None:
         split("c", ["a", "a"], [1, 1])
 
 
-def test_inverse_refuses_what_cannot_be_undone() -> None:
+def test_inverse_refuses_operations_without_inverse() -> None:
     with pytest.raises(ValueError, match=r"concat\(dim=0\) has no inverse; build it as concat\(..., sizes="):
         concat(["a", "b"], "c").inverse()

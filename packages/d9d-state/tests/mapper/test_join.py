@@ -58,19 +58,19 @@ def test_one_size_per_part() -> None:
     ("mapper", "shapes", "message"),
     [
         (stack(["a", "b"], "c"), [(2,), (3,)], r"got shapes \[2\] and \[3\]; expected the same shape"),
-        (stack(["a", "b"], "c", dim=3), [(2,), (2,)], "got dim 3; expected one of the 2 dims, counted from 0 or back"),
-        (unstack("a", ["b"], dim=-2), [(2,)], "got dim -2; expected one of the 1 dims"),
+        (stack(["a", "b"], "c", dim=3), [(2,), (2,)], "got dim 3; expected a dim of a tensor with 2 dims"),
+        (unstack("a", ["b"], dim=-2), [(2,)], "got dim -2; expected a dim of a tensor with 1 dims"),
         (concat(["a", "b"], "c"), [(2,), (2, 2)], r"got shapes \[2\] and \[2, 2\]; expected the same shape"),
         (
             concat(["a", "b"], "c"),
             [(2, 3), (2, 2)],
-            r"got shapes \[2, 3\] and \[2, 2\]; expected the same but for dim 0",
+            r"got shapes \[2, 3\] and \[2, 2\]; expected equal shapes except in dim 0",
         ),
-        (concat(["a", "b"], "c"), [(), ()], "got dim 0; expected one of the 0 dims"),
-        (split("a", ["b"], [1], dim=1), [(1,)], "got dim 1; expected one of the 1 dims"),
+        (concat(["a", "b"], "c"), [(), ()], "got dim 0; expected a dim of a tensor with 0 dims"),
+        (split("a", ["b"], [1], dim=1), [(1,)], "got dim 1; expected a dim of a tensor with 1 dims"),
     ],
 )
-def test_tensors_fit(mapper: StateMapper, shapes: list[tuple[int, ...]], message: str) -> None:
+def test_mismatched_tensors_are_refused(mapper: StateMapper, shapes: list[tuple[int, ...]], message: str) -> None:
     named = dict(zip(mapper.inputs, shapes, strict=True))
     with pytest.raises(ValueError, match=message):
         mapper.infer({name: TensorInfo(shape, torch.float32) for name, shape in named.items()})
@@ -79,7 +79,7 @@ def test_tensors_fit(mapper: StateMapper, shapes: list[tuple[int, ...]], message
 
 
 def test_sizes_are_not_negative() -> None:
-    with pytest.raises(ValueError, match=r"concat into ab got sizes \[3, -1\]; expected none below 0"):
+    with pytest.raises(ValueError, match=r"concat into ab got sizes \[3, -1\]; expected sizes of 0 or more"):
         concat(["a", "b"], "ab", sizes=[3, -1])
-    with pytest.raises(ValueError, match=r"split of ab got sizes \[3, -1\]; expected none below 0"):
+    with pytest.raises(ValueError, match=r"split of ab got sizes \[3, -1\]; expected sizes of 0 or more"):
         split("ab", ["a", "b"], [3, -1])

@@ -33,7 +33,7 @@ def test_identity_of_names_tied_once_and_persistent_buffers_only() -> None:
     assert list(identity_of(_Tied()).inputs) == ["scale", "embedding.weight"]
 
 
-def test_identity_of_a_mapper_passes_on_what_it_gives() -> None:
+def test_identity_of_mapper_passes_its_outputs() -> None:
     mapper = parallel(rename("a", "b"), drop("c"), keep("d"))
     assert list(identity_of(mapper).inputs) == list(identity_of(mapper).outputs) == ["b", "d"]
     assert sequential(mapper, identity_of(mapper)).groups == mapper.groups

@@ -6,20 +6,20 @@ from hypothesis import strategies as st
 from d9d_state.mapper._number_ranges import folded_rows
 
 
-def test_what_counts_together_is_one_row() -> None:
+def test_equal_ranges_fold_into_one_row() -> None:
     assert folded_rows([(0, 5, 0), (1, 5, 1), (2, 5, 2)]) == [(["{0..2}", "5", "{0..2}"], 3)]
     assert folded_rows([(0, 1), (1, 2), (5, 6)]) == [(["{0..1,5}", "{1..2,6}"], 3)]
     assert folded_rows([(7, 3)]) == [(["7", "3"], 1)]
     assert folded_rows([()]) == [([], 1)]
 
 
-def test_what_counts_apart_is_every_combination() -> None:
+def test_different_ranges_fold_into_combinations() -> None:
     rows = [(first, second, first) for first in range(2) for second in range(3)]
     assert folded_rows(rows) == [(["{0..1}", "{0..2}", "{0..1}"], 6)]
     assert folded_rows([(0, 0), (0, 1), (1, 0)]) == [(["0", "{0..1}"], 2), (["1", "0"], 1)]
 
 
-def test_ranges_of_one_length_would_be_taken_for_one() -> None:
+def test_combinations_of_equal_ranges_are_not_folded() -> None:
     rows = [(first, second) for first in range(2) for second in range(5, 7)]
     assert folded_rows(rows) == [(["0", "{5..6}"], 2), (["1", "{5..6}"], 2)]
 

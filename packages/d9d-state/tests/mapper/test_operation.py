@@ -8,7 +8,7 @@ from d9d_state.mapper.operation import Layout, Local, infer_on_meta
 
 
 class _Double:
-    """An operation of a user's own that says no more than it has to."""
+    """Custom operation with only the required methods."""
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.cat([tensor, tensor], dim=1) for tensor in tensors)
@@ -23,7 +23,7 @@ class _Double:
         return "double"
 
 
-def test_an_operation_of_ones_own() -> None:
+def test_custom_operation() -> None:
     mapper = sequential(leaf(_Double(), ["a"], ["b"]), transpose("b"))
     assert mapper.infer({"a": TensorInfo((2, 3), torch.float16)}) == {"b": TensorInfo((6, 2), torch.float16)}
     assert mapper.apply({"a": torch.ones(2, 3)})["b"].shape == (6, 2)
@@ -42,7 +42,7 @@ def test_infer_on_meta_reports_what_a_function_cannot_do() -> None:
 
 
 def test_infer_counts_the_outputs() -> None:
-    with pytest.raises(ValueError, match=r"transform\(.*\) on a gave 2 tensors; expected 1"):
+    with pytest.raises(ValueError, match=r"transform\(.*\) on a returned 2 tensors; expected 1"):
         transform(["a"], ["b"], lambda a: [a, a]).infer({"a": TensorInfo((1,), torch.float32)})
 
 
@@ -54,7 +54,7 @@ def test_infer_takes_exactly_one_group() -> None:
         identity("a").infer({"x": info})
 
 
-def test_contracts_are_told_apart() -> None:
+def test_protocols_are_distinguished() -> None:
     function = transform(["a"], ["a"], lambda a: [a]).nodes[0].operation
     elementwise = transform(["a"], ["a"], lambda a: [a], elementwise=True).nodes[0].operation
     move = cast("a", dtype=torch.float16).nodes[0].operation

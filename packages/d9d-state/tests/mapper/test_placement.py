@@ -46,7 +46,7 @@ def _round_trip(mesh: DeviceMesh, whole: Tensor) -> None:
     assert mapper.apply({"a": whole.to("meta")})["b"].shape == (5, 3)
     assert "distribute(S(0))" in mapper.explain() or "distribute(Shard(dim=0))" in mapper.explain()
     assert mapper.inverse().inverse().explain() == mapper.explain()
-    # A part of a distributed tensor is a part of the whole one: it is filled as it lies.
+    # A region of a DTensor is the same region of the full tensor.
     part = torch.empty(2, 3, device=whole.device)
     for each in (distribute("a", mesh, [Shard(0)]), gather("a", mesh, [Shard(0)])):
         each.fill({"a": Destination(Region((3, 0), (2, 3)), part.zero_())}, _Held(whole))
@@ -55,16 +55,16 @@ def _round_trip(mesh: DeviceMesh, whole: Tensor) -> None:
 
 def _refusals(mesh: DeviceMesh, whole: Tensor) -> None:
     sharded = distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)
-    with pytest.raises(ValueError, match="got a DTensor; expected a plain tensor that every rank has whole"):
+    with pytest.raises(ValueError, match="got a DTensor; expected the full tensor as a plain tensor on every rank"):
         distribute("a", mesh, [Shard(0)]).apply({"a": sharded})
     with pytest.raises(ValueError, match=r"got a DTensor with .*1.* on .*; expected .*0.* on "):
         gather("a", mesh, [Shard(0)]).apply({"a": sharded})
     for placements in ([], [Shard(0), Replicate()], [Partial()]):
         with pytest.raises(
-            ValueError, match=r"a: got the placements .* for a mesh of 1 axes; expected a Shard or Repl"
+            ValueError, match=r"a: got the placements .* for a mesh of 1 axes; expected one Shard or Repl"
         ):
             parallel(distribute("a", mesh, placements))
 
 
-def test_plain_tensors_become_distributed_and_plain_again() -> None:
+def test_distribute_and_gather_round_trip() -> None:
     run_ranks(_on_two_ranks, world_size=2)

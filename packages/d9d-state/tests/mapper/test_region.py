@@ -27,7 +27,7 @@ def test_of_a_tensor_is_a_view() -> None:
     assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
-def test_other_dims() -> None:
+def test_regions_with_changed_dims() -> None:
     region = Region((1, 2), (3, 4))
     assert region.replaced(1, 7, 8) == Region((1, 7), (3, 8))
     assert region.inserted(1, 7, 8) == Region((1, 7, 2), (3, 8, 4))

@@ -1,4 +1,4 @@
-"""Random graphs: what they compute, what is inferred of it, what fills parts of it, and what the inverse restores."""
+"""Random graphs: computation, inference, filling of regions, and inverse."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,12 +48,12 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class _Case:
-    """A mapper, tensors for it, and what it must make of them.
+    """A mapper, its input tensors, and the expected outputs.
 
     Attributes:
-        finite: Whether there are no NaNs and infinities, so that floats may be cast.
-        exact: Whether every value of every input is in one place of the outputs, moved and not computed.
-        parts: What is run beside each other, layer by layer; the last one is in `mapper`.
+        finite: True if there are no NaNs and infinities, so that floats may be cast.
+        exact: True if every input value is moved to exactly one place of the outputs.
+        parts: Parallel mappers of each layer; the last layer is included in `mapper`.
     """
 
     finite: bool
@@ -73,7 +73,7 @@ class _Layer:
     outputs: Tensors = field(default_factory=dict)
 
     def grow(self) -> StateMapper:
-        """An operation on some of the names that are left."""
+        """Return a random operation on some of the remaining names."""
         name = self.names[0]
         tensor = self.case.expected[name]
         choices: list[Callable[[str, Tensor], StateMapper]] = [
@@ -160,7 +160,7 @@ class _Layer:
 
     def _reshape(self, name: str, tensor: Tensor) -> StateMapper:
         shape = _other_shape(self.draw, tensor.shape)
-        self.case.exact = False  # where the shapes have no common factors, whole tensors are read
+        self.case.exact = False  # without common factors, full tensors are read
         mapper = reshape(name, self.prefix, shape, source_shape=tensor.shape)
         return self._out(mapper, tensor.reshape(shape))
 
@@ -237,7 +237,7 @@ def _tensor(draw: st.DrawFn, *, finite: bool) -> Tensor:
     if finite:
         numbers = torch.randint(-9, 9, shape, generator=generator)
         return torch.where(numbers == 0, -0.0, numbers / 7).to(dtype) if dtype.is_floating_point else numbers.to(dtype)
-    # Any bits: NaNs with payloads, negative zeros, infinities.
+    # Arbitrary bits: NaNs with payloads, negative zeros, infinities.
     raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
     return raw.view(dtype).reshape(shape)
 
@@ -265,7 +265,7 @@ _any = st.composite(lambda draw: _grow(draw, lossy=True))
 
 @dataclass
 class _Source:
-    """Tensors in memory that count how often each element is read."""
+    """In-memory source that counts how often each element is read."""
 
     held: Tensors
     counts: Tensors = field(default_factory=dict)
@@ -312,7 +312,7 @@ def _assert_same_bits(got: Tensors, expected: Tensors) -> None:
 
 @settings(max_examples=200)
 @given(_invertible())
-def test_random_graphs_compute_what_they_say_and_invert(case: _Case) -> None:
+def test_random_graphs_compute_and_invert(case: _Case) -> None:
     mapper = case.mapper
     _assert_same_bits(_run(mapper, case.tensors), case.expected)
     _assert_same_bits(_run(mapper.inverse(), case.expected), case.tensors)
@@ -323,7 +323,7 @@ def test_random_graphs_compute_what_they_say_and_invert(case: _Case) -> None:
 
 @settings(max_examples=200)
 @given(_any())
-def test_what_is_inferred_is_what_is_computed(case: _Case) -> None:
+def test_inference_matches_computation(case: _Case) -> None:
     mapper = case.mapper
     for group in mapper.groups:
         tensors = {name: case.tensors[name] for name in group.inputs}
@@ -358,7 +358,7 @@ def _regions(draw: st.DrawFn, shape: Sequence[int]) -> Region:
 
 
 def _memory(data: st.DataObject, region: Region, dtype: torch.dtype) -> Tensor:
-    """Memory of any order of dims, a floating one perhaps of another dtype."""
+    """Return memory with random dim order and, for floats, possibly another dtype."""
     order = data.draw(st.permutations(range(len(region.sizes))))
     changed = dtype.is_floating_point and data.draw(st.booleans())
     other = data.draw(st.sampled_from(_FLOATS)) if changed else dtype
@@ -368,7 +368,7 @@ def _memory(data: st.DataObject, region: Region, dtype: torch.dtype) -> Tensor:
 
 @settings(max_examples=400)
 @given(_any(), st.data())
-def test_regions_are_filled_as_the_whole_would_be(case: _Case, data: st.DataObject) -> None:
+def test_filled_regions_match_the_full_tensor(case: _Case, data: st.DataObject) -> None:
     for group in case.mapper.groups:
         names = data.draw(st.lists(st.sampled_from(group.outputs), unique=True, min_size=1))
         source = _Source({name: case.tensors[name] for name in group.inputs})

@@ -1,1 +1,1 @@
-"""Job checkpoints: all that a job needs to go on as if it had never stopped."""
+"""Job checkpoints: the complete state that a training job needs to resume."""

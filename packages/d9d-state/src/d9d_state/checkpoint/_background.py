@@ -1,4 +1,4 @@
-"""One save at a time in a thread beside the training, and what came of it."""
+"""Background thread that runs one save at a time and stores its error."""
 
 import logging
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _LOGGER = logging.getLogger("d9d.state")
 
 @final
 class Background:
-    """Runs work in a thread. What goes wrong in it is logged at once, and raised when somebody asks."""
+    """Runs one task at a time in a thread. An error is logged immediately and raised by the next `wait` or check."""
 
     def __init__(self) -> None:
         self._thread: Thread | None = None
@@ -24,64 +24,67 @@ class Background:
         self._group: dist.ProcessGroup | None = None
 
     def group(self, ctx: DistributedContext | None) -> dist.ProcessGroup | None:
-        """A group of all ranks for the thread alone, on the CPU. Collective the first time that a context asks."""
+        """Return a Gloo group of all ranks for use in the thread; `None` for a single process.
+
+        Collective on the first call with a context, which creates the group.
+        """
         if ctx is None or ctx.world_size == 1:
             return None
         if ctx is not self._ctx:
             group = dist.new_group(backend="gloo", timeout=ctx.timeouts.step, group_desc="d9d_checkpoints")
-            assert isinstance(group, dist.ProcessGroup), "a rank is in the group of all ranks"
+            assert isinstance(group, dist.ProcessGroup), "this rank is not in the group of all ranks"
             self._ctx, self._group = ctx, group
         return self._group
 
     def start(self, what: str, work: Callable[[], None]) -> None:
-        """Begin, after what was begun before is done.
+        """Wait for the previous task, then start a new one.
 
         Args:
-            what: What is done, for messages.
-            work: Raises if it fails.
+            what: Description of the task for messages, such as `"saving step-00000100"`.
+            work: The task; an exception marks it as failed.
 
         Raises:
-            StateError: If what was begun before failed, and nobody was told yet.
+            StateError: If the previous task failed and its error was not raised yet.
         """
         self.wait()
-        # No daemon: a process that ends without having waited still finishes what was begun.
+        # Not a daemon thread: the interpreter waits for it at exit, so a started save is completed.
         self._thread = Thread(target=self._run, args=(what, work), name="d9d-checkpoint", daemon=False)
         self._thread.start()
 
     def raise_if_failed(self) -> None:
-        """Raise what went wrong, once. Waits for nothing.
+        """Raise the error of a finished task, once. Does not wait.
 
         Raises:
-            StateError: If the work failed.
+            StateError: If the task failed and its error was not raised yet.
         """
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
 
     def wait(self) -> None:
-        """Wait until the work is done.
+        """Wait for the task.
 
         Raises:
-            StateError: If it failed, and nobody was told yet.
+            StateError: If the task failed and its error was not raised yet.
         """
         self.join()
         self.raise_if_failed()
 
     def join(self) -> None:
-        """Wait until the work is done, whatever came of it."""
+        """Wait for the task without raising its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     @property
     def is_busy(self) -> bool:
-        """Whether the work is still being done."""
+        """True while the task is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def _run(self, what: str, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # whatever it is, it must not stay in the thread
+        except Exception as error:  # any error is stored, to be raised in the calling thread
             _LOGGER.error("%s failed: %s", what, error)
             failure = error if isinstance(error, StateError) else StateError(f"{what} failed: {error}")
             if failure is not error:

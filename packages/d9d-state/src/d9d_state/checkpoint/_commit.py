@@ -1,6 +1,6 @@
-"""How a checkpoint gets to the disk: every rank writes its files, and the main process makes them a checkpoint.
+"""Writing and committing a checkpoint: every rank writes its files, then the main process writes the manifest.
 
-The same steps serve a save that training waits for and one in a thread beside it; only the group of the ranks differs.
+Synchronous and background saves run the same steps; only the process group differs.
 """
 
 from collections.abc import Mapping
@@ -36,18 +36,18 @@ from d9d_state.safetensors_file import write_safetensors
 @final
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """All that one checkpoint holds besides tensors.
+    """Everything that one save writes, except the tensor data.
 
     Attributes:
-        folder: The name that it gets.
-        run_id: Which run it is; the main process's counts.
-        step: Number of optimizer steps that were done.
-        metric: How good the model is, if somebody said.
+        folder: Final folder of the checkpoint.
+        run_id: Id of the run; only the main process's value is written.
+        step: Number of completed optimizer steps.
+        metric: Quality of the model, for retention; `None` if unknown.
         mesh: Size of every mesh axis.
-        plan: Who writes what.
-        state: Canonical JSON; the main process's counts.
-        rank_state: Canonical JSON of this rank.
-        ctx: The ranks; `None` for this process alone.
+        plan: Assignment of tensor parts to ranks.
+        state: Canonical JSON of the shared state; only the main process's value is written.
+        rank_state: Canonical JSON of this rank's state.
+        ctx: Distributed context; `None` for a single process.
     """
 
     folder: Path
@@ -62,25 +62,25 @@ class SaveJob:
 
     @property
     def partial(self) -> Path:
-        """The folder that is written to, until it gets its name."""
+        """Partial folder, which is renamed to `folder` at the end."""
         return partial_of(self.folder)
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Rank of this process; 0 without a context."""
         return 0 if self.ctx is None else self.ctx.rank
 
 
 def write_checkpoint(job: SaveJob, parts: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> None:
-    """Write this rank's part; when this returns the checkpoint is complete on the disk. Collective.
+    """Write this rank's files and commit the checkpoint, which is complete on disk when this returns. Collective.
 
     Args:
-        job: What to write.
-        parts: This rank's parts of tensors, which do not change before this returns.
-        group: A group of all ranks on the CPU, in a thread; `None` for the default group.
+        job: The save.
+        parts: This rank's tensor parts by key. The caller must not change them before this returns.
+        group: Gloo group of all ranks, for use in a background thread; `None` for the default group.
 
     Raises:
-        StateError: On every rank, if writing failed on one.
+        StateError: On every rank, if writing failed on any rank.
     """
     failed = f"{job.folder} could not be written"
     problem = None
@@ -88,7 +88,7 @@ def write_checkpoint(job: SaveJob, parts: Mapping[str, Tensor], *, group: dist.P
     records: JsonValue = None
     try:
         records = _write_own(job, parts)
-    except Exception as error:  # whatever it is, the others wait for the agreement
+    except Exception as error:  # any error: the other ranks wait in agree()
         problem = f"{failed}: {describe(error)}"
     _agree_or_discard(problem, job, group)
     written = exchange_json(records, job.ctx, group=group)
@@ -101,7 +101,7 @@ def write_checkpoint(job: SaveJob, parts: Mapping[str, Tensor], *, group: dist.P
 
 
 def _agree_or_discard(problem: str | None, job: SaveJob, group: dist.ProcessGroup | None) -> None:
-    """Go on, or give the disk back what was written: it may be full."""
+    """Raise if any rank has a problem, after deleting the partial folder, since the disk may be full. Collective."""
     try:
         agree(problem, job.ctx, group=group)
     except StateError:
@@ -114,7 +114,7 @@ def _agree_or_discard(problem: str | None, job: SaveJob, group: dist.ProcessGrou
 
 
 def _write_own(job: SaveJob, parts: Mapping[str, Tensor]) -> JsonValue:
-    """Write this rank's files and bring them to the disk; give their sizes and digests."""
+    """Write and fsync this rank's files; return their sizes and digests as JSON."""
     tensors = write_safetensors(job.partial / tensors_name(job.rank), parts)
     (rank_state,) = _files.write_file(job.partial / rank_state_name(job.rank), [job.rank_state])
     _files.fsync_folder(job.partial)
@@ -127,7 +127,7 @@ def _write_own(job: SaveJob, parts: Mapping[str, Tensor]) -> JsonValue:
 
 
 def _commit(job: SaveJob, written: list[Any]) -> None:
-    """Write the manifest last, and give the folder its name: from here on it is a checkpoint."""
+    """Write the manifest and rename the partial folder, which completes the checkpoint."""
     (state,) = _files.write_file(job.partial / STATE_NAME, [job.state])
     files = {STATE_NAME: FileRecord(state.size, state)}
     chunks: dict[str, list[Chunk]] = {name: [] for name in job.plan.tensors}
@@ -148,8 +148,8 @@ def _commit(job: SaveJob, written: list[Any]) -> None:
     text = manifest.dump()
     if len(text) > MAX_MANIFEST_BYTES:
         raise ValueError(
-            f"its manifest would have {len(text)} bytes, more than the {MAX_MANIFEST_BYTES} that are read; "
-            "save fewer, larger tensors, or shard them over fewer ranks."
+            f"its manifest has {len(text)} bytes; expected at most {MAX_MANIFEST_BYTES}. "
+            "Save fewer, larger tensors, or shard them over fewer ranks."
         )
     check_sizes(job.partial, {name: record.size for name, record in files.items()})
     _files.write_file(job.partial / MANIFEST_NAME, [text])

@@ -1,6 +1,6 @@
-"""Boxes of stored tensors into the boxes that ranks hold, whatever mesh they were saved on.
+"""Loading of a checkpoint's chunks into each rank's shards, independent of the mesh it was saved on.
 
-Which part of which file is wanted where is what torch's checkpoint planner finds out, on each rank for itself.
+Each rank uses torch's `DefaultLoadPlanner` to find which chunks overlap its local shards.
 """
 
 from collections.abc import Mapping
@@ -28,25 +28,30 @@ from d9d_state.region_reader import RegionReader
 from d9d_state.tensor_info import TensorInfo
 
 
-def misfits(info: CheckpointInfo, tensors: Mapping[str, Tensor]) -> str | None:
-    """What a checkpoint cannot fill; `None` if it can fill everything."""
+def mismatches(info: CheckpointInfo, tensors: Mapping[str, Tensor]) -> str | None:
+    """Compare a checkpoint with the tensors to load; return an error text, or `None` if all of them can be loaded."""
     saved = info.tensors
-    problems = [f"{name} is not in it" for name in tensors if name not in saved]
+    problems = [f"{name} is not in the checkpoint" for name in tensors if name not in saved]
     for name, tensor in tensors.items():
         wanted = TensorInfo.of(tensor)
         if name in saved and saved[name] != wanted:
             problems.append(f"{name} is {saved[name].describe()}, expected {wanted.describe()}")
         if tensor.is_meta:
-            problems.append(f"{name} is on the meta device; materialize it first")
-    return f"{info.folder} does not fit: {'; '.join(problems)}." if problems else None
+            problems.append(f"{name} is on the meta device, materialize it first")
+    return f"{info.folder} does not match the tensors to load: {'; '.join(problems)}." if problems else None
 
 
 def load_tensors(info: CheckpointInfo, tensors: Mapping[str, Tensor], *, threads: int) -> None:
-    """Fill tensors of which `misfits` finds nothing to say, reading only what this rank holds. No collectives.
+    """Load tensors in place; each rank reads only its local shards. Issues no collective.
+
+    Args:
+        info: The checkpoint.
+        tensors: Tensors to load; `mismatches` must have returned `None` for them.
+        threads: Number of threads that read chunks.
 
     Raises:
         StateError: If a file cannot be read.
-        ValueError: If a tensor is a sum that is still to be reduced.
+        ValueError: If a `DTensor` has a Partial placement.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = Metadata({name: _metadata(record) for name, record in info.manifest.tensors.items()})
@@ -69,7 +74,7 @@ def _fill(planner: DefaultLoadPlanner, reader: RegionReader, item: ReadItem) -> 
 
 
 def _as_folder(info: CheckpointInfo) -> ModelFolder:
-    """The chunks of a checkpoint, each as a tensor of its own."""
+    """Return an index of the checkpoint's chunks, each as a separate tensor."""
     chunks = {
         part_key(name, chunk.box): (chunk, TensorInfo(chunk.box.shape, record.info.dtype))
         for name, record in info.manifest.tensors.items()

@@ -1,4 +1,4 @@
-"""One job for one folder: a lock that the system gives back when its holder dies, however it dies."""
+"""File lock that allows one job per folder. The operating system releases it when the process ends or is killed."""
 
 import fcntl
 import os
@@ -19,18 +19,21 @@ _MAX_BYTES = 4096
 
 @final
 class FolderLock:
-    """Held from `acquire` to `release`, or to the end of the process."""
+    """Exclusive lock on a folder, held from `acquire` to `release` or to the end of the process."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK_NAME
         self._descriptor: int | None = None
 
     def acquire(self, run_id: str | None) -> None:
-        """Take the lock, making the folder where it is absent.
+        """Acquire the lock without waiting. The folder is created if it does not exist.
+
+        Args:
+            run_id: Id of the run, shown to a job that finds the lock taken.
 
         Raises:
-            UserError: If another process has it, naming that process.
-            OSError: If the file cannot be made.
+            UserError: If another process holds the lock; names its host and process id.
+            OSError: If the lock file cannot be created.
         """
         _files.make_folder(self._path.parent)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
@@ -40,29 +43,29 @@ class FolderLock:
             holder = _describe(os.pread(descriptor, _MAX_BYTES, 0))
             os.close(descriptor)
             raise UserError(
-                f"{self._path.parent} is in use by another job{holder}; expected one job for one folder. "
+                f"{self._path.parent} is in use by another job{holder}; expected one job per folder. "
                 "Wait for it, stop it, or use another run folder."
             ) from None
         except BaseException:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
-        # A lock lives as long as any copy of its descriptor, and workers that read data may outlive a killed job.
+        # flock is held while any copy of the descriptor is open, and forked data workers may outlive a killed job.
         lock: ref[FolderLock] = ref(self)
         os.register_at_fork(after_in_child=partial(_close_in_child, lock))
         holder = dump_json({"host": socket.gethostname(), "pid": os.getpid(), "run_id": run_id})
-        with suppress(OSError):  # who holds it is for people; that it is held is not in the file
+        with suppress(OSError):  # the content only informs people; flock() above holds the lock
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, holder, 0)
 
     def release(self) -> None:
-        """Give the lock back. The file stays: deleting it would let two jobs hold locks on two files of one name."""
+        """Release the lock. The file stays: after a deletion, two jobs could lock two files of the same name."""
         if self._descriptor is not None:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self.forget()
 
     def forget(self) -> None:
-        """Close this process's descriptor, if it has one; a lock that its parent holds stays."""
+        """Close this process's descriptor without unlocking. A forked child calls this; its parent keeps the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
@@ -75,7 +78,7 @@ def _close_in_child(lock: "ref[FolderLock]") -> None:
 
 
 def _describe(data: bytes) -> str:
-    """Who holds the lock, if the file says so: it may be half-written."""
+    """Describe the lock's holder from the file's content; return an empty string if it is incomplete."""
     try:
         holder = parse_json(data)
     except ValueError:

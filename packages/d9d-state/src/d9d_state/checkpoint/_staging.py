@@ -1,4 +1,4 @@
-"""Host memory that a save copies to, so that training goes on while it is written: made once and used again."""
+"""Reusable host buffer for background saves: tensors are copied to it, and training continues during the write."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,40 +10,46 @@ from torch import Tensor
 
 from d9d_state.checkpoint.save_plan import Part, SavePlan, part_key
 
-_ALIGNMENT = 64  # bytes: any dtype can be viewed there, and copies are fastest
+_ALIGNMENT = 64  # bytes; every dtype can be viewed at such an offset, and copies are fastest
 
 
 @final
 class Staging:
-    """One buffer for all that this rank writes; pinned where there is an accelerator."""
+    """Host buffer for the tensor parts that this rank writes; pinned if there is an accelerator."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._maker: Thread | None = None
+        self._allocator: Thread | None = None
 
     def reserve(self, plan: SavePlan, rank: int) -> None:
-        """Begin to make room for a plan, in a thread: a system hands memory out page by page, slower than a copy."""
+        """Start to allocate the buffer for a plan in a thread: page faults of new memory are slower than the copy."""
         self._wait()
         size = _num_bytes_of(plan, rank)
         if size > self._buffer.numel():
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # not both at once
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating the new one
             device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-            self._maker = Thread(target=self._make, args=(size, device), name="d9d-staging", daemon=True)
-            self._maker.start()
+            self._allocator = Thread(target=self._allocate, args=(size, device), name="d9d-staging", daemon=True)
+            self._allocator.start()
 
     @torch.no_grad()
     def copy(self, parts: Mapping[str, Tensor], plan: SavePlan, rank: int) -> dict[str, Tensor]:
-        """Copies of a rank's parts of tensors, which last until the next call. When this returns they are done.
+        """Copy a rank's tensor parts to the buffer and wait for the copies (host-device synchronization).
 
         Args:
-            parts: What the rank writes, on any device.
-            plan: Which says so.
-            rank: This rank.
+            parts: Tensor parts that the rank writes, by key, on any device.
+            plan: The save plan that assigns them.
+            rank: Rank of this process.
+
+        Returns:
+            Views of the buffer by key, valid until the next call.
+
+        Raises:
+            MemoryError: If the buffer could not be allocated.
         """
         self.reserve(plan, rank)
         self._wait()
         if self._buffer.numel() < _num_bytes_of(plan, rank):
-            raise MemoryError(f"there is no room for a copy of {_num_bytes_of(plan, rank)} bytes in host memory.")
+            raise MemoryError(f"could not allocate {_num_bytes_of(plan, rank)} bytes of host memory for the copy.")
         copies: dict[str, Tensor] = {}
         position = 0
         for part in plan.parts[rank]:
@@ -57,16 +63,16 @@ class Staging:
             torch.accelerator.synchronize()
         return copies
 
-    def _make(self, size: int, device: int | None) -> None:
+    def _allocate(self, size: int, device: int | None) -> None:
         if device is not None:
-            torch.accelerator.set_device_index(device)  # a thread starts with the first one, and would pin for that
-        with suppress(RuntimeError, MemoryError):  # whoever copies finds that there is no buffer
+            torch.accelerator.set_device_index(device)  # a new thread would pin memory for device 0
+        with suppress(RuntimeError, MemoryError):  # copy() raises if the buffer is too small
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device is not None).zero_()
 
     def _wait(self) -> None:
-        if self._maker is not None:
-            self._maker.join()
-        self._maker = None
+        if self._allocator is not None:
+            self._allocator.join()
+        self._allocator = None
 
 
 def _num_bytes_of(plan: SavePlan, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Proof that a checkpoint is what was written, part by part, so that ranks and threads share the work."""
+"""Verification of a checkpoint's digests, part by part, so that ranks and threads can share the work."""
 
 import hashlib
 import os
@@ -20,14 +20,14 @@ _MAX_THREADS = 8
 @final
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A part of a file that has a digest of its own.
+    """A contiguous part of a file with a recorded digest.
 
     Attributes:
         file: Name of the file.
-        size: Bytes that the whole file must have.
-        start: Position of the first byte.
-        record: What the part must be.
-        what: What it is, for messages: a tensor, a header, the content.
+        size: Expected size of the whole file in bytes.
+        start: Position of the part's first byte in the file.
+        record: Expected size and digest of the part.
+        what: Description for messages: a tensor, the header, the content.
     """
 
     file: str
@@ -38,7 +38,7 @@ class FilePart:
 
 
 def parts_of(manifest: Manifest) -> list[FilePart]:
-    """All parts of all files of a checkpoint, in the order in which they lie."""
+    """Return the parts of all files of a checkpoint, sorted by file and position."""
     parts = [
         FilePart(name, file.size, 0, file.head, "the header" if name.endswith(".safetensors") else "the content")
         for name, file in manifest.files.items()
@@ -55,7 +55,7 @@ def parts_of(manifest: Manifest) -> list[FilePart]:
 
 
 def share_of(parts: Sequence[FilePart], *, rank: int, num_ranks: int) -> list[FilePart]:
-    """The parts that one rank verifies: an equal share of all bytes, and of neighbours, which disks read fastest."""
+    """Return the parts that a rank verifies: about an equal share of the bytes, contiguous for fast reads."""
     total = sum(part.record.size for part in parts) + len(parts)
     mine: list[FilePart] = []
     position = 0
@@ -67,13 +67,13 @@ def share_of(parts: Sequence[FilePart], *, rank: int, num_ranks: int) -> list[Fi
 
 
 def num_threads(ctx: DistributedContext | None) -> int:
-    """How many threads a rank reads with: its share of the processors."""
+    """Return the number of reader threads of a rank: its share of the node's CPUs, from 1 to 8."""
     ranks_here = 1 if ctx is None else -(-ctx.world_size // ctx.num_nodes)
     return max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // ranks_here))
 
 
 def damage(folder: Path, parts: Sequence[FilePart], *, threads: int) -> list[str]:
-    """What is wrong with some parts of a checkpoint's files: a text for each that is not what was written."""
+    """Compare parts of a checkpoint's files with their records; return one error text for each damaged part."""
     if threads == 1 or len(parts) < 2:
         found: Iterable[str | None] = [_problem(folder, part) for part in parts]
     else:
@@ -98,8 +98,8 @@ def _problem(folder: Path, part: FilePart) -> str | None:
     except (UserError, OSError) as error:
         return str(error) if str(path) in str(error) else f"{path}: {error}"
     if size != part.size:
-        return f"{path} has {size} bytes, but {part.size} were written"
-    return None if is_sound else f"{path}: {part.what} is not what was written"
+        return f"{path} has {size} bytes; expected {part.size}"
+    return None if is_sound else f"{path}: {part.what} does not have the recorded SHA-256"
 
 
 def _digest(descriptor: int, part: FilePart) -> str:

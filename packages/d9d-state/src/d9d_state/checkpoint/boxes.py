@@ -1,4 +1,4 @@
-"""Boxes of a tensor: where they are, and whether several of them are the tensor, without a hole and without overlap."""
+"""Boxes (rectangular parts) of a tensor, and the check that boxes cover a tensor without gaps or overlaps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from typing import final
 @final
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """Part of a tensor.
+    """Rectangular part of a tensor.
 
     Attributes:
         offset: First index in every dim of the tensor.
-        shape: Sizes of the box.
+        shape: Size in every dim.
     """
 
     offset: tuple[int, ...]
@@ -21,33 +21,36 @@ class Box:
 
     @property
     def num_elements(self) -> int:
-        """How many elements are in it."""
+        """Number of elements."""
         return prod(self.shape)
 
 
 def cover_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """Why some boxes are not exactly a tensor; `None` if they are.
+    """Check that boxes cover every element of a tensor exactly once.
 
     Args:
-        shape: Of the tensor.
-        boxes: Parts of it, in any order. A tensor without elements has none.
+        shape: Shape of the tensor.
+        boxes: Boxes in any order; none for a tensor without elements.
+
+    Returns:
+        Error text, or `None` if the boxes cover the tensor exactly.
     """
     for box in boxes:
         if not (len(box.offset) == len(box.shape) == len(shape)) or box.num_elements == 0:
-            return f"the chunk {_text(box)} is no part of a tensor of shape {list(shape)}."
+            return f"the chunk {_text(box)} is empty or has other dims than the shape {list(shape)}."
         if any(start + size > total for start, size, total in zip(box.offset, box.shape, shape, strict=True)):
-            return f"the chunk {_text(box)} reaches beyond the shape {list(shape)}."
+            return f"the chunk {_text(box)} exceeds the shape {list(shape)}."
     overlap = _overlap(boxes)
     if overlap is not None:
         return f"the chunks {_text(overlap[0])} and {_text(overlap[1])} overlap."
     covered = sum(box.num_elements for box in boxes)
     if covered != prod(shape):
-        return f"its chunks hold {covered} elements of {prod(shape)}."
+        return f"its chunks contain {covered} of {prod(shape)} elements."
     return None
 
 
 def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that have an element in common: a sweep along the dim in which they start at most different places."""
+    """Return two overlapping boxes, or `None`. Sweeps along the dim with the most distinct offsets."""
     if len(boxes) < 2:
         return None
     dims = range(len(boxes[0].shape))

@@ -1,4 +1,4 @@
-"""One complete checkpoint, as it lies on disk: what can be known and proven of it before a tensor is read."""
+"""Handle of a complete checkpoint on disk: its metadata, JSON state and verification."""
 
 import hashlib
 import os
@@ -23,12 +23,12 @@ _STEP_FOLDER = re.compile(r"step-(\d{8,18})")
 @final
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A complete checkpoint, of which no tensor was read yet.
+    """Handle of a complete checkpoint. It holds no tensor data; JSON state is read from disk on access.
 
     Attributes:
-        folder: Where it is.
-        manifest: What it consists of.
-        is_verified: Whether `newest` has compared all digests, on all ranks together, since this process started.
+        folder: Folder of the checkpoint.
+        manifest: Parsed manifest: tensors, chunks and files.
+        is_verified: True if `CheckpointStore.newest` verified all digests, distributed over the ranks.
     """
 
     folder: Path
@@ -37,17 +37,17 @@ class CheckpointInfo:
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps that were done when it was saved."""
+        """Number of optimizer steps completed at the save."""
         return self.manifest.step
 
     @property
     def run_id(self) -> str:
-        """Which run saved it."""
+        """Id of the run that saved the checkpoint."""
         return self.manifest.run_id
 
     @property
     def metric(self) -> float | None:
-        """How good the model was, if `save` was told."""
+        """Metric that was passed to `save`, or `None`."""
         return self.manifest.metric
 
     @property
@@ -57,7 +57,7 @@ class CheckpointInfo:
 
     @property
     def state(self) -> JsonValue:
-        """What `save` got as `state`, read and verified.
+        """The `state` that was passed to `save`, read from its file and verified.
 
         Raises:
             StateError: If the file is damaged.
@@ -66,7 +66,7 @@ class CheckpointInfo:
 
     @property
     def rank_states(self) -> list[JsonValue]:
-        """What `save` got as `rank_state` on every rank, read and verified.
+        """The `rank_state` that each rank passed to `save`, in rank order, read from their files and verified.
 
         Raises:
             StateError: If a file is damaged.
@@ -74,13 +74,13 @@ class CheckpointInfo:
         return [self._read_json(rank_state_name(rank)) for rank in range(self.manifest.num_ranks)]
 
     def verify(self, names: list[str] | None = None) -> None:
-        """Read files and compare the digest of each part of them with the manifest's.
+        """Read files and compare the digest of each part with the manifest.
 
         Args:
-            names: Which files; `None` means all.
+            names: Names of the files to read; `None` means all.
 
         Raises:
-            StateError: Naming the damaged files, and in them the tensors.
+            StateError: If a file is damaged; names the file and its damaged tensors.
         """
         parts = [part for part in parts_of(self.manifest) if names is None or part.file in names]
         problems = damage(self.folder, parts, threads=num_threads(None))
@@ -94,19 +94,19 @@ class CheckpointInfo:
         )
 
     def _read_json(self, name: str) -> JsonValue:
-        """Read once, so that what is proven is what is parsed."""
+        """Read a JSON file once, verify its digest and parse the same bytes."""
         try:
             with open_member_file(self.folder, name) as file:
                 data = file.read()
         except (UserError, OSError) as error:
             raise StateError(self._describe([str(error)])) from error
         if PartRecord(len(data), hashlib.sha256(data).hexdigest()) != self.manifest.files[name].head:
-            raise StateError(self._describe([f"{self.folder / name}: the content is not what was written"]))
+            raise StateError(self._describe([f"{self.folder / name}: the content does not have the recorded SHA-256"]))
         return parse_json(data)
 
 
 def folder_name(step: int) -> str:
-    """The name of the folder with the checkpoint of a step.
+    """Return the folder name of a step's checkpoint, such as `step-00000100`.
 
     Raises:
         ValueError: If the step is negative.
@@ -117,24 +117,24 @@ def folder_name(step: int) -> str:
 
 
 def step_of(name: str) -> int:
-    """The step that a folder name stands for; -1 if it is not the name of a complete checkpoint."""
+    """Parse the step from a folder name; return -1 if it is not the folder name of a complete checkpoint."""
     match = _STEP_FOLDER.fullmatch(name)
     step = int(match[1]) if match else -1
     return step if match and name == folder_name(step) else -1
 
 
 def open_complete(path: Path) -> CheckpointInfo:
-    """Read the manifest of a folder and look at its files.
+    """Read the manifest of a folder and check that every file exists with its recorded size.
 
     Raises:
-        StateError: Saying why it is no complete checkpoint.
+        StateError: If the folder is not a complete checkpoint; says why.
     """
     step = step_of(path.name)
     if step < 0 or path.is_symlink() or not path.is_dir():
-        raise StateError("it is no folder with the name of a complete checkpoint, such as step-00000100.")
+        raise StateError("it is not a checkpoint; expected a folder with a name like step-00000100.")
     manifest = Manifest.read(path)
     if manifest.step != step:
-        raise StateError(f"its manifest is of step {manifest.step}.")
+        raise StateError(f"its manifest has step {manifest.step}; expected the step in the folder name.")
     for name, record in manifest.files.items():
         try:
             with open_member_file(path, name) as file:
@@ -142,5 +142,5 @@ def open_complete(path: Path) -> CheckpointInfo:
         except (UserError, OSError) as error:
             raise StateError(str(error)) from error
         if size != record.size:
-            raise StateError(f"{name} has {size} bytes, but {record.size} were written.")
+            raise StateError(f"{name} has {size} bytes; expected {record.size}.")
     return CheckpointInfo(path, manifest)

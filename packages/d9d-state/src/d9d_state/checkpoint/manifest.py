@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: the one file that makes a folder a checkpoint, written last and proving all others."""
+"""Manifest of a checkpoint: all tensors, files and digests. It is written last and marks a complete checkpoint."""
 
 import hashlib
 import math
@@ -22,20 +22,20 @@ MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"
 _FORMAT = "d9d-checkpoint"
 _VERSION = 2
-MAX_MANIFEST_BYTES = 1 << 29  # room for about three million chunks
+MAX_MANIFEST_BYTES = 1 << 29  # enough for about three million chunks
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, and where it lies.
+    """A box of a tensor and its location on disk.
 
     Attributes:
-        box: Which part of the tensor.
+        box: The part of the tensor.
         file: Name of the safetensors file.
-        start: Position of its first byte in that file.
-        sha256: Hexadecimal digest of its bytes.
+        start: Position of the chunk's first byte in that file.
+        sha256: Hexadecimal digest of the chunk's bytes.
     """
 
     box: Box
@@ -47,7 +47,7 @@ class Chunk:
 @final
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor: what it is, and the chunks that it is made of; none, if it has no elements."""
+    """Shape, dtype and chunks of a tensor. A tensor without elements has no chunks."""
 
     info: TensorInfo
     chunks: tuple[Chunk, ...]
@@ -59,8 +59,8 @@ class FileRecord:
     """A file beside the manifest.
 
     Attributes:
-        size: Bytes of the whole file.
-        head: The part before the chunks of tensors: a header, or the whole file if it holds no tensors.
+        size: Size of the whole file in bytes.
+        head: Record of the bytes before the tensor chunks: the safetensors header, or the whole file without tensors.
     """
 
     size: int
@@ -70,16 +70,16 @@ class FileRecord:
 @final
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a complete checkpoint consists of.
+    """Content of a complete checkpoint.
 
     Attributes:
-        run_id: Which run wrote it; all checkpoints of a run share it.
-        step: Number of optimizer steps that were done.
-        metric: How good the model was, by the measure of whoever saved; `None` if nobody said.
-        mesh: Size of every mesh axis at saving, for the reader.
-        num_ranks: How many ranks saved.
-        tensors: The tensors by name.
-        files: Each other file in the folder. Their heads and the chunks in them are all of their bytes.
+        run_id: Id of the run, shared by all checkpoints of the run.
+        step: Number of completed optimizer steps.
+        metric: Quality of the model as passed to `save`; `None` if no metric was passed.
+        mesh: Size of every mesh axis at the save; informational.
+        num_ranks: Number of ranks that saved.
+        tensors: Record of every tensor, by name.
+        files: Record of every other file in the folder, by name. Heads and chunks cover all bytes of these files.
     """
 
     run_id: str
@@ -91,7 +91,7 @@ class Manifest:
     files: Mapping[str, FileRecord]
 
     def dump(self) -> bytes:
-        """The canonical text, which holds its own digest."""
+        """Encode the manifest as canonical JSON, including its own digest."""
         body: dict[str, JsonValue] = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -110,22 +110,21 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Hexadecimal SHA-256 of the text: checkpoints with the same one are the same."""
+        """Hexadecimal SHA-256 of the encoded manifest. Equal digests mean identical checkpoints."""
         return hashlib.sha256(self.dump()).hexdigest()
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the manifest of a folder and prove it.
+        """Read the manifest of a folder and verify its digest and consistency.
 
         Raises:
-            StateError: If there is none, or any byte of it is not as it was written, or another version wrote it, or
-                what it says cannot be.
+            StateError: If the manifest is missing or damaged, has another format version, or is inconsistent.
         """
         path = folder / MANIFEST_NAME
         try:
             with open_member_file(folder, MANIFEST_NAME) as file:
                 if os.fstat(file.fileno()).st_size > MAX_MANIFEST_BYTES:
-                    raise StateError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes; it is no manifest.")
+                    raise StateError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes; it is not a manifest.")
                 return cls._parse(file.read())
         except (UserError, OSError) as error:
             raise StateError(str(error)) from error
@@ -139,7 +138,7 @@ class Manifest:
             _check_version(body.get("version"))
         body.pop("sha256", None)
         if body.get("format") != _FORMAT or _with_digest(body) != data:
-            raise ValueError("its content does not have the digest that it was written with.")
+            raise ValueError("its content does not match its digest.")
         _keys(body, "format", "version", "run_id", "step", "metric", "mesh", "num_ranks", "tensors", "files")
         manifest = cls(
             run_id=_text(body["run_id"]),
@@ -154,17 +153,19 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        """See that tensors and files are made of their chunks, with nothing missing, nothing twice, and nothing else.
+        """Check that chunks cover every tensor exactly, and that heads and chunks cover every file exactly.
 
         Raises:
-            ValueError: Naming what is wrong.
+            ValueError: If a tensor, a file or the list of files is inconsistent; names it.
         """
         if len(self.files) != 1 + 2 * self.num_ranks:
-            raise ValueError(f"{len(self.files)} files cannot be those of {self.num_ranks} ranks.")
+            raise ValueError(
+                f"it lists {len(self.files)} files for {self.num_ranks} ranks; expected 2 per rank and 1 shared file."
+            )
         allowed = set(map(tensors_name, range(self.num_ranks)))
         foreign = self.files.keys() - allowed - {STATE_NAME, *map(rank_state_name, range(self.num_ranks))}
         if foreign:
-            raise ValueError(f"it names {', '.join(sorted(foreign))}, which is no file of a checkpoint.")
+            raise ValueError(f"it lists {', '.join(sorted(foreign))}, which do not belong to a checkpoint.")
         spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in self.files if name in allowed}
         for name, record in self.tensors.items():
             problem = cover_problem(record.info.shape, [chunk.box for chunk in record.chunks])
@@ -172,7 +173,9 @@ class Manifest:
                 raise ValueError(f"{name}: {problem}")
             for chunk in record.chunks:
                 if chunk.file not in spans:
-                    raise ValueError(f"{name} lies in {chunk.file}, which is no file of tensors.")
+                    raise ValueError(
+                        f"{name} is stored in {chunk.file}, which is not a tensor file of this checkpoint."
+                    )
                 size = chunk.box.num_elements * record.info.dtype.itemsize
                 spans[chunk.file].append((chunk.start, chunk.start + size, name))
         for file, record in self.files.items():
@@ -180,12 +183,12 @@ class Manifest:
 
 
 def rank_state_name(rank: int) -> str:
-    """The file with what only one rank knows."""
+    """Return the name of the file with a rank's own state."""
     return f"rank-{rank:05d}.json"
 
 
 def tensors_name(rank: int) -> str:
-    """The file with the tensors that one rank wrote."""
+    """Return the name of the file with the tensors that a rank wrote."""
     return f"tensors-{rank:05d}.safetensors"
 
 
@@ -199,8 +202,8 @@ def _check_version(version: JsonValue) -> None:
         raise TypeError(f"got the format version {str(version)[:20]!r}; expected an integer.")
     if version == _VERSION:
         return
-    advice = "install a newer one" if version > _VERSION else "load it with the d9d-state that saved it"
-    raise ValueError(f"it has format version {version}; this d9d-state reads version {_VERSION}, so {advice}.")
+    advice = "Install a newer one" if version > _VERSION else "Load it with the d9d-state version that saved it"
+    raise ValueError(f"it has format version {version}; this d9d-state reads version {_VERSION}. {advice}.")
 
 
 def _check_spans(file: str, record: FileRecord, spans: list[tuple[int, int, str]]) -> None:
@@ -210,7 +213,7 @@ def _check_spans(file: str, record: FileRecord, spans: list[tuple[int, int, str]
             raise ValueError(f"{name} starts at byte {start} of {file}; expected {position}.")
         position = end
     if position != record.size:
-        raise ValueError(f"{file} has {record.size} bytes, of which {position} are accounted for.")
+        raise ValueError(f"{file} has {record.size} bytes, but its header and tensors have {position}.")
 
 
 def _dump_tensor(record: TensorRecord) -> JsonValue:
@@ -269,7 +272,7 @@ def _object(value: JsonValue) -> dict[str, JsonValue]:
 
 def _text(value: JsonValue) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"got {value!r}; expected a text.")
+        raise TypeError(f"got {value!r}; expected a string.")
     return value
 
 

@@ -1,4 +1,4 @@
-"""One decision of all ranks which checkpoint to trust: what one of them finds damaged, none of them loads."""
+"""Collective choice of the newest undamaged checkpoint: if one rank finds damage, all ranks skip the checkpoint."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete
 from d9d_state.errors import ProcessLimitError, StateError, describe
 
 _LOGGER = logging.getLogger("d9d.state")
-_MAX_SHOWN = 5  # problems of one rank; a lost disk has thousands
+_MAX_SHOWN = 5  # problems per rank in a message; a failed disk may cause thousands
 
 
 def newest_sound(
@@ -23,14 +23,20 @@ def newest_sound(
     verify: bool,
     damaged: set[Path],
 ) -> CheckpointInfo | None:
-    """The first candidate that all ranks see, and of which none of them finds a part damaged. Collective.
+    """Return the first candidate that all ranks see and that no rank finds damaged. Collective.
 
     Args:
-        folder: Where checkpoints are.
-        candidates: Those of the main process, newest first; the other ranks' are not looked at.
-        ctx: The ranks; `None` for this process alone.
-        verify: Whether digests are compared.
-        damaged: The folders of candidates that were refused are added.
+        folder: Folder of the checkpoints.
+        candidates: Checkpoints that the main process sees, newest first; ignored on the other ranks.
+        ctx: Distributed context; `None` for a single process.
+        verify: Compare digests.
+        damaged: The folders of skipped candidates are added to this set.
+
+    Returns:
+        The checkpoint, or `None` if there is none. Equal on all ranks.
+
+    Raises:
+        StateError: On every rank, if the folder cannot be read or a process limit prevents opening files.
     """
     while True:
         chosen, problem = None, None
@@ -55,14 +61,18 @@ def newest_sound(
 
 
 def verify_together(info: CheckpointInfo, ctx: DistributedContext | None) -> str | None:
-    """Compare all digests, each rank those of its share of the bytes; what is wrong, equal on all ranks. Collective.
+    """Verify all digests of a checkpoint; each rank reads its share of the bytes. Collective.
 
     Args:
         info: The checkpoint.
-        ctx: The ranks; `None` for this process alone.
+        ctx: Distributed context; `None` for a single process.
+
+    Returns:
+        Text with the damaged parts, equal on all ranks; `None` if nothing is damaged.
 
     Raises:
-        StateError: On every rank, if a limit keeps one from opening files: then nothing is known.
+        StateError: On every rank, if a process limit prevents one rank from opening files, so that the result is
+            unknown.
     """
     rank, ranks = (0, 1) if ctx is None else (ctx.rank, ctx.world_size)
     share = share_of(parts_of(info.manifest), rank=rank, num_ranks=ranks)
@@ -81,7 +91,11 @@ def verify_together(info: CheckpointInfo, ctx: DistributedContext | None) -> str
 def _open(
     path: Path, chosen: CheckpointInfo | None, ctx: DistributedContext | None
 ) -> tuple[CheckpointInfo | None, str | None]:
-    """The checkpoint as this rank sees it, and why some rank does not see what the main process does."""
+    """Open the checkpoint on every rank and compare the manifests with the main process's. Collective.
+
+    Returns:
+        This rank's checkpoint, and an error text (equal on all ranks) if a rank sees something else.
+    """
     info, problem, digest, limited = chosen, "", "", None
     try:
         info = open_complete(path) if info is None else info
@@ -89,16 +103,16 @@ def _open(
     except ProcessLimitError as error:
         limited = str(error)
     except StateError as error:
-        problem = f"it is not what the main process sees: {error}"
+        problem = f"it is not the checkpoint that the main process sees: {error}"
     agree(limited, ctx)
     digests = exchange_json(digest, ctx)
     if not problem and digest != digests[0]:
-        problem = "its manifest is not the one that the main process sees"
+        problem = "its manifest differs from the main process's"
     return info, _by_rank(exchange_json(problem, ctx)) or None
 
 
 def _by_rank(texts: Sequence[object]) -> str:
-    """The texts that are not empty, with the ranks that they are of, where there are several."""
+    """Join the non-empty texts, each prefixed with its rank if there are several ranks."""
     if len(texts) == 1:
         return str(texts[0])
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)

@@ -1,4 +1,4 @@
-"""What an optimizer keeps that is no tensor: counters of a parameter, and what it changes in its own groups."""
+"""An optimizer's non-tensor state: numbers per parameter, and values that it changes in its parameter groups."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -12,16 +12,16 @@ from d9d_state.checkpoint.tensors import named_parameters
 from d9d_state.json_value import JsonValue
 
 GroupValues: TypeAlias = list[dict[str, JsonValue]]
-"""For each group of an optimizer what it is set to, and what it keeps there."""
+"""Values of each parameter group: hyperparameters, and state that the optimizer stores in the group."""
 
 
 def group_values(optimizer: Optimizer) -> GroupValues:
-    """What each group of an optimizer holds besides its parameters, as JSON. A tensor of one value counts as a number.
+    """Return the values of each parameter group, without its parameters, as JSON. Scalar tensors become numbers.
 
-    Take it when the optimizer is new, for `optimizer_numbers` to see what changed.
+    Call it on the new optimizer and pass the result to `optimizer_numbers`, which then saves only changed values.
 
     Raises:
-        ValueError: If a group holds something else than numbers, texts, sequences of them, and `None`.
+        ValueError: If a value is not a number, a string, `None`, or a sequence of these.
     """
     return [
         {
@@ -36,17 +36,18 @@ def group_values(optimizer: Optimizer) -> GroupValues:
 def optimizer_numbers(
     model: nn.Module, optimizer: Optimizer, *, since: GroupValues | None = None, without: Collection[str] = ()
 ) -> JsonValue:
-    """The numbers that an optimizer keeps, to be saved as JSON on every rank.
+    """Return an optimizer's non-tensor state as JSON, to be saved on every rank.
 
     Args:
-        model: Whose parameters the optimizer updates.
+        model: Model whose parameters the optimizer updates.
         optimizer: The optimizer.
-        since: What `group_values` gave when it was new: then only what changed since is state, and the rest is
-            configuration, which may be another one after a restart. `None` saves all values of all groups.
-        without: Values of groups that somebody else sets after a restart, as a schedule sets `lr`.
+        since: Result of `group_values` on the new optimizer. Only group values that changed since then are saved; the
+            others are configuration, which may differ after a restart. `None` saves all group values.
+        without: Keys of group values that are not saved because other code sets them after a restart, such as `lr`
+            with a learning rate schedule.
 
     Raises:
-        ValueError: If it keeps what is no JSON, or updates a tensor that is no parameter of the model.
+        ValueError: If a value is not JSON, or the optimizer updates a tensor that is not a parameter of the model.
     """
     named = named_parameters(model, optimizer)
     names = {id(parameter): name for name, parameter, _ in named}
@@ -73,15 +74,15 @@ def optimizer_numbers(
 
 
 def set_optimizer_numbers(model: nn.Module, optimizer: Optimizer, saved: list[JsonValue]) -> None:
-    """Give an optimizer its numbers back, after `prepare_optimizer_for_load`.
+    """Restore an optimizer's non-tensor state in place. Call it after `prepare_optimizer_for_load`.
 
     Args:
-        model: Whose parameters the optimizer updates.
-        optimizer: Of the class that was saved.
-        saved: What `optimizer_numbers` gave on each rank that saved; stages of a pipeline have different parameters.
+        model: Model whose parameters the optimizer updates.
+        optimizer: Optimizer of the class that was saved.
+        saved: Results of `optimizer_numbers` from all ranks that saved; pipeline stages have different parameters.
 
     Raises:
-        UserError: If that is not what `optimizer_numbers` gave.
+        UserError: If `saved` does not consist of results of `optimizer_numbers`.
     """
     try:
         numbers: dict[str, Any] = {}
@@ -93,7 +94,7 @@ def set_optimizer_numbers(model: nn.Module, optimizer: Optimizer, saved: list[Js
         _set_numbers(model, optimizer, numbers, values_of)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"got numbers of an optimizer that cannot be restored ({error}); expected what optimizer_numbers() gave."
+            f"got an invalid non-tensor optimizer state ({error}); expected results of optimizer_numbers()."
         ) from error
 
 
@@ -113,7 +114,7 @@ def _set_numbers(
 
 
 def _like(current: object, value: Any) -> Any:
-    """A value from JSON in the type that the group holds."""
+    """Convert a JSON value to the type of the group's current value; a current tensor is filled in place."""
     if isinstance(current, Tensor):
         return current.fill_(value)
     return tuple(value) if isinstance(current, tuple) else value
@@ -122,7 +123,7 @@ def _like(current: object, value: Any) -> Any:
 def _plain(where: str, value: object) -> JsonValue:
     match value:
         case float() if not math.isfinite(value):
-            return {"float": repr(value)}  # JSON knows no infinity
+            return {"float": repr(value)}  # JSON cannot represent infinity or NaN
         case None | bool() | int() | float() | str():
             return value
         case Tensor() if value.ndim == 0:
@@ -130,7 +131,8 @@ def _plain(where: str, value: object) -> JsonValue:
         case list() | tuple():
             return [_plain(where, item) for item in value]
     raise ValueError(
-        f"{where} is of type {type(value).__name__}, which a checkpoint cannot hold; expected numbers and texts."
+        f"{where} is of type {type(value).__name__}, which a checkpoint cannot store; expected numbers, strings, None, "
+        "or sequences of these."
     )
 
 

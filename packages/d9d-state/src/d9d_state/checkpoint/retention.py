@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and which are deleted after a save."""
+"""Retention policy: which checkpoints are kept after a save, and which are deleted."""
 
 import math
 from collections.abc import Sequence
@@ -9,33 +9,33 @@ from d9d_dist import UserError
 
 
 class Ranked(Protocol):
-    """What decides whether a checkpoint is kept."""
+    """Properties of a checkpoint that retention depends on."""
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps that were done."""
+        """Number of completed optimizer steps."""
         ...
 
     @property
     def metric(self) -> float | None:
-        """How good it is, if somebody said."""
+        """Quality of the model, or `None` if no metric was saved."""
         ...
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A checkpoint is kept if any of these reasons holds for it; the one that was just saved always is.
+    """Retention policy. A checkpoint is kept if any of the rules applies; the one just saved is always kept.
 
     Attributes:
-        last: It is among so many newest ones. `None` keeps all.
-        every: Its step is a multiple of this number.
-        best: It is among so many with the best metric; of equal ones the newer is better. Those saved without a metric,
-            or with one that is NaN or infinite, are not.
-        higher_is_better: Whether a larger metric is a better one.
+        last: Keep this many of the newest checkpoints; `None` keeps all.
+        every: Keep checkpoints whose step is a multiple of this number; `None` disables the rule.
+        best: Keep this many checkpoints with the best metric; of equal metrics the newer one counts as better.
+            Checkpoints without a metric, or with a NaN or infinite one, do not count.
+        higher_is_better: True if a larger metric is better.
 
     Raises:
-        UserError: If a number is too small.
+        UserError: If `last` or `every` is less than 1, or `best` is negative.
     """
 
     last: int | None = None
@@ -44,7 +44,7 @@ class Retention:
     higher_is_better: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse numbers that would delete everything."""
+        """Check the numbers."""
         for name, value in (("last", self.last), ("every", self.every)):
             if value is not None and value < 1:
                 raise UserError(f"got {name} = {value}; expected at least 1, or None.")
@@ -52,10 +52,10 @@ class Retention:
             raise UserError(f"got best = {self.best}; expected 0 or more.")
 
     def kept(self, newest_first: Sequence[Ranked]) -> set[int]:
-        """The steps of those checkpoints of one run that are kept.
+        """Return the steps of the checkpoints to keep.
 
         Args:
-            newest_first: All of them. The first is kept whatever else is asked for.
+            newest_first: All checkpoints of one run. The first is always kept.
         """
         kept = {each.step for each in newest_first[: self.last]}
         if self.every is not None:

@@ -1,7 +1,7 @@
-"""Who writes which part of which tensor: every rank says what it holds, and all of them come to the same plan.
+"""Save plan: which rank writes which part of each tensor. All ranks compute the same plan.
 
-Which part of a `DTensor` a rank holds is what torch's checkpoint planner says. Its way to a common plan is not used: it
-sends pickled objects. Here descriptions travel as JSON, and only when one changed.
+torch's `DefaultSavePlanner` finds the parts of a `DTensor` that a rank holds. Its global planning is not used, because
+it sends pickled objects. Here the ranks exchange descriptions as JSON, and only if a description changed.
 """
 
 import hashlib
@@ -23,18 +23,18 @@ from d9d_state.safetensors_header import dtype_name, dtype_of, parse_shape
 from d9d_state.tensor_info import TensorInfo
 
 Part = tuple[str, Box]
-"""A tensor's name, and which part of it."""
+"""Name of a tensor, and a box of it."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """What a checkpoint will hold, and who writes it. Equal on all ranks.
+    """Tensors of a checkpoint and their assignment to ranks. Equal on all ranks.
 
     Attributes:
-        tensors: Every tensor of every rank.
-        parts: What each rank writes, in order.
-        digest: Equal plans have equal ones.
+        tensors: Shape and dtype of every tensor of every rank.
+        parts: The parts that each rank writes, by rank.
+        digest: SHA-256 of the ranks' descriptions; equal digests mean equal plans.
     """
 
     tensors: Mapping[str, TensorInfo]
@@ -42,13 +42,17 @@ class SavePlan:
     digest: str
 
     def num_bytes(self, rank: int) -> int:
-        """How many bytes of tensors a rank writes."""
+        """Return the bytes of tensor data that a rank writes."""
         return sum(box.num_elements * self.tensors[name].dtype.itemsize for name, box in self.parts[rank])
 
 
 @final
 class SavePlanner:
-    """Makes plans, and keeps the last one for as long as every rank has the same tensors in the same places."""
+    """Creates save plans. The last plan is reused while the tensors' names, shapes, dtypes and placements stay equal.
+
+    Attributes:
+        num_plans: Number of plans computed so far.
+    """
 
     def __init__(self) -> None:
         self._key: object = None
@@ -57,11 +61,15 @@ class SavePlanner:
         self.num_plans = 0
 
     def plan(self, tensors: Mapping[str, Tensor], ctx: DistributedContext | None) -> SavePlan:
-        """The plan for some tensors. Collective: a digest of each rank, and descriptions if anything changed on one.
+        """Return the plan for some tensors. Collective: all-gathers a digest, and descriptions if one rank changed.
+
+        Args:
+            tensors: Tensors that this rank holds, by name.
+            ctx: Distributed context; `None` for a single process.
 
         Raises:
-            StateError: On every rank, if a tensor cannot be saved, or ranks hold what does not fit together.
-            ValueError: The same, for a process on its own.
+            StateError: On every rank, if a tensor cannot be saved or the ranks' tensors are inconsistent.
+            ValueError: In a single process, if a tensor cannot be saved.
         """
         problem, key = None, None
         try:
@@ -86,25 +94,31 @@ class SavePlanner:
         return plan
 
     def local_parts(self, tensors: Mapping[str, Tensor], plan: SavePlan, rank: int) -> dict[str, Tensor]:
-        """What this rank writes by that plan, by the key of each part in the file; no copies."""
+        """Return views of the tensor parts that this rank writes, by `part_key`.
+
+        Args:
+            tensors: The tensors that `plan` was created for.
+            plan: Last result of `plan()`.
+            rank: Rank of this process.
+        """
         planner = _torch_planner(tensors)
         parts: dict[str, Tensor] = {}
         for name, box in plan.parts[rank]:
             local = planner.resolve_data(self._items[name, box])
-            assert isinstance(local, Tensor), f"{name} is no tensor"
+            assert isinstance(local, Tensor), f"{name} is not a tensor"
             parts[part_key(name, box)] = local.detach()
         return parts
 
 
 def part_key(name: str, box: Box) -> str:
-    """The name of a part in a file of tensors."""
+    """Return the name of a tensor part in a safetensors file: `<name>@<offsets>`."""
     return f"{name}@{','.join(map(str, box.offset))}"
 
 
 def _key(name: str, tensor: Tensor) -> object:
-    """What the plan for a tensor depends on, cheaply: the description costs some 50 µs a tensor."""
+    """Return the cache key of a tensor: everything that its description depends on. A description takes about 50 µs."""
     if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name} is of type {type(tensor).__name__}; expected a tensor. Put it into state.")
+        raise ValueError(f"{name} is of type {type(tensor).__name__}; expected a tensor. Pass other values in state=.")
     layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     return name, tensor.shape, tensor.dtype, layout
 
@@ -116,12 +130,12 @@ def _torch_planner(tensors: Mapping[str, Tensor]) -> DefaultSavePlanner:
 
 
 def _describe(tensors: Mapping[str, Tensor]) -> tuple[JsonValue, dict[Part, WriteItem]]:
-    """What this rank holds: `{name: [dtype, shape, [[offset, sizes], ...]]}`, and how to get at it."""
+    """Describe this rank's tensors: `{name: [dtype, shape, [[offset, sizes], ...]]}`; also return write items."""
     held: dict[str, list[JsonValue]] = {name: [] for name in tensors}
     items: dict[Part, WriteItem] = {}
     for item in _torch_planner(tensors).create_local_plan().items:
         data = item.tensor_data
-        assert data is not None, f"{item.index.fqn} is no tensor"
+        assert data is not None, f"{item.index.fqn} is not a tensor"
         box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         if box.num_elements > 0:
             items[item.index.fqn, box] = item
@@ -130,7 +144,7 @@ def _describe(tensors: Mapping[str, Tensor]) -> tuple[JsonValue, dict[Part, Writ
 
 
 def _merge(descriptions: list[JsonValue]) -> SavePlan:
-    """The plan that follows from what all ranks hold. Equal on all of them, and so is what is raised."""
+    """Compute the plan from all ranks' descriptions. Plan and errors are equal on all ranks."""
     tensors: dict[str, TensorInfo] = {}
     first: dict[str, int] = {}
     holders: dict[Part, list[int]] = {}
@@ -139,7 +153,7 @@ def _merge(descriptions: list[JsonValue]) -> SavePlan:
             if tensors.setdefault(name, info) != info:
                 raise StateError(
                     f"{name} is {info.describe()} on rank {rank}, {tensors[name].describe()} on rank {first[name]}; "
-                    "expected the same on all ranks that have it. Give different tensors different names."
+                    "expected equal shapes and dtypes on all ranks. Give different tensors different names."
                 )
             first.setdefault(name, rank)
             for box in boxes:
@@ -152,11 +166,11 @@ def _merge(descriptions: list[JsonValue]) -> SavePlan:
 def _share_out(
     tensors: Mapping[str, TensorInfo], holders: Mapping[Part, list[int]], num_ranks: int
 ) -> tuple[tuple[Part, ...], ...]:
-    """Give each part to one of the ranks that hold it: the largest first, to the rank that has least to write."""
+    """Assign each part to one of the ranks that hold it: largest part first, to the rank with the fewest bytes."""
     loads = [0] * num_ranks
     given: list[list[Part]] = [[] for _ in range(num_ranks)]
     sizes = {part: part[1].num_elements * tensors[part[0]].dtype.itemsize for part in holders}
-    # Where there is no choice, there is load; what can be moved is moved around it.
+    # Parts with a single holder first: their load is fixed, and the replicated parts are balanced around it.
     for part in sorted(holders, key=lambda part: (len(holders[part]) > 1, -sizes[part], part)):
         rank = min(holders[part], key=lambda rank: loads[rank])
         loads[rank] += sizes[part]
@@ -172,13 +186,13 @@ def _check_cover(tensors: Mapping[str, TensorInfo], holders: Mapping[Part, list[
         problem = cover_problem(info.shape, boxes[name])
         if problem is not None:
             raise StateError(
-                f"{name} {info.describe()} cannot be put together from what the ranks hold: {problem} "
-                "Pass the same tensors on all ranks of its mesh."
+                f"{name} {info.describe()} cannot be assembled from the ranks' shards: {problem} "
+                "Pass the tensor on all ranks of its mesh."
             )
 
 
 def _parse(rank: int, description: Any) -> dict[str, tuple[TensorInfo, list[Box]]]:
-    """What a rank said, checked: it runs the same code, but perhaps not the same version of it."""
+    """Parse and check the description of a rank, which may run another version of this package."""
     try:
         return {
             name: (
@@ -188,4 +202,6 @@ def _parse(rank: int, description: Any) -> dict[str, tuple[TensorInfo, list[Box]
             for name, (dtype, shape, boxes) in description.items()
         }
     except (AttributeError, TypeError, ValueError) as error:
-        raise StateError(f"rank {rank} does not describe its tensors as this rank does: {error}") from error
+        raise StateError(
+            f"rank {rank} sent an invalid description of its tensors: {error} Use the same d9d-state on all ranks."
+        ) from error

@@ -1,4 +1,4 @@
-"""The folder of a job's checkpoints: which one is the newest that can be trusted, and how the next one gets there."""
+"""Folder of a run's checkpoints: save, load, find the newest undamaged one, delete old ones, lock."""
 
 import logging
 import math
@@ -17,7 +17,7 @@ from d9d_state._partial_folder import partial_of
 from d9d_state._shared_folder import remove_tokens, sharing_problem
 from d9d_state.checkpoint._background import Background
 from d9d_state.checkpoint._commit import SaveJob, write_checkpoint
-from d9d_state.checkpoint._load import load_tensors, misfits
+from d9d_state.checkpoint._load import load_tensors, mismatches
 from d9d_state.checkpoint._lock import LOCK_NAME, FolderLock
 from d9d_state.checkpoint._staging import Staging
 from d9d_state.checkpoint._verify import num_threads
@@ -33,13 +33,13 @@ _LOGGER = logging.getLogger("d9d.state")
 
 @final
 class CheckpointStore:
-    """The checkpoints of one run in one folder, one immutable sub-folder `step-00000100` for each step that was saved.
+    """Checkpoints of one run in one folder, with an immutable subfolder such as `step-00000100` per saved step.
 
-    A sub-folder appears under that name only when every byte of it is on the disk, and is never changed afterwards. As
-    a context manager it finishes what is still being written when it is left.
+    A subfolder gets its final name by an atomic rename after everything in it is fsynced. It is never changed
+    afterwards. As a context manager, the store waits for a background save on exit.
 
     Attributes:
-        folder: Where they are. Nothing is created before the first save.
+        folder: Folder of the checkpoints. It is created by the first save or lock.
     """
 
     def __init__(
@@ -50,20 +50,22 @@ class CheckpointStore:
         retention: Retention | None = None,
         run_id: str | None = None,
     ) -> None:
-        """Name the folder; it is not touched.
+        """Create the store without accessing the folder.
 
         Args:
-            folder: Where the checkpoints are or will be.
-            keep_last: How many to keep; older ones are deleted after a save. Short for `Retention(last=keep_last)`.
-            retention: Which ones to keep, where that depends on more. `None`, as `keep_last`, keeps all.
-            run_id: Which run it is; checkpoints of other runs are skipped, and never deleted. `None` takes those of any
-                run, and goes on with the run that the newest is of, or starts one.
+            folder: Folder of the checkpoints, which need not exist.
+            keep_last: Number of newest checkpoints to keep; older ones are deleted after a save. Shorthand for
+                `Retention(last=keep_last)`.
+            retention: Retention policy, if it depends on more than the age. If it and `keep_last` are `None`, all
+                checkpoints are kept.
+            run_id: Id of the run. Checkpoints of other runs are skipped and never deleted. `None` accepts checkpoints
+                of any run, and saves under the run id of the newest one, or under a new id.
 
         Raises:
-            UserError: If `keep_last` is less than 1, or both it and `retention` are given.
+            UserError: If `keep_last` is less than 1, or both `keep_last` and `retention` are given.
         """
         if keep_last is not None and retention is not None:
-            raise UserError("got keep_last and retention; expected one of them. Use Retention(last=...).")
+            raise UserError("got both keep_last and retention; expected at most one. Use Retention(last=...).")
         if keep_last is not None and keep_last < 1:
             raise UserError(f"got keep_last = {keep_last}; expected at least 1, or None to keep every checkpoint.")
         self.folder = Path(folder).absolute()
@@ -77,7 +79,7 @@ class CheckpointStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_details: object) -> None:
-        """Finish what is being written; if that fails on the way out of another error, the log says so."""
+        """Wait for the background save. Its error is only logged if another exception is already propagating."""
         try:
             self.close()
         except StateError:
@@ -85,13 +87,13 @@ class CheckpointStore:
                 raise
 
     def complete(self) -> list[CheckpointInfo]:
-        """Every complete checkpoint, newest first. What else lies in the folder is skipped, and the log says why.
+        """Return every complete checkpoint, newest first. Other entries of the folder are skipped with a log line.
 
-        Complete means that the manifest is sound and each file has the size that it says. Digests are not compared:
-        `newest` and `load` do that. Needs no process group.
+        Complete means that the manifest is valid and each file has the recorded size. Digests are not verified;
+        `newest` and `load` verify them. Issues no collective.
 
         Raises:
-            StateError: If the folder cannot be read, or a limit keeps this process from opening files.
+            StateError: If the folder cannot be read, or a process limit prevents opening files.
         """
         try:
             return list(self._newest_first(log_level=logging.WARNING))
@@ -99,21 +101,28 @@ class CheckpointStore:
             raise StateError(f"{self.folder} cannot be read: {describe(error)}") from error
 
     def newest(self, ctx: DistributedContext | None = None, *, verify: bool = True) -> CheckpointInfo | None:
-        """The checkpoint of the highest step that is complete and undamaged, or `None` if there is none.
+        """Return the complete, undamaged checkpoint with the highest step, or `None` if there is none.
 
-        All digests are compared, shared out over the ranks and their threads. Where one rank finds damage, or cannot
-        see what the main process sees, all ranks go on to the next older checkpoint, and the log says why.
+        All digests are verified, distributed over the ranks and their threads. If one rank finds damage, or does not
+        see the same checkpoint as the main process, all ranks skip to the next older one and log the reason.
 
         Args:
-            ctx: With several ranks the choice is one for all, and collective; `None` looks for itself.
-            verify: Whether to compare digests. Without, `load` does it.
+            ctx: Distributed context: collective, and all ranks get the same checkpoint. `None` searches in this process
+                only.
+            verify: Verify digests now; otherwise `load` verifies them.
+
+        Raises:
+            StateError: If a previous background save failed. Also, on every rank, if the folder cannot be read or a
+                process limit prevents opening files.
         """
         self.wait()
         candidates = self._newest_first(log_level=logging.WARNING) if is_main(ctx) else iter(())
         return newest_sound(self.folder, candidates, ctx, verify=verify, damaged=self._damaged)
 
     def check_new(self, ctx: DistributedContext | None = None) -> None:
-        """Refuse to start anew in a folder with checkpoints: for when `newest` found none that is sound. Collective.
+        """Check that the folder holds no checkpoints before a run starts from scratch. Collective.
+
+        Call it if `newest` returned `None`, so that a run with damaged checkpoints does not restart silently.
 
         Raises:
             StateError: On every rank, if the main process sees a folder with the name of a checkpoint.
@@ -126,23 +135,24 @@ class CheckpointStore:
             problem = f"{self.folder} cannot be read: {describe(error)}"
         if names:
             problem = (
-                f"{self.folder} holds {', '.join(names)}, but none of them can be loaded; the log says why. "
-                "Repair what is wrong, or move them away to start anew."
+                f"{self.folder} contains {', '.join(names)}, but none of them can be loaded; the log says why. "
+                "Repair them, or move them away to start from scratch."
             )
         agree(problem, ctx)
 
     def prepare(self, tensors: Mapping[str, Tensor], ctx: DistributedContext | None = None) -> None:
-        """Plan a save, and make room for the copy that `save_async` takes, so that the first is as fast. Collective.
+        """Plan a save and allocate the host buffer of `save_async`, so that the first save is as fast as later ones.
 
-        The room is made in a thread. It is as large as what this rank will write.
+        Collective. A thread allocates the buffer, which is as large as the tensor data that this rank writes.
 
         Args:
-            tensors: As `save` gets them.
-            ctx: The ranks; `None` for a process on its own.
+            tensors: Same tensors as for `save`.
+            ctx: Distributed context; `None` for a single process.
 
         Raises:
             StateError: On every rank, if the tensors cannot be saved.
-            ValueError: If a process on its own cannot save a tensor; if `ctx` is missing on several ranks.
+            ValueError: In a single process, if a tensor cannot be saved. Also if `ctx` is missing although there are
+                several ranks.
         """
         num_ranks(ctx)
         plan = self._planner.plan(tensors, ctx)
@@ -159,23 +169,23 @@ class CheckpointStore:
         metric: float | None = None,
         ctx: DistributedContext | None = None,
     ) -> None:
-        """Write a checkpoint; when this returns it is complete on the disk, and older ones may be gone. Collective.
+        """Save a checkpoint; when this returns it is complete on disk. Then delete old checkpoints. Collective.
 
-        A kill at any moment leaves the checkpoints that were there, or those and the new one.
+        A kill at any moment during the write leaves all earlier checkpoints intact.
 
         Args:
-            step: Number of optimizer steps that were done.
-            tensors: Plain ones, which are equal on all ranks that have them, and `DTensor`s, of which each shard is
-                written once. Ranks may hold different names, as pipeline stages do.
-            state: What is the same on every rank; the main process's is written.
-            rank_state: What is this rank's own, such as its random state.
-            metric: How good the model is, for `Retention(best=...)`. One that is not finite counts as none.
-            ctx: The ranks; `None` for a process on its own.
+            step: Number of completed optimizer steps.
+            tensors: Plain tensors, which must be equal on all ranks that pass them, and `DTensor`s, of which each shard
+                is written once. Ranks may pass different names, as pipeline stages do.
+            state: State that is equal on every rank; only the main process's value is written.
+            rank_state: State of this rank, such as its random state.
+            metric: Quality of the model, for `Retention(best=...)`. A non-finite metric is not saved.
+            ctx: Distributed context; `None` for a single process.
 
         Raises:
-            UserError: If there is a sound checkpoint of that step already.
-            ValueError: If something is no tensor or no JSON; if `ctx` is missing on several ranks.
-            StateError: On every rank, if writing failed on one, or a save before this one did in the background.
+            UserError: If an undamaged checkpoint of this step exists.
+            ValueError: If a value is not a tensor or not JSON, or if `ctx` is missing although there are several ranks.
+            StateError: On every rank, if writing failed on any rank, or a previous background save failed.
         """
         job = self._begin(step, tensors, state=state, rank_state=rank_state, metric=metric, ctx=ctx)
         write_checkpoint(job, self._planner.local_parts(tensors, job.plan, job.rank))
@@ -191,23 +201,23 @@ class CheckpointStore:
         metric: float | None = None,
         ctx: DistributedContext | None = None,
     ) -> None:
-        """Copy what this rank writes to host memory, and write it in a thread; else as `save`. Collective.
+        """Save a checkpoint in a background thread after copying this rank's tensor parts to host memory. Collective.
 
-        When this returns the tensors may change. One save is in flight: this waits for the one before. What goes wrong
-        later is raised by `raise_if_failed`, the next save, `wait` and `close`, whichever comes first.
+        After this returns, the tensors may change. Only one save runs at a time: this first waits for the previous
+        one. An error in the thread is raised once, by the next call of `raise_if_failed`, `wait`, `close` or a save.
 
         Args:
-            step: As in `save`, like all that follows.
-            tensors: What to save.
-            state: What is the same on every rank.
-            rank_state: What is this rank's own.
-            metric: How good the model is.
-            ctx: The ranks.
+            step: As in `save`.
+            tensors: As in `save`.
+            state: As in `save`.
+            rank_state: As in `save`.
+            metric: As in `save`.
+            ctx: As in `save`.
 
         Raises:
-            UserError: If there is a sound checkpoint of that step already.
-            ValueError: If something is no tensor or no JSON; if `ctx` is missing on several ranks.
-            StateError: On every rank, if the save before this one failed, or tensors cannot be saved.
+            UserError: If an undamaged checkpoint of this step exists.
+            ValueError: If a value is not a tensor or not JSON, or if `ctx` is missing although there are several ranks.
+            StateError: On every rank, if the previous background save failed, or the tensors cannot be saved or copied.
         """
         job = self._begin(step, tensors, state=state, rank_state=rank_state, metric=metric, ctx=ctx)
         group = self._background.group(ctx)
@@ -216,7 +226,7 @@ class CheckpointStore:
         try:
             parts = self._planner.local_parts(tensors, job.plan, job.rank)
             copies = self._staging.copy(parts, job.plan, job.rank)
-        except Exception as error:  # whatever it is, the others wait for the agreement
+        except Exception as error:  # any error: the other ranks wait in agree()
             problem = f"{job.folder} could not be copied to host memory: {error}"
         agree(problem, ctx)
 
@@ -227,47 +237,48 @@ class CheckpointStore:
         self._background.start(f"saving {job.folder}", work)
 
     def raise_if_failed(self) -> None:
-        """Raise what went wrong in the background. Cheap and local: call it every step.
+        """Raise the error of a failed background save, once. Local and cheap: call it every step.
 
         Raises:
-            StateError: If a save failed, once.
+            StateError: If a background save failed and its error was not raised yet.
         """
         self._background.raise_if_failed()
 
     def wait(self) -> None:
-        """Wait until what is being written in the background is complete.
+        """Wait for the background save.
 
         Raises:
-            StateError: If it failed, and nobody was told yet.
+            StateError: If a background save failed and its error was not raised yet.
         """
         self._background.wait()
 
     def close(self) -> None:
-        """Finish what is being written. The same as leaving the context, and as `wait`: the store can be used again.
+        """Wait for the background save; same as `wait`. The store stays usable.
 
         Raises:
-            StateError: If a save failed, and nobody was told yet.
+            StateError: If a background save failed and its error was not raised yet.
         """
         self.wait()
 
     def load(self, info: CheckpointInfo, tensors: Mapping[str, Tensor], ctx: DistributedContext | None = None) -> None:
-        """Fill tensors from a checkpoint, in place, whatever mesh it was saved on. Collective.
+        """Load tensors from a checkpoint in place; the mesh may differ from that at the save. Collective.
 
-        Unless `newest` did it, all digests are verified, shared out over the ranks, before a value is written.
+        Unless `newest` verified them, all digests are verified, distributed over the ranks, before any tensor is
+        changed.
 
         Args:
-            info: The same checkpoint on each rank, from `newest(ctx)` or `complete()`.
-            tensors: What to fill, with the global shapes and the dtypes that were saved. May be a part of what the
-                checkpoint holds.
-            ctx: The ranks; `None` for a process on its own.
+            info: The checkpoint, equal on all ranks, from `newest(ctx)` or `complete()`.
+            tensors: Tensors to load, with the saved global shapes and dtypes. May be a subset of the checkpoint.
+            ctx: Distributed context; `None` for a single process.
 
         Raises:
-            StateError: On every rank, if a file is damaged, or a tensor is missing or of another shape or dtype.
-            ValueError: If `ctx` is missing on several ranks.
+            StateError: On every rank, if a file is damaged or cannot be read, or a tensor is missing from the
+                checkpoint or has a different shape or dtype.
+            ValueError: If `ctx` is missing although there are several ranks.
         """
         num_ranks(ctx)
-        agree(misfits(info, tensors), ctx)
-        # All or none verify: a rank that has the checkpoint from elsewhere cannot do it alone.
+        agree(mismatches(info, tensors), ctx)
+        # Verification is collective: if the handle of one rank is unverified, all ranks take part.
         if not all(exchange_json(info.is_verified, ctx)):
             problems = verify_together(info, ctx)
             if problems is not None:
@@ -281,19 +292,19 @@ class CheckpointStore:
 
     @contextmanager
     def locked(self, ctx: DistributedContext | None = None) -> Generator[None]:
-        """Keep other jobs out of the folder for as long as the body runs. Collective.
+        """Hold an exclusive lock on the folder while the body runs. Collective.
 
-        The main process holds the lock, which the system gives back if that dies. The folder is made if it is absent,
-        and every rank must see it: a job learns before its first step that hosts have folders of their own. A save in
-        the background is waited for before the lock is given back.
+        The main process holds the lock; the operating system releases it if that process dies. The folder is created
+        if it does not exist. All ranks are checked to see the same folder, so that a job whose hosts do not share a
+        file system fails before its first step. The lock is released after a background save has finished.
 
         Args:
-            ctx: The ranks; `None` for a process on its own.
+            ctx: Distributed context; `None` for a single process.
 
         Raises:
-            UserError: On every rank, if another job has the lock, naming its host and process; if ranks do not see the
-                folder of the main process, naming the ranks and their hosts.
-            StateError: On every rank, if the folder cannot be made or locked.
+            UserError: On every rank, if another job holds the lock (names its host and process), or if ranks do not see
+                the main process's folder (names the ranks and their hosts).
+            StateError: On every rank, if the folder cannot be created or locked.
         """
         lock = FolderLock(self.folder)
         refusal, problem = "", None
@@ -318,21 +329,21 @@ class CheckpointStore:
             try:
                 self._background.join()
             finally:
-                # Whoever interrupts the waiting leaves the lock to the end of the process, which the thread delays.
+                # If the wait is interrupted, keep the lock until the process ends, which waits for the thread.
                 if not self._background.is_busy:
                     lock.release()
 
     def discard_partials(self, ctx: DistributedContext | None = None) -> None:
-        """Delete what killed saves and killed deletions left; call it when a job starts. Collective.
+        """Delete partial folders of killed saves and deletions. Call it when a job starts. Collective.
 
         Raises:
-            StateError: On every rank, if the main process cannot delete it.
+            StateError: On every rank, if the main process cannot delete a partial folder.
         """
         self.wait()
         agree(self._discard_partials() if is_main(ctx) else None, ctx)
 
     def _discard_partials(self) -> str | None:
-        """Delete partial folders; return what went wrong, `None` if nothing did."""
+        """Delete partial folders; return the error text, or `None` on success."""
         try:
             left = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
         except OSError as error:
@@ -341,10 +352,10 @@ class CheckpointStore:
         try:
             for path in partials:
                 if path.is_dir() and not path.is_symlink():
-                    _LOGGER.info("deleting %s, which was never completed", path)
+                    _LOGGER.info("deleting the incomplete checkpoint %s", path)
                     _files.remove_folder(path)
         except OSError as error:
-            return f"what killed saves left in {self.folder} could not be deleted: {describe(error)}"
+            return f"partial checkpoints in {self.folder} could not be deleted: {describe(error)}"
         return None
 
     def _begin(
@@ -357,7 +368,7 @@ class CheckpointStore:
         metric: float | None,
         ctx: DistributedContext | None,
     ) -> SaveJob:
-        """All that a save does before it touches the disk, but for a damaged checkpoint that is in its way."""
+        """Prepare a save: wait for the previous one, encode the state, plan the tensors, and clear the final path."""
         texts, folder, run_id, problem = (b"", b""), self.folder, "", None
         is_alone = num_ranks(ctx) == 1
         try:
@@ -371,15 +382,15 @@ class CheckpointStore:
             problem = describe(error)
         agree(problem, ctx)
         plan = self._planner.plan(tensors, ctx)
-        self._make_way(folder, ctx)
+        self._clear_path(folder, ctx)
         if metric is not None and not math.isfinite(metric):
-            _LOGGER.warning("the metric of step %d is %s, which counts as none", step, metric)
+            _LOGGER.warning("the metric of step %d is %s; the checkpoint is saved without a metric", step, metric)
             metric = None
         metric = None if metric is None else float(metric)
         return SaveJob(folder, run_id, step, metric, _mesh_shape(ctx), plan, *texts, ctx)
 
-    def _make_way(self, folder: Path, ctx: DistributedContext | None) -> None:
-        """Move a damaged checkpoint of the same step aside, and refuse to replace a sound one."""
+    def _clear_path(self, folder: Path, ctx: DistributedContext | None) -> None:
+        """Move a damaged checkpoint of the same step aside; raise `UserError` if it is undamaged. Collective."""
         problem, exists = None, False
         try:
             if is_main(ctx) and folder.exists():
@@ -394,16 +405,18 @@ class CheckpointStore:
         exists = bool(broadcast_int(int(exists), ctx))
         agree(problem, ctx)
         if exists:
-            raise UserError(f"{folder} is complete already, and checkpoints are never overwritten; save another step.")
+            raise UserError(
+                f"{folder} exists and is complete; checkpoints are never overwritten. Save a different step."
+            )
 
     def _delete_old(self, job: SaveJob) -> None:
-        """Delete what is not to be kept; never what was just saved. A failure to delete stops nobody."""
+        """Delete checkpoints by the retention policy, never the one just saved. Deletion errors are only logged."""
         if not is_main(job.ctx) or self._retention.last is None:
             return
         try:
             found = [info for info in self._newest_first() if info.folder not in self._damaged]
         except (OSError, ProcessLimitError) as error:
-            _LOGGER.warning("%s could not be read, so nothing is deleted: %s", self.folder, describe(error))
+            _LOGGER.warning("%s could not be read, so no old checkpoint is deleted: %s", self.folder, describe(error))
             return
         own = [info for info in found if info.run_id == job.run_id]
         own.sort(key=lambda info: info.step == job.step, reverse=True)
@@ -412,7 +425,7 @@ class CheckpointStore:
             if info.step in kept:
                 continue
             try:
-                # Under this name a deletion that is killed half-way cannot leave a torn checkpoint.
+                # Rename first: a deletion that is killed halfway then leaves a partial folder, not a broken checkpoint.
                 _files.rename(info.folder, partial_of(info.folder))
                 _files.fsync_folder(self.folder)
                 _files.remove_folder(partial_of(info.folder))
@@ -435,7 +448,7 @@ class CheckpointStore:
             try:
                 info = open_complete(path)
                 if self._only_run is not None and info.run_id != self._only_run:
-                    raise StateError(f"it is of the run {info.run_id}, not of {self._only_run}.")
+                    raise StateError(f"it belongs to run {info.run_id}, not to {self._only_run}.")
                 yield info
             except ProcessLimitError:
                 raise
@@ -445,14 +458,14 @@ class CheckpointStore:
 
 
 def _is_disk_error(error: BaseException | None) -> bool:
-    """Whether a disk failed to give what is there; that is news, unlike a folder that is no checkpoint."""
+    """Return True if an `OSError` other than `FileNotFoundError` is in the cause chain: always worth a warning."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__
     return error is not None and not isinstance(error, FileNotFoundError)
 
 
 def _move_aside(folder: Path, reason: StateError) -> str | None:
-    """Rename a damaged checkpoint; the text of the problem, if that fails."""
+    """Rename a damaged checkpoint; return the error text, or `None` on success."""
     number = 1
     while (aside := folder.with_name(f"{folder.name}.damaged-{number}")).exists():
         number += 1

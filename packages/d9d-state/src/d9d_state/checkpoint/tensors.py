@@ -1,4 +1,4 @@
-"""The tensors of a job by name: the model's, and the optimizer's under the names of the parameters they belong to."""
+"""Checkpoint names of a job's tensors: `model.<name>` and `optimizer.<parameter>.<key>`."""
 
 from collections.abc import Mapping
 
@@ -13,31 +13,32 @@ from d9d_state.tensor_info import TensorInfo
 
 _MODEL = "model."
 _OPTIMIZER = "optimizer."
-_COUNTERS = ("step", "mu_product")  # what torch's optimizers keep on the CPU, unless they are captured or fused
+_COUNTERS = ("step", "mu_product")  # scalars that torch's optimizers keep on the CPU, except when capturable or fused
 
 
 def model_tensors(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer as `model.<name>`, a tied one once: what to save, or to load into.
+    """Return every parameter and persistent buffer as `model.<name>`, to save or to load into; a tied tensor once.
 
     Args:
-        model: Materialised and parallelised.
-        trainable_only: Whether parameters that do not require gradients are left out. Buffers never are: training may
-            change them.
+        model: Materialized and parallelized model.
+        trainable_only: Omit parameters that do not require gradients. Buffers are always included, because training
+            may change them.
     """
     return {_MODEL + name: tensor.detach() for name, tensor in _held_tensors(model, trainable_only).items()}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's tensors as `optimizer.<parameter>.<key>`: what to save, or to load into.
+    """Return the optimizer's state tensors as `optimizer.<parameter>.<key>`, to save or to load into.
 
-    What it keeps as numbers is in `optimizer_numbers`.
+    Numbers in the optimizer state are in `optimizer_numbers`.
 
     Args:
-        model: Whose parameters the optimizer updates.
-        optimizer: Its state per parameter is made of tensors, numbers and `None`.
+        model: Model whose parameters the optimizer updates.
+        optimizer: Optimizer whose state per parameter consists of tensors, numbers and `None`.
 
     Raises:
-        ValueError: If it updates a tensor that is no parameter of the model, or keeps anything else.
+        ValueError: If the optimizer updates a tensor that is not a parameter of the model, or its state contains a
+            value of another type.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter, _ in named_parameters(model, optimizer):
@@ -46,26 +47,26 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
                 tensors[f"{_OPTIMIZER}{name}.{key}"] = value
             elif not (value is None or isinstance(value, bool | int | float)):
                 raise ValueError(
-                    f"{type(optimizer).__name__} keeps {key} of type {type(value).__name__} for {name}, which a "
-                    "checkpoint cannot hold; expected tensors and numbers. Use another optimizer."
+                    f"{type(optimizer).__name__} has state {key} of type {type(value).__name__} for {name}, which a "
+                    "checkpoint cannot store; expected tensors and numbers. Use another optimizer."
                 )
     return tensors
 
 
 def prepare_optimizer_for_load(model: nn.Module, optimizer: Optimizer, info: CheckpointInfo) -> None:
-    """Give an optimizer state of the kind that a checkpoint holds, unset, for `optimizer_tensors` to name.
+    """Allocate uninitialized optimizer state like that in a checkpoint, so that `optimizer_tensors` can be loaded.
 
-    An optimizer that has not stepped yet has no state to load into. State of a parameter's shape is placed like the
-    parameter; the step counter is where torch's optimizers keep it; parameters that the checkpoint has no state for,
-    because they never had a gradient, have none afterwards.
+    An optimizer that has not stepped yet has no state to load into. State of the parameter's shape gets the
+    parameter's device and placements. The step counter is on the device where torch's optimizers keep it. Parameters
+    without state in the checkpoint, because they never had a gradient, get no state.
 
     Args:
-        model: Materialised and parallelised.
-        optimizer: Of the class that the checkpoint was saved with. What state it has is replaced.
+        model: Materialized and parallelized model.
+        optimizer: Optimizer of the class that was saved. Its existing state is replaced.
         info: The checkpoint.
 
     Raises:
-        ValueError: If the optimizer updates a tensor that is no parameter of the model.
+        ValueError: If the optimizer updates a tensor that is not a parameter of the model.
     """
     saved: dict[str, dict[str, TensorInfo]] = {}
     for name, tensor_info in info.tensors.items():
@@ -81,15 +82,15 @@ def prepare_optimizer_for_load(model: nn.Module, optimizer: Optimizer, info: Che
 
 
 def check_same_model(info: CheckpointInfo, model: nn.Module, *, trainable_only: bool = False) -> None:
-    """Refuse a checkpoint of another model, before anything is started.
+    """Check that a checkpoint was saved from the same model. Reads no tensor data.
 
     Args:
         info: The checkpoint.
-        model: The whole model; `meta` is enough.
-        trainable_only: Whether the checkpoint is one of the tensors that `model_tensors` gives with this.
+        model: The whole model; may be on the meta device.
+        trainable_only: Value of `trainable_only` that `model_tensors` was called with at the save.
 
     Raises:
-        UserError: Listing every tensor that is missing, unexpected, or of another shape or dtype.
+        UserError: Listing every tensor that is missing, unexpected, or has a different shape or dtype.
     """
     saved = {
         name.removeprefix(_MODEL): tensor_info for name, tensor_info in info.tensors.items() if name.startswith(_MODEL)
@@ -105,17 +106,17 @@ def check_same_model(info: CheckpointInfo, model: nn.Module, *, trainable_only: 
     ]
     if lines:
         raise UserError(
-            f"{info.folder} is a checkpoint of another model:\n"
+            f"{info.folder} is a checkpoint of a different model:\n"
             + "\n".join(lines)
-            + "\nUse the configuration it was saved with, or another run folder."
+            + "\nUse the configuration that it was saved with, or another run folder."
         )
 
 
 def named_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, Mapping[str, object]]]:
-    """Name, parameter and group of everything that the optimizer updates.
+    """Return name, parameter and parameter group of every tensor that the optimizer updates.
 
     Raises:
-        ValueError: If it updates a tensor that is no parameter of the model.
+        ValueError: If the optimizer updates a tensor that is not a parameter of the model.
     """
     names = {id(parameter): name for name, parameter in unique_tensors(model).items()}
     found: list[tuple[str, Tensor, Mapping[str, object]]] = []
@@ -123,8 +124,8 @@ def named_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, 
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
                 raise ValueError(
-                    f"parameter {position} of the optimizer's group {index} is none of the model's; build the "
-                    "optimizer from the parameters of the parallelised model."
+                    f"got parameter {position} of optimizer group {index}, which is not a parameter of the model; "
+                    "create the optimizer from the parameters of the parallelized model."
                 )
             found.append((names[id(parameter)], parameter, group))
     return found

@@ -1,1 +1,1 @@
-"""The state mapper: how the tensors of one naming and layout become those of another, as a graph."""
+"""State mapper: a graph that converts tensors from one naming and layout to another."""

@@ -1,4 +1,4 @@
-"""The comparison of a mapper with both of its ends, before a byte of data is read: all mismatches in one report."""
+"""Check of a mapper against a checkpoint and a model, by shapes and dtypes only, with all mismatches in one error."""
 
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ def check(
     target: nn.Module | Mapping[str, TensorInfo],
     unused: Literal["error", "ignore"],
 ) -> None:
-    """Raise one `UserError` that lists everything that does not fit; see `StateMapper.check`."""
+    """Raise one `UserError` that lists all mismatches; see `StateMapper.check`."""
     held = source if isinstance(source, Mapping) else ModelFolder.open(source).tensors
     if isinstance(target, nn.Module):
         wanted = {name: TensorInfo.of(tensor) for name, tensor in module_tensors(target).items()}
@@ -49,14 +49,14 @@ def refuse_mismatches(
     first_names: Mapping[str, str],
     consumed: Collection[str],
 ) -> None:
-    """Raise the report, if there is anything to report.
+    """Compare a mapper with the tensors of a source and a model.
 
     Args:
-        mapper: What is checked.
-        held: The tensors of the source.
-        wanted: The tensors of the model, a tied one under each name.
-        first_names: For each name of the model the first name of the same tensor.
-        consumed: Names that the source may hold.
+        mapper: The mapper.
+        held: Tensors of the source.
+        wanted: Tensors of the model; a tied tensor appears under each of its names.
+        first_names: Maps each name of the model to the first name of the same tensor.
+        consumed: Names that the source may contain; any other name is reported as unused.
 
     Raises:
         UserError: Listing every mismatch.
@@ -67,14 +67,14 @@ def refuse_mismatches(
     filled = {first_names[name] for name in produced if name in first_names}
     sections = {
         "missing in the file": [name for part in parts for name in part.group.inputs if name not in held],
-        "in the file, but unused; drop() them, or ignore what is unused": [
+        'in the file, but unused; drop() them, or pass unused="ignore"': [
             name for name in held if name not in consumed
         ],
         "produced, but not in the model": [name for name in produced if name not in wanted],
-        "in the model, but nothing fills them; keep() them if that is meant": [
+        "in the model, but not produced; keep() them if this is intended": [
             name for name in wanted if first_names[name] == name and name not in filled
         ],
-        "wrong shape or dtype": [line for part in parts for line in _misfits(mapper, part, held, wanted)],
+        "wrong shape or dtype": [line for part in parts for line in _mismatches(mapper, part, held, wanted)],
     }
     report = [
         line
@@ -83,13 +83,13 @@ def refuse_mismatches(
         for line in (f"  {title}:", *(f"    {entry}" for entry in entries))
     ]
     if report:
-        raise UserError("the checkpoint, the mapper and the model do not fit together:\n" + "\n".join(report))
+        raise UserError("the checkpoint, the mapper and the model do not match:\n" + "\n".join(report))
 
 
 def skipped_groups(
     mapper: "StateMapper", *, held: Iterable[str], first_names: Mapping[str, str]
 ) -> frozenset["StateGroup"]:
-    """The groups that need not run: the source lacks them, and all they fill is filled under another, tied name."""
+    """Return groups that can be skipped: the source has none of their inputs, and tied names fill all their outputs."""
     held = frozenset(held)
     absent = [group for group in mapper.groups if group.inputs and held.isdisjoint(group.inputs)]
     if not absent:
@@ -106,7 +106,7 @@ def skipped_groups(
     )
 
 
-def _misfits(
+def _mismatches(
     mapper: "StateMapper", part: Component, held: Mapping[str, TensorInfo], wanted: Mapping[str, TensorInfo]
 ) -> list[str]:
     group = part.group
@@ -117,20 +117,20 @@ def _misfits(
         part.infer(values)
     except ValueError as error:
         return [str(error)]
-    misfits = []
+    mismatches = []
     for name in group.outputs:
         given = values[mapper.output_wires[name]]
         expected = wanted.get(name, given)
-        if not _fits(given, expected):
+        if not _matches(given, expected):
             sources = ", ".join(group.inputs)
-            misfits.append(f"{name}: got {given.describe()} from {sources}; expected {expected.describe()}")
-    return misfits
+            mismatches.append(f"{name}: got {given.describe()} from {sources}; expected {expected.describe()}")
+    return mismatches
 
 
-def _fits(given: TensorInfo, wanted: TensorInfo) -> bool:
+def _matches(given: TensorInfo, wanted: TensorInfo) -> bool:
     return given.shape == wanted.shape and (given.dtype == wanted.dtype or both_floating(given.dtype, wanted.dtype))
 
 
 def both_floating(one: torch.dtype, other: torch.dtype) -> bool:
-    """Whether values may be converted from one dtype to the other when they are copied."""
+    """Return True if both dtypes are floating-point, so that a copy may convert between them."""
     return one.is_floating_point and other.is_floating_point

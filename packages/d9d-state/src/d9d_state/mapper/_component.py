@@ -1,4 +1,4 @@
-"""The parts of a graph that do not depend on each other: what runs, is inferred and is filled when a group is."""
+"""Connected components of a mapper's graph. Each corresponds to one `StateGroup` and runs independently."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from d9d_state.tensor_info import TensorInfo
 @final
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """Names that have to be transformed together, because they depend on each other and on nothing else.
+    """Smallest set of inputs and outputs that are transformed together, independently of all others.
 
     Attributes:
-        inputs: Names that are consumed. Empty when the outputs keep the values that they have.
-        outputs: Names that are produced. Empty when the inputs are dropped.
+        inputs: Names that are consumed. Empty if the outputs are kept (`keep`).
+        outputs: Names that are produced. Empty if the inputs are dropped (`drop`).
     """
 
     inputs: tuple[str, ...]
@@ -27,7 +27,7 @@ class StateGroup:
 @final
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operation and the wires it is connected to."""
+    """One operation with its input and output wires."""
 
     operation: Operation
     inputs: tuple[int, ...]
@@ -37,11 +37,11 @@ class Node:
 @final
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A connected part of the graph.
+    """Connected component of the graph.
 
     Attributes:
-        group: Its names.
-        nodes: Its operations, in the order of the graph.
+        group: Input and output names of the component.
+        nodes: Nodes of the component, in topological order.
     """
 
     group: StateGroup
@@ -51,7 +51,8 @@ class Component:
         """Run the operation of a node.
 
         Raises:
-            ValueError: Naming the operation and the inputs of the group, if it fails or the number of tensors is wrong.
+            ValueError: If the operation fails or returns a wrong number of tensors; names the operation and the group's
+                inputs.
         """
         try:
             results = node.operation(*tensors)
@@ -61,13 +62,13 @@ class Component:
         return results
 
     def infer(self, values: dict[int, TensorInfo]) -> None:
-        """Extend what is known of the wires that inputs feed to all other wires.
+        """Infer shape and dtype of every wire from those of the input wires.
 
         Args:
-            values: What is on each wire; changed in place.
+            values: Shape and dtype by wire; the inferred ones are added in place.
 
         Raises:
-            ValueError: Naming the operation and the inputs of the group, if an operation does not fit.
+            ValueError: If an operation does not accept its inputs; names the operation and the group's inputs.
         """
         for node in self.nodes:
             try:
@@ -78,13 +79,13 @@ class Component:
             values.update(zip(node.outputs, results, strict=True))
 
     def failure(self, node: Node, problem: object) -> ValueError:
-        """The error that says which operation, on which tensors, has a problem."""
+        """Return an error that names the operation, the group's inputs and the problem."""
         return ValueError(f"{node.operation.describe()} on {', '.join(self.group.inputs)} failed: {problem}")
 
     def _refuse_count(self, node: Node, count: int) -> None:
         if count != len(node.outputs):
             raise ValueError(
-                f"{node.operation.describe()} on {', '.join(self.group.inputs)} gave {count} tensors; "
+                f"{node.operation.describe()} on {', '.join(self.group.inputs)} returned {count} tensors; "
                 f"expected {len(node.outputs)}."
             )
 
@@ -92,13 +93,13 @@ class Component:
 def components(
     nodes: Iterable[Node], input_wires: Mapping[str, int], output_wires: Mapping[str, int], num_wires: int
 ) -> tuple[Component, ...]:
-    """The connected parts of a graph, in the order of their first names, inputs before outputs."""
+    """Return the connected components of a graph, ordered by their first input; those without inputs come last."""
     nodes = tuple(nodes)
     roots = _connected(num_wires, nodes)
     nodes_of: dict[int, list[Node]] = {}
     for node in nodes:
         nodes_of.setdefault(roots[node.inputs[0]], []).append(node)
-    # A wire without nodes is a component with at most a name on each side; there may be very many.
+    # Fast path: a wire without nodes is a component with at most one input and one output. There may be very many.
     bare_outputs = {wire: (name,) for name, wire in output_wires.items() if roots[wire] not in nodes_of}
     inputs: dict[int, list[str]] = {root: [] for root in nodes_of}
     outputs: dict[int, list[str]] = {root: [] for root in nodes_of}
@@ -124,7 +125,7 @@ def components(
 
 
 def _connected(num_wires: int, nodes: Iterable[Node]) -> list[int]:
-    """For each wire a representative of all wires that nodes connect with it."""
+    """Return for each wire the representative wire of its connected component (union-find)."""
     parent = list(range(num_wires))
 
     def root(wire: int) -> int:

@@ -1,4 +1,4 @@
-"""Rules of dims and dtypes that several operations share, with one wording of what is wrong."""
+"""Dim and dtype checks that several operations share, with uniform error messages."""
 
 from collections.abc import Sequence
 
@@ -9,26 +9,26 @@ from d9d_state.tensor_info import TensorInfo
 
 
 def normalized_dim(dim: int, num_dims: int) -> int:
-    """The dim, counted from 0.
+    """Convert a possibly negative dim to one counted from 0.
 
     Raises:
-        ValueError: If a tensor with so many dims has none of this number.
+        ValueError: If the dim is out of range.
     """
     if not -num_dims <= dim < num_dims:
-        raise ValueError(f"got dim {dim}; expected one of the {num_dims} dims, counted from 0 or backwards from -1.")
+        raise ValueError(f"got dim {dim}; expected a dim of a tensor with {num_dims} dims.")
     return dim % num_dims
 
 
 def resized(info: TensorInfo, dim: int, size: int) -> TensorInfo:
-    """The tensor with another size in one dim, counted from 0."""
+    """Replace the size of one dim, counted from 0."""
     return TensorInfo((*info.shape[:dim], size, *info.shape[dim + 1 :]), info.dtype)
 
 
 def common_dtype(inputs: Sequence[TensorInfo]) -> torch.dtype:
-    """The dtype of a tensor that holds values of all inputs.
+    """Return the dtype to which `torch.promote_types` promotes all inputs.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If torch cannot promote the dtypes, such as different float8 types.
     """
     common = inputs[0].dtype
     for info in inputs[1:]:
@@ -41,10 +41,10 @@ def common_dtype(inputs: Sequence[TensorInfo]) -> torch.dtype:
 
 
 def same_shapes(inputs: Sequence[TensorInfo]) -> tuple[int, ...]:
-    """The shape that all inputs have.
+    """Return the shape that all inputs have.
 
     Raises:
-        ValueError: If they have different ones.
+        ValueError: If the shapes differ.
     """
     shape = inputs[0].shape
     if any(info.shape != shape for info in inputs):
@@ -54,18 +54,18 @@ def same_shapes(inputs: Sequence[TensorInfo]) -> tuple[int, ...]:
 
 
 def is_lossless(one: torch.dtype, other: torch.dtype) -> bool:
-    """Whether a floating dtype holds every value of another floating dtype."""
+    """Return True if `other` can represent every value of `one`; both are floating-point dtypes."""
     narrow, wide = torch.finfo(one), torch.finfo(other)
     return (
         narrow.max <= wide.max
         and wide.eps <= narrow.eps
-        # The smallest value below the normal ones, where a dtype still counts in steps of eps.
+        # smallest_normal * eps is the smallest subnormal number.
         and wide.smallest_normal * wide.eps <= narrow.smallest_normal * narrow.eps
     )
 
 
 def infos_of(tensors: Sequence[Tensor]) -> tuple[TensorInfo, ...]:
-    """Shapes and dtypes of tensors."""
+    """Return shape and dtype of each tensor."""
     return tuple(TensorInfo.of(tensor) for tensor in tensors)
 
 

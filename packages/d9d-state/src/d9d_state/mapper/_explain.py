@@ -1,4 +1,4 @@
-"""A mapper to be read before it is trusted: as text, or as a Mermaid flowchart."""
+"""Rendering of a mapper as text or as a Mermaid flowchart, for `StateMapper.explain`."""
 
 from collections.abc import Iterator, Mapping
 from itertools import count
@@ -16,7 +16,7 @@ _PLAIN = frozenset(" ._-,:=()[]{}/+*'!")
 def explain(
     mapper: "StateMapper", form: Literal["text", "mermaid"], *, infos: Mapping[str, TensorInfo] | None, fold: bool
 ) -> str:
-    """The graph as text; see `StateMapper.explain`."""
+    """Render the graph; see `StateMapper.explain`."""
     shown = outlines(mapper, infos or {}, fold=fold)
     if form == "text":
         counts = f"{len(mapper.inputs)} tensors -> {len(mapper.outputs)} tensors, {len(mapper.components)} groups"
@@ -28,7 +28,7 @@ def explain(
 
 
 def _text(outline: Outline) -> Iterator[str]:
-    """One line for each step; the first one says for how many groups it stands."""
+    """Render one line per step; the first line has the number of folded groups."""
     consumed = {label.wire for step in outline.steps for label in step.inputs}
     for number, step in enumerate(outline.steps):
         inputs = ", ".join(_named(label) for label in step.inputs) or "(kept)"
@@ -45,9 +45,9 @@ def _named(label: Label, *, dropped: bool = False) -> str:
 
 
 def _drawn(outline: Outline, ids: Iterator[str]) -> Iterator[str]:
-    """Boxes for inputs, hexagons for operations, rounded boxes for outputs; arrows along the values."""
+    """Render Mermaid lines: boxes for inputs, hexagons for operations, rounded boxes for outputs, arrows for values."""
     consumed = {label.wire for step in outline.steps for label in step.inputs}
-    makers: dict[int, str] = {}  # the operation that each value comes from
+    producers: dict[int, str] = {}  # Mermaid id of the operation that produces each wire
     margin = "  "
     if outline.num_groups > 1:
         yield f'  subgraph {next(ids)}["{outline.num_groups} groups"]'
@@ -56,12 +56,12 @@ def _drawn(outline: Outline, ids: Iterator[str]) -> Iterator[str]:
         ends = [f'{next(ids)}(["{_escaped(_named(label))}"])' for label in step.outputs if label.name is not None]
         if any(label.name is None and label.wire not in consumed for label in step.outputs) or not step.outputs:
             ends.append(f'{next(ids)}[/"dropped"/]')
-        starts = [_start(label, makers, ids) for label in step.inputs] or [f'{next(ids)}[/"kept"/]']
+        starts = [_start(label, producers, ids) for label in step.inputs] or [f'{next(ids)}[/"kept"/]']
         if step.operation is None:
             yield f"{margin}{starts[0]} --> {ends[0]}"
             continue
         operation = next(ids)
-        makers |= {label.wire: operation for label in step.outputs}
+        producers |= {label.wire: operation for label in step.outputs}
         yield f'{margin}{operation}{{{{"{_escaped(step.operation)}"}}}}'
         yield from (f"{margin}{start} --> {operation}" for start in starts)
         yield from (f"{margin}{operation} --> {end}" for end in ends)
@@ -69,13 +69,13 @@ def _drawn(outline: Outline, ids: Iterator[str]) -> Iterator[str]:
         yield "  end"
 
 
-def _start(label: Label, makers: Mapping[int, str], ids: Iterator[str]) -> str:
+def _start(label: Label, producers: Mapping[int, str], ids: Iterator[str]) -> str:
     if label.name is not None:
         return f'{next(ids)}["{_escaped(_named(label))}"]'
     shape = "" if label.info is None else f' -- "{_escaped(label.info.describe())}"'
-    return f"{makers[label.wire]}{shape}"
+    return f"{producers[label.wire]}{shape}"
 
 
 def _escaped(text: str) -> str:
-    """Text that means itself between the quotes of a label, whatever is in it."""
+    """Escape a text for a quoted Mermaid label."""
     return "".join(char if char.isalnum() or char in _PLAIN else f"#{ord(char)};" for char in text)

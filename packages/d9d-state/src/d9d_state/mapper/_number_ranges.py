@@ -1,20 +1,20 @@
-"""Rows of numbers as ranges: (0, 0), (1, 1), (2, 2) is one row, `{0..2}` and `{0..2}`."""
+"""Folding of rows of numbers into ranges: (0, 0), (1, 1), (2, 2) becomes the row `{0..2}`, `{0..2}`."""
 
 from collections.abc import Sequence
 from math import prod
 
 
 def folded_rows(rows: Sequence[tuple[int, ...]]) -> list[tuple[list[str], int]]:
-    """As few rows of texts as say the same.
+    """Fold rows of numbers into rows of range texts.
 
-    In a row, ranges of one length count together; of ranges of different lengths, every combination is meant. What
-    cannot be said so takes several rows.
+    Within a row, ranges of equal length advance together; ranges of different lengths form all combinations. Rows that
+    cannot be expressed this way are split into several folded rows.
 
     Args:
-        rows: All different and of the same length.
+        rows: Distinct rows of equal length.
 
     Returns:
-        For each row a text in place of every number, and how many rows it stands for.
+        For each folded row a text for every column, and the number of rows it represents.
     """
     columns = list(zip(*rows, strict=True))
     leaders = _leaders(columns)
@@ -35,13 +35,13 @@ def folded_rows(rows: Sequence[tuple[int, ...]]) -> list[tuple[list[str], int]]:
 
 
 def _leaders(columns: Sequence[Sequence[int]]) -> list[int]:
-    """For each column the first one that it keeps a constant distance to."""
+    """Return for each column the index of the first column that differs from it by a constant."""
     found: dict[tuple[int, ...], int] = {}
     return [found.setdefault(tuple(value - column[0] for value in column), at) for at, column in enumerate(columns)]
 
 
 def _range(values: Sequence[int]) -> str:
-    """Numbers in ascending order: `7`, or `{0..3,7}`."""
+    """Format ascending numbers: `7`, or `{0..3,7}`."""
     runs: list[list[int]] = []
     for value in values:
         if runs and value == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""A mapper as steps to be shown, as text or drawn: groups that differ only in numbers are folded into one."""
+"""Outline of a mapper for `explain`: the steps of each group, with groups that differ only in numbers folded."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,18 +12,18 @@ from d9d_state.tensor_info import TensorInfo
 if TYPE_CHECKING:
     from d9d_state.mapper.graph import StateMapper
 
-# Numbers that stand for an index; what is in braces was folded before or waits to be filled, and 007 is a name.
+# Index numbers in a name. Text in braces is skipped (folded ranges and placeholders), as are leading zeros like 007.
 _NUMBER = re.compile(r"(\{[^}]*\})|(?<!\d)(0|[1-9]\d*)(?!\d)")
-_FEWEST_LISTED = 3  # names side by side are folded from this number on
+_FEWEST_LISTED = 3  # minimum number of adjacent names that are folded
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What stands on a wire.
+    """Label of a wire.
 
     Attributes:
-        name: Its name; `None` for what is between two operations.
+        name: Input or output name; `None` for a value between two operations.
         wire: Number of the wire within its group.
         info: Shape and dtype, if known.
     """
@@ -36,12 +36,12 @@ class Label:
 @final
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An operation, or a tensor that none touches.
+    """One operation, or a tensor that passes through unchanged.
 
     Attributes:
-        inputs: What it takes; empty for what is kept.
-        operation: What it does; `None` if it does nothing.
-        outputs: What it gives; empty for what is dropped.
+        inputs: Input labels; empty for a kept output.
+        operation: Description of the operation; `None` if there is none.
+        outputs: Output labels; empty for a dropped input.
     """
 
     inputs: tuple[Label, ...]
@@ -52,11 +52,11 @@ class Step:
 @final
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The steps of a group, or of several that differ only in the numbers in their names.
+    """Steps of one group, or of several groups that differ only in the numbers in their names.
 
     Attributes:
         steps: The steps, in order.
-        num_groups: How many groups it stands for.
+        num_groups: Number of groups that the outline represents.
     """
 
     steps: tuple[Step, ...]
@@ -64,12 +64,12 @@ class Outline:
 
 
 def outlines(mapper: "StateMapper", infos: Mapping[str, TensorInfo], *, fold: bool) -> list[Outline]:
-    """What is to be shown of a mapper, in the order of its groups.
+    """Return the outlines of a mapper's groups, in order.
 
     Args:
         mapper: The mapper.
-        infos: What is known of its inputs.
-        fold: Whether groups and names that differ only in numbers are shown once.
+        infos: Shapes and dtypes of inputs, as far as known.
+        fold: Fold groups and names that differ only in numbers.
     """
     whole = [Outline(tuple(_steps(mapper, part, infos))) for part in mapper.components]
     return _folded([_with_lists_folded(each) for each in whole]) if fold else whole
@@ -97,12 +97,12 @@ def _steps(mapper: "StateMapper", part: Component, infos: Mapping[str, TensorInf
 
 
 def _values(mapper: "StateMapper", part: Component, infos: Mapping[str, TensorInfo]) -> dict[int, TensorInfo]:
-    """What is known of the wires: all, if all inputs are known and fit; else less."""
+    """Infer shapes and dtypes of the wires, as far as the known inputs allow."""
     values = {mapper.input_wires[name]: infos[name] for name in part.group.inputs if name in infos}
     if part.group.inputs and len(values) == len(part.group.inputs):
         try:
             part.infer(values)
-        except ValueError:  # whatever does not fit is for `check` to report
+        except ValueError:  # `check` reports mismatches; explain shows what could be inferred
             return values
     return values
 
@@ -116,7 +116,7 @@ def _with_lists_folded(outline: Outline) -> Outline:
 
 
 def _folded_list(labels: Sequence[Label]) -> Iterator[Label]:
-    """Names side by side that differ in one number, which counts up."""
+    """Fold runs of adjacent names in which one number counts up by one."""
     start = 0
     while start < len(labels):
         stop = start + 1
@@ -140,12 +140,12 @@ def _follows(one: Label, other: Label) -> bool:
 
 
 def _folded(whole: Sequence[Outline]) -> list[Outline]:
-    """The outlines, those that differ only in numbers where the first of them stood."""
-    alike: dict[tuple[object, ...], list[Outline]] = {}
+    """Fold outlines that differ only in numbers, at the position of the first of them."""
+    outlines_by_kind: dict[tuple[object, ...], list[Outline]] = {}
     for outline in whole:
-        alike.setdefault(tuple(_step_kind(step) for step in outline.steps), []).append(outline)
+        outlines_by_kind.setdefault(tuple(_step_kind(step) for step in outline.steps), []).append(outline)
     shown = []
-    for members in alike.values():
+    for members in outlines_by_kind.values():
         rows = [tuple(number for label in _labels(each) for number in _numbers(label.name or "")) for each in members]
         for texts, count in folded_rows(rows):
             left = iter(texts)
@@ -182,11 +182,11 @@ def _numbers(name: str) -> tuple[int, ...]:
 
 
 def _kind(name: str | None) -> str | None:
-    """The name without its numbers."""
+    """Replace the numbers in a name by a placeholder."""
     return None if name is None else _NUMBER.sub(lambda match: match[1] or "\0", name)
 
 
 def _refilled(name: str, texts: Sequence[str]) -> str:
-    """The name with other texts in place of its numbers."""
+    """Replace the numbers in a name by other texts."""
     left = iter(texts)
     return _NUMBER.sub(lambda match: match[1] or next(left), name)

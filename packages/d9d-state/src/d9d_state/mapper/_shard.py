@@ -1,4 +1,4 @@
-"""The groups of a mapper dealt out to several workers, so that all of them have about as much to do."""
+"""Load-balanced distribution of a mapper's groups over workers."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ from d9d_state.mapper._component import Component
 def deal(
     components: Sequence[Component], num_shards: int, index: int, num_bytes: Mapping[str, int] | None
 ) -> list[Component]:
-    """What one worker gets, in the order of the graph; see `StateMapper.shard`.
+    """Return the components of one worker, in the order of the graph; see `StateMapper.shard`.
 
-    The largest go first, each to the worker that has least so far: no worker gets more than 4/3 of the best possible
-    (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969).
+    Greedy: the largest component goes first, to the worker with the smallest load. The largest load is at most 4/3 of
+    the optimum (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969).
     """
     if not 0 <= index < num_shards:
-        raise ValueError(f"got shard {index} of {num_shards}; expected an index from 0 to below the number of shards.")
+        raise ValueError(f"got shard {index} of {num_shards}; expected 0 <= index < num_shards.")
     weights = [_weight(component, num_bytes) for component in components]
     loads = [(0, 0, worker) for worker in range(num_shards)]
     mine: list[int] = []

@@ -1,4 +1,4 @@
-"""Mappers out of mappers: side by side, one after the other, under other prefixes, many times."""
+"""Composition of mappers: in parallel, in sequence, with name prefixes, or repeated over placeholder values."""
 
 from collections.abc import Collection, Iterable
 from itertools import product
@@ -7,10 +7,10 @@ from d9d_state.mapper.graph import Node, StateMapper, checked, refuse_duplicates
 
 
 def parallel(*mappers: StateMapper) -> StateMapper:
-    """All mappers side by side.
+    """Combine independent mappers into one.
 
     Raises:
-        ValueError: Listing every name that two of them consume, or that two of them produce.
+        ValueError: If several mappers consume or produce the same name; lists these names.
     """
     nodes: list[Node] = []
     inputs: dict[str, int] = {}
@@ -31,15 +31,14 @@ def parallel(*mappers: StateMapper) -> StateMapper:
 
 
 def sequential(*mappers: StateMapper) -> StateMapper:
-    """One mapper after the other, as functions compose: each takes exactly what the one before it gives.
+    """Chain mappers: each mapper consumes exactly the outputs of the mapper before it.
 
-    Nothing passes by a mapper unseen: a tensor that it should leave alone is named, as
-    `parallel(mapper, identity(*others))`, and one that is not needed further is given to `drop`.
+    Tensors do not pass through a mapper implicitly. Name those that should stay unchanged, as in
+    `parallel(mapper, identity(*others))`, and `drop` those that are no longer needed.
 
     Raises:
-        ValueError: If no mapper is given; or listing every name that is produced and not consumed by the next mapper,
-            and every name that is consumed and not produced by the one before; or if an operation would get some of
-            its tensors but not all.
+        ValueError: If no mapper is given; if the outputs of a mapper are not exactly the inputs of the next one (lists
+            the names); or if an operation would get values for some of its inputs only.
     """
     if not mappers:
         raise ValueError("sequential() got no mappers; expected at least one.")
@@ -57,7 +56,7 @@ def sequential(*mappers: StateMapper) -> StateMapper:
 
 
 def scope(prefix_in: str, prefix_out: str, mapper: StateMapper) -> StateMapper:
-    """Put a prefix before every input name and one before every output name, dots included."""
+    """Add a prefix to every input name and another to every output name. Prefixes include their trailing dot."""
     return StateMapper(
         nodes=mapper.nodes,
         input_wires={prefix_in + name: wire for name, wire in mapper.input_wires.items()},
@@ -67,22 +66,22 @@ def scope(prefix_in: str, prefix_out: str, mapper: StateMapper) -> StateMapper:
 
 
 def repeat(mapper: StateMapper, **values: Iterable[int | str]) -> StateMapper:
-    """The mapper once per value, side by side, with the value put into the names.
+    """Copy a mapper once per value, in parallel, with the value substituted for a placeholder in the names.
 
-    `repeat(rename("h.{i}.w", "layers.{i}.w"), i=range(12))` renames twelve tensors. Several placeholders take every
-    combination of their values. Braces that are not named here are left alone.
+    `repeat(rename("h.{i}.w", "layers.{i}.w"), i=range(12))` renames twelve tensors. With several placeholders, the
+    mapper is copied for every combination of their values. Other text in braces is not changed.
 
     Args:
-        mapper: Its names hold the placeholders: `{i}` for the keyword `i`.
-        values: What each placeholder stands for.
+        mapper: Mapper whose names contain the placeholders: `{i}` for the keyword `i`.
+        values: Values of each placeholder.
 
     Raises:
-        ValueError: If a placeholder is in no name, or two copies have a name in common.
+        ValueError: If no name contains a placeholder, or two copies have a name in common.
     """
     names = [*mapper.inputs, *mapper.outputs]
     absent = [key for key in values if not any(f"{{{key}}}" in name for name in names)]
     if absent:
-        raise ValueError(f"repeat() got values for {', '.join(absent)}, but no name holds {{{absent[0]}}}.")
+        raise ValueError(f"repeat() got values for {', '.join(absent)}, but no name contains {{{absent[0]}}}.")
     copies = (_filled(mapper, dict(zip(values, choice, strict=True))) for choice in product(*values.values()))
     return parallel(*copies)
 
@@ -110,8 +109,12 @@ def _refuse_mismatch(given: Collection[str], taken: Collection[str], position: i
     unproduced = [name for name in taken if name not in given]
     problems = []
     if unconsumed:
-        problems.append(f"it does not consume {', '.join(unconsumed)}: name them in identity() or drop() beside it")
+        problems.append(
+            f"it does not consume {', '.join(unconsumed)}: add them to identity() or drop() in parallel with it"
+        )
     if unproduced:
         problems.append(f"it consumes {', '.join(unproduced)}, which the mapper before it does not produce")
     if problems:
-        raise ValueError(f"mapper {position} of sequential() does not fit the one before it: {'; '.join(problems)}.")
+        raise ValueError(
+            f"mapper {position} of sequential() does not match the mapper before it: {'; '.join(problems)}."
+        )

@@ -1,4 +1,4 @@
-"""One tensor into one tensor: another order of dims, another dtype, a function of the user's."""
+"""Operations on a tensor's dims, dtype or values: transpose, permute, cast, and user functions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -133,7 +133,10 @@ class _ElementwiseFunction:
         shape = same_shapes(infos_of(tensors))
         other = next((tensor.shape for tensor in outputs if tensor.shape != shape), None)
         if other is not None:
-            raise ValueError(f"it made shape {list(other)} of {list(shape)}; an elementwise function keeps the shape.")
+            raise ValueError(
+                f"it returned shape {list(other)} for inputs of shape {list(shape)}; "
+                "an elementwise function must keep the shape."
+            )
         return outputs
 
     def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
@@ -151,28 +154,27 @@ class _ElementwiseFunction:
 
 
 def transpose(src: str, dst: str | None = None, *, dim0: int = 0, dim1: int = 1) -> StateMapper:
-    """Swap two dims of a tensor. It is its own inverse, names apart.
+    """Swap two dims of a tensor. The inverse swaps them back.
 
     Args:
         src: Name of the tensor.
         dst: Name of the result; `None` keeps the name.
-        dim0: One dim; negative ones count from the end.
-        dim1: The other.
+        dim0: First dim; negative values count from the end.
+        dim1: Second dim; negative values count from the end.
     """
     return leaf(_Transpose(dim0, dim1), [src], [src if dst is None else dst])
 
 
 def permute(src: str, dst: str | None = None, *, dims: Sequence[int]) -> StateMapper:
-    """Put the dims of a tensor into another order. The inverse permutes them back.
+    """Permute the dims of a tensor. The inverse permutes them back.
 
     Args:
         src: Name of the tensor.
         dst: Name of the result; `None` keeps the name.
-        dims: All dims of the tensor, in their new order, as `Tensor.permute` takes them; negative ones count from the
-            end.
+        dims: All dims of the tensor in their new order, as for `Tensor.permute`; negative values count from the end.
 
     Raises:
-        ValueError: If `dims` is no order of dims.
+        ValueError: If `dims` is not a permutation.
     """
     order = tuple(dim + len(dims) if dim < 0 else dim for dim in dims)
     if sorted(order) != list(range(len(dims))):
@@ -181,14 +183,15 @@ def permute(src: str, dst: str | None = None, *, dims: Sequence[int]) -> StateMa
 
 
 def cast(*names: str, dtype: torch.dtype, back: torch.dtype | None = None) -> StateMapper:
-    """Convert tensors to a dtype. Loading converts between floating dtypes by itself; this is for files.
+    """Convert tensors to a dtype. The inverse is a `cast` to `back`.
 
-    The inverse is `cast` to `back`.
+    Loading into a model converts between floating-point dtypes without it; use it to choose the dtype in files.
 
     Args:
-        names: Names of the tensors, which stay.
-        dtype: The dtype they get.
-        back: The dtype that the inverse gives them. The round trip is exact only where `dtype` holds all values.
+        names: Names of the tensors; they do not change.
+        dtype: New dtype.
+        back: Dtype of the inverse; without it, the mapper has no inverse. The round trip is exact only if `dtype` can
+            represent all values.
 
     Raises:
         ValueError: If a name occurs twice.
@@ -204,16 +207,16 @@ def transform(
     inverse: TensorFunction | None = None,
     elementwise: bool = False,
 ) -> StateMapper:
-    """A function of your own. The inverse is that of `inverse`.
+    """Apply a user function to tensors. The inverse applies `inverse`.
 
     Args:
-        srcs: Names of the tensors it takes, in order.
-        dsts: Names of the tensors it gives, in order.
-        function: Takes one tensor per name of `srcs`, which it must not change, and gives a sequence with one per name
-            of `dsts`. It has to work on meta tensors too, for the check of shapes.
-        inverse: The way back, bit for bit; without it, the mapper has no inverse.
-        elementwise: Whether all tensors have one shape, and each element is computed from those at its place only. A
-            rank that holds a shard then reads and computes no more than that.
+        srcs: Names of the function's arguments, in order.
+        dsts: Names of the function's results, in order.
+        function: Takes one tensor per name in `srcs`, without changing it, and returns a sequence with one tensor per
+            name in `dsts`. It must also work on meta tensors, for shape inference.
+        inverse: Function that restores the inputs bit for bit; without it, the mapper has no inverse.
+        elementwise: Set if all tensors have the same shape and each output element depends only on the input elements
+            at the same index. A rank then reads and computes only its shard.
 
     Raises:
         ValueError: If `srcs` or `dsts` is empty or names one twice.
@@ -229,5 +232,5 @@ def _required(function: TensorFunction | None, described: str) -> TensorFunction
 
 
 def _function_name(function: TensorFunction) -> str:
-    """Name of a function as it is defined; of another callable, its text."""
+    """Return the qualified name of a function, or the `repr` of another callable."""
     return function.__qualname__ if isinstance(function, FunctionType) else repr(function)

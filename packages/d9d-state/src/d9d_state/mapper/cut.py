@@ -1,4 +1,4 @@
-"""Less of a tensor, or more: a range of a dim, one index of it, a dim that is filled up to a size."""
+"""Operations that cut or extend one dim of a tensor: narrow, select, pad."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class _Narrow:
 
     def inverse(self) -> "_Narrow":
         raise ValueError(
-            f"{self.describe()} has no inverse: values are lost. Use split() and drop() what you leave out."
+            f"{self.describe()} has no inverse, because values are lost. Use split() and drop() the other parts."
         )
 
     def describe(self) -> str:
@@ -72,7 +72,9 @@ class _Select:
         return (Piece(0, region.inserted(dim, self.index % inputs[0].shape[dim], 1), target.unsqueeze(dim)),)
 
     def inverse(self) -> "_Select":
-        raise ValueError(f"{self.describe()} has no inverse: values are lost. Use unstack() and drop() the others.")
+        raise ValueError(
+            f"{self.describe()} has no inverse, because values are lost. Use unstack() and drop() the others."
+        )
 
     def describe(self) -> str:
         return f"select(dim={self.dim}, index={self.index})"
@@ -146,12 +148,12 @@ class _Unpad:
 
 
 def narrow(src: str, dst: str | None = None, *, dim: int = 0, start: int, length: int) -> StateMapper:
-    """Take a range of a tensor's dim. It has no inverse, since values are lost; `split` and `drop` have one.
+    """Take a range of one dim of a tensor. It has no inverse, because values are lost; `split` with `drop` has one.
 
     Args:
         src: Name of the tensor.
         dst: Name of the result; `None` keeps the name.
-        dim: The dim; negative ones count from the end.
+        dim: Dim to cut; negative values count from the end.
         start: First index.
         length: Number of indices.
 
@@ -159,18 +161,18 @@ def narrow(src: str, dst: str | None = None, *, dim: int = 0, start: int, length
         ValueError: If `start` or `length` is negative.
     """
     if start < 0 or length < 0:
-        raise ValueError(f"narrow of {src} got start {start} and length {length}; expected neither below 0.")
+        raise ValueError(f"narrow of {src} got start {start} and length {length}; expected both to be 0 or more.")
     return leaf(_Narrow(dim, start, length), [src], [src if dst is None else dst])
 
 
 def select(src: str, dst: str | None = None, *, dim: int = 0, index: int) -> StateMapper:
-    """Take one index of a tensor's dim, which disappears. It has no inverse, since values are lost.
+    """Take one index of one dim of a tensor and remove the dim. It has no inverse, because values are lost.
 
     Args:
         src: Name of the tensor.
         dst: Name of the result; `None` keeps the name.
-        dim: The dim; negative ones count from the end.
-        index: Which one; negative ones count from the end.
+        dim: Dim to remove; negative values count from the end.
+        index: Index in that dim; negative values count from the end.
     """
     return leaf(_Select(dim, index), [src], [src if dst is None else dst])
 
@@ -178,17 +180,15 @@ def select(src: str, dst: str | None = None, *, dim: int = 0, index: int) -> Sta
 def pad(
     src: str, dst: str | None = None, *, dim: int = 0, size: int, padded_size: int, value: float = 0
 ) -> StateMapper:
-    """Fill a tensor's dim up to a size, as a vocabulary that is to be divisible. The inverse cuts what was added.
-
-    The inverse of the inverse pads again.
+    """Pad one dim of a tensor at its end, for example a vocabulary to a divisible size. The inverse cuts the padding.
 
     Args:
         src: Name of the tensor.
         dst: Name of the result; `None` keeps the name.
-        dim: The dim; negative ones count from the end.
-        size: The size that it has.
-        padded_size: The size that it gets.
-        value: What is added at its end.
+        dim: Dim to pad; negative values count from the end.
+        size: Current size of the dim.
+        padded_size: New size of the dim.
+        value: Value of the padding.
 
     Raises:
         ValueError: If `size` is negative or above `padded_size`.
@@ -201,7 +201,7 @@ def pad(
 
 
 def _checked_dim(info: TensorInfo, dim: int, size: int) -> int:
-    """The dim counted from 0, if it has this size."""
+    """Return the dim counted from 0; raise `ValueError` if it does not have the given size."""
     normalized = normalized_dim(dim, len(info.shape))
     if info.shape[normalized] != size:
         raise ValueError(f"dim {dim} of shape {list(info.shape)} must have size {size}.")

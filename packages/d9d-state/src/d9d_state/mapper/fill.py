@@ -1,8 +1,8 @@
-"""Outputs filled in place from regions of a source: how a stack of experts is read straight into a rank's shard of it.
+"""Filling of outputs in place from regions of a source, such as experts read directly into a rank's shard of a stack.
 
-From a wanted region of an output, the engine walks back to the inputs. An operation that only moves values turns the
-memory of its output into views of it that have the shapes of regions of its inputs, and so down to the source, which
-writes into memory of the caller. Only where something is computed is there a temporary, of the part that is needed.
+The engine walks from the wanted region of an output back to the inputs. A `Layout` operation maps views of the output's
+memory to regions of its inputs, recursively, until the source writes into the caller's memory. Only operations that
+compute need temporary memory, for the required part.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TensorSource(Protocol):
-    """Named tensors of which parts can be read."""
+    """Collection of named tensors with reads of regions."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -31,13 +31,13 @@ class TensorSource(Protocol):
         ...
 
     def read_into(self, name: str, region: Region, target: Tensor) -> None:
-        """Copy a region of a tensor.
+        """Read a region of a tensor into a target tensor.
 
         Args:
-            name: The tensor.
-            region: Which part of it.
-            target: Plain, of the shape of the region, with any strides, on any device. It has the dtype of the tensor,
-                or both are floating and values are converted as `copy_` does.
+            name: Name of the tensor.
+            region: Region to read.
+            target: Plain tensor with the region's shape, on any device, with any strides. It has the tensor's dtype, or
+                both dtypes are floating-point and values are converted as by `copy_`.
         """
         ...
 
@@ -45,11 +45,11 @@ class TensorSource(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Memory for a part of an output.
+    """Memory to fill with a region of an output.
 
     Attributes:
-        region: Which part of the whole output is wanted; all of it, or a `DTensor`'s shard.
-        tensor: Plain, of the shape of the region, with any strides, on any device.
+        region: Wanted region of the output: the whole output, or a `DTensor`'s local shard.
+        tensor: Plain tensor with the region's shape, on any device, with any strides.
     """
 
     region: Region
@@ -70,7 +70,7 @@ def fill(mapper: "StateMapper", destinations: Mapping[str, Destination], source:
 def planned_reads(
     mapper: "StateMapper", regions: Mapping[str, Region], tensors: Mapping[str, TensorInfo]
 ) -> tuple[tuple[str, Region], ...]:
-    """What `fill` would read; see `StateMapper.reads`."""
+    """Return the regions that `fill` would read; see `StateMapper.reads`."""
     recorder = _Recorder(tensors)
     wanted: dict[str, Region] = {name: region for name, region in regions.items() if region.num_elements > 0}
     while wanted:
@@ -88,7 +88,7 @@ def planned_reads(
 
 @final
 class _Recorder:
-    """A source that remembers what it is asked for and gives nothing."""
+    """Source that records the requested regions without reading data."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
         self.tensors: Mapping[str, TensorInfo] = tensors
@@ -104,7 +104,7 @@ def _fill_component(
 ) -> None:
     infos = _infer(mapper, component, source.tensors)
     for name, destination in destinations.items():
-        _refuse_misfit(name, destination, infos[mapper.output_wires[name]])
+        _check_destination(name, destination, infos[mapper.output_wires[name]])
     names = {mapper.input_wires[name]: name for name in component.group.inputs}
     filling = _Filling(component, names, infos, source)
     for name, destination in destinations.items():
@@ -114,18 +114,18 @@ def _fill_component(
 def _infer(mapper: "StateMapper", component: Component, held: Mapping[str, TensorInfo]) -> dict[int, TensorInfo]:
     absent = [name for name in component.group.inputs if name not in held]
     if absent:
-        raise ValueError(f"the source does not hold {', '.join(absent)}; expected all inputs of the group.")
+        raise ValueError(f"the source does not contain {', '.join(absent)}; expected all inputs of the group.")
     infos = {mapper.input_wires[name]: held[name] for name in component.group.inputs}
     component.infer(infos)
     return infos
 
 
-def _refuse_misfit(name: str, destination: Destination, info: TensorInfo) -> None:
+def _check_destination(name: str, destination: Destination, info: TensorInfo) -> None:
     region, tensor = destination.region, destination.tensor
     if not region.is_within(info.shape):
         raise ValueError(
-            f"{name}: got the region at {list(region.offsets)} of sizes {list(region.sizes)}; expected one within "
-            f"{list(info.shape)}."
+            f"{name}: got the region at {list(region.offsets)} of sizes {list(region.sizes)}; expected a region within "
+            f"shape {list(info.shape)}."
         )
     if tuple(tensor.shape) != region.sizes:
         raise ValueError(f"{name}: got a tensor of shape {list(tensor.shape)}; expected {list(region.sizes)}.")
@@ -135,9 +135,9 @@ def _refuse_misfit(name: str, destination: Destination, info: TensorInfo) -> Non
 
 @final
 class _Filling:
-    """One group while it is filled.
+    """State of filling one group.
 
-    On every call of `fill`, the target has the dtype of the wire, or both are floating.
+    On every call of `fill`, the target has the dtype of the wire, or both dtypes are floating-point.
     """
 
     def __init__(
@@ -148,11 +148,11 @@ class _Filling:
         self._infos = infos
         self._source = source
         self._producers = {wire: node for node in component.nodes for wire in node.outputs}
-        # What was computed and may be asked for again, by the first output of the node and the regions it was given.
+        # Cached results of nodes, by the node's first output wire and the input regions it was computed from.
         self._results: dict[tuple[int, tuple[Region, ...]], tuple[Tensor, ...]] = {}
 
     def fill(self, wire: int, region: Region, target: Tensor) -> None:
-        """Fill a tensor with a region of what is on a wire."""
+        """Fill a tensor with a region of a wire's value."""
         if wire in self._names:
             self._source.read_into(self._names[wire], region, target)
             return
@@ -168,7 +168,7 @@ class _Filling:
             target.copy_(region.of(self._whole(node, inputs, is_meta=target.is_meta)[output]))
 
     def _move(self, node: Node, operation: Layout, output: int, region: Region, target: Tensor) -> bool:
-        """Fill the target piece by piece; whether the operation could say how."""
+        """Fill the target piece by piece; return False if the operation cannot map the target to views."""
         inputs = [self._infos[wire] for wire in node.inputs]
         dtype = self._infos[node.outputs[output]].dtype
         pieces = operation.pieces(output, region, target, inputs)
@@ -177,12 +177,12 @@ class _Filling:
             return True
         if target.is_contiguous():
             return False
-        between = _empty(region, dtype, target.device)
-        pieces = operation.pieces(output, region, between, inputs)
+        contiguous = _empty(region, dtype, target.device)
+        pieces = operation.pieces(output, region, contiguous, inputs)
         if pieces is None:
             return False
         self._fill_pieces(node, dtype, pieces)
-        target.copy_(between)
+        target.copy_(contiguous)
         return True
 
     def _fill_pieces(self, node: Node, dtype: torch.dtype, pieces: Iterable[Piece | Constant]) -> None:
@@ -190,10 +190,10 @@ class _Filling:
             if isinstance(piece, Constant):
                 piece.target.fill_(torch.tensor(piece.value, dtype=dtype).item())
             else:
-                self._fill_through(dtype, node.inputs[piece.input], piece)
+                self._fill_rounded(dtype, node.inputs[piece.input], piece)
 
-    def _fill_through(self, dtype: torch.dtype, wire: int, piece: Piece) -> None:
-        """Fill a piece with values that are to be rounded to a dtype, whatever the dtype of the target."""
+    def _fill_rounded(self, dtype: torch.dtype, wire: int, piece: Piece) -> None:
+        """Fill a piece with values rounded to `dtype`, independent of the target's dtype."""
         given = self._infos[wire].dtype
         if _is_direct(given, dtype, piece.target.dtype):
             self.fill(wire, piece.region, piece.target)
@@ -203,15 +203,15 @@ class _Filling:
         piece.target.copy_(values.to(dtype))
 
     def _part(self, node: Node, needs: Sequence[Region], output: int, region: Region, device: torch.device) -> Tensor:
-        """An output of a node, computed from parts of its inputs."""
+        """Compute a region of a node's output from regions of its inputs, and check its shape."""
         result = self._computed(node, needs, device)[output]
         if tuple(result.shape) != region.sizes:
-            shapes = f"it made shape {list(result.shape)} of a part; expected {list(region.sizes)}."
+            shapes = f"it returned shape {list(result.shape)} for a region; expected {list(region.sizes)}."
             raise self._component.failure(node, shapes)
         return result
 
     def _whole(self, node: Node, inputs: Sequence[TensorInfo], *, is_meta: bool) -> tuple[Tensor, ...]:
-        """All outputs of a node, in the memory of the host: nobody said that the device has room for them."""
+        """Compute all outputs of a node in host memory, since they may not fit into device memory."""
         device = torch.device("meta" if is_meta else "cpu")
         return self._computed(node, [Region.whole(info.shape) for info in inputs], device, again=True)
 
@@ -233,7 +233,7 @@ class _Filling:
 
 
 def _is_direct(given: torch.dtype, through: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether values of one dtype, rounded to a second, may be written to memory of a third as they are."""
+    """Return True if writing `given` values directly to `wanted` memory equals rounding them to `through` first."""
     if given == through:
         return True
     if not (given.is_floating_point and through.is_floating_point and wanted.is_floating_point):

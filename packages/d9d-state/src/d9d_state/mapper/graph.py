@@ -1,7 +1,7 @@
-"""The mapper itself: one immutable graph from named tensors to named tensors, run one independent group at a time.
+"""`StateMapper`: an immutable graph from named input tensors to named output tensors, executed one group at a time.
 
-Values travel on numbered wires, and only the two ends of the graph have names. Hence renaming costs nothing, the
-names between two mappers of a chain can never clash with others, and a mapper contains no cycle by construction.
+Nodes are connected by numbered wires; only the graph's inputs and outputs have names. Hence renaming costs nothing,
+intermediate names of chained mappers cannot clash, and the graph is acyclic by construction.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -24,15 +24,15 @@ from d9d_state.tensor_info import TensorInfo
 @final
 @dataclass(frozen=True, eq=False)
 class StateMapper:
-    """An immutable graph from named tensors to named tensors.
+    """Immutable graph from named input tensors to named output tensors.
 
-    Built by the functions of this package (`rename`, `stack`, `sequential`, ...), not by hand.
+    Create it with the functions of this package (`rename`, `stack`, `sequential`, ...), not with the constructor.
 
     Attributes:
-        nodes: The operations, each after those whose outputs it takes.
-        input_wires: The wire of every input name.
-        output_wires: The wire of every output name. A wire that no input and no node feeds stays unset (`keep`).
-        num_wires: Every wire is in `range(num_wires)`.
+        nodes: Operations with their wires, in topological order.
+        input_wires: Wire of every input name.
+        output_wires: Wire of every output name. A wire without input and producer is unset (`keep`).
+        num_wires: Number of wires; wires are numbered from 0.
     """
 
     nodes: tuple[Node, ...]
@@ -42,30 +42,30 @@ class StateMapper:
 
     @property
     def inputs(self) -> Collection[str]:
-        """Every name that the mapper consumes, in order."""
+        """Names that the mapper consumes, in order."""
         return self.input_wires.keys()
 
     @property
     def outputs(self) -> Collection[str]:
-        """Every name that the mapper produces or keeps, in order."""
+        """Names that the mapper produces or keeps, in order."""
         return self.output_wires.keys()
 
     @property
     def groups(self) -> tuple[StateGroup, ...]:
-        """The independent groups, in a fixed order. Together they hold each input and each output once."""
+        """Independent groups, in a fixed order. Each input and each output is in exactly one group."""
         return tuple(component.group for component in self.components)
 
     def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Transform the tensors of one group.
 
         Args:
-            tensors: Exactly the inputs of one group, of any device; meta tensors give shapes and dtypes.
+            tensors: Exactly the inputs of one group, on any device, including `meta`.
 
         Returns:
-            The outputs of that group. They may be views of the inputs.
+            The outputs of the group. They may be views of the inputs.
 
         Raises:
-            ValueError: If `tensors` is not the inputs of one group, or an operation does not fit their shapes.
+            ValueError: If `tensors` are not exactly the inputs of one group, or an operation does not accept them.
         """
         component = self._component_of_inputs(tensors)
         values = {self.input_wires[name]: tensor for name, tensor in tensors.items()}
@@ -75,16 +75,16 @@ class StateMapper:
         return {name: values[self.output_wires[name]] for name in component.group.outputs}
 
     def infer(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-        """Shapes and dtypes of what `apply` would give.
+        """Infer shapes and dtypes of the outputs that `apply` would return.
 
         Args:
-            tensors: Exactly the inputs of one group.
+            tensors: Shape and dtype of exactly the inputs of one group.
 
         Returns:
-            The outputs of that group.
+            Shape and dtype of the group's outputs.
 
         Raises:
-            ValueError: If `tensors` is not the inputs of one group, or an operation does not fit their shapes.
+            ValueError: If `tensors` are not exactly the inputs of one group, or an operation does not accept them.
         """
         component = self._component_of_inputs(tensors)
         values = {self.input_wires[name]: info for name, info in tensors.items()}
@@ -92,55 +92,58 @@ class StateMapper:
         return {name: values[self.output_wires[name]] for name in component.group.outputs}
 
     def fill(self, destinations: Mapping[str, Destination], source: TensorSource) -> None:
-        """Fill parts of outputs in place, reading only what they are made of.
+        """Fill regions of outputs in place, reading only the required regions of inputs.
 
-        What operations only move is read straight into the destinations, without a temporary. What an operation
-        computes elementwise is read and computed in parts, on the device of the destination; what any other operation
-        computes, on whole tensors in the memory of the host, once for this call.
+        Values that operations only move are read directly into the destinations, without a temporary. Elementwise
+        operations run on the required regions, on the destination's device. Any other operation runs on full tensors in
+        host memory, once per call.
 
         Args:
-            destinations: Some or all outputs of one group. Empty regions read nothing. Outputs that are kept (`keep`)
-                stay as they are.
-            source: What is read from.
+            destinations: Some or all outputs of one group. Nothing is read for empty regions. Kept outputs (`keep`) are
+                not changed.
+            source: Source of the inputs.
 
         Raises:
-            ValueError: If `destinations` are not of one group, the source lacks an input, an operation does not fit, or
-                a destination has another shape or kind of dtype than the output.
+            ValueError: If `destinations` are not outputs of one group, the source lacks an input, an operation does not
+                accept its inputs, or a destination's shape or dtype does not match the output. All floating-point
+                dtypes match each other.
         """
         fill(self, destinations, source)
 
     def reads(
         self, destinations: Mapping[str, Region], tensors: Mapping[str, TensorInfo]
     ) -> tuple[tuple[str, Region], ...]:
-        """What `fill` would read, without reading it.
+        """Return the regions of inputs that `fill` would read.
 
         Args:
-            destinations: Regions of outputs, of any groups.
-            tensors: What the source holds.
+            destinations: Regions of outputs, from any number of groups.
+            tensors: Shape and dtype of the source's tensors.
 
         Returns:
-            Names and regions of inputs, in the order in which they are read.
+            Names and regions of inputs, in the order of the reads.
 
         Raises:
-            ValueError: As `fill` does.
+            ValueError: As in `fill`.
         """
         return planned_reads(self, destinations, tensors)
 
     def inverse(self) -> "StateMapper":
-        """The mapper of the way back: `m.inverse()` applied to what `m` gives restores it bit for bit.
+        """Return the inverse mapper, which restores the inputs of this mapper from its outputs bit for bit.
 
         Raises:
-            ValueError: If an operation has no inverse, or what it would need was dropped.
+            ValueError: If an operation has no inverse, or some of the tensors that its inverse needs were dropped.
         """
         nodes = tuple(Node(node.operation.inverse(), node.outputs, node.inputs) for node in reversed(self.nodes))
         return checked(StateMapper(nodes, self.output_wires, self.input_wires, self.num_wires))
 
     def restrict(self, *, inputs: Iterable[str] | None = None, outputs: Iterable[str] | None = None) -> "StateMapper":
-        """The same mapper with only the groups that touch some names: the part of one pipeline stage, for example.
+        """Return the mapper with only the groups that contain some names, for example those of a pipeline stage.
+
+        If both `inputs` and `outputs` are given, a group must match both.
 
         Args:
-            inputs: Keep the groups that consume any of these; `None` asks for nothing.
-            outputs: Keep the groups that produce any of these; `None` asks for nothing.
+            inputs: Keep groups that consume any of these names; `None` keeps all.
+            outputs: Keep groups that produce any of these names; `None` keeps all.
         """
         wanted_inputs = None if inputs is None else frozenset(inputs)
         wanted_outputs = None if outputs is None else frozenset(outputs)
@@ -153,18 +156,18 @@ class StateMapper:
         return self._part(kept)
 
     def shard(self, num_shards: int, index: int, *, num_bytes: Mapping[str, int] | None = None) -> "StateMapper":
-        """The same mapper with only the groups that one of several workers is to do.
+        """Return the mapper with only the groups of one worker, balanced over the workers.
 
-        The shards are disjoint, together they are everything, and every worker that calls this sees the same ones. A
-        group is never torn, so that a mapper of a single group gives one worker everything.
+        Each group belongs to exactly one shard, and the result is deterministic, so all workers agree without
+        communication. Groups are not split: of a mapper with a single group, one worker gets everything.
 
         Args:
             num_shards: Number of workers.
-            index: Which worker.
-            num_bytes: Size of every input, by which the shards are balanced; `None` counts inputs.
+            index: Index of the worker.
+            num_bytes: Size of every input in bytes, used to balance the shards; `None` balances the number of inputs.
 
         Raises:
-            ValueError: If there is no such worker, or `num_bytes` lacks an input.
+            ValueError: If `index` is out of range, or `num_bytes` lacks an input.
         """
         return self._part(deal(self.components, num_shards, index, num_bytes))
 
@@ -178,43 +181,44 @@ class StateMapper:
         """Compare the mapper with a checkpoint and a model, reading headers only.
 
         Args:
-            source: A folder in the Hugging Face layout, or what it holds.
-            target: The model, on any device, `meta` included, or the tensors it holds.
-            unused: Whether a tensor of the source that the mapper does not consume is a mismatch.
+            source: Folder in the Hugging Face layout, or shape and dtype of its tensors.
+            target: Model on any device, including `meta`, or shape and dtype of its tensors.
+            unused: `"error"` reports tensors in the source that the mapper does not consume; `"ignore"` allows them.
 
         Returns:
-            The mapper.
+            This mapper.
 
         Raises:
-            UserError: Listing every mismatch: tensors missing in or unused from the source, outputs that the model
-                does not have, model tensors that nothing fills, wrong shapes, wrong kinds of dtype.
+            UserError: Listing every mismatch: tensors missing in or unused from the source, outputs missing in the
+                model, model tensors that the mapper does not produce, wrong shapes and wrong dtypes. Floating-point
+                dtypes match each other.
         """
         _check.check(self, source=source, target=target, unused=unused)
         return self
 
     def explain(
         self,
-        format: Literal["text", "mermaid"] = "text",  # noqa: A002 - what a reader would call it
+        format: Literal["text", "mermaid"] = "text",  # noqa: A002 - the natural name of this argument
         *,
         infos: Mapping[str, TensorInfo] | None = None,
         fold: bool = True,
     ) -> str:
-        """The graph, to be read: one line per operation, and one per tensor that none touches.
+        """Render the graph for people: one line per operation, and one per tensor that passes through unchanged.
 
         Args:
-            format: Lines of text, or a flowchart as Mermaid draws it, in a fenced block of a Markdown file for example.
-            infos: What inputs hold, as `ModelFolder.tensors` says; their shapes and those that follow are shown.
-            fold: Whether what differs only in numbers is shown once: `layers.{0..35}.q`. In one group of lines, ranges
-                of one length count together; of ranges of different lengths, every combination is meant.
+            format: `"text"` for lines of text, `"mermaid"` for a flowchart, for example for a Markdown code block.
+            infos: Shapes and dtypes of inputs, such as `ModelFolder.tensors`. They and the inferred ones are shown.
+            fold: Show groups and names that differ only in numbers once: `layers.{0..35}.q`. Within one group of lines,
+                ranges of equal length advance together; ranges of different lengths form all combinations.
 
         Raises:
-            ValueError: If there is no such format.
+            ValueError: If the format is unknown.
         """
         return _explain.explain(self, format, infos=infos, fold=fold)
 
     @cached_property
     def unset_wires(self) -> frozenset[int]:
-        """The wires that carry no value, because only `keep` feeds them."""
+        """Wires without a value, because they depend on outputs of `keep`."""
         is_set = set(self.input_wires.values())
         for node in self.nodes:
             if is_set.issuperset(node.inputs):
@@ -222,7 +226,7 @@ class StateMapper:
         return frozenset(set(range(self.num_wires)) - is_set)
 
     def _part(self, kept: Iterable[Component]) -> "StateMapper":
-        """The mapper of some components, on wires of its own: its cost does not depend on the size of the whole."""
+        """Build a mapper from some components, with renumbered wires. The cost depends on these components only."""
         nodes: list[Node] = []
         inputs: dict[str, int] = {}
         outputs: dict[str, int] = {}
@@ -240,10 +244,10 @@ class StateMapper:
         return StateMapper(tuple(nodes), inputs, outputs, len(wires))
 
     def component_of_outputs(self, names: Iterable[str]) -> Component:
-        """The connected part of the graph that gives some outputs.
+        """Return the component that produces some outputs.
 
         Raises:
-            ValueError: If there are none, or they are not of one group.
+            ValueError: If `names` is empty or contains outputs of several groups.
         """
         found: Component | None = None
         for name in names:
@@ -252,7 +256,7 @@ class StateMapper:
                 raise ValueError(f"{name} is not an output of this mapper; expected one of its groups' outputs.")
             if found is not None and component is not found:
                 raise ValueError(
-                    f"{name} is not of the group of {', '.join(found.group.outputs)}; expected outputs of one group."
+                    f"{name} is not in the group of {', '.join(found.group.outputs)}; expected outputs of one group."
                 )
             found = component
         if found is None:
@@ -261,7 +265,7 @@ class StateMapper:
 
     @cached_property
     def components(self) -> tuple[Component, ...]:
-        """The connected parts of the graph, one for each group, in the same order."""
+        """Connected components of the graph, one per group, in the order of `groups`."""
         return components(self.nodes, self.input_wires, self.output_wires, self.num_wires)
 
     @cached_property
@@ -282,14 +286,21 @@ class StateMapper:
                     f"got {', '.join(names)}; expected all inputs of one group: {', '.join(component.group.inputs)}."
                 )
             return component
-        raise ValueError("got no tensors; a group without inputs keeps its values and is not applied.")
+        raise ValueError(
+            "got no tensors; expected the inputs of one group. Groups without inputs (keep) cannot be applied."
+        )
 
 
 def leaf(operation: Operation, inputs: Iterable[str], outputs: Iterable[str]) -> StateMapper:
-    """A mapper of one operation.
+    """Create a mapper with a single operation.
+
+    Args:
+        operation: The operation.
+        inputs: Names of its inputs, in order.
+        outputs: Names of its outputs, in order.
 
     Raises:
-        ValueError: If there is no input or no output, or a name occurs twice on one side.
+        ValueError: If `inputs` or `outputs` is empty or contains a name twice.
     """
     sources, targets = tuple(inputs), tuple(outputs)
     if not sources or not targets:
@@ -306,10 +317,15 @@ def leaf(operation: Operation, inputs: Iterable[str], outputs: Iterable[str]) ->
 
 
 def named_wires(names: Iterable[str], first: int, *, what: str) -> dict[str, int]:
-    """Give each name a wire of its own, counted from `first`.
+    """Assign consecutive wires to names, starting at `first`.
+
+    Args:
+        names: The names.
+        first: Wire of the first name.
+        what: What happens to the names, for the error message: `"consumed"` or `"produced"`.
 
     Raises:
-        ValueError: Listing the names that occur more than once.
+        ValueError: If a name occurs more than once; lists these names.
     """
     wires: dict[str, int] = {}
     twice: list[str] = []
@@ -322,30 +338,30 @@ def named_wires(names: Iterable[str], first: int, *, what: str) -> dict[str, int
 
 
 def refuse_duplicates(names: Collection[str], *, what: str) -> None:
-    """Raise if any name was used more than once.
+    """Raise if there are duplicate names.
 
     Raises:
-        ValueError: Listing them.
+        ValueError: If `names` is not empty; lists them.
     """
     if names:
         raise ValueError(f"{what} more than once: {', '.join(dict.fromkeys(names))}. Each name may be {what} once.")
 
 
 def checked(mapper: StateMapper) -> StateMapper:
-    """Refuse operations that would get some of their tensors but not all.
+    """Return the mapper if every operation has values for all of its inputs or for none.
 
     Raises:
-        ValueError: Listing those operations.
+        ValueError: If an operation has values for some of its inputs only; lists these operations.
     """
     unset = mapper.unset_wires
-    torn = [
+    partial = [
         node.operation.describe()
         for node in mapper.nodes
         if 0 < len(unset.intersection(node.inputs)) < len(node.inputs)
     ]
-    if torn:
+    if partial:
         raise ValueError(
-            f"{', '.join(torn)} would need values that keep() leaves unset or that were dropped; "
-            "keep or drop all the inputs of an operation, or none."
+            f"{', '.join(partial)} would get only some of its inputs, because the others are kept or dropped; "
+            "keep() or drop() all inputs of an operation, or none."
         )
     return mapper

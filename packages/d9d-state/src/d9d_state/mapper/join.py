@@ -1,4 +1,4 @@
-"""Several tensors as one, and back: along a new dim (stack) or along one they have (concat)."""
+"""Operations that join tensors and split them again: stack and unstack, concat and split."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ class _Concat:
             raise ValueError(f"got sizes {list(got)} in dim {self.dim}; expected {list(self.sizes)}.")
         if any(info.shape[:dim] != first[:dim] or info.shape[dim + 1 :] != first[dim + 1 :] for info in inputs):
             shapes = dict.fromkeys(str(list(info.shape)) for info in inputs)
-            raise ValueError(f"got shapes {' and '.join(shapes)}; expected the same but for dim {self.dim}.")
+            raise ValueError(f"got shapes {' and '.join(shapes)}; expected equal shapes except in dim {self.dim}.")
         return (TensorInfo((*first[:dim], sum(got), *first[dim + 1 :]), common_dtype(inputs)),)
 
     def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> Iterator[Piece]:
@@ -154,19 +154,24 @@ def stack(srcs: Sequence[str], dst: str, *, dim: int = 0) -> StateMapper:
     Args:
         srcs: Names of the parts, in order.
         dst: Name of the stack.
-        dim: Where the new dim of size `len(srcs)` is inserted; negative ones count from the end of the stack's dims.
+        dim: Position of the new dim of size `len(srcs)`; negative values count from the end of the stack's dims.
 
     Raises:
-        ValueError: If `srcs` is empty or names one twice.
+        ValueError: If `srcs` is empty or contains a name twice.
     """
     return leaf(_Stack(dim, len(srcs)), srcs, [dst])
 
 
 def unstack(src: str, dsts: Sequence[str], *, dim: int = 0) -> StateMapper:
-    """Take a tensor apart along a dim of size `len(dsts)`, which disappears. The inverse is `stack`.
+    """Unbind a tensor along a dim of size `len(dsts)`, which is removed. The inverse is `stack`.
+
+    Args:
+        src: Name of the stack.
+        dsts: Names of the parts, in order.
+        dim: Dim to remove; negative values count from the end.
 
     Raises:
-        ValueError: If `dsts` is empty or names one twice.
+        ValueError: If `dsts` is empty or contains a name twice.
     """
     return leaf(_Unstack(dim, len(dsts)), [src], dsts)
 
@@ -176,12 +181,12 @@ def concat(srcs: Sequence[str], dst: str, *, dim: int = 0, sizes: Sequence[int] 
 
     Args:
         srcs: Names of the parts, in order.
-        dst: Name of the whole.
-        dim: The dim along which they are joined; negative ones count from the end.
-        sizes: Sizes of the parts in `dim`. Only the inverse needs them; where they are given, they are checked.
+        dst: Name of the result.
+        dim: Dim along which the parts are joined; negative values count from the end.
+        sizes: Sizes of the parts in `dim`. Only the inverse needs them; if given, they are checked.
 
     Raises:
-        ValueError: If `srcs` is empty or names one twice, or `sizes` has another length or a negative size.
+        ValueError: If `srcs` is empty or contains a name twice, or `sizes` has a different length or a negative size.
     """
     if sizes is not None:
         _refuse_sizes(sizes, len(srcs), what=f"concat into {dst}")
@@ -189,10 +194,16 @@ def concat(srcs: Sequence[str], dst: str, *, dim: int = 0, sizes: Sequence[int] 
 
 
 def split(src: str, dsts: Sequence[str], sizes: Sequence[int], *, dim: int = 0) -> StateMapper:
-    """Cut a tensor along a dim into parts of given sizes. The inverse is `concat`.
+    """Split a tensor along a dim into parts of given sizes. The inverse is `concat`.
+
+    Args:
+        src: Name of the tensor.
+        dsts: Names of the parts, in order.
+        sizes: Sizes of the parts in `dim`.
+        dim: Dim to split; negative values count from the end.
 
     Raises:
-        ValueError: If `dsts` is empty or names one twice, or `sizes` has another length or a negative size.
+        ValueError: If `dsts` is empty or contains a name twice, or `sizes` has a different length or a negative size.
     """
     _refuse_sizes(sizes, len(dsts), what=f"split of {src}")
     return leaf(_Split(dim, tuple(sizes)), [src], dsts)
@@ -202,4 +213,4 @@ def _refuse_sizes(sizes: Sequence[int], count: int, *, what: str) -> None:
     if len(sizes) != count:
         raise ValueError(f"{what} got {len(sizes)} sizes for {count} tensors; expected one size each.")
     if any(size < 0 for size in sizes):
-        raise ValueError(f"{what} got sizes {list(sizes)}; expected none below 0.")
+        raise ValueError(f"{what} got sizes {list(sizes)}; expected sizes of 0 or more.")

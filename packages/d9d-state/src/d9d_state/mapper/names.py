@@ -1,4 +1,4 @@
-"""Mappers that only deal in names: tensors pass through untouched, keep what they have, or are dropped."""
+"""Mappers without operations: pass tensors through, rename, keep or drop them."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ from d9d_state.module_tensors import unique_tensors
 
 
 def identity(*names: str) -> StateMapper:
-    """Pass these tensors on under their own names. It is its own inverse.
+    """Pass tensors through under their own names. The mapper is its own inverse.
 
     Raises:
         ValueError: If a name occurs twice.
@@ -17,23 +17,23 @@ def identity(*names: str) -> StateMapper:
 
 
 def identity_of(origin: nn.Module | StateMapper) -> StateMapper:
-    """Pass on every parameter and persistent buffer of a module, or every output of a mapper.
+    """Return an identity mapper for the parameters and persistent buffers of a module, or for a mapper's outputs.
 
     Args:
-        origin: A module, of which a tied tensor is passed under its first name only; or a mapper.
+        origin: Module, whose tied tensors appear under their first name only; or mapper.
     """
     return identity(*(origin.outputs if isinstance(origin, StateMapper) else unique_tensors(origin)))
 
 
 def rename(src: str, dst: str) -> StateMapper:
-    """Pass the tensor `src` on under the name `dst`. The inverse renames it back."""
+    """Rename the tensor `src` to `dst`. The inverse renames it back."""
     return StateMapper((), {src: 0}, {dst: 0}, 1)
 
 
 def keep(*names: str) -> StateMapper:
-    """Leave these outputs as they are: nothing in the checkpoint fills them. The inverse is `drop`.
+    """Declare outputs that the checkpoint does not contain; their current values stay. The inverse is `drop`.
 
-    It is how freshly initialised weights, an adapter's for example, stand beside loaded ones.
+    Use it for newly initialized weights, such as an adapter's, beside loaded ones.
 
     Raises:
         ValueError: If a name occurs twice.
@@ -43,7 +43,7 @@ def keep(*names: str) -> StateMapper:
 
 
 def drop(*names: str) -> StateMapper:
-    """Consume these inputs and produce nothing from them. The inverse is `keep`.
+    """Consume inputs and produce nothing from them. The inverse is `keep`.
 
     Raises:
         ValueError: If a name occurs twice.

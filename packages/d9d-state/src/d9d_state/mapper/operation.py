@@ -1,8 +1,8 @@
-"""What a node of the graph may be: the contract of all operations, and of those that can do with parts of tensors.
+"""Protocols of the graph's operations.
 
-An operation that says no more than `Operation` is run on whole tensors. One that only moves values says where they come
-from (`Layout`), so that they are read straight to where they are wanted. One that computes, but knows of what parts
-(`Local`), is run on those parts only.
+A plain `Operation` runs on full tensors. An operation that only moves values implements `Layout`, so that values are
+read directly into their destination. An operation that computes regions of its outputs from regions of its inputs
+implements `Local`, and runs on those regions only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,42 +16,42 @@ from d9d_state.tensor_info import TensorInfo
 
 
 class Operation(Protocol):
-    """What a node of the graph does to its tensors. `describe()` is how `explain` shows it."""
+    """Function from tensors to tensors, with shape inference and an optional inverse."""
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Compute the outputs from the inputs, on whatever device they are."""
+        """Compute the outputs from the inputs, on any device."""
         ...
 
     def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
-        """Shapes and dtypes of the outputs. `infer_on_meta(self, *inputs)` will do where there is no quicker rule.
+        """Infer shapes and dtypes of the outputs; `infer_on_meta(self, *inputs)` is a generic implementation.
 
         Raises:
-            ValueError: If the operation does not fit the inputs.
+            ValueError: If the operation does not accept the inputs.
         """
         ...
 
     def inverse(self) -> "Operation":
-        """The operation that gives the inputs back, bit for bit.
+        """Return the operation that restores the inputs from the outputs bit for bit.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If the operation has no inverse.
         """
         ...
 
     def describe(self) -> str:
-        """Its name and arguments, short."""
+        """Return name and arguments as short text, for `explain` and error messages."""
         ...
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A region of an input, and where its values belong.
+    """Region of an input, and the part of the output that it fills.
 
     Attributes:
-        input: Which input.
-        region: Which part of it.
-        target: A view of the output's memory, of the shape of the region.
+        input: Index of the input.
+        region: Region of that input.
+        target: View of the output's memory, with the region's shape.
     """
 
     input: int
@@ -62,11 +62,11 @@ class Piece:
 @final
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A part of an output that no input fills.
+    """Part of an output that is filled with a constant.
 
     Attributes:
-        value: What it is filled with, in the dtype of the output.
-        target: A view of the output's memory.
+        value: The constant; it is rounded to the dtype of the output.
+        target: View of the output's memory.
     """
 
     value: float
@@ -75,50 +75,50 @@ class Constant:
 
 @runtime_checkable
 class Layout(Operation, Protocol):
-    """An operation that moves values and changes none, except for converting them to the dtype of its output."""
+    """Operation that moves values without changing them, except for a conversion to the output's dtype."""
 
     def pieces(
         self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]
     ) -> Iterable[Piece | Constant] | None:
-        """Where the values of a region of an output come from.
+        """Map a region of an output to regions of the inputs.
 
         Args:
-            output: Which output.
-            region: A part of it, not empty.
-            target: The memory of that part, of its shape, with any strides.
+            output: Index of the output.
+            region: Non-empty region of that output.
+            target: Memory of the region, with its shape and any strides.
             inputs: Shapes and dtypes of all inputs.
 
         Returns:
-            Pieces, none of them empty, that cover `target`, each element once. `None` if there are no views of `target`
-            for them: it is asked again with a contiguous one, and if the answer stays the same, the operation is run on
-            whole tensors.
+            Non-empty pieces whose targets cover each element of `target` exactly once. `None` if no views of `target`
+            can express them. Then the method is called again with a contiguous target; if it returns `None` again, the
+            operation runs on full tensors.
         """
         ...
 
 
 @runtime_checkable
 class Local(Operation, Protocol):
-    """An operation that computes parts of its outputs from parts of its inputs; elementwise ones, for example."""
+    """Operation that computes regions of its outputs from regions of its inputs, such as an elementwise function."""
 
     def needs(self, output: int, region: Region, inputs: Sequence[TensorInfo]) -> Sequence[Region]:
-        """What a region of an output is computed from.
+        """Return the input regions that a region of an output depends on.
 
         Args:
-            output: Which output.
-            region: A part of it, not empty.
+            output: Index of the output.
+            region: Non-empty region of that output.
             inputs: Shapes and dtypes of all inputs.
 
         Returns:
-            A region for each input. Called on these parts, the operation gives just that region as this output.
+            One region per input. Called on these regions, the operation returns exactly `region` as this output.
         """
         ...
 
 
 def infer_on_meta(operation: Operation, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
-    """Infer the outputs of an operation by running it on meta tensors, which have no storage.
+    """Infer shapes and dtypes of an operation's outputs by running it on meta tensors.
 
     Raises:
-        ValueError: If the operation fails on them.
+        ValueError: If the operation fails on the meta tensors.
     """
     try:
         outputs = operation(*(info.to_meta() for info in inputs))

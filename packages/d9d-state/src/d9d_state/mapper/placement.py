@@ -1,6 +1,6 @@
-"""Plain tensors into `DTensor`s and back, for tensors that do not come from files or go to them.
+"""Operations between plain tensors and `DTensor`s, for use with `StateMapper.apply`.
 
-Loading and saving need neither: they see what each rank holds of a model's `DTensor`s by themselves.
+Loading and saving of models do not need them: these functions handle `DTensor` parameters themselves.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ class _Distribute:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         (tensor,) = tensors
         if isinstance(tensor, DTensor):
-            raise ValueError("got a DTensor; expected a plain tensor that every rank has whole.")
-        # Without a source rank, each rank cuts its shard out of what it has, and nothing is sent.
+            raise ValueError("got a DTensor; expected the full tensor as a plain tensor on every rank.")
+        # With src_data_rank=None, each rank slices its own shard, and nothing is sent.
         return (distribute_tensor(tensor, self.mesh, self.placements, src_data_rank=None),)
 
     def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
@@ -52,7 +52,7 @@ class _Gather:
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         (tensor,) = tensors
-        if not isinstance(tensor, DTensor):  # whole already, as what is saved is when it arrives here
+        if not isinstance(tensor, DTensor):  # already full: model export gathers before it calls the mapper
             return tensors
         if tensor.device_mesh != self.mesh or tuple(tensor.placements) != self.placements:
             raise ValueError(
@@ -76,31 +76,31 @@ class _Gather:
 
 
 def distribute(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> StateMapper:
-    """Make a `DTensor` of a plain tensor that every rank has whole. The inverse is `gather`. No collective.
+    """Convert a full plain tensor, equal on every rank, to a `DTensor`. The inverse is `gather`. Issues no collective.
 
     Args:
-        name: Name of the tensor, which stays.
-        mesh: Over which ranks.
-        placements: How it lies there, one per axis of the mesh.
+        name: Name of the tensor; it does not change.
+        mesh: Mesh of the `DTensor`.
+        placements: One placement per mesh axis.
 
     Raises:
-        ValueError: If there is another number of placements, or one is `Partial`.
+        ValueError: If the number of placements is not the number of mesh axes, or a placement is `Partial`.
     """
     return leaf(_Distribute(mesh, _checked(name, mesh, placements)), [name], [name])
 
 
 def gather(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> StateMapper:
-    """Make a plain tensor, whole on every rank, of a `DTensor`. The inverse is `distribute`. Collective over the mesh.
+    """Convert a `DTensor` to a full plain tensor on every rank. The inverse is `distribute`. Collective over the mesh.
 
-    A plain tensor is whole already and passes through.
+    A plain tensor passes through unchanged.
 
     Args:
-        name: Name of the tensor, which stays.
-        mesh: Over which ranks it lies; one of the same ranks, axes and names.
-        placements: How it lies there, one per axis of the mesh.
+        name: Name of the tensor; it does not change.
+        mesh: Mesh of the `DTensor`, with equal ranks, axes and axis names.
+        placements: One placement per mesh axis.
 
     Raises:
-        ValueError: If there is another number of placements, or one is `Partial`.
+        ValueError: If the number of placements is not the number of mesh axes, or a placement is `Partial`.
     """
     return leaf(_Gather(mesh, _checked(name, mesh, placements)), [name], [name])
 
@@ -109,7 +109,7 @@ def _checked(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> tu
     if len(placements) != mesh.ndim or any(isinstance(placement, Partial) for placement in placements):
         raise ValueError(
             f"{name}: got the placements {_described(placements)} for a mesh of {mesh.ndim} axes; "
-            "expected a Shard or Replicate for each."
+            "expected one Shard or Replicate per axis."
         )
     return tuple(placements)
 

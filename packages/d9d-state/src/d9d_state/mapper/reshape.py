@@ -1,7 +1,7 @@
-"""The same values in another shape, for any part of a tensor.
+"""Reshape, including reshapes of regions.
 
-A region of one shape is, in the other, one box or several, or no boxes at all. Both shapes are cut into common factors
-([4, 6] and [8, 3] into [4, 2, 3]); a box over these can be seen from either side.
+A region of one shape corresponds to one or several boxes of the other shape, or cannot be expressed as boxes. Both
+shapes are split into common factors ([4, 6] and [8, 3] into [4, 2, 3]); boxes over the factors map to both shapes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ class _Reshape:
                 return [Piece(0, Region.whole(source), target.view(source))]
             factors = _common_factors(source, shape)
             return None if factors is None else list(_pieces(region, target, factors, shape, source))
-        except RuntimeError:  # strides of the target that no view of the shape can have
+        except RuntimeError:  # the target's strides do not allow a view of this shape
             return None
 
     def inverse(self) -> "_Reshape":
@@ -60,20 +60,20 @@ class _Reshape:
 
 
 def reshape(src: str, dst: str, shape: Sequence[int], *, source_shape: Sequence[int] | None = None) -> StateMapper:
-    """Give a tensor another shape, its values staying in row-major order. The inverse gives it `source_shape` again.
+    """Reshape a tensor in row-major order. The inverse reshapes it to `source_shape`.
 
     Args:
         src: Name of the tensor.
-        dst: Name of the result; it may be the same.
-        shape: The new shape; one size may be -1, for what is left.
-        source_shape: The shape that the tensor has. Only the inverse needs it; where it is given, it is checked.
+        dst: Name of the result; may equal `src`.
+        shape: New shape; one size may be -1 and is inferred.
+        source_shape: Current shape of the tensor. Only the inverse needs it; if given, it is checked.
 
     Raises:
-        ValueError: If the shapes have different numbers of elements, or `shape` has a negative size but for one -1.
+        ValueError: If the shapes have different numbers of elements, or `shape` has a negative size other than one -1.
     """
     try:
         if any(size < -1 for size in shape) or list(shape).count(-1) > 1:
-            raise ValueError(f"got shape {list(shape)}; expected sizes of at least 0, and -1 at most once.")
+            raise ValueError(f"got shape {list(shape)}; expected sizes of 0 or more, and at most one -1.")
         if source_shape is not None:
             shape = _completed(tuple(shape), tuple(source_shape))
     except ValueError as error:
@@ -82,17 +82,19 @@ def reshape(src: str, dst: str, shape: Sequence[int], *, source_shape: Sequence[
 
 
 def _completed(shape: tuple[int, ...], source: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape with its -1 filled in, for a tensor of another shape."""
+    """Replace a -1 in the new shape, for a tensor of shape `source`; raise `ValueError` if the sizes do not match."""
     known = prod(size for size in shape if size != -1)
     if -1 in shape and known > 0 and prod(source) % known == 0:
         return tuple(prod(source) // known if size == -1 else size for size in shape)
     if -1 in shape or known != prod(source):
-        raise ValueError(f"shape {list(source)} has {prod(source)} elements, which do not fill shape {list(shape)}.")
+        raise ValueError(
+            f"shape {list(source)} has {prod(source)} elements; expected as many as shape {list(shape)} has."
+        )
     return shape
 
 
 def _common_factors(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The sizes of a shape from which both shapes come by joining neighbouring dims; `None` if there is none."""
+    """Return the coarsest shape from which both shapes result by merging adjacent dims; `None` if there is none."""
     strides = {prod(shape[dim:]) for shape in (one, other) for dim in range(len(shape) + 1)}
     steps = list(pairwise(sorted(strides, reverse=True)))
     if any(above % below for above, below in steps):
@@ -103,7 +105,7 @@ def _common_factors(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, 
 def _pieces(
     region: Region, target: Tensor, factors: tuple[int, ...], shape: tuple[int, ...], source: tuple[int, ...]
 ) -> Iterator[Piece]:
-    """The pieces of a region of `shape`, each a box of `source`."""
+    """Split a region of `shape` into pieces that are boxes of `source`."""
     spans, source_spans = _spans(shape, factors), _spans(source, factors)
     boxes = [
         list(_boxes(offset, offset + size, factors[span]))
@@ -127,7 +129,7 @@ def _piece(
     factors: tuple[int, ...],
     source_spans: list[slice],
 ) -> Piece:
-    """A part of a box that is a box of the source too: one list of ranges for each dim of the source."""
+    """Build the piece for a part of a box; `part` has one list of ranges per dim of the source."""
     ranges = [each for dim_part in part for each in dim_part]
     for dim, ((offset, size), (first, _)) in enumerate(zip(ranges, box, strict=True)):
         view = view.narrow(dim, offset - first, size)
@@ -137,7 +139,7 @@ def _piece(
 
 
 def _spans(shape: tuple[int, ...], factors: tuple[int, ...]) -> list[slice]:
-    """Which factors make up each dim. A dim of size 1 has none."""
+    """Return for each dim the slice of factors whose product is its size; an empty slice for a dim of size 1."""
     spans = []
     stop = 0
     for size in shape:
@@ -150,7 +152,7 @@ def _spans(shape: tuple[int, ...], factors: tuple[int, ...]) -> list[slice]:
 
 
 def _boxes(start: int, stop: int, factors: tuple[int, ...]) -> Iterator[list[_Range]]:
-    """A range of a dim as boxes over its factors: what is cut off from a row in front and behind, and whole rows."""
+    """Split a range of a dim into boxes over its factors: a partial row in front, whole rows, a partial row behind."""
     if not factors:
         yield []
         return
@@ -170,7 +172,7 @@ def _boxes(start: int, stop: int, factors: tuple[int, ...]) -> Iterator[list[_Ra
 
 
 def _rows(box: list[_Range], factors: tuple[int, ...]) -> Iterator[list[_Range]]:
-    """A box over the factors of a dim as ranges of this dim: only the innermost part may be more than one index."""
+    """Split a box over a dim's factors into contiguous ranges of this dim."""
     inner = len(factors)
     while inner and box[inner - 1][1] == factors[inner - 1]:
         inner -= 1
@@ -180,7 +182,7 @@ def _rows(box: list[_Range], factors: tuple[int, ...]) -> Iterator[list[_Range]]
 
 
 def _flat(ranges: list[_Range], factors: tuple[int, ...]) -> int:
-    """The first index of a box, in the dim that its factors make up."""
+    """Return the index of a box's first element in the dim that the factors form."""
     index = 0
     for (offset, _), factor in zip(ranges, factors, strict=True):
         index = index * factor + offset
