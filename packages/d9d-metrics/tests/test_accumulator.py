@@ -63,6 +63,6 @@ def test_refuses_a_tensor_of_another_shape() -> None:
 @pytest.mark.parametrize("value", [math.nan, 0.5, torch.tensor(math.nan), torch.tensor(2.0)])
 def test_a_count_refuses_what_is_not_whole(value: float | torch.Tensor) -> None:
     accumulator = Accumulator("count")
-    with pytest.raises(UserError, match=r"a count got .*; expected whole numbers\. Use a sum, or convert"):
+    with pytest.raises(UserError, match=r"a count got .*; expected integers\. Use a sum, or convert"):
         accumulator.update(value)
     assert accumulator.value.item() == 0

@@ -68,7 +68,7 @@ def test_a_device_is_found_by_its_name(name: str, known: str) -> None:
 
 def test_an_unknown_device_is_refused_and_a_table_helps() -> None:
     with pytest.raises(
-        UserError, match=r"no peak rate is known for the device 'CPU'; known are GB300, .*Pass the rate"
+        UserError, match=r"got the device 'CPU', whose peak rate is unknown; expected one of GB300, .*Pass the rate"
     ):
         peak_flops(torch.device("cpu"))
     assert peak_flops(torch.device("cpu"), table={**PEAK_FLOPS, "cpu": 2e11}) == 2e11

@@ -25,7 +25,9 @@ def test_a_state_dict_is_a_copy() -> None:
 def test_refuses_the_state_of_another_metric_and_stays_as_it_was() -> None:
     metric = WeightedMean()
     metric.update(6.0, 4.0)
-    message = r"WeightedMean has the tensors \{'total': \(\)\}; expected \{'total': \(\), 'weight': \(\)\}"
+    message = (
+        r"got the tensors \{'total': \(\)\} as the state of a WeightedMean; expected \{'total': \(\), 'weight': \(\)\}"
+    )
     with pytest.raises(UserError, match=message):
         metric.load_state_dict(Sum().state_dict())
     assert metric.compute().item() == 1.5

@@ -334,14 +334,14 @@ def _fail(faulty_rank: int, fault: str) -> None:
         (
             0,
             "returns a number",
-            r"got float among what a stage returns to a stage of another rank; expected tensors and None(.|\n)*"
+            r"got float in a stage's output that is sent to another rank; expected tensors and None(.|\n)*"
             r"in SendOutput of stage 0, microbatch 0, on pipeline rank 0",
         ),
         (
             0,
             "changes",
-            r"got float32\[2, 2\] that needs a gradient, where for inputs of the same shapes it was float32\[1, 2\] "
-            r"that needs a gradient before; expected",
+            r"got a message of float32\[2, 2\] with requires_grad, but float32\[1, 2\] with requires_grad earlier for "
+            r"inputs of the same shapes; expected",
         ),
     ],
 )
@@ -362,14 +362,14 @@ def test_a_rank_that_dies_ends_the_others_where_they_wait_for_it() -> None:
 
 
 def test_an_input_that_is_used_later_only_is_refused() -> None:
-    with pytest.raises(RankError, match=r"was not used in the first microbatch; expected a stage to use the same"):
+    with pytest.raises(RankError, match=r"did not use in the first microbatch; expected the stage to use the same"):
         run_ranks(_fail, 1, "starts to use it", world_size=3)
 
 
 def test_inputs_of_all_stages_need_no_gradient() -> None:
     stages = {index: nn.Linear(2, 2) for index in range(2)}
     executor = Executor(build(LoopedBreadthFirst(2), num_ranks=1, num_microbatches=1), stages)
-    with pytest.raises(UserError, match="got a tensor that needs a gradient among the keyword arguments of all stages"):
+    with pytest.raises(UserError, match="got a tensor with requires_grad among the shared keyword arguments"):
         executor.step([Inputs(torch.ones(2), prompt=torch.ones(2, requires_grad=True))], lambda y, _: y.sum())
 
 

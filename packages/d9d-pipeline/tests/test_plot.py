@@ -107,5 +107,5 @@ def test_nothing_can_be_drawn(tmp_path: Path) -> None:
 
 def test_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pictures need matplotlib: pip install 'd9d-pipeline\[plot\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"plots need matplotlib: pip install 'd9d-pipeline\[plot\]'"):
         plot_program(build(OneForwardOneBackward(), num_ranks=1, num_microbatches=1), tmp_path / "picture.png")

@@ -97,11 +97,11 @@ class Emitting(Schedule):
         ([Forward(0, 0), Forward(0, 1), Backward(0, 0)], r"lacks Backward\(stage=0, microbatch=1\)"),
         (
             [Forward(0, 0), Forward(0, 0), Forward(0, 1)],
-            r"has Forward\(stage=0, microbatch=0\), which was done before",
+            r"has Forward\(stage=0, microbatch=0\), which is repeated",
         ),
         (
             [Forward(0, 0), Forward(0, 1), Forward(1, 0)],
-            r"has Forward\(stage=1, microbatch=0\), not its own: it holds the stages .0.",
+            r"has Forward\(stage=1, microbatch=0\), but it only holds the stages .0.",
         ),
         ([Forward(0, 0), Forward(0, 1), Forward(0, 2)], r"expected stages up to 0 and microbatches up to 1"),
         (
@@ -110,12 +110,12 @@ class Emitting(Schedule):
         ),
         (
             [Forward(0, 0), Loss(0, 0)],
-            r"has Loss\(stage=0, microbatch=0\), expected what is computed: build adds loss and",
+            r"has Loss\(stage=0, microbatch=0\), expected computations only: build adds the loss and",
         ),
-        (["F0"], r"rank 0 has 'F0', expected what is computed"),
+        (["F0"], r"rank 0 has 'F0', expected computations only"),
         (
             [Forward(0, 0), Forward(0, 1), Backward(0, 0), Backward(0, 1), BackwardWeight(0, 1)],
-            r"has BackwardWeight\(stage=0, microbatch=1\), which was done before",
+            r"has BackwardWeight\(stage=0, microbatch=1\), which is repeated",
         ),
     ],
 )

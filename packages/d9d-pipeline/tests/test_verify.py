@@ -345,7 +345,7 @@ def two_ranks(first: list[Action], second: list[Action], num_microbatches: int =
     [
         (
             two_ranks([Forward(0, 0), SendOutput(0, 0, 1)], [Forward(1, 0), ReceiveInput(1, 0, 0), Loss(1, 0)]),
-            "rank 1 has Forward(stage=1, microbatch=0) before its input is there: ReceiveInput(",
+            "rank 1 has Forward(stage=1, microbatch=0) before its input is available: ReceiveInput(",
         ),
         (
             two_ranks([SendOutput(0, 0, 1), Forward(0, 0)], [ReceiveInput(1, 0, 0), Forward(1, 0), Loss(1, 0)]),
@@ -377,7 +377,7 @@ def two_ranks(first: list[Action], second: list[Action], num_microbatches: int =
         ),
         (
             Program(((Forward(0, 0), Forward(1, 0), Loss(1, 0)),), (0, 0), 0),
-            "it has 2 stages and 0 microbatches; expected at least one of each",
+            "the program has 2 stages and 0 microbatches; expected at least one of each",
         ),
         (
             Program(((Forward(0, 0), Forward(1, 0), Loss(1, 0)),), (0, 2), 1),
@@ -385,7 +385,7 @@ def two_ranks(first: list[Action], second: list[Action], num_microbatches: int =
         ),
         (
             Program(((Forward(0, 0), Forward(1, 0), Loss(1, 0), Forward(1, 0)),), (0, 0), 1),
-            "rank 0 has Forward(stage=1, microbatch=0), which was done before",
+            "rank 0 has Forward(stage=1, microbatch=0), which is repeated",
         ),
         (
             Program(((Forward(0, 0), SendOutput(0, 0, 0), Forward(1, 0), Loss(1, 0)),), (0, 0), 1),
@@ -412,7 +412,7 @@ def test_ranks_that_wait_for_each_other() -> None:
     assert str(error.value).splitlines()[1:] == [
         "  rank 1 has ReceiveInput(stage=1, microbatch=1, peer=0) before ReceiveInput(stage=1, microbatch=0, peer=0), "
         "and rank 0 has SendOutput(stage=0, microbatch=0, peer=1) before SendOutput(stage=0, microbatch=1, peer=1): "
-        "they wait for each other for ever"
+        "these ranks wait for each other forever"
     ]
 
 
@@ -438,13 +438,13 @@ def test_the_first_line_names_the_rank_and_the_action_that_were_changed(program:
         actions = ranks[rank]
         index, other = chance.randrange(len(actions)), chance.randrange(len(actions))
         changed = [actions[index]]
-        match chance.choice(["drop", "duplicate", "swap neighbours", "swap"]):
+        match chance.choice(["drop", "duplicate", "swap neighbors", "swap"]):
             case "drop":
                 del actions[index]
             case "duplicate":
                 actions.insert(other, actions[index])
             case kind:
-                other = (index + 1) % len(actions) if kind == "swap neighbours" else other
+                other = (index + 1) % len(actions) if kind == "swap neighbors" else other
                 changed.append(actions[other])
                 actions[index], actions[other] = actions[other], actions[index]
         try:
@@ -464,7 +464,7 @@ def test_an_overlap_of_a_forward_with_its_own_backward() -> None:
 
 def test_an_overlap_of_an_overlap_is_no_action() -> None:
     inner: Any = Overlap(Forward(0, 0), Backward(0, 0))
-    with pytest.raises(ProgramError, match=r"rank 0 has Overlap\(.*\), which is no action"):
+    with pytest.raises(ProgramError, match=r"rank 0 has Overlap\(.*\), which is not an action"):
         verify(Program(((Forward(0, 0), Loss(0, 0), Overlap(inner, Backward(0, 0))),), (0,), 1))
 
 
@@ -496,7 +496,7 @@ class Bounded(Schedule):
 def test_the_bound_of_a_schedule_is_verified_when_it_is_built() -> None:
     assert build(Bounded(), num_ranks=2, num_microbatches=4).num_microbatches == 4
     with pytest.raises(
-        ProgramError, match=r"expected at most max_activations = 4\. Allow more, or use a schedule that"
+        ProgramError, match=r"expected at most max_activations = 4\. Raise max_activations, or use a schedule"
     ):
         build(Bounded(), num_ranks=2, num_microbatches=5)
 
@@ -517,4 +517,4 @@ def test_a_schedule_that_forgets_a_backward_is_told_where() -> None:
     with pytest.raises(ProgramError) as error:
         build(Forgetful(), num_ranks=3, num_microbatches=4)
     assert str(error.value).splitlines()[1:] == ["  rank 1 lacks Backward(stage=1, microbatch=2)"]
-    assert "Change what these ranks do" in str(error.value)
+    assert "Change the actions of these ranks" in str(error.value)

@@ -182,7 +182,7 @@ def test_a_tracker_that_hangs_costs_no_step(spool: Path | None, caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         tracker.close()
     assert recorder.steps == []
-    assert "the test tracker does not end; it is left alone" in caplog.text
+    assert "the test tracker did not close within" in caplog.text
     assert ("100 entries are lost" if spool is None else "for the next start of the run") in caplog.text
     recorder.is_free.set()
 
@@ -218,8 +218,8 @@ def test_without_a_spool_what_is_not_taken_is_lost_and_said_so(caplog: pytest.Lo
     tracker.log(1, {"loss": 1.0})
     with caplog.at_level(logging.WARNING):
         tracker.close()
-    assert "the test tracker did not take everything: 1 entries are lost" in caplog.text
-    assert "failed and is tried again in 0.01 s: ConnectionError('no route to host')" in caplog.text
+    assert "the test tracker did not receive all values: 1 entries are lost" in caplog.text
+    assert "failed; retrying in 0.01 s: ConnectionError('no route to host')" in caplog.text
 
 
 def test_a_full_queue_leaves_out_and_counts(
@@ -245,7 +245,7 @@ def test_a_refused_entry_is_left_out(spool: Path | None, caplog: pytest.LogCaptu
         tracker.log(2, {"loss": 1.0})
         tracker.close()
     assert recorder.steps == [2]
-    assert "the test tracker leaves out an entry: the name 'refused' is taken" in caplog.text
+    assert "the test tracker rejected an entry, which is dropped: the name 'refused' is taken" in caplog.text
 
 
 def test_a_tracker_that_refuses_to_start_is_an_error_at_the_start() -> None:
@@ -285,7 +285,7 @@ def test_a_flush_does_not_wait_for_a_tracker_that_is_down(caplog: pytest.LogCapt
         begin = time.monotonic()
         tracker.flush()
         assert time.monotonic() - begin < 30.0
-    assert "what was logged last is not safe without its state" in caplog.text
+    assert "its latest values are durable only in the checkpoint's state" in caplog.text
     recorder.is_down = False
     wait_for(lambda: recorder.steps == [1, 2, 3])
     tracker.flush()

@@ -102,7 +102,7 @@ def test_a_broken_line_is_named_and_the_file_left_alone(tmp_path: Path) -> None:
     path.write_bytes(b'{"step": 1}\n[1, 2]\n')
     tracker = JsonlTracker(path, clock=lambda: 0.0)
     with pytest.raises(
-        UserError, match=r"line 2 of .*metrics\.jsonl is b'\[1, 2\]\\n'; expected a JSON object\. Delete"
+        UserError, match=r"got b'\[1, 2\]\\n' in line 2 of .*metrics\.jsonl; expected a JSON object\. Delete"
     ):
         tracker.resume(0)
     assert path.read_bytes() == b'{"step": 1}\n[1, 2]\n'
@@ -112,7 +112,9 @@ def test_a_broken_line_is_named_and_the_file_left_alone(tmp_path: Path) -> None:
 
 def test_refuses_a_value_named_like_a_field_of_the_line(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
-    with pytest.raises(UserError, match=r"got values named \['step', 'time'\], which a line of .* uses itself; rename"):
+    with pytest.raises(
+        UserError, match=r"got values named \['step', 'time'\]; expected names other than .* uses itself\. Rename"
+    ):
         tracker.log(1, {"time": 1.0, "step": 2.0, "loss": 0.0})
 
 
@@ -171,7 +173,7 @@ def test_a_full_disk_leaves_no_torn_line_between_others(tmp_path: Path, monkeypa
             return self.file.write(line[:9])
 
     monkeypatch.setattr(tracker, "_file", Full(tracker._file))
-    with pytest.raises(OSError, match="the disk seems to be full"):
+    with pytest.raises(OSError, match="the disk may be full"):
         tracker.log(2, {"loss": 1.0})
     assert path.read_bytes().endswith(b'{"step": ')
     tracker_with_steps(path, 2).close()

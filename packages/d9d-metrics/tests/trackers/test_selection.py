@@ -61,5 +61,5 @@ def test_a_missing_package_leaves_nothing_open(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("config", [{"kind": "jsonl"}, {"kind": "tensorboard"}, {"kind": "wandb", "project": "p"}])
 def test_refuses_two_that_would_share_what_they_write(config: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"got two trackers of the kind '{config['kind']}'.*expected one\. Leave one"):
+    with pytest.raises(UserError, match=rf"got two trackers of kind '{config['kind']}'.*expected one\. Remove one"):
         build_trackers(TRACKERS.validate_python([config, {"kind": "console"}, config]), tmp_path)

@@ -84,7 +84,7 @@ def test_a_disk_error_in_a_flush_costs_no_step(
     with monkeypatch.context() as disk:
         disk.setattr(spool_module.os, "fsync", failing)
         assert not spool.flush(60)
-    assert f"cannot bring {tmp_path / 'entries.jsonl'} to the disk: [Errno 5] Input/output error" in caplog.text
+    assert f"cannot fsync {tmp_path / 'entries.jsonl'}: [Errno 5] Input/output error" in caplog.text
     assert spool.flush(60)
     assert drained(spool) == [1]
 
