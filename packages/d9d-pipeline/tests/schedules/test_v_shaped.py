@@ -69,6 +69,6 @@ def test_dualpipev_follows_the_eight_phases_of_the_original() -> None:
 
 
 def test_dualpipev_needs_two_microbatches_for_each_rank() -> None:
-    message = r"DualPipeV got 7 microbatches on 4 ranks; expected at least 8, two per rank\. Use more microbatches, or another"
+    message = r"DualPipeV got 7 microbatches on 4 ranks; expected at least 8, two per rank\. Use more microbatches"
     with pytest.raises(UserError, match=message):
         build(DualPipeV(), num_ranks=4, num_microbatches=7)
