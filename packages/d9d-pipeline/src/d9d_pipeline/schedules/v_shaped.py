@@ -72,7 +72,7 @@ def _block_order(rank: int, num_ranks: int, num_microbatches: int) -> deque[Forw
 class _SimulatedRank:
     """One rank of the simulation.
 
-    Stages process microbatches in order, so one counter per stage tells which microbatches are done.
+    Stages process microbatches in order, so one counter per stage identifies the finished microbatches.
     """
 
     def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
