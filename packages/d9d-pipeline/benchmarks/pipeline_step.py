@@ -2,10 +2,10 @@
 
     uv run python packages/d9d-pipeline/benchmarks/pipeline_step.py
 
-Prints JSON. `against_torch`: step time divided by that of `torch.distributed.pipelining` on the same stages, measured in
-alternating pairs of steps. `against_simulation`: makespan of a measured step divided by that of a simulation with the
-median times of its actions; forwards and backward halves only sleep. `microseconds_per_action`: time of a step with an
-empty stage minus that of a loop that calls the stage, per action.
+Prints JSON. `against_torch`: step time divided by that of `torch.distributed.pipelining` on the same stages, measured
+in alternating pairs of steps. `against_simulation`: makespan of a measured step divided by that of a simulation with
+the median times of its actions; forwards and backward halves only sleep. `microseconds_per_action`: time of a step with
+an empty stage minus that of a loop that calls the stage, per action.
 """
 
 import argparse

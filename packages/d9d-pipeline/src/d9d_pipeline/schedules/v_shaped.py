@@ -19,10 +19,11 @@ class ZeroBubbleV(Schedule):
     The paper repeats one block of actions for every microbatch and then closes the gaps. This schedule does the same.
     Each rank runs forwards and `BackwardInput` actions in the order of the block, and runs forwards early while the
     pipeline fills. A `BackwardWeight` follows its `BackwardInput` directly until the forwards run out, and afterwards
-    fills idle time. A rank holds at most 2p pairs, of stages half as large as those of 1F1B.
+    fills idle time. With p ranks, a rank holds at most 2p (stage, microbatch) pairs, of stages half as large as those
+    of 1F1B.
 
-    If forward, `BackwardInput` and `BackwardWeight` each take one unit, ranks are idle for p - 1 units for every m >=
-    p. For m >= 2p - 1 they are idle only before their first and after their last action.
+    If forward, `BackwardInput` and `BackwardWeight` each take one unit, ranks are idle for p - 1 units, for any number
+    of microbatches m >= p. For m >= 2p - 1 they are idle only before their first and after their last action.
     """
 
     stages_per_rank = 2  # ty: ignore[incompatible-attribute-override] - read-only on purpose
@@ -144,8 +145,9 @@ class _SimulatedRank:
 class DualPipeV(Schedule):
     """DualPipe cut in half (https://github.com/deepseek-ai/DualPipe): forwards and backwards overlap in pairs.
 
-    While one of a pair waits for communication, mainly the all-to-all of expert parallelism, the other computes. A rank
-    holds at most 2p + 1 pairs, of stages half as large as those of 1F1B. It needs at least 2p microbatches.
+    While one of a pair waits for communication, mainly the all-to-all of expert parallelism, the other computes. With p
+    ranks, a rank holds at most 2p + 1 (stage, microbatch) pairs, of stages half as large as those of 1F1B. The schedule
+    needs at least 2p microbatches.
     """
 
     stages_per_rank = 2  # ty: ignore[incompatible-attribute-override] - read-only on purpose
@@ -167,7 +169,7 @@ class DualPipeV(Schedule):
         deferred: deque[BackwardWeight] = deque()
         yield from _warmup(early, late, rank, behind, deferred)
         for index in range(num_microbatches - 2 * num_ranks + rank + 1):
-            if index == 0 and behind == 0:  # on the last rank, the first backward can run before the next forward
+            if index == 0 and behind == 0:  # on the last rank, the first pair does not overlap
                 yield early.forward()
                 yield late.backward()
             else:
