@@ -34,7 +34,9 @@ def test_rejects_the_state_of_another_metric_and_is_unchanged() -> None:
 
 
 def test_rejects_a_state_of_another_shape() -> None:
-    with pytest.raises(UserError, match=r"\{'total': \(2,\)\}; expected \{'total': \(\)\}"):
+    with pytest.raises(
+        UserError, match=r"got the tensors \{'total': \(2,\)\} as the state of a Sum; expected \{'total': \(\)\}"
+    ):
         Sum().load_state_dict({"total": torch.zeros(2, dtype=torch.float64)})
 
 

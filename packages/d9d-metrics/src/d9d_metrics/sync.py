@@ -108,7 +108,7 @@ class MetricSync(Generic[M]):
         found = [each for name in sorted(metrics) for each in metrics[name].accumulators().values()]
         local = sorted(found, key=lambda each: _ORDER.index(each.reduction))
         reduced = [each.holding(each.value) for each in local]
-        # deepcopy reuses the objects in its memo: the copies share everything but get the `reduced` accumulators.
+        # deepcopy takes objects from its memo instead of copying them: the copies hold the `reduced` accumulators.
         memo: dict[int, object] = {id(a): b for a, b in zip(local, reduced, strict=True)}
         self._copies = copy.deepcopy(dict(metrics), memo)
         self._local, self._reduced = _AccumulatorViews(local), _AccumulatorViews(reduced)
