@@ -1,11 +1,11 @@
-"""What metrics and trackers cost: a sync of 32 scalars against one all-reduce, and logging on the step's thread.
+"""Cost of metrics and trackers: a sync of 32 scalars relative to one all-reduce, and logging on the step's thread.
 
     uv run python packages/d9d-metrics/benchmarks/logging_cost.py
 
-Prints JSON. `sync`: the time in which 32 metrics are reduced over 2 ranks, over that of one all-reduce of 32 float64
-numbers that are stacked before and unbound after, in pairs that alternate. `collect_microseconds`: what `collect` of a
-`MetricCollector` takes on the step's thread. `log_microseconds`: what `log` of 32 values takes there, for a tracker
-that is well, that is down and that hangs, each with a spool on the disk.
+Prints JSON. `sync`: time to reduce 32 metrics over 2 ranks, divided by the time to stack 32 float64 numbers, all-reduce
+and unbind them, measured in alternating pairs. `collect_microseconds`: time of `MetricCollector.collect` on the step's
+thread. `log_microseconds`: time of `log` of 32 values on that thread, for a tracker that works, one that fails and one
+that hangs, each with a spool on disk.
 """
 
 import argparse
@@ -29,14 +29,14 @@ NUM_SCALARS = 32
 
 
 def seconds_of(function: Callable[[], object]) -> float:
-    """The time that a call takes."""
+    """Return the duration of a call."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
 def race(pairs: int, num_extremes: int) -> tuple[list[float], list[float]]:
-    """Seconds of our sync and of the all-reduce."""
+    """Return the seconds of `MetricSync` and of the all-reduce."""
     dist.init_process_group("gloo")
     kinds: list[type[Sum] | type[Max]] = [Max] * num_extremes + [Sum] * (NUM_SCALARS - num_extremes)
     metrics: dict[str, Metric] = {str(index): kind() for index, kind in enumerate(kinds)}
@@ -59,7 +59,7 @@ def race(pairs: int, num_extremes: int) -> tuple[list[float], list[float]]:
 
 
 def collect(repeats: int) -> float:
-    """Microseconds of `collect` on the step's thread."""
+    """Return the microseconds of `collect` on the step's thread."""
     dist.init_process_group("gloo")
     metrics = {str(index): Sum() for index in range(NUM_SCALARS)}
     times = []
@@ -71,18 +71,18 @@ def collect(repeats: int) -> float:
 
 
 def hanging() -> Tracker:
-    """Never open."""
+    """Hang forever."""
     threading.Event().wait()
     raise AssertionError
 
 
 def down() -> Tracker:
-    """Fail to open."""
+    """Raise a connection error."""
     raise ConnectionError
 
 
 def log(open_tracker: Callable[[], Any], repeats: int) -> float:
-    """Microseconds of `log` on the step's thread."""
+    """Return the microseconds of `log` on the step's thread."""
     values = {f"value {index}": index / 7 for index in range(NUM_SCALARS)}
     with tempfile.TemporaryDirectory() as folder:
         tracker = BackgroundTracker(open_tracker, name="benchmark", spool=Path(folder) / "spool", close_seconds=0.1)
@@ -95,7 +95,7 @@ def log(open_tracker: Callable[[], Any], repeats: int) -> float:
 
 
 def ratio(numerators: list[float], denominators: list[float]) -> dict[str, Any]:
-    """The median of the ratios of pairs, with a bootstrapped interval of 95 %."""
+    """Return the median ratio of pairs with its bootstrapped 95 % confidence interval."""
     ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
     draws = random.Random(0)  # noqa: S311
     medians = sorted(statistics.median(draws.choices(ratios, k=len(ratios))) for _ in range(1000))
@@ -111,7 +111,7 @@ def ratio(numerators: list[float], denominators: list[float]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, and print JSON."""
+    """Run the benchmark and print JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=400)

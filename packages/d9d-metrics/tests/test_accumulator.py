@@ -30,7 +30,7 @@ def test_reset_returns_to_the_identity(reduction: Reduction, identity: float) ->
 
 @pytest.mark.parametrize("reduction", ["sum", "max", "min"])
 @pytest.mark.parametrize("nan", [math.nan, torch.tensor(math.nan)])
-def test_nan_wins_and_stays(reduction: Reduction, nan: float | torch.Tensor) -> None:
+def test_nan_propagates(reduction: Reduction, nan: float | torch.Tensor) -> None:
     accumulator = Accumulator(reduction)
     for value in (1.0, nan, 2.0):
         accumulator.update(value)
@@ -55,14 +55,14 @@ def test_counts_are_exact_where_floats_are_not() -> None:
     assert accumulator.value.item() == 0
 
 
-def test_refuses_a_tensor_of_another_shape() -> None:
+def test_rejects_a_tensor_of_another_shape() -> None:
     with pytest.raises(RuntimeError, match="shape"):
         Accumulator("sum", shape=[3]).update(torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("value", [math.nan, 0.5, torch.tensor(math.nan), torch.tensor(2.0)])
-def test_a_count_refuses_what_is_not_whole(value: float | torch.Tensor) -> None:
+def test_a_count_rejects_non_integers(value: float | torch.Tensor) -> None:
     accumulator = Accumulator("count")
-    with pytest.raises(UserError, match=r"a count got .*; expected whole numbers\. Use a sum, or convert"):
+    with pytest.raises(UserError, match=r"a count got .*; expected integers\. Use a sum, or convert"):
         accumulator.update(value)
     assert accumulator.value.item() == 0

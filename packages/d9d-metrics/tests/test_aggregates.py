@@ -13,7 +13,7 @@ def test_sum_adds_numbers_and_whole_tensors_in_float64() -> None:
     assert metric.compute().item() == pytest.approx(1 + 1000 * float(torch.tensor(0.1)), rel=1e-15)
 
 
-def test_weighted_mean_weighs_by_what_was_counted() -> None:
+def test_weighted_mean_divides_totals_by_weights() -> None:
     metric = WeightedMean()
     metric.update(torch.tensor(10.0), torch.tensor(2))
     metric.update(torch.tensor(3.0), torch.tensor(1))
@@ -21,19 +21,19 @@ def test_weighted_mean_weighs_by_what_was_counted() -> None:
 
 
 @pytest.mark.parametrize(("total", "expected"), [(0.0, 0.0), (3.0, 3.0), (math.inf, math.inf)])
-def test_weighted_mean_of_no_weight_is_the_total(total: float, expected: float) -> None:
+def test_weighted_mean_with_weight_zero_is_the_total(total: float, expected: float) -> None:
     metric = WeightedMean()
     metric.update(total, 0)
     assert metric.compute().item() == expected
 
 
-def test_weighted_mean_hides_no_nan() -> None:
+def test_weighted_mean_propagates_nan() -> None:
     metric = WeightedMean()
     metric.update(math.nan, 0)
     assert metric.compute().isnan()
 
 
-def test_extremes_over_numbers_tensors_and_nothing() -> None:
+def test_extremes_of_numbers_tensors_and_empty_tensors() -> None:
     largest, smallest = Max(), Min()
     for values in (2.0, torch.tensor([[-1.0, 5.0]]), torch.empty(0)):
         largest.update(values)
@@ -41,7 +41,7 @@ def test_extremes_over_numbers_tensors_and_nothing() -> None:
     assert (largest.compute().item(), smallest.compute().item()) == (5.0, -1.0)
 
 
-def test_extremes_of_nothing_are_infinite() -> None:
+def test_extremes_without_data_are_infinite() -> None:
     assert (Max().compute().item(), Min().compute().item()) == (-math.inf, math.inf)
 
 

@@ -11,7 +11,7 @@ from d9d_metrics import BinaryAUROC, compute_metrics
 
 
 def drawn(seed: int, num_samples: int, *, num_values: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and targets of both classes that have to do with each other, with ties if there are few values."""
+    """Return correlated logits and targets of both classes, with ties if `num_values` is small."""
     draws = torch.Generator().manual_seed(seed)
     targets = torch.randint(0, 2, (num_samples,), generator=draws)
     targets[:2] = torch.tensor([0, 1])
@@ -21,7 +21,7 @@ def drawn(seed: int, num_samples: int, *, num_values: int | None = None) -> tupl
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), num_samples=st.integers(2, 60), num_values=st.sampled_from([None, 4]))
-def test_exact_as_long_as_the_samples_fit(seed: int, num_samples: int, num_values: int | None) -> None:
+def test_exact_while_the_samples_fit(seed: int, num_samples: int, num_values: int | None) -> None:
     logits, targets = drawn(seed, num_samples, num_values=num_values)
     metric = BinaryAUROC(num_bins=8, exact_samples=60, logits=True)
     metric.update(logits[:5], targets[:5])
@@ -38,7 +38,7 @@ def test_exact_as_long_as_the_samples_fit(seed: int, num_samples: int, num_value
     num_bins=st.sampled_from([4, 64, 4096]),
     logits=st.booleans(),
 )
-def test_the_error_of_bins_is_within_its_bound(seed: int, num_samples: int, num_bins: int, logits: bool) -> None:
+def test_the_error_is_within_its_bound(seed: int, num_samples: int, num_bins: int, logits: bool) -> None:
     scores, targets = drawn(seed, num_samples)
     metric = BinaryAUROC(num_bins=num_bins, exact_samples=num_samples // 4, logits=logits)
     metric.update(scores if logits else scores.sigmoid(), targets)
@@ -46,7 +46,7 @@ def test_the_error_of_bins_is_within_its_bound(seed: int, num_samples: int, num_
     assert abs(value["value"] - roc_auc_score(targets, scores)) <= value["error_bound"] + 1e-12
 
 
-def test_the_bound_of_even_scores_is_half_a_bin() -> None:
+def test_the_bound_of_evenly_spread_scores_is_half_a_bin() -> None:
     place = torch.linspace(-1, 1, 100_001, dtype=torch.float64)[1:-1]
     metric = BinaryAUROC(num_bins=1000, logits=True)
     metric.update(place / (1 - place.abs()), torch.arange(place.numel()) % 2)
@@ -73,7 +73,7 @@ def test_probabilities_of_zero_and_one_have_a_bin() -> None:
     assert metric.compute()["error_bound"].item() == 0.0
 
 
-def test_a_mask_leaves_samples_out() -> None:
+def test_masked_samples_are_ignored() -> None:
     metric = BinaryAUROC(exact_samples=4)
     scores, targets = torch.tensor([0.1, math.nan, 0.9, 0.4]), torch.tensor([0, 1, 1, 0])
     metric.update(scores, targets, torch.tensor([True, False, True, False]))
@@ -81,7 +81,7 @@ def test_a_mask_leaves_samples_out() -> None:
 
 
 @pytest.mark.parametrize("exact_samples", [0, 4])
-def test_of_one_class_or_with_nan_there_is_no_value(exact_samples: int) -> None:
+def test_one_class_or_nan_gives_nan(exact_samples: int) -> None:
     metric = BinaryAUROC(exact_samples=exact_samples)
     assert metric.compute()["value"].isnan()
     metric.update(torch.tensor([0.5]), torch.tensor([1]))
@@ -91,7 +91,7 @@ def test_of_one_class_or_with_nan_there_is_no_value(exact_samples: int) -> None:
     assert metric.compute()["error_bound"].isnan()
 
 
-def test_state_of_several_ranks_goes_into_one() -> None:
+def test_state_of_several_ranks_combines() -> None:
     whole, parts = BinaryAUROC(exact_samples=8, logits=True), []
     for seed in range(2):
         logits, targets = drawn(seed, 4)
@@ -107,8 +107,8 @@ def test_state_of_several_ranks_goes_into_one() -> None:
     assert gathered.compute()["error_bound"].item() == 0.0
 
 
-def test_scores_beyond_zero_and_one_keep_their_order() -> None:
-    """They are in the first and in the last bin, whose pairs the bound counts."""
+def test_probabilities_outside_zero_and_one_are_clamped() -> None:
+    """They are in the first and the last bin, and the error bound includes their pairs."""
     scores, targets = torch.tensor([-3.0, 0.2, 0.7, 1.5, 4.0]), torch.tensor([0, 1, 0, 1, 0])
     metric = BinaryAUROC()
     metric.update(scores, targets)

@@ -35,7 +35,7 @@ SCORES: dict[str, Score] = {
 
 
 def of_sklearn(truth: np.ndarray, answers: np.ndarray, labels: list[int]) -> dict[str, np.ndarray]:
-    """Every score of `SCORES` by scikit-learn."""
+    """Return every score of `SCORES`, computed by scikit-learn."""
     found = {}
     for average in AVERAGES:
         for kind, beta in [("f1", 1.0), ("f2", 2.0)]:
@@ -57,7 +57,7 @@ def assert_same(computed: dict[str, torch.Tensor], expected: dict[str, np.ndarra
 def test_multiclass_equals_scikit_learn(seed: int, num_samples: int, num_classes: int, data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, num_classes))
     draws = torch.Generator().manual_seed(seed)
-    # Few different predictions, so that some are equal.
+    # Few distinct predictions, so that there are ties.
     predictions = torch.randint(0, 4, (num_samples, num_classes), generator=draws).float()
     targets = torch.randint(0, num_classes, (num_samples,), generator=draws)
     scores = {**SCORES, "accuracy": accuracy(), "balanced": accuracy("macro"), "per class": accuracy(None)}
@@ -73,12 +73,12 @@ def test_multiclass_equals_scikit_learn(seed: int, num_samples: int, num_classes
     expected = of_sklearn(truth, answers, labels)
     expected["accuracy"] = np.asarray(sk.accuracy_score(truth, answers))
     expected["per class"] = expected["recall-None"]
-    # Its recall is over the classes that are true, the others are without a score.
+    # The expected recall is over classes with samples; the others have no score.
     expected["balanced"] = np.asarray(sk.recall_score(truth, answers, labels=np.unique(truth), average="macro"))
     assert_same(metric.compute(), expected)
     best = sk.confusion_matrix(truth, order[:, 0], labels=labels)
     assert matrix.compute().tolist() == best.tolist()
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of answers that are never true
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # about predicted classes without samples
         balanced = sk.balanced_accuracy_score(truth, answers)
     assert metric.compute()["balanced"].item() == pytest.approx(balanced, rel=1e-12)
     distinct = predictions + torch.rand(predictions.shape, generator=draws) / 2
@@ -120,7 +120,7 @@ def test_binary_equals_scikit_learn(seed: int, shape: tuple[int, ...]) -> None:
     assert compute_metrics({"m": metric}, None) == pytest.approx({f"m/{k}": v for k, v in expected.items()}, rel=1e-12)
 
 
-def test_a_mask_leaves_samples_out_whatever_they_hold() -> None:
+def test_masked_samples_are_ignored_whatever_their_values() -> None:
     mask = torch.tensor([True, False, True])
     targets = torch.tensor([0, -100, 2])
     predictions = torch.eye(3)
@@ -134,12 +134,12 @@ def test_a_mask_leaves_samples_out_whatever_they_hold() -> None:
     assert labels.compute()["a"].item() == 1.0
 
 
-def test_nothing_seen_is_zero() -> None:
+def test_scores_without_data_are_zero() -> None:
     metric = MulticlassClassification(3, {**SCORES, "a": accuracy()})
     assert all((value == 0).all() for value in metric.compute().values())
 
 
-def test_balanced_accuracy_leaves_out_classes_that_are_never_true() -> None:
+def test_balanced_accuracy_excludes_classes_without_samples() -> None:
     truth, answers = torch.tensor([0, 0, 4, 4, 4]), torch.tensor([0, 1, 4, 4, 2])
     metric = MulticlassClassification(6, {"balanced": accuracy("macro"), "recall": recall("macro")})
     metric.update(torch.eye(6)[answers], truth)
@@ -147,7 +147,7 @@ def test_balanced_accuracy_leaves_out_classes_that_are_never_true() -> None:
     assert metric.compute()["recall"].item() == pytest.approx((1 / 2 + 2 / 3) / 6)
 
 
-def test_a_score_of_ones_own() -> None:
+def test_custom_score() -> None:
     def specificity(counts):  # noqa: ANN001, ANN202 - as a user would write it
         return counts.true_negative / (counts.true_negative + counts.false_positive)
 

@@ -31,7 +31,7 @@ def collected_on_ranks() -> tuple[list[tuple[int, dict[str, float]]], list[bool]
     return delivered, own
 
 
-def test_hands_on_reduced_values_in_the_order_of_steps() -> None:
+def test_delivers_reduced_values_in_step_order() -> None:
     for delivered, own in run_ranks(collected_on_ranks, world_size=2):
         assert [step for step, _ in delivered] == list(range(20))
         for step, values in delivered:
@@ -40,7 +40,7 @@ def test_hands_on_reduced_values_in_the_order_of_steps() -> None:
         assert not any(own), "values were handed on in the step's thread"
 
 
-def test_collecting_resets_and_takes_the_state_as_it_is() -> None:
+def test_collect_copies_the_state_and_resets_it() -> None:
     values: list[float] = []
     mean = WeightedMean()
     with MetricCollector({"mean": mean}, None, lambda _, got: values.append(got["mean"])) as collector:
@@ -59,7 +59,7 @@ def test_the_lag_is_bounded() -> None:
 
     collector = MetricCollector({"sum": Sum()}, None, deliver, max_lag=2)
     collector.collect(0)
-    collector.collect(1)  # does not wait though nothing was handed on
+    collector.collect(1)  # does not wait, although nothing was delivered
     assert delivered == []
     third = threading.Thread(target=collector.collect, args=(2,))
     third.start()
@@ -79,12 +79,12 @@ def _collect_thrice(collector: MetricCollector) -> None:
         collector.collect(1)
 
 
-def test_what_the_delivery_raises_is_raised_at_the_next_call() -> None:
+def test_an_exception_of_deliver_is_raised_by_the_next_call() -> None:
     def refuse(step: int, _values: Mapping[str, float]) -> None:
         raise UserError(f"step {step} is refused")
 
     collector = MetricCollector({"sum": Sum()}, None, refuse, max_lag=1)
-    for _ in range(3):  # a failure does not use the lag up
+    for _ in range(3):  # failed collections do not count towards the lag
         with pytest.raises(UserError, match="step 1 is refused"):
             _collect_thrice(collector)
     with suppress(UserError):
@@ -95,7 +95,7 @@ def test_what_the_delivery_raises_is_raised_at_the_next_call() -> None:
     collector.close()
 
 
-def test_an_error_of_the_body_is_not_hidden() -> None:
+def test_an_exception_of_the_body_is_not_masked() -> None:
     def refuse(_step: int, _values: Mapping[str, float]) -> None:
         raise UserError("refused")
 

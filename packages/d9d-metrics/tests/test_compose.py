@@ -3,7 +3,7 @@ import torch
 from d9d_metrics import Compose, Max, Sum, compute_metrics
 
 
-def test_updates_all_and_names_each() -> None:
+def test_updates_all_metrics_and_names_their_values() -> None:
     metric = Compose({"sum": Sum(), "more": Compose({"max": Max()})})
     metric.update(torch.tensor([1.0, 2.0]))
     metric.update(values=torch.tensor([-1.0]))

@@ -12,7 +12,7 @@ from d9d_metrics.flops import _peak_by_name
 
 @settings(max_examples=10)
 @given(layers=st.integers(1, 3), heads=st.integers(1, 3), head_dim=st.sampled_from([4, 8]), length=st.integers(2, 9))
-def test_equals_what_torch_counts_in_a_step(layers: int, heads: int, head_dim: int, length: int) -> None:
+def test_equals_the_flop_count_of_torch(layers: int, heads: int, head_dim: int, length: int) -> None:
     width = heads * head_dim
     weights = [torch.randn(4, width, width, requires_grad=True) for _ in range(layers)]
     head = torch.randn(width, 11, requires_grad=True)
@@ -62,19 +62,19 @@ def test_a_causal_mask_counts_the_pairs_that_it_allows() -> None:
         ("AMD Instinct MI300X", "MI300X"),
     ],
 )
-def test_a_device_is_found_by_its_name(name: str, known: str) -> None:
+def test_peak_rate_is_found_by_device_name(name: str, known: str) -> None:
     assert _peak_by_name(name, PEAK_FLOPS) == PEAK_FLOPS[known]
 
 
-def test_an_unknown_device_is_refused_and_a_table_helps() -> None:
+def test_rejects_an_unknown_device_unless_the_table_has_it() -> None:
     with pytest.raises(
-        UserError, match=r"no peak rate is known for the device 'CPU'; known are GB300, .*Pass the rate"
+        UserError, match=r"got the device 'CPU', whose peak rate is unknown; expected one of GB300, .*Pass the rate"
     ):
         peak_flops(torch.device("cpu"))
     assert peak_flops(torch.device("cpu"), table={**PEAK_FLOPS, "cpu": 2e11}) == 2e11
 
 
-def test_mfu_is_the_share_of_the_peak() -> None:
+def test_mfu_is_the_fraction_of_the_peak_rate() -> None:
     metric = ModelFlops(peak=100.0)
     assert {value.item() for value in metric.compute().values()} == {0.0}
     metric.update(torch.tensor(30.0), 1.0)

@@ -5,7 +5,7 @@ from d9d_dist import UserError
 from d9d_metrics import Max, Sum, WeightedMean
 
 
-def test_state_goes_through_a_state_dict() -> None:
+def test_state_dict_round_trip() -> None:
     saved = WeightedMean()
     saved.update(6.0, 4.0)
     loaded = WeightedMean()
@@ -22,21 +22,25 @@ def test_a_state_dict_is_a_copy() -> None:
     assert state["total"].item() == 0.0
 
 
-def test_refuses_the_state_of_another_metric_and_stays_as_it_was() -> None:
+def test_rejects_the_state_of_another_metric_and_is_unchanged() -> None:
     metric = WeightedMean()
     metric.update(6.0, 4.0)
-    message = r"WeightedMean has the tensors \{'total': \(\)\}; expected \{'total': \(\), 'weight': \(\)\}"
+    message = (
+        r"got the tensors \{'total': \(\)\} as the state of a WeightedMean; expected \{'total': \(\), 'weight': \(\)\}"
+    )
     with pytest.raises(UserError, match=message):
         metric.load_state_dict(Sum().state_dict())
     assert metric.compute().item() == 1.5
 
 
-def test_refuses_a_state_of_another_shape() -> None:
-    with pytest.raises(UserError, match=r"\{'total': \(2,\)\}; expected \{'total': \(\)\}"):
+def test_rejects_a_state_of_another_shape() -> None:
+    with pytest.raises(
+        UserError, match=r"got the tensors \{'total': \(2,\)\} as the state of a Sum; expected \{'total': \(\)\}"
+    ):
         Sum().load_state_dict({"total": torch.zeros(2, dtype=torch.float64)})
 
 
-def test_reset_forgets_everything() -> None:
+def test_reset_clears_the_state() -> None:
     metric = WeightedMean()
     metric.update(6.0, 4.0)
     metric.reset()

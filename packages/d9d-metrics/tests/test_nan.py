@@ -1,4 +1,4 @@
-"""What NaN means is one rule for all metrics: a NaN that counts makes the value NaN, however much else was right."""
+"""One rule for all metrics: a NaN that the mask does not exclude makes the value NaN."""
 
 import inspect
 import math
@@ -51,14 +51,14 @@ STEP = {"total": 1.0, "data_wait": 0.1, "communication": 0.1}
 
 
 def spoilt(values: Tensor, *place: int) -> Tensor:
-    """A copy with one NaN."""
+    """Return a copy with one NaN."""
     values = values.double()
     values[place] = NAN
     return values
 
 
 Case = tuple[Callable[[], Metric], tuple[Any, ...], tuple[Any, ...]]
-"""Makes the metric; arguments of an update without a NaN, and with one."""
+"""Creates a metric; arguments of `update` without a NaN, and with one."""
 
 CASES: dict[str, Case] = {
     "Sum": (Sum, (YES,), (spoilt(YES, 1),)),
@@ -134,7 +134,7 @@ def values_of(metric: Metric) -> Mapping[str, float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_nan_among_right_values_makes_all_values_nan(name: str) -> None:
+def test_one_nan_makes_all_values_nan(name: str) -> None:
     make, right, broken = CASES[name]
     assert not any(map(math.isnan, values_of(updated(make(), *right)).values()))
     metric = updated(updated(make(), *right), *broken)
@@ -147,7 +147,7 @@ def test_one_nan_among_right_values_makes_all_values_nan(name: str) -> None:
 
 
 def _of_both_ranks(names: list[str]) -> dict[str, float]:
-    """Only rank 1 meets NaNs."""
+    """Return the values on this rank; only rank 1 gets NaNs."""
     with MeshConfig(data_parallel_replicate=2).build() as ctx:
         cases = {name: CASES[name] for name in names}
         metrics = {
@@ -156,7 +156,7 @@ def _of_both_ranks(names: list[str]) -> dict[str, float]:
         return compute_metrics(metrics, ctx.group_for("batch", "dp"))
 
 
-def test_a_nan_of_one_rank_is_seen_by_all() -> None:
+def test_a_nan_on_one_rank_makes_the_value_nan_on_all() -> None:
     for values in run_ranks(_of_both_ranks, list(CASES), world_size=2):
         assert values
         assert {name for name, value in values.items() if not math.isnan(value)} == set()
@@ -174,8 +174,8 @@ def test_a_masked_nan_does_not_count(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "Class" in name or "AUROC" in name or "Matrix" in name])
-def test_neither_update_nor_compute_asks_the_device(name: str) -> None:
-    """A tensor on meta has no values: what would read one raises."""
+def test_update_and_compute_do_not_synchronize_with_the_device(name: str) -> None:
+    """Tensors on the meta device have no data, so reading one would raise."""
     make, right, _ = CASES[name]
     metric = make().to("meta")
     updated(metric, *(argument.to("meta") for argument in right))

@@ -5,7 +5,7 @@ from d9d_metrics import PeakMemory
 from d9d_metrics.peak_memory import peak_bytes
 
 
-def test_on_cpu_it_is_the_peak_of_the_process() -> None:
+def test_on_cpu_the_peak_is_that_of_the_process() -> None:
     metric = PeakMemory()
     assert metric.compute().item() == 0.0
     held = torch.ones(2**25 // 4)
@@ -19,7 +19,7 @@ def test_on_cpu_it_is_the_peak_of_the_process() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_on_an_accelerator_it_is_that_since_the_last_reset() -> None:
+def test_on_an_accelerator_reset_starts_a_new_peak() -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     metric = PeakMemory().to(device)

@@ -32,7 +32,7 @@ def num_pale_blue_pixels(png: Path) -> int:
 BLUE, ORANGE = (42, 111, 187), (217, 98, 43)
 
 
-def test_draws_one_panel_for_each_group_that_has_values(tmp_path: Path) -> None:
+def test_plots_one_panel_per_group_with_values(tmp_path: Path) -> None:
     run, png = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
     write_run(run, steps=300, values=("loss", "evaluation_loss", "learning_rate"))
     plot_metrics(str(run), str(png), title="run")
@@ -46,7 +46,7 @@ def test_draws_one_panel_for_each_group_that_has_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e-5])
-def test_draws_a_run_that_diverged_or_stands_still(tmp_path: Path, value: float) -> None:
+def test_plots_a_diverged_or_constant_run(tmp_path: Path, value: float) -> None:
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
     for step in range(150):
         tracker.log(step, {"loss": value})
@@ -67,16 +67,17 @@ def test_a_noisy_curve_is_smoothed_over_its_raw_values(tmp_path: Path) -> None:
     assert noisy > 4 * num_pale_blue_pixels(png)
 
 
-def test_names_what_the_file_has_instead(tmp_path: Path) -> None:
+def test_error_names_the_values_of_the_file(tmp_path: Path) -> None:
     write_run(tmp_path / "metrics.jsonl", steps=2, values=("nll", "lr"))
     with pytest.raises(
-        UserError, match=r"has none of the values \[\['loss'\]\]; name some of \['lr', 'nll'\] in panels"
+        UserError,
+        match=r"got panels \[\['loss'\]\], of which .* has no values; expected names from \['lr', 'nll'\]",
     ):
         plot_metrics(tmp_path / "metrics.jsonl", tmp_path / "loss.png", panels=[["loss"]])
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_without_matplotlib_it_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "metrics.jsonl", steps=2, values=("loss",))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs matplotlib: pip install 'd9d-metrics\[plot\]'"):

@@ -11,7 +11,7 @@ class _Time:
         return self.now
 
 
-def test_a_clock_splits_steps_into_what_they_wait_for() -> None:
+def test_a_clock_measures_data_wait_and_communication() -> None:
     now = _Time()
     clock = StepClock(torch.device("cpu"), now=now)
     found = []
@@ -38,7 +38,7 @@ def test_step_time_is_a_mean_whose_parts_add_up() -> None:
     assert values == {"seconds": 8.0, "data_wait": 0.5, "communication": 3.0, "compute": 4.5, "slowest": 10.0}
 
 
-def test_nothing_takes_no_time() -> None:
+def test_without_data_all_times_are_zero() -> None:
     assert {value.item() for value in StepTime().compute().values()} == {0.0}
     assert Throughput().compute().item() == 0.0
 
@@ -56,7 +56,7 @@ def test_throughput_is_items_over_seconds() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_communication_on_a_device_is_known_later() -> None:
+def test_communication_on_a_device_is_returned_later() -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     clock, known = StepClock(device), []

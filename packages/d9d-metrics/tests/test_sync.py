@@ -42,7 +42,7 @@ Values = list[float]
 
 
 class PerClassCount(Metric):
-    """Holds accumulators of more than one dim and both kinds of reduction."""
+    """A metric with accumulators of two dims and several reductions."""
 
     def __init__(self) -> None:
         self.counts = Accumulator("sum", shape=[2, 3])
@@ -60,7 +60,7 @@ class PerClassCount(Metric):
 
 
 def every_metric(values: Sequence[float]) -> dict[str, Metric]:
-    """All of the catalogue, fed with values one by one."""
+    """Return one of each metric type, updated with the values one by one."""
     total, mean, largest, smallest = Sum(), WeightedMean(), Max(), Min()
     bits, perplexity = BitsPerByte(), Perplexity()
     scores = {"a": accuracy("macro"), "p": precision("weighted"), "r": recall(None), "f": f_beta(2.0, "macro")}
@@ -111,7 +111,7 @@ def computed_on_ranks(cases: list[list[Values]]) -> list[dict[str, float]]:
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @settings(max_examples=4)
 @given(data=st.data())
-def test_equals_one_process_however_the_data_is_split(world_size: int, data: st.DataObject) -> None:
+def test_equals_one_process_for_any_split_of_the_data(world_size: int, data: st.DataObject) -> None:
     values = st.lists(st.floats(-1e3, 1e3, width=32), max_size=6)
     split = st.lists(values, min_size=world_size, max_size=world_size)
     cases = data.draw(st.lists(split, min_size=3, max_size=12))
@@ -119,12 +119,12 @@ def test_equals_one_process_however_the_data_is_split(world_size: int, data: st.
     for rank_results in results:
         for case, result in zip(cases, rank_results, strict=True):
             expected = compute_metrics(every_metric([value for part in case for value in part]), None)
-            # All samples of one process do not fit where those of each rank do: then only the ranks' value is exact.
+            # The samples may fit per rank but not in one process: then only the value over ranks is exact.
             fits = sum(map(len, case)) <= 6
-            left_out = () if fits else ("exact/value", "exact/error_bound")
-            for name in left_out:
+            excluded = () if fits else ("exact/value", "exact/error_bound")
+            for name in excluded:
                 del expected[name]
-            assert {k: v for k, v in result.items() if k not in left_out} == pytest.approx(
+            assert {k: v for k, v in result.items() if k not in excluded} == pytest.approx(
                 expected, rel=1e-12, abs=1e-10, nan_ok=True
             )
     assert all(repr(result) == repr(results[0]) for result in results), "ranks disagree"
@@ -141,7 +141,7 @@ def count_collectives() -> tuple[int, list[float], list[float]]:
     return num_collectives, synced["count"].compute().tolist(), count.counts.value.flatten().tolist()
 
 
-def test_all_metrics_take_one_collective_whatever_their_shapes() -> None:
+def test_all_metrics_share_one_collective_for_any_shapes() -> None:
     first, second = run_ranks(count_collectives, world_size=2)
     assert first[0] == second[0] == 1
     assert first[1] == second[1] == [-3.0, -4.0, -5.0]
@@ -172,7 +172,7 @@ def test_over_a_mesh_repeatedly_in_any_order_with_nan() -> None:
     assert [result[3] for result in results] == [True] * 4
 
 
-def test_alone_it_copies() -> None:
+def test_without_a_group_metrics_are_copied() -> None:
     metric = Max()
     metric.update(1.0)
     synced = sync_metrics({"max": metric}, None)["max"]
@@ -180,7 +180,7 @@ def test_alone_it_copies() -> None:
     assert (synced.compute().item(), metric.compute().item()) == (1.0, 2.0)
 
 
-def test_no_metrics_are_no_values() -> None:
+def test_no_metrics_give_no_values() -> None:
     assert sync_metrics({}, None) == {}
     assert compute_metrics({}, None) == {}
 
@@ -189,7 +189,7 @@ def work_of_uneven_ranks() -> list[dict[str, float]]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     throughput, flops = Throughput(), ModelFlops(peak=100.0)
-    if rank != 1:  # one rank does nothing
+    if rank != 1:  # one rank has no work
         for _ in range(2):
             throughput.update(30, 0.5 + rank)
             flops.update(30, 0.5 + rank)
@@ -200,7 +200,7 @@ def work_of_uneven_ranks() -> list[dict[str, float]]:
     return [before, compute_metrics(metrics, dist.group.WORLD)]
 
 
-def test_rates_are_those_of_all_ranks_over_the_longest_time() -> None:
+def test_rates_are_the_work_of_all_ranks_over_the_longest_time() -> None:
     for before, after in run_ranks(work_of_uneven_ranks, world_size=3):
         expected = {"throughput": 120 / 5, "flops/flops_per_second": 120 / 5, "flops/mfu": 120 / (100 * (1 + 5))}
         assert before == pytest.approx(expected, rel=1e-12)
@@ -208,7 +208,7 @@ def test_rates_are_those_of_all_ranks_over_the_longest_time() -> None:
 
 
 class LargeCounts(Metric):
-    """Counts that no float64 holds, as a scalar and as a matrix."""
+    """Counts that float64 cannot represent exactly, as a scalar and as a matrix."""
 
     def __init__(self) -> None:
         self.one, self.many, self.sum = Accumulator("count"), Accumulator("count", shape=[2, 2]), Accumulator("sum")
@@ -251,11 +251,11 @@ def sync_again_and_again() -> list[float]:
     return values
 
 
-def test_a_sync_is_used_again_and_takes_the_state_at_its_start() -> None:
+def test_a_reused_sync_reduces_the_state_at_start() -> None:
     assert run_ranks(sync_again_and_again, world_size=4) == [[0.0, 4.0, 8.0]] * 4
 
 
-def test_values_that_were_replaced_are_taken() -> None:
+def test_replaced_values_are_reduced() -> None:
     total, mean = Sum(), WeightedMean()
     first, second = MetricSync({"total": total, "mean": mean}, None), MetricSync({"total": total}, None)
     for sync in (first, second, first):
@@ -270,7 +270,7 @@ def test_values_that_were_replaced_are_taken() -> None:
     assert total.compute().item() == 11
 
 
-def test_metrics_first_read_in_inference_mode_are_updated_outside() -> None:
+def test_metrics_first_synced_in_inference_mode_can_be_updated_outside() -> None:
     count = PerClassCount()
     with torch.inference_mode():
         compute_metrics({"count": count}, None)

@@ -1,9 +1,9 @@
-"""How long it takes to build a program, put its transfers in and verify it, for every schedule.
+"""Time to build a program of every schedule, including its transfers and verification.
 
     uv run python packages/d9d-pipeline/benchmarks/build_program.py
 
-Prints one JSON line for each schedule. The best of all repetitions is what the work takes; the median shows how busy
-the machine is. Nothing is taken from the cache of `build` but in the last column.
+Prints one JSON line per schedule. The minimum over all repetitions is the cost of the work; the median shows how busy
+the machine is. Only the last column uses the cache of `build`.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from d9d_pipeline import (
 )
 from d9d_pipeline.schedules import v_shaped
 
-SCHEDULES: list[tuple[Schedule, float]] = [  # and the bound in milliseconds at p = 16, m = 64
+SCHEDULES: list[tuple[Schedule, float]] = [  # with the target in milliseconds for p = 16, m = 64
     (OneForwardOneBackward(), 20.0),
     (ForwardOnly(), 100.0),
     (GPipe(), 100.0),
@@ -44,7 +44,7 @@ SCHEDULES: list[tuple[Schedule, float]] = [  # and the bound in milliseconds at 
 
 
 class Uncached(Schedule):
-    """Another schedule, without the value by which `build` would find its program again."""
+    """Wraps a schedule so that it does not compare by value, and `build` does not cache its program."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -52,15 +52,15 @@ class Uncached(Schedule):
         self.placement: Placement = schedule.placement
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Compute]:
-        """What the other emits."""
+        """Return the actions of the wrapped schedule."""
         return list(self._schedule.actions(rank, num_ranks, num_microbatches))
 
 
 def milliseconds(call: Callable[[], object], repeats: int) -> list[float]:
-    """What each of some calls took."""
+    """Return the milliseconds of each call, with empty caches."""
     taken = []
     for _ in range(repeats):
-        v_shaped.play.cache_clear()  # the other thing that is kept
+        v_shaped._simulate_ranks.cache_clear()  # the other cache
         start = time.perf_counter()
         call()
         taken.append(1e3 * (time.perf_counter() - start))
@@ -68,7 +68,7 @@ def milliseconds(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def measure(schedule: Schedule, bound: float, num_ranks: int, num_microbatches: int, repeats: int) -> dict[str, Any]:
-    """One line of the result."""
+    """Return the measurements of one schedule."""
 
     def build_program(which: Schedule) -> Any:
         return build(which, num_ranks=num_ranks, num_microbatches=num_microbatches)
@@ -89,7 +89,7 @@ def measure(schedule: Schedule, bound: float, num_ranks: int, num_microbatches: 
 
 
 def main() -> None:
-    """Read the command line, run, print."""
+    """Parse the arguments, run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-ranks", type=int, default=16)
     parser.add_argument("--num-microbatches", type=int, default=64)

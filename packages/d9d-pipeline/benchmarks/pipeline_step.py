@@ -1,11 +1,11 @@
-"""What a pipeline's step costs: against torch's own schedules, against its simulation, and for each action.
+"""Time of a pipeline step relative to torch's schedules and to its simulation, and the overhead per action.
 
     uv run python packages/d9d-pipeline/benchmarks/pipeline_step.py
 
-Prints JSON. `against_torch`: the time of a step over that of `torch.distributed.pipelining`, on the same stages, in
-pairs of steps that alternate. `against_simulation`: the makespan of a step over what the simulation makes of the
-medians of its actions' times, where a forward and each half of a backward do nothing but sleep.
-`microseconds_per_action`: what a step of a stage that does nothing takes beyond a loop that calls it, for each action.
+Prints JSON. `against_torch`: step time divided by that of `torch.distributed.pipelining` on the same stages, measured
+in alternating pairs of steps. `against_simulation`: makespan of a measured step divided by that of a simulation with
+the median times of its actions; forwards and backward halves only sleep. `microseconds_per_action`: time of a step with
+an empty stage minus that of a loop that calls the stage, per action.
 """
 
 import argparse
@@ -55,19 +55,19 @@ SIZE, LAYERS, ROWS = 256, 4, 128
 
 
 def make_stage() -> nn.Module:
-    """Some linear layers, the same on each stage."""
+    """Return linear layers, the same on each stage."""
     return nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(SIZE, SIZE), nn.ReLU())))
 
 
 def ours(schedule: Schedule, num_microbatches: int, stages: dict[int, nn.Module], group: Any) -> Callable[[], None]:
-    """A step of this package."""
+    """Return a step of this package."""
     executor = Executor(build(schedule, num_ranks=group.size(), num_microbatches=num_microbatches), stages, group=group)
     inputs = [Inputs(torch.ones(ROWS, SIZE)) for _ in range(num_microbatches)]
     return lambda: executor.step(inputs, lambda output, _: output.square().sum())
 
 
 def torchs(name: str, num_microbatches: int, stages: dict[int, nn.Module], group: Any) -> Callable[[], None]:
-    """A step of torch's schedule of that name."""
+    """Return a step of the torch schedule with this name."""
     count = group.size() * len(stages)
     wrapped = [
         PipelineStage(module, index, count, torch.device("cpu"), group=group) for index, module in stages.items()
@@ -86,7 +86,7 @@ def torchs(name: str, num_microbatches: int, stages: dict[int, nn.Module], group
 
 
 def alternate(steps: list[Callable[[], None]], pairs: int) -> list[list[float]]:
-    """The seconds of each step, taken in turn, all ranks starting together."""
+    """Return the seconds of each step; the steps alternate, with a barrier before and after each."""
     seconds: list[list[float]] = [[] for _ in steps]
     for _ in range(pairs):
         for step, taken in zip(steps, seconds, strict=True):
@@ -99,7 +99,7 @@ def alternate(steps: list[Callable[[], None]], pairs: int) -> list[list[float]]:
 
 
 def race(pairs: int, factor: int) -> dict[str, list[list[float]]]:
-    """Seconds of our step and torch's for each schedule."""
+    """Return the seconds of this package's and torch's step for each schedule."""
     found = {}
     with MeshConfig(pipeline_parallel=-1).build() as ctx:
         group = ctx.group_for("regular", "pp")
@@ -133,7 +133,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """Takes a time for forward, and as much for each half of backward."""
+    """Sleeps for the same time in forward and in each half of backward."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -141,13 +141,13 @@ class SleepingStage(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sleep, and give back what came."""
+        """Sleep, and return the input."""
         weight, slot = take_weight(self.weight, x.requires_grad_())
         return _Sleep.apply(x, weight, slot, self.seconds)
 
 
 def sleep(pairs: int, seconds: float) -> dict[str, list[float]]:
-    """For each schedule the makespans of measured steps over what simulation makes of the medians of their actions."""
+    """Return, for each schedule, measured makespans divided by the one simulated from median action times."""
     found = {}
     with MeshConfig(pipeline_parallel=-1).build() as ctx:
         group = ctx.group_for("regular", "pp")
@@ -164,7 +164,7 @@ def sleep(pairs: int, seconds: float) -> dict[str, list[float]]:
 
 
 def costs_of(timeline: Timeline) -> Costs:
-    """The medians of what actions took in a step."""
+    """Return the median durations of a timeline's actions."""
     taken: dict[type, list[float]] = {}
     for rank in range(len(timeline.ranks)):
         for each in timeline.computed(rank):
@@ -176,7 +176,7 @@ def costs_of(timeline: Timeline) -> Costs:
 
 
 def overhead(repeats: int) -> float:
-    """Microseconds of an action of one rank beyond what it computes."""
+    """Return the executor's overhead per action on one rank, in microseconds."""
     number = 64
     stage = nn.Linear(1, 1)
     x = torch.ones(1)
@@ -201,7 +201,7 @@ def overhead(repeats: int) -> float:
 
 
 def ratio(numerators: list[float], denominators: list[float]) -> dict[str, Any]:
-    """The median of the ratios of pairs, with a bootstrapped interval of 95 %."""
+    """Return the median ratio of pairs with its bootstrapped 95 % confidence interval."""
     ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
     draws = random.Random(0)  # noqa: S311
     medians = sorted(statistics.median(draws.choices(ratios, k=len(ratios))) for _ in range(2000))
@@ -214,11 +214,11 @@ def ratio(numerators: list[float], denominators: list[float]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, and print JSON."""
+    """Run the benchmark and print JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--milliseconds", type=float, default=25.0, help="what a sleeping action takes")
+    parser.add_argument("--milliseconds", type=float, default=25.0, help="duration of a sleeping action")
     arguments = parser.parse_args()
     seconds = arguments.milliseconds / 1e3
     result: dict[str, Any] = {"microseconds_per_action": round(overhead(200), 1)}

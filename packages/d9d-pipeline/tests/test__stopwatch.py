@@ -5,7 +5,7 @@ import torch
 from d9d_pipeline._stopwatch import Stopwatch
 
 
-def test_marks_are_counted_from_the_start() -> None:
+def test_seconds_are_relative_to_the_start() -> None:
     stopwatch = Stopwatch(torch.device("cpu"))
     first = stopwatch.mark()
     time.sleep(0.01)

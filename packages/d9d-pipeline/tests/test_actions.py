@@ -13,7 +13,7 @@ from d9d_pipeline import (
 from d9d_pipeline.actions import parts
 
 
-def test_read_as_a_letter_and_a_microbatch() -> None:
+def test_text_is_a_letter_and_a_microbatch() -> None:
     actions = [Forward(1, 2), Backward(1, 2), BackwardInput(1, 2), BackwardWeight(1, 2), Loss(1, 2)]
     assert [str(action) for action in actions] == ["F2", "B2", "I2", "W2", "L2"]
     transfers = [SendOutput(1, 2, 3), ReceiveInput(1, 2, 3), SendInputGradient(1, 2, 3), ReceiveOutputGradient(1, 2, 3)]
@@ -21,11 +21,11 @@ def test_read_as_a_letter_and_a_microbatch() -> None:
     assert str(Overlap(Forward(0, 4), Backward(1, 2))) == "(F4+B2)"
 
 
-def test_what_differs_in_kind_alone_differs() -> None:
+def test_actions_of_different_types_are_unequal() -> None:
     assert len({Forward(0, 0), Backward(0, 0), BackwardInput(0, 0), BackwardWeight(0, 0), Loss(0, 0)}) == 5
 
 
-def test_parts_are_what_is_computed() -> None:
+def test_parts_are_the_computations() -> None:
     overlap = Overlap(Forward(0, 4), BackwardInput(1, 2))
     assert parts(overlap) == (Forward(0, 4), BackwardInput(1, 2))
     assert parts(BackwardWeight(1, 2)) == (BackwardWeight(1, 2),)

@@ -24,7 +24,7 @@ from d9d_pipeline import (
 
 
 class _Block(nn.Module):
-    """A stage that passes a dict on: one entry to use, one that the next stage ignores, one without gradient."""
+    """A stage that returns a dict: one entry is used, one is ignored by the next stage, one has no gradient."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class _Block(nn.Module):
 
 
 class _AllStagesHere(Schedule):
-    """Every stage on one rank, GPipe order."""
+    """GPipe's order with all stages on one rank."""
 
     def __init__(self, stages_per_rank: int) -> None:
         self.stages_per_rank = stages_per_rank
@@ -78,7 +78,7 @@ def test_gradients_equal_those_of_the_whole_batch(num_stages: int, num_microbatc
     torch.testing.assert_close(_gradients(stages), expected, rtol=1e-12, atol=1e-14)
 
 
-def test_without_backwards_outputs_come_in_order_and_nothing_is_kept() -> None:
+def test_without_backwards_outputs_are_in_order_and_freed() -> None:
     seen: list[tuple[int, float]] = []
     executor = Executor(build(ForwardOnly(), num_ranks=1, num_microbatches=3), {0: nn.Identity()})
 
@@ -89,10 +89,10 @@ def test_without_backwards_outputs_come_in_order_and_nothing_is_kept() -> None:
     assert seen == [(0, 0.0), (1, 1.0), (2, 2.0)]
 
 
-def test_refuses_a_loss_without_a_gradient() -> None:
+def test_rejects_a_loss_without_a_gradient() -> None:
     executor = Executor(build(GPipe(), num_ranks=1, num_microbatches=1), {0: nn.Linear(2, 2)})
     with pytest.raises(
-        ValueError, match=r"the loss of microbatch 0 has no gradient; expected one that is computed from"
+        ValueError, match=r"got a loss of microbatch 0 that does not require a gradient; expected a loss computed"
     ):
         executor.step([Inputs(torch.ones(2))], lambda outputs, microbatch: torch.zeros(()))
 
@@ -124,23 +124,25 @@ def _count_reductions() -> tuple[int, torch.Tensor]:
         return counter.count, model.weight.grad.full_tensor()
 
 
-def test_gradients_are_reduced_once_a_step() -> None:
+def test_gradients_are_reduced_once_per_step() -> None:
     for reductions, gradient in run_ranks(_count_reductions):
         assert reductions == 1
         assert torch.equal(gradient, torch.full((4, 4), 4 * (1.0 + 2.0)))
 
 
-def test_refuses_a_program_of_another_number_of_ranks() -> None:
-    with pytest.raises(UserError, match=r"got a program for 2 ranks and a group of 1; expected equally many. Build"):
+def test_rejects_a_program_for_another_number_of_ranks() -> None:
+    with pytest.raises(UserError, match=r"got a program for 2 ranks and a group of 1; expected equal sizes. Build"):
         Executor(build(GPipe(), num_ranks=2, num_microbatches=2), {0: nn.Identity()})
 
 
-def test_refuses_other_stages() -> None:
-    with pytest.raises(UserError, match=r"got the stages \[1\] on pipeline rank 0; expected \[0\], which the program"):
+def test_rejects_stages_of_another_rank() -> None:
+    with pytest.raises(
+        UserError, match=r"got the stages \[1\] on pipeline rank 0; expected \[0\], the stages that the program"
+    ):
         Executor(build(GPipe(), num_ranks=1, num_microbatches=2), {1: nn.Identity()})
 
 
-def test_refuses_a_wrong_number_of_microbatches() -> None:
+def test_rejects_a_wrong_number_of_microbatches() -> None:
     executor = Executor(build(GPipe(), num_ranks=1, num_microbatches=2), {0: nn.Identity()})
     with pytest.raises(ValueError, match=r"got inputs for 1 microbatches; expected 2"):
         executor.step([Inputs(torch.ones(1))], lambda outputs, _: outputs.sum())

@@ -1,4 +1,4 @@
-"""Every schedule over several ranks: gradients are those of one process, and what is sent is what the program says."""
+"""Every schedule on several ranks: gradients equal those of one process, and transfers match the program."""
 
 import os
 import re
@@ -42,7 +42,7 @@ SIZE = 6
 
 
 class _Block(nn.Module):
-    """A stage of everything: two kinds of input, a weight used twice, one computed under a checkpoint, one left unused.
+    """A stage with two types of input, a weight used twice, one under activation checkpointing, and one unused.
 
     It passes on a tree with an entry that the next stage ignores, one that needs no gradient, an empty one, and None.
     """
@@ -103,7 +103,7 @@ def _executor(program: Program, group: dist.ProcessGroup) -> tuple[Executor, lis
 
 
 def _train(schedules: list[tuple[Schedule, int]]) -> list[tuple[dict[str, Tensor | None], list[int]]]:
-    """For each schedule the gradients of this rank's stages after a second step, and whose losses it saw."""
+    """Return, for each schedule, the gradients of this rank's stages after two steps, and the loss microbatches."""
     results = []
     with MeshConfig(pipeline_parallel=-1).build() as ctx:
         for schedule, num_microbatches in schedules:
@@ -125,7 +125,7 @@ def _train(schedules: list[tuple[Schedule, int]]) -> list[tuple[dict[str, Tensor
 
 
 def _cases(num_ranks: int) -> list[tuple[Schedule, int]]:
-    """Microbatches fewer than ranks, as many, more, and no multiple of them, where the schedule allows it."""
+    """Covers fewer, equal, more, and no multiple of the number of ranks as microbatches, if the schedule allows it."""
     numbers = (1, num_ranks, 2 * num_ranks + 1)
     anywhere: list[Schedule] = [
         GPipe(),
@@ -141,7 +141,7 @@ def _cases(num_ranks: int) -> list[tuple[Schedule, int]]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_schedule_gives_the_gradients_of_one_process(num_ranks: int) -> None:
+def test_every_schedule_computes_the_gradients_of_one_process(num_ranks: int) -> None:
     cases = _cases(num_ranks)
     by_rank = run_ranks(_train, cases, world_size=num_ranks)
     for index, (schedule, num_microbatches) in enumerate(cases):
@@ -162,7 +162,7 @@ def test_every_schedule_gives_the_gradients_of_one_process(num_ranks: int) -> No
 
 
 def _record(schedule: Schedule, num_microbatches: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """What this rank sent to and received from whom in a real step, and what the program says, in order."""
+    """Return the transfers of this rank in a real step, and those of its program, in order."""
     recorded: list[tuple[str, int]] = []
 
     def note(name: str, peer: str) -> Callable[..., Any]:
@@ -187,7 +187,7 @@ def _record(schedule: Schedule, num_microbatches: int) -> tuple[list[tuple[str, 
 
 
 def _transfers(program: Program, rank: int) -> Iterator[tuple[str, int]]:
-    """Four tensors of what a stage returns hold numbers; two of them are used where they arrive and need gradients."""
+    """Four tensors of each output are nonempty; two of them are used by the next stage and require gradients."""
     for action in program.ranks[rank]:
         match action:
             case SendOutput(_, _, peer):
@@ -203,14 +203,14 @@ def _transfers(program: Program, rank: int) -> Iterator[tuple[str, int]]:
 @pytest.mark.parametrize(
     "schedule", [OneForwardOneBackward(), ZeroBubbleV()], ids=lambda schedule: type(schedule).__name__
 )
-def test_what_is_sent_and_received_is_what_the_program_says(schedule: Schedule) -> None:
+def test_sends_and_receives_match_the_program(schedule: Schedule) -> None:
     for recorded, expected in run_ranks(_record, schedule, 5, world_size=3):
         assert recorded == expected
         assert len(expected) > 20
 
 
 class _Alive:
-    """Something that is kept as long as the activations of one forward."""
+    """An object that lives as long as the activations of one forward."""
 
     count = 0
     most = 0
@@ -236,12 +236,12 @@ class _Noticed(torch.autograd.Function):
 
 class _NoticedStage(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's own name)
-        """What the layer saves, its input, is a view of what is noticed."""
+        """The layer saves its input, which is a view of the tracked tensor."""
         return super().forward(_Noticed.apply(input.requires_grad_()))
 
 
 def _peaks(cases: list[tuple[Schedule, int]]) -> list[int]:
-    """The largest number of forwards whose activations this rank held, for each schedule."""
+    """Return, for each schedule, the largest number of forwards whose activations this rank held."""
     peaks = []
     with MeshConfig(pipeline_parallel=-1).build() as ctx:
         for schedule, num_microbatches in cases:
@@ -255,7 +255,7 @@ def _peaks(cases: list[tuple[Schedule, int]]) -> list[int]:
     return peaks
 
 
-def test_a_rank_holds_as_many_activations_as_the_verifier_says() -> None:
+def test_held_activations_match_the_verifier() -> None:
     cases: list[tuple[Schedule, int]] = [(GPipe(), 5), (OneForwardOneBackward(), 7), (Interleaved(2), 8)]
     by_rank = run_ranks(_peaks, cases, world_size=4)
     for index, (schedule, num_microbatches) in enumerate(cases):
@@ -264,7 +264,7 @@ def test_a_rank_holds_as_many_activations_as_the_verifier_says() -> None:
 
 
 def _forward_only() -> list[Tensor]:
-    """Outputs on the last rank, of a program without backwards, with gradients enabled around it."""
+    """Return the last rank's outputs of a program without backwards, run with gradients enabled."""
     outputs: list[Tensor] = []
     with MeshConfig(pipeline_parallel=-1).build() as ctx:
         program = build(ForwardOnly(2, "v"), num_ranks=ctx.world_size, num_microbatches=3)
@@ -273,7 +273,7 @@ def _forward_only() -> list[Tensor]:
     return outputs
 
 
-def test_forward_only_runs_without_a_graph_where_stages_are_placed_in_a_v() -> None:
+def test_forward_only_builds_no_graph_with_v_placement() -> None:
     first, second = run_ranks(_forward_only)
     assert not second
     stages = [_Block(index) for index in range(4)]
@@ -286,7 +286,7 @@ def test_forward_only_runs_without_a_graph_where_stages_are_placed_in_a_v() -> N
 
 
 class _Faulty(nn.Module):
-    """A stage that does something wrong on rank 1."""
+    """A stage with a fault on one rank."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -334,18 +334,18 @@ def _fail(faulty_rank: int, fault: str) -> None:
         (
             0,
             "returns a number",
-            r"got float among what a stage returns to a stage of another rank; expected tensors and None(.|\n)*"
+            r"got float in a stage's output that is sent to another rank; expected tensors and None(.|\n)*"
             r"in SendOutput of stage 0, microbatch 0, on pipeline rank 0",
         ),
         (
             0,
             "changes",
-            r"got float32\[2, 2\] that needs a gradient, where for inputs of the same shapes it was float32\[1, 2\] "
-            r"that needs a gradient before; expected",
+            r"got a message of float32\[2, 2\] with requires_grad, but float32\[1, 2\] with requires_grad earlier for "
+            r"inputs of the same shapes; expected",
         ),
     ],
 )
-def test_a_failure_ends_every_rank_and_says_where(faulty_rank: int, fault: str, message: str) -> None:
+def test_a_failure_ends_every_rank_and_names_its_place(faulty_rank: int, fault: str, message: str) -> None:
     with pytest.raises(RankError, match=message) as caught:
         run_ranks(_fail, faulty_rank, fault, world_size=3)
     assert caught.value.rank == faulty_rank
@@ -353,7 +353,7 @@ def test_a_failure_ends_every_rank_and_says_where(faulty_rank: int, fault: str, 
     assert str(caught.value).count("on pipeline rank") >= 3
 
 
-def test_a_rank_that_dies_ends_the_others_where_they_wait_for_it() -> None:
+def test_a_dead_rank_ends_the_ranks_that_wait_for_it() -> None:
     with pytest.raises(RankError, match="The process died with exit code 3") as caught:
         run_ranks(_fail, 1, "dies", world_size=3)
     for rank in (0, 2):
@@ -361,19 +361,19 @@ def test_a_rank_that_dies_ends_the_others_where_they_wait_for_it() -> None:
         assert re.search(place, str(caught.value)), str(caught.value)
 
 
-def test_an_input_that_is_used_later_only_is_refused() -> None:
-    with pytest.raises(RankError, match=r"was not used in the first microbatch; expected a stage to use the same"):
+def test_rejects_an_input_that_is_unused_in_the_first_microbatch_only() -> None:
+    with pytest.raises(RankError, match=r"did not use in the first microbatch; expected the stage to use the same"):
         run_ranks(_fail, 1, "starts to use it", world_size=3)
 
 
-def test_inputs_of_all_stages_need_no_gradient() -> None:
+def test_rejects_shared_inputs_that_require_a_gradient() -> None:
     stages = {index: nn.Linear(2, 2) for index in range(2)}
     executor = Executor(build(LoopedBreadthFirst(2), num_ranks=1, num_microbatches=1), stages)
-    with pytest.raises(UserError, match="got a tensor that needs a gradient among the keyword arguments of all stages"):
+    with pytest.raises(UserError, match="got a tensor with requires_grad among the shared keyword arguments"):
         executor.step([Inputs(torch.ones(2), prompt=torch.ones(2, requires_grad=True))], lambda y, _: y.sum())
 
 
-def test_a_gradient_that_is_missing_for_once_counts_as_zero() -> None:
+def test_a_gradient_missing_after_the_first_microbatch_is_zero() -> None:
     run_ranks(_fail, 1, "leaves a gradient out", world_size=3)
 
 
@@ -385,7 +385,7 @@ def _measure() -> tuple[Timeline, dict[str, Tensor | None], Program]:
         return timeline, _gradients(stages), program
 
 
-def test_a_measured_step_computes_the_same_and_says_when_on_all_ranks() -> None:
+def test_a_measured_step_computes_the_same_and_returns_times_of_all_ranks() -> None:
     found = run_ranks(_measure)
     expected = _expected(4, 4)
     gradients = {name: gradient for _, each, _ in found for name, gradient in each.items()}

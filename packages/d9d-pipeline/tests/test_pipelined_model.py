@@ -31,7 +31,7 @@ def _call(placement: Placement, stages_per_rank: int) -> list[dict[str, Any]]:
         return [model(torch.ones(length), shift=torch.tensor(1.0)) for length in (3, 1, 3)]
 
 
-def test_every_rank_gets_what_a_call_of_the_whole_model_gives() -> None:
+def test_every_rank_returns_the_output_of_the_whole_model() -> None:
     cases: list[tuple[Placement, int]] = [("loop", 1), ("v", 2)]
     for placement, stages_per_rank in cases:
         expected = []

@@ -35,12 +35,12 @@ def legend(drawn: Axes) -> list[str]:
 
 
 def bars(drawn: Axes) -> set[tuple[float, float]]:
-    """Start and end of all that is drawn, in time."""
+    """Return the (start, end) times of all plotted boxes."""
     boxes = [path.get_extents() for collection in drawn.collections for path in collection.get_paths()]
     return {(round(box.x0, 6), round(box.x1, 6)) for box in boxes}
 
 
-def test_draws_what_each_rank_computes_and_the_transfers() -> None:
+def test_plots_computations_and_transfers() -> None:
     drawn = axes()
     plot_program(build(OneForwardOneBackward(), num_ranks=2, num_microbatches=2), drawn, title="1F1B")
     assert drawn.get_title(loc="left") == "1F1B: bubble 33.3 %"
@@ -55,7 +55,7 @@ def test_draws_what_each_rank_computes_and_the_transfers() -> None:
     assert [points[index : index + 2] for index in (0, 6)] == [[[4.0, 1.0], [4.0, 0.0]], [[1.0, 0.0], [1.0, 1.0]]]
 
 
-def test_explains_halves_overlaps_and_several_stages() -> None:
+def test_legend_has_halves_overlaps_and_stages() -> None:
     drawn = axes()
     plot_simulation(simulate(build(DualPipeV(), num_ranks=2, num_microbatches=4), Costs(transfer=0.25)), drawn)
     assert legend(drawn) == [
@@ -65,7 +65,7 @@ def test_explains_halves_overlaps_and_several_stages() -> None:
     assert drawn.get_title(loc="left").startswith("bubble ")
 
 
-def test_stages_of_a_rank_have_shades_of_their_own() -> None:
+def test_stages_of_a_rank_have_different_shades() -> None:
     drawn = axes()
     plot_program(build(ZeroBubbleV(), num_ranks=2, num_microbatches=4), drawn)
     colors = {
@@ -74,7 +74,7 @@ def test_stages_of_a_rank_have_shades_of_their_own() -> None:
     assert len(colors) == 3 * 2
 
 
-def test_draws_measured_times() -> None:
+def test_plots_measured_times() -> None:
     forward, send = TimedAction(Forward(0, 0), 0.1, 0.2), TimedAction(SendOutput(0, 0, 1), 0.2, 0.21)
     ranks = ((forward, send, TimedAction(Backward(0, 0), 0.4, 0.6)), (TimedAction(Forward(1, 0), 0.21, 0.3),))
     drawn = axes()
@@ -90,7 +90,7 @@ def test_writes_a_file(tmp_path: Path, name: str) -> None:
     assert (tmp_path / name).stat().st_size > 1000
 
 
-def test_a_picture_is_wide_enough_to_read_its_numbers(tmp_path: Path) -> None:
+def test_a_plot_is_wide_enough_for_its_numbers(tmp_path: Path) -> None:
     drawn: list[float] = []
     for microbatches in (2, 20):
         timeline = simulate(build(OneForwardOneBackward(), num_ranks=2, num_microbatches=microbatches))
@@ -100,12 +100,12 @@ def test_a_picture_is_wide_enough_to_read_its_numbers(tmp_path: Path) -> None:
     assert drawn[1] > 1.7 * drawn[0]
 
 
-def test_nothing_can_be_drawn(tmp_path: Path) -> None:
+def test_plots_an_empty_timeline(tmp_path: Path) -> None:
     plot_simulation(Timeline(((), ())), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").exists()
 
 
-def test_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_matplotlib_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pictures need matplotlib: pip install 'd9d-pipeline\[plot\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"plots need matplotlib: pip install 'd9d-pipeline\[plot\]'"):
         plot_program(build(OneForwardOneBackward(), num_ranks=1, num_microbatches=1), tmp_path / "picture.png")

@@ -31,7 +31,7 @@ from d9d_pipeline.actions import parts
 
 
 def computed(program: Program) -> list[list[tuple[str, int, int]]]:
-    """Each rank's computations by kind, stage and microbatch, sorted."""
+    """Return each rank's computations as sorted (type, stage, microbatch) tuples."""
     every = [[part for action in actions for part in parts(action)] for actions in program.ranks]
     return [sorted((str(part)[0], part.stage, part.microbatch) for part in each) for each in every]
 
@@ -54,7 +54,7 @@ def test_each_microbatch_goes_forward_and_backward_once_on_each_stage(schedule: 
         assert sorted(each[1:] for each in mine if each[0] in "BW") == pairs
 
 
-def test_loss_and_transfers_are_put_where_they_belong() -> None:
+def test_build_inserts_loss_and_transfers() -> None:
     program = build(OneForwardOneBackward(), num_ranks=2, num_microbatches=2)
     as_text = [" ".join(map(str, actions)) for actions in program.ranks]
     assert as_text == ["F0 f0>1 F1 f1>1 b0<1 B0 b1<1 B1", "f0<0 F0 L0 f1<0 B0 b0>0 F1 L1 B1 b1>0"]
@@ -62,14 +62,14 @@ def test_loss_and_transfers_are_put_where_they_belong() -> None:
     assert local.ranks == ((Forward(0, 0), Forward(1, 0), Loss(1, 0)),)
 
 
-def test_reads_as_a_line_for_each_rank() -> None:
+def test_text_has_one_line_per_rank() -> None:
     program = build(OneForwardOneBackward(), num_ranks=2, num_microbatches=3)
     assert str(program) == "rank 0: F0 F1 B0 F2 B1 B2\nrank 1: F0 B0 F1 B1 F2 B2"
     assert str(build(ForwardOnly(2), num_ranks=1, num_microbatches=2)) == "rank 0: 0.F0 0.F1 1.F0 1.F1"
     assert " 2.F2+1.B0 " in str(build(DualPipeV(), num_ranks=2, num_microbatches=4))
 
 
-def test_knows_its_stages() -> None:
+def test_stages_of_returns_the_stages_of_a_rank() -> None:
     loop = build(Interleaved(2), num_ranks=3, num_microbatches=3)
     v = build(ZeroBubbleV(), num_ranks=3, num_microbatches=3)
     assert [loop.stages_of(rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
@@ -79,7 +79,7 @@ def test_knows_its_stages() -> None:
 
 
 class Emitting(Schedule):
-    """Any actions on a single rank; counts how often it is asked."""
+    """Yields given actions on one rank, and counts its calls."""
 
     def __init__(self, actions: Iterable[Any]) -> None:
         self.emitted = list(actions)
@@ -97,11 +97,11 @@ class Emitting(Schedule):
         ([Forward(0, 0), Forward(0, 1), Backward(0, 0)], r"lacks Backward\(stage=0, microbatch=1\)"),
         (
             [Forward(0, 0), Forward(0, 0), Forward(0, 1)],
-            r"has Forward\(stage=0, microbatch=0\), which was done before",
+            r"has Forward\(stage=0, microbatch=0\), which is repeated",
         ),
         (
             [Forward(0, 0), Forward(0, 1), Forward(1, 0)],
-            r"has Forward\(stage=1, microbatch=0\), not its own: it holds the stages .0.",
+            r"has Forward\(stage=1, microbatch=0\), but it only holds the stages .0.",
         ),
         ([Forward(0, 0), Forward(0, 1), Forward(0, 2)], r"expected stages up to 0 and microbatches up to 1"),
         (
@@ -110,21 +110,21 @@ class Emitting(Schedule):
         ),
         (
             [Forward(0, 0), Loss(0, 0)],
-            r"has Loss\(stage=0, microbatch=0\), expected what is computed: build adds loss and",
+            r"has Loss\(stage=0, microbatch=0\), expected computations only: build adds the loss and",
         ),
-        (["F0"], r"rank 0 has 'F0', expected what is computed"),
+        (["F0"], r"rank 0 has 'F0', expected computations only"),
         (
             [Forward(0, 0), Forward(0, 1), Backward(0, 0), Backward(0, 1), BackwardWeight(0, 1)],
-            r"has BackwardWeight\(stage=0, microbatch=1\), which was done before",
+            r"has BackwardWeight\(stage=0, microbatch=1\), which is repeated",
         ),
     ],
 )
-def test_refuses_a_program_that_computes_something_else(actions: list[Action], message: str) -> None:
+def test_rejects_invalid_actions(actions: list[Action], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build(Emitting(actions), num_ranks=1, num_microbatches=2)
 
 
-def test_refuses_no_microbatches() -> None:
+def test_rejects_zero_microbatches() -> None:
     with pytest.raises(UserError, match=r"got 1 ranks and 0 microbatches; expected at least one of each"):
         build(GPipe(), num_ranks=1, num_microbatches=0)
 
@@ -138,7 +138,7 @@ def test_programs_of_equal_schedules_are_built_once() -> None:
 
 @dataclass
 class Mutable(Schedule):
-    """Compares by value, but that may change."""
+    """Compares by value, but is mutable."""
 
     backwards: bool = True
 
@@ -147,7 +147,7 @@ class Mutable(Schedule):
         return [kind(rank, microbatch) for microbatch in range(num_microbatches) for kind in kinds]
 
 
-def test_schedules_that_can_change_are_asked_again() -> None:
+def test_mutable_schedules_are_not_cached() -> None:
     emitting = Emitting([Forward(0, 0)])
     for _ in range(2):
         build(emitting, num_ranks=1, num_microbatches=1)
@@ -160,7 +160,7 @@ def test_schedules_that_can_change_are_asked_again() -> None:
 
 @dataclass(frozen=True)
 class WithList(Schedule):
-    """Frozen, but cannot be hashed for what is in it."""
+    """Frozen, but unhashable because of its field."""
 
     microbatches: list[int]
 
@@ -168,7 +168,7 @@ class WithList(Schedule):
         return [Forward(rank, microbatch) for microbatch in self.microbatches]
 
 
-def test_schedules_that_hold_a_list_are_built_too() -> None:
+def test_unhashable_schedules_are_built() -> None:
     program = build(WithList([1, 0]), num_ranks=2, num_microbatches=2)
     assert program.ranks[0] == (Forward(0, 1), SendOutput(0, 1, 1), Forward(0, 0), SendOutput(0, 0, 1))
     assert program.ranks[1][0] == ReceiveInput(1, 1, 0)

@@ -26,7 +26,7 @@ def test_parameters_buffers_and_state_have_the_names_of_the_whole_model() -> Non
     assert [id(x) for x in own.parameters()] == [id(x) for stage in stages.values() for x in stage.parameters()]
 
 
-def test_what_another_stage_owns_is_left_out_under_all_of_its_names() -> None:
+def test_copies_are_excluded_under_all_of_their_names() -> None:
     own = RankStages({2: _stage(2, tied=True)}, copies={2: ["embedding.weight"]})
     assert not [name for name, _ in own.named_parameters() if "layers" not in name]
     assert not [name for name, _ in own.named_parameters(remove_duplicate=False) if "layers" not in name]
@@ -34,7 +34,7 @@ def test_what_another_stage_owns_is_left_out_under_all_of_its_names() -> None:
     assert {"head.weight", "embedding.weight"} <= RankStages({2: _stage(2, tied=True)}).state_dict().keys()
 
 
-def test_modes_and_gradients_reach_every_stage() -> None:
+def test_train_mode_and_zero_grad_apply_to_every_stage() -> None:
     own = RankStages({0: _stage(0), 1: _stage(1)})
     own.eval()
     assert not any(module.training for module in own.modules())
@@ -44,6 +44,6 @@ def test_modes_and_gradients_reach_every_stage() -> None:
     assert all(parameter.grad is None for parameter in own.parameters())
 
 
-def test_it_cannot_be_called() -> None:
+def test_forward_raises() -> None:
     with pytest.raises(TypeError, match="the stages of one rank are not a whole model; run them with an Executor or a"):
         RankStages({0: _stage(0)})(torch.ones(1))

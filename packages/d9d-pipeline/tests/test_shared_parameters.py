@@ -1,4 +1,4 @@
-"""A weight on the first and the last stage, and one on every second: one tensor, whoever holds it."""
+"""Parameters shared by the first and last stage, and by every second stage, behave like one tensor."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def _stage(index: int) -> nn.Module:
     return stage
 
 
-def test_names_of_several_stages_are_found() -> None:
+def test_shared_names_returns_names_of_several_stages() -> None:
     stages = [dict(_stage(index).named_parameters()) for index in range(4)]
     for stage in stages:
         stage.pop("own")
@@ -29,7 +29,7 @@ def test_names_of_several_stages_are_found() -> None:
 
 
 def _share(placement: str) -> dict[int, dict[str, tuple[float, float | None]]]:
-    """For each stage of this rank the value of each parameter, and of its gradient."""
+    """Return the value and gradient of each parameter, for each stage of this rank."""
     with MeshConfig(pipeline_parallel=-1).build() as ctx:
         stage_ranks = ranks_of_stages("v" if placement == "v" else "loop", num_ranks=2, stages_per_rank=2)
         stages = {index: _stage(index) for index, rank in enumerate(stage_ranks) if rank == ctx.rank}
@@ -37,7 +37,7 @@ def _share(placement: str) -> dict[int, dict[str, tuple[float, float | None]]]:
         shared = SharedParameters(HOLDERS, stages, stage_ranks=stage_ranks, group=group)
         for index, stage in stages.items():
             for name, parameter in stage.named_parameters():
-                if parameter.requires_grad and (name, index) != ("often", 1):  # one that was not used
+                if parameter.requires_grad and (name, index) != ("often", 1):  # a copy without a gradient
                     parameter.grad = torch.full_like(parameter, 1.0 + index)
         shared.add_gradients()
         shared.copy_values()
@@ -52,21 +52,21 @@ def _only(tensor: Tensor) -> float:
     return value
 
 
-def test_gradients_are_summed_at_the_owner_and_values_copied_from_it() -> None:
+def test_gradients_are_summed_on_the_owner_and_values_copied_from_it() -> None:
     expected = {
         0: {"own": (0.0, 1.0), "ends": (0.0, 5.0), "often": (0.0, 5.0)},
         1: {"own": (1.0, 2.0), "often": (0.0, None), "frozen": (10.0, None)},
         2: {"own": (2.0, 3.0), "frozen": (10.0, None)},
         3: {"own": (3.0, 4.0), "ends": (0.0, None), "often": (0.0, None)},
     }
-    for placement in ("loop", "v"):  # in a V the first and the last stage are on one rank
+    for placement in ("loop", "v"):  # in V placement the first and the last stage are on one rank
         first, second = run_ranks(_share, placement)
         assert first.keys() == ({0, 2} if placement == "loop" else {0, 3})
         assert {**first, **second} == expected
 
 
 def _gradient_of_ends(num_ranks: int) -> float | None:
-    """The gradient of a tied weight on the stage of this rank, with one stage on each."""
+    """Return the gradient of a tied weight, with one stage per rank."""
     with MeshConfig(pipeline_parallel=-1).build() as ctx:
         stage = nn.Module()
         if ctx.rank in (0, num_ranks - 1):
@@ -83,13 +83,13 @@ def _gradient_of_ends(num_ranks: int) -> float | None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_gradients_are_added_once_however_many_ranks_there_are(num_ranks: int) -> None:
+def test_gradients_are_added_once_for_any_number_of_ranks(num_ranks: int) -> None:
     summed = _only(torch.full((1,), 0.1) + torch.full((1,), 0.1 + num_ranks - 1))
     found = run_ranks(_gradient_of_ends, num_ranks, world_size=num_ranks)
     assert found == [summed, *[None] * (num_ranks - 1)]
 
 
-def test_without_a_group_all_stages_are_here() -> None:
+def test_without_a_group_all_stages_are_on_this_rank() -> None:
     stages = {index: _stage(index) for index in range(4)}
     shared = SharedParameters({"ends": (0, 3)}, stages, stage_ranks=(0, 0, 0, 0), group=None)
     stages[3].get_parameter("ends").grad = torch.ones(2, 3)

@@ -38,7 +38,7 @@ SCHEDULES: list[Schedule] = [
 
 
 def relaxed_ends(program: Program, costs: Costs) -> dict[tuple[str, int, int], float]:
-    """The end of each computation: longest paths, by going over all actions until no end moves any more."""
+    """Return the end of each computation: its longest path, relaxed over all actions until no end changes."""
     ends: dict[tuple[str, int, int], float] = {}
     last = program.num_stages - 1
 
@@ -78,7 +78,7 @@ def relaxed_ends(program: Program, costs: Costs) -> dict[tuple[str, int, int], f
     m=st.integers(1, 10),
     costs=st.builds(Costs, *[st.integers(0, 9)] * 4, st.sampled_from([1.0, 0.5])),
 )
-def test_every_action_ends_when_its_longest_chain_does(schedule: Schedule, p: int, m: int, costs: Costs) -> None:
+def test_every_action_ends_with_its_longest_dependency_chain(schedule: Schedule, p: int, m: int, costs: Costs) -> None:
     program = build(schedule, num_ranks=p, num_microbatches=max(m, 2 * p) if schedule == DualPipeV() else m)
     expected = relaxed_ends(program, costs)
     timeline = simulate(program, costs)
@@ -91,7 +91,7 @@ def test_every_action_ends_when_its_longest_chain_does(schedule: Schedule, p: in
             assert timed.end == expected[name, part.stage, part.microbatch]
 
 
-def test_durations_of_ones_own() -> None:
+def test_custom_durations() -> None:
     program = build(OneForwardOneBackward(), num_ranks=2, num_microbatches=1)
     timeline = simulate(
         program, Costs(transfer=1.0), duration=lambda action: 3.0 if isinstance(action, Forward) else 5.0
@@ -99,7 +99,7 @@ def test_durations_of_ones_own() -> None:
     assert timeline.makespan == 3 + 1 + 3 + 5 + 1 + 5
 
 
-def test_transfers_are_shown_where_they_take_time() -> None:
+def test_transfers_that_take_time_are_in_the_timeline() -> None:
     program = build(OneForwardOneBackward(), num_ranks=2, num_microbatches=1)
     assert all(not isinstance(each.action, SendOutput) for each in simulate(program).ranks[0])
     first, second = simulate(program, Costs(1.0, 2.0, 1.0, transfer=0.5)).ranks
@@ -111,11 +111,11 @@ def test_transfers_are_shown_where_they_take_time() -> None:
     assert [(each.action, each.start, each.end) for each in second][-1] == (SendInputGradient(1, 0, 0), 5.5, 6.0)
 
 
-def test_refuses_costs_below_zero() -> None:
+def test_rejects_negative_costs() -> None:
     with pytest.raises(UserError, match=r"got Costs\(forward=-1.*\); expected costs of 0 or more"):
         Costs(forward=-1)
 
 
-def test_refuses_a_program_that_is_not_valid() -> None:
+def test_rejects_an_invalid_program() -> None:
     with pytest.raises(ProgramError, match=r"rank 0 lacks Forward\(stage=0, microbatch=0\)"):
         simulate(Program(((BackwardWeight(0, 0),),), (0,), 1))

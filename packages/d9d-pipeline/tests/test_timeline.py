@@ -38,7 +38,7 @@ MEASURED = Timeline(
 )
 
 
-def test_counts_what_is_computed_and_nothing_else() -> None:
+def test_bubble_and_peak_ignore_transfers() -> None:
     assert MEASURED.makespan == 10.0
     assert MEASURED.waiting == (5.0, 6.0)
     assert MEASURED.waiting_between == (5.0, 0.5)
@@ -46,7 +46,7 @@ def test_counts_what_is_computed_and_nothing_else() -> None:
     assert MEASURED.peak_activations == (1, 1)
 
 
-def test_nothing_takes_no_time() -> None:
+def test_without_data_all_times_are_zero() -> None:
     nothing = Timeline(((), ()))
     assert (nothing.makespan, nothing.bubble, nothing.waiting_between) == (0.0, 0.0, (0.0, 0.0))
     assert str(nothing).splitlines()[1] == f"rank 1: {'.' * 100} 0 %"
@@ -58,12 +58,12 @@ def test_nothing_takes_no_time() -> None:
     p=st.integers(1, 8),
     m=st.integers(16, 24),
 )
-def test_holds_what_the_verifier_says(schedule: Schedule, p: int, m: int) -> None:
+def test_peak_activations_match_the_verifier(schedule: Schedule, p: int, m: int) -> None:
     program = build(schedule, num_ranks=p, num_microbatches=m)
     assert simulate(program).peak_activations == verify(program).peak_activations
 
 
-def test_reads_as_a_line_for_each_rank() -> None:
+def test_text_has_one_line_per_rank() -> None:
     timeline = simulate(build(OneForwardOneBackward(), num_ranks=2, num_microbatches=2))
     assert format_simulation(timeline, width=36).splitlines() == [
         "rank 0: F0--F1--........B0------....B1------ 33 %",
@@ -72,7 +72,7 @@ def test_reads_as_a_line_for_each_rank() -> None:
     assert format_simulation(timeline, width=9).splitlines()[0] == "rank 0: FF..B-.B- 33 %"
 
 
-def test_reads_ranks_of_two_digits_below_each_other() -> None:
+def test_ranks_with_two_digits_are_aligned() -> None:
     lines = str(simulate(build(GPipe(), num_ranks=11, num_microbatches=1))).splitlines()
     assert lines[0].startswith("rank  0: F")
     assert lines[10].startswith("rank 10: ..")

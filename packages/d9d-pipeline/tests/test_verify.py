@@ -1,4 +1,4 @@
-"""The verifier against an interpreter that knows nothing of it: it runs a mutated program on symbols, and sees."""
+"""Compares the verifier with an independent interpreter that executes mutated programs on symbols."""
 
 import random
 import re
@@ -69,7 +69,7 @@ def programs(*, ranks: int, microbatches: int) -> st.SearchStrategy[Program]:
 
 
 class Wrong(Exception):  # noqa: N818 - an outcome
-    """Something is used that is not there."""
+    """Raised if an action uses a value that is not in memory."""
 
 
 Key = tuple[int, int]
@@ -77,13 +77,13 @@ Key = tuple[int, int]
 
 @dataclass
 class Rank:
-    """What a rank has in its memory; whatever is used is gone, as buffers are."""
+    """Values in a rank's memory; each is removed when it is used, like a buffer."""
 
     position: int = 0
     inputs: dict[Key, Any] = field(default_factory=dict)
     outputs: dict[Key, Any] = field(default_factory=dict)
     saved: dict[Key, Any] = field(default_factory=dict)
-    gradients: dict[Key, Any] = field(default_factory=dict)  # of outputs
+    gradients: dict[Key, Any] = field(default_factory=dict)  # output gradients
     input_gradients: dict[Key, Any] = field(default_factory=dict)
     for_weights: dict[Key, Any] = field(default_factory=dict)
     weight_gradients: Counter[Any] = field(default_factory=Counter)
@@ -91,7 +91,7 @@ class Rank:
 
 
 class Interpreter:
-    """Executes a program on symbols. A transfer moves whatever the sender sends into whatever the receiver receives."""
+    """Executes a program on symbols. A transfer copies the sender's next value to the receiver, without checks."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -105,11 +105,11 @@ class Interpreter:
             self.ranks[program.stage_ranks[0]].inputs[0, microbatch] = self.symbol("data", microbatch)
 
     def symbol(self, *what: Any) -> int:
-        """The same number for the same thing, so that comparing is cheap."""
+        """Return the same number for equal arguments, so that comparing is cheap."""
         return self.symbols.setdefault(what, len(self.symbols))
 
     def is_right(self) -> bool:
-        """Whether it comes to its end with the right losses and gradients."""
+        """Return True if all ranks finish with correct losses and gradients."""
         try:
             while self.sweep():
                 pass
@@ -135,7 +135,7 @@ class Interpreter:
         return losses, weights
 
     def sweep(self) -> bool:
-        """Let each rank do one action, if it can; whether any could."""
+        """Run one action on each rank that can. Return True if any rank could."""
         moved = False
         for index, rank in enumerate(self.ranks):
             action = self.now(index)
@@ -166,7 +166,7 @@ class Interpreter:
             finish()
 
     def begin(self, index: int, action: Action) -> Callable[[], None]:
-        """Take what an action needs; what comes back puts its result where it belongs."""
+        """Take the inputs of an action, and return a function that stores its result."""
         assert not isinstance(action, Overlap)
         key, rank = (action.stage, action.microbatch), self.ranks[index]
         if not 0 <= action.stage <= self.last or self.program.stage_ranks[action.stage] != index:
@@ -193,7 +193,9 @@ class Interpreter:
     def forward(self, index: int, key: Key, value: Any) -> None:
         rank, (stage, microbatch) = self.ranks[index], key
         rank.saved[key] = value
-        output = self.symbol("output", stage, microbatch, value)  # masks and labels are of the microbatch it is run as
+        output = self.symbol(
+            "output", stage, microbatch, value
+        )  # masks and labels depend on the microbatch index of the action
         if stage < self.last and self.program.stage_ranks[stage + 1] == index:
             rank.inputs[stage + 1, microbatch] = output
         else:
@@ -254,7 +256,7 @@ def retarget(ranks: Ranks, at: tuple[int, int], chance: random.Random) -> None:
 
 
 def without_transfer(ranks: Ranks, at: tuple[int, int], chance: random.Random) -> None:
-    """Both sides of it are gone."""
+    """Remove both sides of a transfer."""
     action = ranks[at[0]][at[1]]
     del ranks[at[0]][at[1]]
     pairs = {SendOutput: (ReceiveInput, 1), SendInputGradient: (ReceiveOutputGradient, -1)}
@@ -266,7 +268,7 @@ def without_transfer(ranks: Ranks, at: tuple[int, int], chance: random.Random) -
 
 
 def crossed(ranks: Ranks, at: tuple[int, int], chance: random.Random) -> None:
-    """Two transfers change places on one of their ranks, or what two of them carry."""
+    """Swap two transfers of one rank, or the values that they carry."""
     mine = [index for index, action in enumerate(ranks[at[0]]) if isinstance(action, (*SENDS, *RECEIVES))]
     if len(mine) > 1:
         first = chance.randrange(len(mine) - 1)
@@ -297,9 +299,7 @@ def is_accepted(program: Program) -> bool:
 
 @settings(max_examples=150)
 @given(program=programs(ranks=4, microbatches=8), seed=st.integers(0, 2**32))
-def test_a_changed_program_is_accepted_if_and_only_if_it_computes_the_right_gradients(
-    program: Program, seed: int
-) -> None:
+def test_a_mutated_program_is_accepted_if_and_only_if_its_gradients_are_correct(program: Program, seed: int) -> None:
     chance = random.Random(seed)  # noqa: S311 - not for secrets
     assert Interpreter(program).is_right()
     for _ in range(12):
@@ -317,13 +317,13 @@ def test_the_interpreter_sees_both_outcomes() -> None:
 
 @settings(max_examples=25)
 @given(program=programs(ranks=16, microbatches=64))
-def test_every_schedule_computes_the_right_gradients(program: Program) -> None:
+def test_every_schedule_computes_correct_gradients(program: Program) -> None:
     assert Interpreter(program).is_right()
 
 
 @settings(max_examples=40)
 @given(program=programs(ranks=16, microbatches=64))
-def test_peak_is_what_is_held(program: Program) -> None:
+def test_peak_is_the_number_of_held_activations(program: Program) -> None:
     peaks = []
     for rank in range(len(program.ranks)):
         held = peak = 0
@@ -345,7 +345,7 @@ def two_ranks(first: list[Action], second: list[Action], num_microbatches: int =
     [
         (
             two_ranks([Forward(0, 0), SendOutput(0, 0, 1)], [Forward(1, 0), ReceiveInput(1, 0, 0), Loss(1, 0)]),
-            "rank 1 has Forward(stage=1, microbatch=0) before its input is there: ReceiveInput(",
+            "rank 1 has Forward(stage=1, microbatch=0) before its input is available: ReceiveInput(",
         ),
         (
             two_ranks([SendOutput(0, 0, 1), Forward(0, 0)], [ReceiveInput(1, 0, 0), Forward(1, 0), Loss(1, 0)]),
@@ -377,7 +377,7 @@ def two_ranks(first: list[Action], second: list[Action], num_microbatches: int =
         ),
         (
             Program(((Forward(0, 0), Forward(1, 0), Loss(1, 0)),), (0, 0), 0),
-            "it has 2 stages and 0 microbatches; expected at least one of each",
+            "the program has 2 stages and 0 microbatches; expected at least one of each",
         ),
         (
             Program(((Forward(0, 0), Forward(1, 0), Loss(1, 0)),), (0, 2), 1),
@@ -385,7 +385,7 @@ def two_ranks(first: list[Action], second: list[Action], num_microbatches: int =
         ),
         (
             Program(((Forward(0, 0), Forward(1, 0), Loss(1, 0), Forward(1, 0)),), (0, 0), 1),
-            "rank 0 has Forward(stage=1, microbatch=0), which was done before",
+            "rank 0 has Forward(stage=1, microbatch=0), which is repeated",
         ),
         (
             Program(((Forward(0, 0), SendOutput(0, 0, 0), Forward(1, 0), Loss(1, 0)),), (0, 0), 1),
@@ -397,12 +397,12 @@ def two_ranks(first: list[Action], second: list[Action], num_microbatches: int =
         ),
     ],
 )
-def test_says_what_is_wrong(program: Program, message: str) -> None:
+def test_error_names_the_problem(program: Program, message: str) -> None:
     with pytest.raises(ProgramError, match=re.escape(message)):
         verify(program)
 
 
-def test_ranks_that_wait_for_each_other() -> None:
+def test_error_names_all_transfers_of_a_deadlock() -> None:
     first: list[Action] = [Forward(0, 0), SendOutput(0, 0, 1), Forward(0, 1), SendOutput(0, 1, 1)]
     second: list[Action] = [ReceiveInput(1, 1, 0), ReceiveInput(1, 0, 0)]
     for microbatch in range(2):
@@ -412,11 +412,11 @@ def test_ranks_that_wait_for_each_other() -> None:
     assert str(error.value).splitlines()[1:] == [
         "  rank 1 has ReceiveInput(stage=1, microbatch=1, peer=0) before ReceiveInput(stage=1, microbatch=0, peer=0), "
         "and rank 0 has SendOutput(stage=0, microbatch=0, peer=1) before SendOutput(stage=0, microbatch=1, peer=1): "
-        "they wait for each other for ever"
+        "these ranks wait for each other forever"
     ]
 
 
-def test_ranks_that_wait_for_a_deadlock_are_not_its_cause() -> None:
+def test_error_omits_ranks_that_only_wait_for_a_deadlock() -> None:
     program = build(OneForwardOneBackward(), num_ranks=4, num_microbatches=8)
     ranks = [list(actions) for actions in program.ranks]
     send, receive = SendOutput(2, 2, 3), ReceiveOutputGradient(2, 1, 3)
@@ -430,7 +430,7 @@ def test_ranks_that_wait_for_a_deadlock_are_not_its_cause() -> None:
 
 @settings(max_examples=60)
 @given(program=programs(ranks=4, microbatches=8), seed=st.integers(0, 2**32))
-def test_the_first_line_names_the_rank_and_the_action_that_were_changed(program: Program, seed: int) -> None:
+def test_the_first_line_names_the_mutated_rank_and_action(program: Program, seed: int) -> None:
     chance = random.Random(seed)  # noqa: S311 - not for secrets
     for _ in range(8):
         ranks: Ranks = [list(actions) for actions in program.ranks]
@@ -438,13 +438,13 @@ def test_the_first_line_names_the_rank_and_the_action_that_were_changed(program:
         actions = ranks[rank]
         index, other = chance.randrange(len(actions)), chance.randrange(len(actions))
         changed = [actions[index]]
-        match chance.choice(["drop", "duplicate", "swap neighbours", "swap"]):
+        match chance.choice(["drop", "duplicate", "swap neighbors", "swap"]):
             case "drop":
                 del actions[index]
             case "duplicate":
                 actions.insert(other, actions[index])
             case kind:
-                other = (index + 1) % len(actions) if kind == "swap neighbours" else other
+                other = (index + 1) % len(actions) if kind == "swap neighbors" else other
                 changed.append(actions[other])
                 actions[index], actions[other] = actions[other], actions[index]
         try:
@@ -456,24 +456,24 @@ def test_the_first_line_names_the_rank_and_the_action_that_were_changed(program:
             assert any(name in line for name in names), (line, changed)
 
 
-def test_an_overlap_of_a_forward_with_its_own_backward() -> None:
+def test_rejects_an_overlap_of_a_forward_with_its_own_backward() -> None:
     overlap = Overlap(Forward(0, 0), Backward(0, 0))
     with pytest.raises(ProgramError, match=r"rank 0 has Overlap\(.*\) before its forward, or the gradient"):
         verify(Program(((overlap, Loss(0, 0)),), (0,), 1))
 
 
-def test_an_overlap_of_an_overlap_is_no_action() -> None:
+def test_rejects_nested_overlaps() -> None:
     inner: Any = Overlap(Forward(0, 0), Backward(0, 0))
-    with pytest.raises(ProgramError, match=r"rank 0 has Overlap\(.*\), which is no action"):
+    with pytest.raises(ProgramError, match=r"rank 0 has Overlap\(.*\), which is not an action"):
         verify(Program(((Forward(0, 0), Loss(0, 0), Overlap(inner, Backward(0, 0))),), (0,), 1))
 
 
-def test_a_long_list_is_cut() -> None:
+def test_a_long_list_of_problems_is_truncated() -> None:
     with pytest.raises(ProgramError, match=r"and 10 more$"):
         verify(Program(((),), (0,), 30))
 
 
-def test_a_bound_on_activations_that_is_exceeded() -> None:
+def test_rejects_a_program_above_max_activations() -> None:
     program = build(GPipe(), num_ranks=2, num_microbatches=6)
     assert verify(program, max_activations=6).peak_activations == (6, 6)
     message = (
@@ -485,7 +485,7 @@ def test_a_bound_on_activations_that_is_exceeded() -> None:
 
 
 class Bounded(Schedule):
-    """GPipe's order with a bound."""
+    """GPipe with `max_activations`."""
 
     max_activations = 4
 
@@ -493,28 +493,28 @@ class Bounded(Schedule):
         return GPipe().actions(rank, num_ranks, num_microbatches)
 
 
-def test_the_bound_of_a_schedule_is_verified_when_it_is_built() -> None:
+def test_build_verifies_the_bound_of_a_schedule() -> None:
     assert build(Bounded(), num_ranks=2, num_microbatches=4).num_microbatches == 4
     with pytest.raises(
-        ProgramError, match=r"expected at most max_activations = 4\. Allow more, or use a schedule that"
+        ProgramError, match=r"expected at most max_activations = 4\. Raise max_activations, or use a schedule"
     ):
         build(Bounded(), num_ranks=2, num_microbatches=5)
 
 
-def test_is_a_mistake_of_the_user() -> None:
+def test_program_error_is_a_user_error() -> None:
     assert issubclass(ProgramError, UserError)
 
 
 class Forgetful(Schedule):
-    """1F1B, but for one backward."""
+    """1F1B without one of its backwards."""
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Compute]:
         actions = OneForwardOneBackward().actions(rank, num_ranks, num_microbatches)
         return [action for action in actions if action != Backward(1, 2)]
 
 
-def test_a_schedule_that_forgets_a_backward_is_told_where() -> None:
+def test_error_names_the_missing_backward_of_a_schedule() -> None:
     with pytest.raises(ProgramError) as error:
         build(Forgetful(), num_ranks=3, num_microbatches=4)
     assert str(error.value).splitlines()[1:] == ["  rank 1 lacks Backward(stage=1, microbatch=2)"]
-    assert "Change what these ranks do" in str(error.value)
+    assert "Change the actions of these ranks" in str(error.value)

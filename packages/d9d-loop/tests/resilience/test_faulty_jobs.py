@@ -134,8 +134,8 @@ def test_a_tracker_that_is_down_is_named_and_costs_nothing() -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard, which is optional")
     ended = _run("tracker is down", 0, trackers=[{"kind": "tensorboard"}])
     assert [rank.code for rank in ended] == [0, 0], ended
-    assert "the tensorboard tracker failed and is tried again in 1 s: ConnectionError('the tr" in ended[0].errors
-    assert "the tensorboard tracker did not take everything" in ended[0].errors
+    assert "the tensorboard tracker failed; retrying in 1 s: ConnectionError('the tr" in ended[0].errors
+    assert "the tensorboard tracker did not receive all values" in ended[0].errors
 
 
 def test_a_job_that_torchrun_restarts_goes_on_by_itself() -> None:

@@ -1,7 +1,7 @@
-"""The one kind of state a metric keeps: a tensor, and how copies of it on several ranks become one.
+"""The state of a metric: a tensor with a reduction that combines values, and the tensors of several ranks.
 
-Metrics own accumulators instead of bare tensors so that all metrics of a job can be reduced together
-(`d9d_metrics.sync`) without knowing what any of them measures.
+Metrics own accumulators instead of bare tensors, so `d9d_metrics.sync` can reduce all metrics of a job together,
+whatever they measure.
 """
 
 import math
@@ -20,29 +20,29 @@ _IDENTITY: dict[Reduction, float] = {"sum": 0.0, "count": 0, "max": -math.inf, "
 
 @final
 class Accumulator:
-    """A tensor that takes in values one by one and starts at the identity of its reduction.
+    """Tensor that combines values by a reduction, starting from the reduction's identity.
 
-    It is of float64, in which a sum of float32 losses loses nothing that matters; a count is of int64, in which every
-    whole number below 2**63 is exact (and two of which have a float32 ratio: divide `value.double()`). All of them
-    travel in one collective of float64, counts in two halves.
+    Counts are int64: every integer below 2**63 is exact. All other reductions are float64, so sums of float32 losses
+    keep their precision. Convert counts before a division (`value.double()`), because the ratio of two int64 tensors is
+    float32. All accumulators share one float64 collective, in which a count is sent as two halves.
 
-    A concatenation keeps single numbers, the first of them up to its length; places not taken are NaN, so NaN itself
-    cannot be kept. It is the only reduction whose state grows when ranks are put together.
+    A concatenation holds single numbers, up to its length; further ones are dropped. Unused elements are NaN, so NaN
+    itself cannot be stored. It is the only reduction whose state grows when ranks are combined.
 
     Attributes:
-        reduction: How values, and later ranks, are combined: `"sum"`, `"max"` and `"min"`, in which NaN wins over
-            everything; `"count"`, a sum of whole numbers; or `"concat"`.
-        value: What was gathered so far; float64, or int64 of a count, of the shape given. Ask for it whenever it is
-            needed: `Metric.to` and the first sync put another tensor in its place.
+        reduction: How values, and the states of ranks, are combined: `"sum"`, `"count"` (a sum of integers), `"max"`,
+            `"min"` or `"concat"`. NaN propagates through sums, maxima and minima.
+        value: Current state, of the given shape; int64 for a count, otherwise float64. Read the attribute on every use:
+            `Metric.to` and the first sync replace the tensor.
     """
 
     def __init__(self, reduction: Reduction, *, shape: Sequence[int] = (), device: torch.device | None = None) -> None:
-        """Start empty.
+        """Create an empty accumulator.
 
         Args:
             reduction: How values are combined.
             shape: Shape of the tensor; a scalar by default. `(length,)` for a concatenation.
-            device: Where the tensor lives; torch's default device if not given.
+            device: Device of the tensor; torch's default device if None.
         """
         assert reduction != "concat" or len(shape) == 1
         self.reduction: Reduction = reduction
@@ -50,24 +50,25 @@ class Accumulator:
         self.value = torch.full(tuple(shape), _IDENTITY[reduction], dtype=dtype, device=device)
 
     def update(self, value: Tensor | float) -> None:
-        """Take in a value: no synchronisation, no gradient.
+        """Combine a value with the state. No host-device synchronization, no gradient.
 
         Args:
-            value: A number, or a tensor of the accumulator's shape on its device, of any real dtype; of whole numbers
-                for a count. For a concatenation a tensor of one dim and any length, of which NaN is left out, as is
-                what finds no place.
+            value: A number, or a tensor of the accumulator's shape on its device, of any real dtype. A count takes
+                integers only. A concatenation takes a one-dim tensor of any length and ignores its NaNs.
 
         Raises:
-            UserError: If a count is given a tensor of floating dtype or a number that is not whole.
+            UserError: If a count gets a tensor of floating dtype, or a number that is not an integer.
         """
         if self.reduction == "sum":
-            self.value.add_(value.detach() if isinstance(value, Tensor) else value)  # in float64, without a copy in it
+            self.value.add_(
+                value.detach() if isinstance(value, Tensor) else value
+            )  # in float64, without a converted copy
             return
         is_tensor = isinstance(value, Tensor)
-        if self.reduction == "count" and not _is_whole(value):
-            # A conversion to int64 would make a huge negative number of NaN.
+        if self.reduction == "count" and not _is_integer(value):
+            # NaN converted to int64 would be a large negative number.
             got = f"a tensor of {value.dtype}" if is_tensor else value
-            raise UserError(f"a count got {got}; expected whole numbers. Use a sum, or convert the tensor to int64.")
+            raise UserError(f"a count got {got}; expected integers. Use a sum, or convert the tensor to int64.")
         operand = value.detach().to(self.value.dtype) if is_tensor else torch.full_like(self.value, value)
         match self.reduction:
             case "count":
@@ -80,24 +81,24 @@ class Accumulator:
                 self._append(operand)
 
     def reset(self) -> None:
-        """Forget everything taken in."""
+        """Set the state to the identity of the reduction."""
         self.value.fill_(_IDENTITY[self.reduction])
 
     def holding(self, value: Tensor) -> "Accumulator":
-        """Make another accumulator of the same reduction that holds `value` (not a copy of it)."""
+        """Return an accumulator of the same reduction whose state is `value` itself, not a copy."""
         other = Accumulator.__new__(Accumulator)
         other.reduction = self.reduction
         other.value = value
         return other
 
     def _append(self, operand: Tensor) -> None:
-        """Write what is no NaN to the first free places, without asking the device how many are taken."""
-        length, taken = self.value.numel(), (~self.value.isnan()).sum()
+        """Write the values that are not NaN to the first unused elements, without a host-device synchronization."""
+        length, num_used = self.value.numel(), (~self.value.isnan()).sum()
         is_new = ~operand.isnan()
-        places = torch.where(is_new, taken + is_new.cumsum(0) - 1, length).clamp_(max=length)
-        # The place behind the last one takes what is left out.
-        self.value.copy_(torch.cat([self.value, self.value.new_empty(1)]).scatter_(0, places, operand)[:length])
+        positions = torch.where(is_new, num_used + is_new.cumsum(0) - 1, length).clamp_(max=length)
+        # An extra element after the last one receives the values that are dropped.
+        self.value.copy_(torch.cat([self.value, self.value.new_empty(1)]).scatter_(0, positions, operand)[:length])
 
 
-def _is_whole(value: Tensor | float) -> bool:
+def _is_integer(value: Tensor | float) -> bool:
     return not value.is_floating_point() if isinstance(value, Tensor) else float(value).is_integer()

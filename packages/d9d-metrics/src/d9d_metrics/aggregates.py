@@ -1,4 +1,4 @@
-"""The metrics that are one number gathered over everything seen: sum, weighted mean, largest and smallest value."""
+"""Metrics that aggregate all values into one number: sum, weighted mean, maximum and minimum."""
 
 from typing import final
 
@@ -11,13 +11,13 @@ from d9d_metrics.metric import Metric
 
 @final
 class Sum(Metric):
-    """The sum of all values; 0 of none, NaN if any value was NaN."""
+    """Sum of all values; 0 if there are none, NaN if any value was NaN."""
 
     def __init__(self) -> None:
         self._total = Accumulator("sum")
 
     def accumulators(self) -> dict[str, Accumulator]:
-        """Return the sum so far."""
+        """Return the accumulator of the sum."""
         return {"total": self._total}
 
     def update(self, values: Tensor | float) -> None:
@@ -31,10 +31,11 @@ class Sum(Metric):
 
 @final
 class WeightedMean(Metric):
-    """The mean of values that come as sums with their weights, e.g. a loss summed over tokens and the number of tokens.
+    """Weighted mean of values that are added as partial sums with their weights.
 
-    It is the sum of all totals divided by the sum of all weights, so it does not depend on how the data was split.
-    Where the weight is 0 it is the total undivided: 0 if nothing was seen. It is NaN if a total or a weight was NaN.
+    An example is a loss summed over tokens, and the number of tokens. The mean is the sum of totals over the sum of
+    weights, so it does not depend on how the data is split over ranks and steps. If the sum of weights is 0, the value
+    is the sum of totals: 0 without data. It is NaN if a total or weight was NaN.
     """
 
     def __init__(self) -> None:
@@ -42,15 +43,15 @@ class WeightedMean(Metric):
         self._weight = Accumulator("sum")
 
     def accumulators(self) -> dict[str, Accumulator]:
-        """Return the sum of totals and the sum of weights."""
+        """Return the accumulators of the sum of totals and the sum of weights."""
         return {"total": self._total, "weight": self._weight}
 
     def update(self, total: Tensor | float, weight: Tensor | float) -> None:
-        """Take in a sum of values.
+        """Add a weighted sum of values and its weight.
 
         Args:
-            total: The sum of weighted values; a number or a scalar tensor.
-            weight: The sum of their weights; a number or a scalar tensor.
+            total: Sum of the weighted values; a number or a scalar tensor.
+            weight: Sum of their weights; a number or a scalar tensor.
         """
         self._total.update(total)
         self._weight.update(weight)
@@ -63,45 +64,45 @@ class WeightedMean(Metric):
 
 @final
 class Max(Metric):
-    """The largest value; minus infinity of none, NaN if any value was NaN."""
+    """Maximum of all values; minus infinity if there are none, NaN if any value was NaN."""
 
     def __init__(self) -> None:
         self._largest = Accumulator("max")
 
     def accumulators(self) -> dict[str, Accumulator]:
-        """Return the largest value so far."""
+        """Return the accumulator of the maximum."""
         return {"largest": self._largest}
 
     def update(self, values: Tensor | float) -> None:
-        """Take in a number, or all elements of a tensor of any shape; an empty tensor changes nothing."""
+        """Include a number, or all elements of a tensor of any shape; an empty tensor changes nothing."""
         if not isinstance(values, Tensor):
             self._largest.update(values)
         elif values.numel() > 0:
             self._largest.update(values.detach().amax())
 
     def compute(self) -> Tensor:
-        """Return the largest value: a float64 scalar."""
+        """Return the maximum: a float64 scalar."""
         return self._largest.value.clone()
 
 
 @final
 class Min(Metric):
-    """The smallest value; plus infinity of none, NaN if any value was NaN."""
+    """Minimum of all values; plus infinity if there are none, NaN if any value was NaN."""
 
     def __init__(self) -> None:
         self._smallest = Accumulator("min")
 
     def accumulators(self) -> dict[str, Accumulator]:
-        """Return the smallest value so far."""
+        """Return the accumulator of the minimum."""
         return {"smallest": self._smallest}
 
     def update(self, values: Tensor | float) -> None:
-        """Take in a number, or all elements of a tensor of any shape; an empty tensor changes nothing."""
+        """Include a number, or all elements of a tensor of any shape; an empty tensor changes nothing."""
         if not isinstance(values, Tensor):
             self._smallest.update(values)
         elif values.numel() > 0:
             self._smallest.update(values.detach().amin())
 
     def compute(self) -> Tensor:
-        """Return the smallest value: a float64 scalar."""
+        """Return the minimum: a float64 scalar."""
         return self._smallest.value.clone()

@@ -1,4 +1,4 @@
-"""The area under the ROC curve in bounded memory, with a bound of its error; exact as long as the samples fit."""
+"""Area under the ROC curve in bounded memory, with an error bound; exact while the samples fit in memory."""
 
 from typing import final
 
@@ -11,29 +11,29 @@ from d9d_metrics.metric import Metric
 
 @final
 class BinaryAUROC(Metric):
-    r"""How likely a positive sample has a larger score than a negative one, a tie counting one half.
+    r"""Probability that a positive sample has a larger score than a negative one; a tie counts one half.
 
-    With the counts $p_b, n_b$ of positive and negative scores in bin $b$, and $P, N$ of all,
+    With the counts $p_b, n_b$ of positive and negative scores in bin $b$, and their totals $P, N$,
 
     $$A = \frac{1}{PN} \sum_b p_b \Big( \sum_{a < b} n_a + \tfrac12 n_b \Big), \qquad
       |A - \mathrm{AUROC}| \le \frac{1}{2PN} \sum_b p_b n_b,$$
 
-    because bins keep the order of scores, and only pairs within one bin are unknown. The value has both, as `value` and
-    `error_bound`. Both are NaN as long as one of the two classes was not seen, or if a score or a target was NaN.
+    because bins keep the order of scores, and only the order of pairs within one bin is unknown. The value has both, as
+    `value` and `error_bound`. Both are NaN if one of the two classes has no samples, or if a counted score or target
+    was NaN.
 
-    Bins are of equal width in $x / (1 + |x|)$ of the logit $x$, so that they are fine where scores are many, and fine
-    near the probabilities 0 and 1; no range needs to be known.
+    Bins have equal width in $x / (1 + |x|)$ of the logit $x$. They need no range, and they resolve both the middle and
+    the probabilities near 0 and 1.
 
-    Counts are of float64: exact up to 2^53, and half as long as whole numbers in the message between ranks.
+    Counts are float64, exact up to 2^53, because int64 counts would double the message between ranks.
 
-    Until a rank has seen more samples of a class than `exact_samples`, its samples themselves are kept, and if that
-    holds for every rank, the value is exact and the bound is 0. Memory: 16 bytes for each bin, and 16 for each sample
-    that may be kept; in a collective the latter for each rank.
+    A rank keeps up to `exact_samples` samples per class. While no rank has seen more, the value is exact and the bound
+    is 0. Memory: 16 bytes per bin, and 16 bytes per kept sample; the collective takes the latter once per rank.
 
     Args:
         num_bins: Number of bins. For scores spread evenly over the bins the bound is 1 / (2 num_bins).
-        exact_samples: How many samples of each class a rank keeps between two resets.
-        logits: Whether scores are logits, any real number; otherwise they are probabilities.
+        exact_samples: Number of samples per class that a rank keeps between two resets.
+        logits: True if scores are logits (any real number), False if they are probabilities.
     """
 
     def __init__(self, *, num_bins: int = 16384, exact_samples: int = 0, logits: bool = False) -> None:
@@ -43,17 +43,17 @@ class BinaryAUROC(Metric):
         self._num_nan = Accumulator("sum")
 
     def accumulators(self) -> dict[str, Accumulator]:
-        """Return the number of samples of each class in each bin, and the samples that are kept."""
+        """Return the accumulators of the samples per class and bin, the kept samples, and the number of NaNs."""
         kept = {f"{name}_samples": accumulator for name, accumulator in self._kept.items()}
         return {**self._binned, **kept, "nan": self._num_nan}
 
     def update(self, scores_N: Tensor, targets_N: Tensor, mask_N: Tensor | None = None) -> None:
-        """Take in some samples.
+        """Add a batch of samples.
 
         Args:
-            scores_N: The larger, the more likely positive; of any shape.
-            targets_N: The truth, 0 or 1, or bool.
-            mask_N: Which samples count; all of them by default.
+            scores_N: Scores, of any shape; larger means more likely positive.
+            targets_N: True labels: 0 or 1, or bool.
+            mask_N: True for samples to count; all by default.
         """
         scores = scores_N.detach().reshape(-1).double()
         counts = torch.ones_like(scores, dtype=torch.bool) if mask_N is None else mask_N.reshape(-1).bool()
@@ -76,19 +76,19 @@ class BinaryAUROC(Metric):
         binned = (positive * (num_before + negative / 2)).sum() / num_pairs
         bound = (positive * negative).sum() / (2 * num_pairs)
         above, below = self._kept["positive"].value, self._kept["negative"].value
-        is_complete = (_num_kept(above) == positive.sum()) & (_num_kept(below) == negative.sum())
+        is_exact = (_num_kept(above) == positive.sum()) & (_num_kept(below) == negative.sum())
         exact = _num_ordered_pairs(above, below) / num_pairs
         return {
-            "value": exact.where(is_complete, binned),
-            "error_bound": (0 * num_pairs).where(is_complete, bound),
+            "value": exact.where(is_exact, binned),
+            "error_bound": (0 * num_pairs).where(is_exact, bound),
         }
 
     def _bins(self, scores: Tensor) -> Tensor:
-        """The bin of each score; of the first one for NaN. Beyond 0 and 1 there are no probabilities, but an order."""
+        """Return the bin of each score; 0 for NaN. Probabilities outside [0, 1] are clamped."""
         logits = scores if self._logits else scores.clamp(0, 1).logit()
-        # sign - sign / (1 + |x|) is x / (1 + |x|) that has a value for infinite x.
-        place = logits.sign() * (1 - 1 / (1 + logits.abs()))
-        return ((place + 1) * (self._num_bins / 2)).nan_to_num(0).long().clamp_(0, self._num_bins - 1)
+        # sign * (1 - 1 / (1 + |x|)) equals x / (1 + |x|), and is finite for infinite x.
+        position = logits.sign() * (1 - 1 / (1 + logits.abs()))
+        return ((position + 1) * (self._num_bins / 2)).nan_to_num(0).long().clamp_(0, self._num_bins - 1)
 
 
 def _num_kept(samples: Tensor) -> Tensor:
@@ -96,8 +96,8 @@ def _num_kept(samples: Tensor) -> Tensor:
 
 
 def _num_ordered_pairs(above: Tensor, below: Tensor) -> Tensor:
-    """The number of pairs in which the first is larger, equal ones counting one half; NaN is left out."""
-    # What is left out is put behind everything: nothing is larger, and it is not among the equal ones of an infinity.
+    """Return the number of pairs with above > below, counting ties one half; NaNs are ignored."""
+    # NaNs become +inf and sort last. They are subtracted from the ties of a score of +inf by the minimum below.
     ordered = below.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).sort().values
     smaller = torch.searchsorted(ordered, above, right=False)
     not_larger = torch.searchsorted(ordered, above, right=True).minimum(_num_kept(below))

@@ -1,4 +1,4 @@
-"""Brings metrics from the device to the trackers off the hot path: a step neither waits for ranks nor for values."""
+"""Moves metric values from the device to the trackers in a background thread, without blocking training steps."""
 
 import queue
 import threading
@@ -14,29 +14,28 @@ from torch.distributed import ProcessGroup
 from d9d_metrics.metric import Metric
 from d9d_metrics.sync import MetricSync, PendingSync, read_values
 
-_SECONDS_AFTER_ERROR = 1.0
+_JOIN_SECONDS_AFTER_ERROR = 1.0
 
 
 @final
 class MetricCollector:
-    """Reduces metrics, computes them and hands their values on, in a thread of its own, in the order of steps.
+    """Reduces metrics and delivers their values from a background thread, in step order.
 
-    `collect` takes the state and lets its all-reduce begin; that is issued by the calling thread, so that every rank
-    has its collectives in the same order. The rest happens in the collector's thread: on an accelerator in a stream of
-    its own, which waits for the collective while the step's stream goes on; on CPU the thread waits.
+    `collect` copies the state and starts its all-reduce. The calling thread issues it, so every rank issues its
+    collectives in the same order. The background thread does the rest. On an accelerator it uses its own stream, which
+    waits for the all-reduce while the step's stream continues; on CPU the thread waits.
 
-    The lag is bounded: `collect` waits if the values of `max_lag` collections before are still not handed on.
+    The lag is bounded: `collect` waits while `max_lag` collections are undelivered.
 
     Use it as a context manager, or call `close`.
 
     Args:
-        metrics: As for `sync_metrics`. They are reset by each collection.
-        over: The ranks to reduce over, one group (flatten a mesh to one axis); `None` for this process alone.
-        deliver: Takes in a step and its values, for instance the `log` of a tracker; called in the collector's thread.
-            What it raises is raised by the next `collect`, `flush` or `close`, on the ranks where it raised; a
-            `BackgroundTracker` raises nothing.
-        device: Where the metrics and the values are that are collected with them; that of the metrics by default.
-        max_lag: How many collections may be under way.
+        metrics: Metrics by name, as for `sync_metrics`. Each collection resets them.
+        over: Process group to reduce over (flatten a mesh to one axis); `None` for this process alone.
+        deliver: Called with a step and its values in the background thread, e.g. the `log` of a tracker. The next
+            `collect`, `flush` or `close` of this rank raises its exceptions. A `BackgroundTracker` raises none.
+        device: Device of the metrics and of the values passed to `collect`; by default the metrics' device.
+        max_lag: Largest number of undelivered collections.
     """
 
     def __init__(
@@ -60,26 +59,26 @@ class MetricCollector:
         self._thread.start()
 
     def __enter__(self) -> Self:
-        """Give the collector itself."""
+        """Return the collector itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Close it; after an error of the body, without raising another one."""
+        """Close the collector; after an exception in the body, wait one second at most and raise nothing."""
         if error is None:
             self.close()
         else:
-            # What is on its way may wait for a rank that is gone.
-            self._end(_SECONDS_AFTER_ERROR)
+            # A running all-reduce may wait for a rank that failed.
+            self._end(_JOIN_SECONDS_AFTER_ERROR)
 
     def collect(self, step: int, values: Mapping[str, Tensor | float] | None = None) -> None:
-        """Begin to collect what the metrics have gathered, and reset them.
+        """Start to collect the metrics, and reset them.
 
-        Collective; issues the all-reduce of `sync_metrics`, and does not wait for it.
+        Collective: issues the all-reduce of `sync_metrics`, without waiting for it.
 
         Args:
-            step: The step that the values belong to.
-            values: What is known on every rank already, to be handed on with the metrics and before them: numbers, or
-                scalar tensors on their device, which are not read here and must not be overwritten later.
+            step: Step of the values.
+            values: Values that are already equal on all ranks, delivered before the metrics: numbers, or scalar tensors
+                on the collector's device. They are read later, so the tensors must not be overwritten.
         """
         self._raise_failure()
         self._free.acquire()
@@ -92,13 +91,13 @@ class MetricCollector:
         self._collections.put(_Collection(step, dict(values or {}), pending, self._mark()))
 
     def flush(self) -> None:
-        """Wait until all values are handed on. Once it is closed there is nothing to wait for."""
+        """Wait until all values are delivered. A closed collector returns immediately."""
         if not self._is_closed:
             self._collections.join()
         self._raise_failure()
 
     def close(self) -> None:
-        """Hand on what is left, and end the thread."""
+        """Deliver the remaining values, and end the thread."""
         self._end()
         self._raise_failure()
 
@@ -114,7 +113,7 @@ class MetricCollector:
             raise failure
 
     def _mark(self) -> torch.Event | None:
-        """The moment in the calling thread's stream at which the state was taken."""
+        """Record an event on the calling thread's stream, after the copy of the state; None on CPU."""
         if self._device.type == "cpu":
             return None
         event = torch.Event(self._device)
@@ -122,7 +121,7 @@ class MetricCollector:
         return event
 
     def _deliver_all(self) -> None:
-        """What the thread does."""
+        """Run the background thread."""
         stream = None if self._device.type == "cpu" else torch.Stream(self._device)
         while (collection := self._collections.get()) is not None:
             try:
@@ -134,7 +133,7 @@ class MetricCollector:
                         stream.wait_event(collection.taken)
                         values = collection.read()
                 self._deliver(collection.step, values)
-            except BaseException as error:  # it is raised where the collector is used
+            except BaseException as error:  # raised by the next call on the user's thread
                 self._failure = error
             finally:
                 self._free.release()
@@ -144,7 +143,7 @@ class MetricCollector:
 @final
 @dataclass(frozen=True, slots=True)
 class _Collection:
-    """Values on their way: the state of the metrics is being reduced, the others are on the device."""
+    """A collection that is being processed: metrics in reduction, and values that are still on the device."""
 
     step: int
     values: dict[str, Tensor | float]
@@ -152,10 +151,10 @@ class _Collection:
     taken: torch.Event | None
 
     def read(self) -> dict[str, float]:
-        """Wait for the values and bring them to the host; at once, whatever their number."""
+        """Wait for the reduction, and copy all values to the host with one synchronization."""
         on_device = {name: value for name, value in self.values.items() if isinstance(value, Tensor)}
         computed = {name: metric.compute() for name, metric in self.pending.wait().items()}
-        # The state stays alive until its values are on the host, so no other stream is given its memory.
+        # The state is referenced until its values are on the host, so its memory is not reused by another stream.
         numbers = read_values({**on_device, **computed})
         known = {name: float(numbers[name] if name in on_device else value) for name, value in self.values.items()}
         return {**known, **numbers}

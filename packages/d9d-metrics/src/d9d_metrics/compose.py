@@ -1,4 +1,4 @@
-"""Several metrics that take in the same things, as one."""
+"""Combines several metrics with the same `update` arguments into one."""
 
 from collections.abc import Mapping
 from typing import Any, final
@@ -9,17 +9,17 @@ from d9d_metrics.metric import Metric, MetricValue
 
 @final
 class Compose(Metric):
-    """Metrics whose `update` takes the same arguments; the value is a mapping of their values.
+    """Several metrics that take the same `update` arguments; the value maps each name to the metric's value.
 
     Args:
-        metrics: The metrics by name. Reported as `quality`, `{"auroc": ...}` becomes `quality/auroc`.
+        metrics: Metrics by name. If the composition is reported as `quality`, `{"auroc": ...}` becomes `quality/auroc`.
     """
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self._metrics = dict(metrics)
 
     def accumulators(self) -> dict[str, Accumulator]:
-        """Return the accumulators of all metrics, as `name/accumulator`."""
+        """Return the accumulators of all metrics, named `metric/accumulator`."""
         return {
             f"{name}/{key}": accumulator
             for name, metric in self._metrics.items()
@@ -27,11 +27,11 @@ class Compose(Metric):
         }
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Update every metric with what is given."""
+        """Call `update` of every metric with the given arguments."""
         for metric in self._metrics.values():
-            # The arguments are between the user and the metrics: each kind has an `update` of its own signature.
+            # `Metric` declares no `update`: each metric defines its own signature.
             metric.update(*args, **kwargs)  # ty: ignore[missing-attribute]
 
     def compute(self) -> dict[str, MetricValue]:
-        """Return the value of every metric by its name."""
+        """Return the value of every metric by name."""
         return {name: metric.compute() for name, metric in self._metrics.items()}

@@ -1,4 +1,4 @@
-"""Scores of a classifier as pure functions of how often it was right and wrong: accuracy, precision, recall, F-beta.
+"""Classification scores as pure functions of the confusion counts: accuracy, precision, recall, F-beta.
 
 Legend: C classes (or labels).
 """
@@ -11,26 +11,26 @@ import torch
 from torch import Tensor
 
 Average = Literal["micro", "macro", "weighted"] | None
-"""How the scores of several classes become one.
+"""How per-class scores are averaged.
 
-`"micro"` adds the counts of all classes and takes the score of the sums. `"macro"` is the mean over all classes. A
-class that never occurs has the score 0, as in scikit-learn with `labels=range(num_classes)` and `zero_division=0`. Only
-`accuracy` leaves such a class out. `"weighted"` is the mean weighted by how often each class is true. `None` keeps a
-score for each class.
+`"micro"` sums the counts of all classes and computes one score. `"macro"` is the mean over all classes. Classes without
+samples have the score 0, as in scikit-learn with `labels=range(num_classes)` and `zero_division=0`; only `accuracy`
+excludes them. `"weighted"` is the mean weighted by the number of samples of each class. `None` returns one score per
+class.
 """
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ConfusionCounts:
-    """How often a classifier was right and wrong about each class, seen as a question of yes or no.
+    """Confusion counts of each class, one versus the rest; float64 tensors of shape [C].
 
     Attributes:
-        true_positive: Said yes, and was right; all four are float64, of shape [C].
-        false_positive: Said yes, and was wrong.
-        false_negative: Said no, and was wrong.
-        true_negative: Said no, and was right.
-        is_exclusive: Whether each sample is of exactly one class, and the classifier names exactly one.
+        true_positive: Samples of the class that were predicted as the class.
+        false_positive: Samples of other classes that were predicted as the class.
+        false_negative: Samples of the class that were predicted as another class.
+        true_negative: Samples of other classes that were predicted as other classes.
+        is_exclusive: True if each sample has exactly one true and one predicted class.
     """
 
     true_positive: Tensor
@@ -41,41 +41,41 @@ class ConfusionCounts:
 
     @property
     def support(self) -> Tensor:
-        """How often each class is true."""
+        """Number of samples of each class."""
         return self.true_positive + self.false_negative
 
 
 Score: TypeAlias = Callable[[ConfusionCounts], Tensor]
-"""Computes a float64 tensor, a scalar or one for each class, from counts; without waiting for the device."""
+"""Computes a score from counts: a float64 scalar, or one value per class. No host-device synchronization."""
 
 
 def accuracy(average: Average = "micro") -> Score:
-    """How often the classifier is right: (TP + TN) / all, for each class or label.
+    """Return a score of the accuracy: (TP + TN) / all samples, for each class or label.
 
-    For classes that exclude each other, of which each sample has one, it is TP / (TP + FN): the share of the samples of
-    a class that were recognised. Then `"micro"` is the share of all samples. `"macro"` is the balanced accuracy: the
-    mean over the classes that are true at least once, as in scikit-learn's `balanced_accuracy_score`.
+    If classes are exclusive, the accuracy of a class is TP / (TP + FN), the fraction of its samples that were predicted
+    correctly. Then `"micro"` is the fraction of all samples. `"macro"` is the balanced accuracy: the mean over classes
+    with at least one sample, as in scikit-learn's `balanced_accuracy_score`.
 
     Args:
-        average: How classes are averaged.
+        average: How per-class scores are averaged.
     """
 
     def score(counts: ConfusionCounts) -> Tensor:
-        right_C, all_C = counts.true_positive, counts.support
+        correct_C, all_C = counts.true_positive, counts.support
         if counts.is_exclusive and average == "macro":
-            return _ratio(_ratio(right_C, all_C).sum(), (all_C > 0).sum())
+            return _ratio(_ratio(correct_C, all_C).sum(), (all_C > 0).sum())
         if not counts.is_exclusive:
-            right_C, all_C = right_C + counts.true_negative, all_C + counts.false_positive + counts.true_negative
-        return _average(right_C, all_C, counts, average)
+            correct_C, all_C = correct_C + counts.true_negative, all_C + counts.false_positive + counts.true_negative
+        return _average(correct_C, all_C, counts, average)
 
     return score
 
 
 def precision(average: Average = "micro") -> Score:
-    """How often a yes is right: TP / (TP + FP).
+    """Return a score of the precision: TP / (TP + FP).
 
     Args:
-        average: How classes are averaged.
+        average: How per-class scores are averaged.
     """
 
     def score(counts: ConfusionCounts) -> Tensor:
@@ -85,10 +85,10 @@ def precision(average: Average = "micro") -> Score:
 
 
 def recall(average: Average = "micro") -> Score:
-    """How much of what is true is found: TP / (TP + FN).
+    """Return a score of the recall: TP / (TP + FN).
 
     Args:
-        average: How classes are averaged.
+        average: How per-class scores are averaged.
     """
 
     def score(counts: ConfusionCounts) -> Tensor:
@@ -98,17 +98,19 @@ def recall(average: Average = "micro") -> Score:
 
 
 def f_beta(beta: float = 1.0, average: Average = "micro") -> Score:
-    """The harmonic mean of precision and recall: (1 + b^2) TP / ((1 + b^2) TP + b^2 FN + FP), with b = beta.
+    """Return a score of F-beta, the weighted harmonic mean of precision and recall.
+
+    It is (1 + b^2) TP / ((1 + b^2) TP + b^2 FN + FP), with b = beta.
 
     Args:
-        beta: How many times as much recall counts as precision.
-        average: How classes are averaged.
+        beta: Weight of recall relative to precision.
+        average: How per-class scores are averaged.
     """
 
     def score(counts: ConfusionCounts) -> Tensor:
-        good_C = (1 + beta**2) * counts.true_positive
-        bad_C = beta**2 * counts.false_negative + counts.false_positive
-        return _average(good_C, good_C + bad_C, counts, average)
+        correct_C = (1 + beta**2) * counts.true_positive
+        wrong_C = beta**2 * counts.false_negative + counts.false_positive
+        return _average(correct_C, correct_C + wrong_C, counts, average)
 
     return score
 
@@ -126,5 +128,5 @@ def _average(part_C: Tensor, whole_C: Tensor, counts: ConfusionCounts, average: 
 
 
 def _ratio(part: Tensor, whole: Tensor) -> Tensor:
-    """Part / whole, and 0 where the whole is 0."""
+    """Return part / whole, and 0 where the whole is 0."""
     return part / torch.where(whole == 0, 1.0, whole)

@@ -1,13 +1,14 @@
-"""Model FLOPs and how much of the hardware's they are, by one definition.
+"""Model FLOPs and model FLOPs utilization (MFU), by one definition.
 
-Model FLOPs are the floating-point operations of the *matrix products* that the mathematics of a training step asks for:
-two for each multiply-add, in the forward pass and in both products of the backward pass, so three times those of the
-forward pass. Counted are products with weights, the language-model head among them, and those of attention for the
-pairs of positions that its mask allows. Not counted are what is computed again (activation checkpointing) or in vain
-(padding), look-ups in embeddings, norms, activations, softmax and the optimizer. Of a mixture of experts only the
-experts that a token goes to are counted. MFU (Chowdhery et al. 2022, PaLM, https://arxiv.org/abs/2204.02311, section
-4.1 and appendix B) is model FLOPs per second over the peak of all ranks; we differ in counting causal attention by
-half, as its mask does.
+Model FLOPs are the floating-point operations of the *matrix products* in a training step: two per multiply-add. The
+backward pass has two products for each one of the forward pass, so a step has three times the FLOPs of the forward
+pass. Included are products with weights, the language-model head among them, and the attention products for the pairs
+of positions that the mask allows. Of a mixture of experts, only the experts that a token is dispatched to count.
+Excluded are recomputation (activation checkpointing), padding, embedding lookups, norms, activation functions, softmax
+and the optimizer.
+
+MFU (Chowdhery et al. 2022, PaLM, https://arxiv.org/abs/2204.02311, section 4.1 and appendix B) is model FLOPs per
+second over the peak rate of all ranks. Unlike the paper, this module counts causal attention by half, as its mask does.
 """
 
 from collections.abc import Mapping
@@ -55,21 +56,23 @@ PEAK_FLOPS: Mapping[str, float] = {
     "MI250X": 191.5e12,
     "MI250": 181e12,
 }
-"""Peak rates of dense bfloat16 matrix products with float32 sums, in FLOP/s of one device as torch counts devices (an
-MI250X is two). They are those of NVIDIA's and AMD's data sheets, of which NVIDIA's often give twice as much, for sparse
-matrices; SXM and OAM modules where the name says no other form (PCIe, NVL). A device has the rate of the longest name
-that is part of its own."""
+"""Peak rates of dense bfloat16 matrix products with float32 accumulation, in FLOP/s per device.
+
+Devices are counted as in torch, where an MI250X is two. The rates are from NVIDIA's and AMD's data sheets. Many of
+NVIDIA's give the sparse rate, which is twice the dense rate. Names without a form factor (PCIe, NVL) are SXM and OAM
+modules. A device has the rate of the longest name that its own name contains.
+"""
 
 
 def peak_flops(device: torch.device, *, table: Mapping[str, float] = PEAK_FLOPS) -> float:
-    """Peak rate of a device, in FLOP/s.
+    """Return the peak rate of a device, in FLOP/s.
 
     Args:
         device: An accelerator.
-        table: Rates by parts of the device's name; `{**PEAK_FLOPS, "My Chip": 1e15}` adds one.
+        table: Peak rates in FLOP/s by device name, or part of it. `{**PEAK_FLOPS, "My Chip": 1e15}` adds an entry.
 
     Raises:
-        UserError: If the table does not have the device, or the device is the CPU, which has no one rate.
+        UserError: If the table has no entry for the device, or the device is the CPU.
     """
     name = "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
     return _peak_by_name(name, table)
@@ -77,12 +80,12 @@ def peak_flops(device: torch.device, *, table: Mapping[str, float] = PEAK_FLOPS)
 
 def _peak_by_name(name: str, table: Mapping[str, float]) -> float:
     words = name.lower().replace("-", " ")
-    # "NVIDIA L40S" is no L4: a name ends where a word does.
+    # Match whole words: "NVIDIA L40S" must not match "L4".
     found = [known for known in table if f" {known.lower()} " in f" {words} "]
     if not found:
         raise UserError(
-            f"no peak rate is known for the device {name!r}; known are {', '.join(table)}. Pass the rate itself, or a "
-            "table with the device: {**PEAK_FLOPS, 'name': FLOP/s}."
+            f"got the device {name!r}, whose peak rate is unknown; expected one of {', '.join(table)}. Pass the rate "
+            "itself, or a table with the device: {**PEAK_FLOPS, 'name': FLOP/s}."
         )
     return table[max(found, key=len)]
 
@@ -97,19 +100,20 @@ def transformer_flops_per_token(
     causal: bool = True,
     training: bool = True,
 ) -> float:
-    """Model FLOPs of one token of a transformer: 3 (2 P + 4 L H D K), with K the mean number of keys of a query.
+    """Return the model FLOPs per token of a transformer: 3 (2 P + 4 L H D K), with K the mean number of keys per query.
 
     K is the sequence length S, or (S + 1) / 2 under a causal mask.
 
     Args:
-        num_matmul_parameters: P: elements of the weights that a token is multiplied with: without the embedding table
-            where it is only looked up in, with the head, and of experts only as many as a token goes to.
-        num_layers: L: number of layers with attention.
-        num_heads: H: number of query heads of a layer.
-        head_dim: D: size of a head, the mean of those of keys and of values.
-        sequence_length: S: positions that attend to each other; of packed documents, their mean length weighted by it.
-        causal: Whether a position attends to itself and those before it only.
-        training: Whether there is a backward pass; otherwise there is no factor 3.
+        num_matmul_parameters: P: number of weight elements that a token is multiplied with. Include the head. Exclude
+            an embedding table that is only used for lookups, and experts that a token is not dispatched to.
+        num_layers: L: number of attention layers.
+        num_heads: H: number of query heads per layer.
+        head_dim: D: size of a head; the mean of the key and value sizes if they differ.
+        sequence_length: S: number of positions that attend to each other. For packed documents, the mean document
+            length weighted by length.
+        causal: True if a position attends only to itself and earlier positions.
+        training: True to include the backward pass; otherwise the factor 3 is omitted.
     """
     num_keys = (sequence_length + 1) / 2 if causal else sequence_length
     forward = 2 * num_matmul_parameters + 4 * num_layers * num_heads * head_dim * num_keys
@@ -118,12 +122,12 @@ def transformer_flops_per_token(
 
 @final
 class ModelFlops(Metric):
-    """The rate of model FLOPs, and the share of the peak rate that they are (MFU).
+    """Rate of model FLOPs, and its fraction of the peak rate (MFU).
 
-    The value has `flops_per_second`, of all ranks together, and `mfu`, from 0 to 1; both are 0 of nothing.
+    The value has `flops_per_second`, summed over all ranks, and `mfu`, from 0 to 1. Both are 0 without data.
 
     Args:
-        peak: Peak rate of this rank's device in FLOP/s, see `peak_flops`.
+        peak: Peak rate of this rank's device in FLOP/s; see `peak_flops`.
     """
 
     def __init__(self, peak: float) -> None:
@@ -132,24 +136,24 @@ class ModelFlops(Metric):
         self._seconds = Accumulator("max")
 
     def accumulators(self) -> dict[str, Accumulator]:
-        """Return the FLOPs done, those that were possible in the time, and the seconds."""
+        """Return the accumulators of the FLOPs done, the FLOPs possible in the same time, and the seconds."""
         return {"flops": self._flops, "possible": self._possible, "seconds": self._seconds}
 
     def update(self, flops: Tensor | float, seconds: float) -> None:
-        """Take in some work.
+        """Add the work of a time interval.
 
         Args:
-            flops: Model FLOPs of what this rank did: its tokens times `transformer_flops_per_token`, over the number of
+            flops: Model FLOPs of this rank: its tokens times `transformer_flops_per_token`, divided by the number of
                 ranks that share each token's work (tensor, pipeline and context parallel).
-            seconds: The time it took.
+            seconds: Duration of the interval.
         """
         self._flops.update(flops)
         self._possible.update(self._peak * seconds)
-        # The maximum is that over ranks; on one rank times add up.
+        # Times add up on one rank; the maximum is taken over ranks.
         self._seconds.update(self._seconds.value.clamp(min=0) + seconds)
 
     def compute(self) -> dict[str, Tensor]:
-        """Return both: float64 scalars."""
+        """Return `flops_per_second` and `mfu`: float64 scalars."""
         seconds, possible = self._seconds.value.clamp(min=0), self._possible.value
         return {
             "flops_per_second": self._flops.value / seconds.where(seconds != 0, 1.0),

@@ -1,4 +1,4 @@
-"""What a language model is judged by: bits per byte, which no tokenizer can flatter, and perplexity per token."""
+"""Language-model metrics: bits per byte, which is independent of the tokenizer, and perplexity per token."""
 
 import math
 from collections.abc import Mapping
@@ -13,25 +13,25 @@ from d9d_metrics.metric import Metric
 
 @final
 class BitsPerByte(Metric):
-    r"""Cross-entropy of text per byte of its UTF-8 form, in bits: $\sum_i -\ln p_i / (\text{bytes} \cdot \ln 2)$.
+    r"""Cross-entropy per byte of UTF-8 text, in bits: $\sum_i -\ln p_i / (\text{bytes} \cdot \ln 2)$.
 
-    It compares models of different vocabularies, since bytes are not a choice of the tokenizer. 0 if nothing was seen,
-    NaN if a cross-entropy was NaN.
+    It compares models with different vocabularies, because the number of bytes does not depend on the tokenizer. It is
+    0 without data and NaN if a cross-entropy was NaN.
     """
 
     def __init__(self) -> None:
         self._nats_per_byte = WeightedMean()
 
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """Return the sum of cross-entropies in nats (`total`) and the number of bytes (`weight`)."""
+        """Return the accumulators of the cross-entropies in nats (`total`) and the number of bytes (`weight`)."""
         return self._nats_per_byte.accumulators()
 
     def update(self, nats: Tensor | float, num_bytes: Tensor | float) -> None:
-        """Take in some text.
+        """Add the losses and byte count of a batch.
 
         Args:
-            nats: The cross-entropy summed over its predicted tokens, in nats; a number or a scalar tensor.
-            num_bytes: How many bytes these tokens stand for; a number or a scalar tensor.
+            nats: Sum of the cross-entropies of the predicted tokens, in nats; a number or a scalar tensor.
+            num_bytes: Number of UTF-8 bytes of these tokens; a number or a scalar tensor.
         """
         self._nats_per_byte.update(nats, num_bytes)
 
@@ -42,25 +42,26 @@ class BitsPerByte(Metric):
 
 @final
 class Perplexity(Metric):
-    r"""The exponential of the mean cross-entropy over all tokens: $\exp(\sum_i -\ln p_i / \text{tokens})$; 1 of none.
+    r"""Exponential of the mean cross-entropy over all tokens, $\exp(\sum_i -\ln p_i / \text{tokens})$; 1 without data.
 
-    The mean is taken over the tokens of all ranks before the exponential, so it is not a mean of perplexities. It is
-    NaN if a cross-entropy was NaN or minus infinity, which would be a perplexity of 0, better than any other.
+    The mean is taken over the tokens of all ranks before the exponential, so the value is not a mean of perplexities.
+    It is NaN if a cross-entropy was NaN. It is also NaN for minus infinity, which would give the perplexity 0, better
+    than any valid one.
     """
 
     def __init__(self) -> None:
         self._nats_per_token = WeightedMean()
 
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """Return the sum of cross-entropies in nats (`total`) and the number of tokens (`weight`)."""
+        """Return the accumulators of the cross-entropies in nats (`total`) and the number of tokens (`weight`)."""
         return self._nats_per_token.accumulators()
 
     def update(self, nats: Tensor | float, num_tokens: Tensor | float) -> None:
-        """Take in some text.
+        """Add the losses and token count of a batch.
 
         Args:
-            nats: The cross-entropy summed over its predicted tokens, in nats; a number or a scalar tensor.
-            num_tokens: How many tokens were predicted; a number or a scalar tensor.
+            nats: Sum of the cross-entropies of the predicted tokens, in nats; a number or a scalar tensor.
+            num_tokens: Number of predicted tokens; a number or a scalar tensor.
         """
         self._nats_per_token.update(nats, num_tokens)
 

@@ -1,4 +1,4 @@
-"""How much memory a job needs at most, on the rank that needs most."""
+"""Peak memory of a job: the maximum over its ranks."""
 
 import sys
 from typing import final
@@ -14,44 +14,44 @@ _GIB = 2**30
 
 @final
 class PeakMemory(Metric):
-    """The peak memory of the rank that needs most, in GiB (2**30 bytes).
+    """Peak memory of the rank that uses most, in GiB (2**30 bytes).
 
-    On an accelerator it is what torch allocated since the last `reset`. On CPU it is the process's resident set since
-    it began, because the operating system knows no other.
+    On an accelerator it is the memory allocated by torch since the last `reset`. On CPU it is the process's peak
+    resident set since its start, because the operating system cannot reset that peak.
     """
 
     def __init__(self) -> None:
         self._bytes = Accumulator("max")
 
     def accumulators(self) -> dict[str, Accumulator]:
-        """Return the peak in bytes."""
+        """Return the accumulator of the peak in bytes."""
         return {"bytes": self._bytes}
 
     def update(self) -> None:
-        """Read the peak of the metric's device so far."""
+        """Read the current peak of the metric's device."""
         self._bytes.update(peak_bytes(self._bytes.value.device))
 
     def reset(self) -> None:
-        """Start a new peak."""
+        """Reset the metric, and the device's peak statistics on an accelerator."""
         super().reset()
         device = self._bytes.value.device
         if device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(device)
 
     def compute(self) -> Tensor:
-        """Return the peak in GiB: a float64 scalar; 0 of nothing."""
+        """Return the peak in GiB: a float64 scalar; 0 without an update."""
         return self._bytes.value.clamp(min=0) / _GIB
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The peak memory of a device, in bytes.
+    """Return the peak memory of a device in bytes.
 
     Args:
-        device: An accelerator, or the CPU for this process.
+        device: An accelerator, or the CPU for the resident set of this process.
     """
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
     import resource  # noqa: PLC0415 - POSIX only
 
-    # In kilobytes, except where it is in bytes.
+    # `ru_maxrss` is in kilobytes on Linux and in bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,4 +1,4 @@
-"""Measures what a step takes and what it waits for, on the host and on the device."""
+"""Measures the duration of steps, and their time in data loading and communication, on the host and on the device."""
 
 import time
 from collections import deque
@@ -13,12 +13,12 @@ import torch
 @final
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """What a step of one rank took, in seconds.
+    """Durations of one step on one rank, in seconds.
 
     Attributes:
-        total: From the end of the step before to the end of this one.
-        data_wait: Of that, the time in which the rank waited for its batch.
-        communication: Of that, the time in which it did nothing but communicate.
+        total: From the end of the previous step to the end of this one.
+        data_wait: Part of `total` in which the rank waited for its batch.
+        communication: Part of `total` in which the rank only communicated, without computing.
     """
 
     total: float
@@ -27,7 +27,7 @@ class StepSeconds:
 
 
 class _Section(Protocol):
-    """A stretch of time that began when it was made."""
+    """A time interval that starts when the object is created."""
 
     def end(self) -> None: ...
 
@@ -38,14 +38,14 @@ class _Section(Protocol):
 
 @final
 class StepClock:
-    """Measures steps and what they wait for, without waiting for a device.
+    """Measures steps, data loading and communication without host-device synchronization.
 
-    Data are waited for by the host, so that is measured on the host. Communication is measured where it happens: on an
-    accelerator between two events of the current stream, so its steps are known a little later.
+    The wait for data is measured on the host. Communication is measured on an accelerator between two events of the
+    current stream, so its steps are returned a little later.
 
     Args:
-        device: The device that computes.
-        now: Gives the time in seconds.
+        device: Device that computes.
+        now: Returns the time in seconds.
     """
 
     def __init__(self, device: torch.device, *, now: Callable[[], float] = time.perf_counter) -> None:
@@ -53,18 +53,18 @@ class StepClock:
         self._since = now()
         self._data_wait = 0.0
         self._sections: list[_Section] = []
-        self._unknown: deque[tuple[float, float, list[_Section]]] = deque()
+        self._pending: deque[tuple[float, float, list[_Section]]] = deque()
 
     @contextmanager
     def data_wait(self) -> Generator[None]:
-        """The body waits for data."""
+        """Measure the body as time spent waiting for data."""
         start = self._now()
         yield
         self._data_wait += self._now() - start
 
     @contextmanager
     def communication(self) -> Generator[None]:
-        """The body does nothing but communicate."""
+        """Measure the body as communication that does not overlap with computation."""
         section = _HostSection(self._now) if self._device.type == "cpu" else _DeviceSection(self._device)
         yield
         section.end()
@@ -74,36 +74,36 @@ class StepClock:
         """End a step.
 
         Returns:
-            The steps that are known by now and were not returned before, in order; on CPU that is this step.
+            The steps whose durations are finished and were not returned before, in order; on CPU, this step.
         """
         now = self._now()
-        self._unknown.append((now - self._since, self._data_wait, self._sections))
+        self._pending.append((now - self._since, self._data_wait, self._sections))
         self._since, self._data_wait, self._sections = now, 0.0, []
-        known = []
-        while self._unknown and all(section.is_over() for section in self._unknown[0][2]):
-            total, data_wait, sections = self._unknown.popleft()
-            known.append(StepSeconds(total, data_wait, sum(section.seconds() for section in sections)))
-        return known
+        finished = []
+        while self._pending and all(section.is_over() for section in self._pending[0][2]):
+            total, data_wait, sections = self._pending.popleft()
+            finished.append(StepSeconds(total, data_wait, sum(section.seconds() for section in sections)))
+        return finished
 
     def skip(self) -> None:
-        """Leave out the time since the end of the last step: it was something else, e.g. an evaluation."""
+        """Exclude the time since the end of the last step, e.g. after an evaluation."""
         self._since, self._data_wait, self._sections = self._now(), 0.0, []
 
 
 @final
 class _HostSection:
     def __init__(self, now: Callable[[], float]) -> None:
-        self._now, self._taken = now, 0.0
+        self._now, self._seconds = now, 0.0
         self._start = now()
 
     def end(self) -> None:
-        self._taken = self._now() - self._start
+        self._seconds = self._now() - self._start
 
     def is_over(self) -> bool:
         return True
 
     def seconds(self) -> float:
-        return self._taken
+        return self._seconds
 
 
 @final

@@ -1,4 +1,4 @@
-"""How fast a job is, and what its steps wait for."""
+"""Throughput of a job, and the breakdown of its step time."""
 
 from typing import final
 
@@ -11,38 +11,38 @@ from d9d_metrics.step_clock import StepSeconds
 
 @final
 class Throughput(Metric):
-    """Items of all ranks per second: the sum of what they did over the longest time that any of them took."""
+    """Items per second of all ranks: the items of all ranks over the longest time of any rank."""
 
     def __init__(self) -> None:
         self._items, self._seconds = Accumulator("sum"), Accumulator("max")
 
     def accumulators(self) -> dict[str, Accumulator]:
-        """Return the number of items and the seconds of this rank."""
+        """Return the accumulators of this rank's items and seconds."""
         return {"items": self._items, "seconds": self._seconds}
 
     def update(self, items: Tensor | float, seconds: float) -> None:
-        """Take in some work.
+        """Add the work of a time interval.
 
         Args:
-            items: How many items this rank did, e.g. tokens; a number or a scalar tensor.
-            seconds: The time it took.
+            items: Number of items that this rank processed, e.g. tokens; a number or a scalar tensor.
+            seconds: Duration of the interval.
         """
         self._items.update(items)
-        # The maximum is that over ranks; on one rank times add up.
+        # Times add up on one rank; the maximum is taken over ranks.
         self._seconds.update(self._seconds.value.clamp(min=0) + seconds)
 
     def compute(self) -> Tensor:
-        """Return the items per second: a float64 scalar; 0 of nothing."""
+        """Return the items per second: a float64 scalar; 0 without data."""
         seconds = self._seconds.value.clamp(min=0)
         return self._items.value / seconds.where(seconds != 0, 1.0)
 
 
 @final
 class StepTime(Metric):
-    """The mean time of a step, split into waiting for data, communication, and all the rest, which is computing.
+    """Mean step time, split into waiting for data, communication and computation.
 
-    The value has `seconds`, `data_wait`, `communication` and `compute`, which are means over steps and ranks, the last
-    three adding up to the first; and `slowest`, the longest step of any rank. In seconds; all 0 of no step.
+    The value has `seconds`, `data_wait`, `communication` and `compute`, each a mean over steps and ranks. `seconds` is
+    the sum of the other three. `slowest` is the longest step of any rank. All are in seconds, and 0 without a step.
     """
 
     def __init__(self) -> None:
@@ -50,18 +50,18 @@ class StepTime(Metric):
         self._slowest = Accumulator("max")
 
     def accumulators(self) -> dict[str, Accumulator]:
-        """Return the number of steps, the sums of their times and the longest one."""
+        """Return the accumulators of the number of steps, the sums of their times and the longest step."""
         return {**self._sums, "slowest": self._slowest}
 
     def update(self, step: StepSeconds) -> None:
-        """Take in a step, e.g. of a `StepClock`."""
+        """Add a step, e.g. from a `StepClock`."""
         times = {"steps": 1.0, "seconds": step.total, "data_wait": step.data_wait, "communication": step.communication}
         for name, seconds in times.items():
             self._sums[name].update(seconds)
         self._slowest.update(step.total)
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the times by name: float64 scalars."""
+        """Return the times by name, in seconds: float64 scalars."""
         steps = self._sums["steps"].value.clamp(min=1)
         names = ("seconds", "data_wait", "communication")
         total, data_wait, communication = (self._sums[name].value / steps for name in names)

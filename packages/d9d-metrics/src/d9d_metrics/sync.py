@@ -1,4 +1,4 @@
-"""Reduces all metrics of a job over ranks in one fused collective, instead of a few small ones for each metric."""
+"""Reduces all metrics of a job over ranks in one fused all-reduce, instead of several small ones per metric."""
 
 import copy
 import functools
@@ -23,54 +23,55 @@ _COUNTS: tuple[Reduction, ...] = ("count",)
 _EXTREMES: tuple[Reduction, ...] = ("max", "min")
 _OTHERS: tuple[Reduction, ...] = (*_EXTREMES, "concat")
 _ORDER = (*_SUMS, *_COUNTS, *_OTHERS)
-_HALF = 32  # bits
+_HALF_BITS = 32
 
 
 def sync_metrics(metrics: Mapping[str, M], over: ProcessGroup | DeviceMesh | None) -> dict[str, M]:
-    """Reduce metrics over ranks, and leave the local ones as they are.
+    """Reduce metrics over ranks; the local metrics keep their state.
 
-    Collectives: one float64 all-reduce for everything; on a mesh, one for each axis of more than one rank. Pass a mesh
-    flattened to one axis for the fewest. Ranks that saw nothing take part with the identity of each reduction.
+    Collectives: one float64 all-reduce for all metrics. On a mesh, one per axis with more than one rank; flatten the
+    mesh to one axis to issue only one. Ranks without data contribute the identity of each reduction.
 
-    The message has a place for each sum, two for each count (the halves of its bits, whose sums over up to 2**21 ranks
-    float64 holds exactly), and one *for each rank* for each element of a maximum, a minimum or a concatenation: a rank
-    fills its own, so that the sum over ranks is a gather. These are few, so one longer message costs less than two.
+    The message has one element per sum and two per count. The two are the halves of the count's bits, whose sums
+    float64 holds exactly for up to 2**21 ranks. Each element of a maximum, minimum or concatenation takes one element
+    *per rank*. A rank fills only its own, so the sum over ranks is an all-gather. There are few of these elements, so
+    one longer message is faster than two messages.
 
     Args:
-        metrics: The same names and kinds of metrics on every rank, on the device of the group's backend. Their order
-            may differ.
-        over: The ranks to reduce over; `None` for this process alone.
+        metrics: Metrics by name, on the device of the group's backend. Every rank passes the same names and types;
+            their order may differ.
+        over: Process group or mesh to reduce over; `None` for this process alone.
 
     Returns:
-        Copies of the metrics that hold the reduced state, equal on every rank, in the order of `metrics`.
+        Copies of the metrics with the reduced state, equal on every rank, in the order of `metrics`.
     """
     return MetricSync(metrics, over).start().wait()
 
 
 def compute_metrics(metrics: Mapping[str, Metric], over: ProcessGroup | DeviceMesh | None) -> dict[str, float]:
-    """Reduce metrics over ranks and bring their values to the host.
+    """Reduce metrics over ranks and copy their values to the host.
 
-    Issues the collective of `sync_metrics` and waits for the device once, however many metrics there are.
+    Collectives: those of `sync_metrics`. One host-device synchronization for all metrics.
 
     Args:
-        metrics: As for `sync_metrics`.
-        over: The ranks to reduce over; `None` for this process alone.
+        metrics: Metrics by name, as for `sync_metrics`.
+        over: Process group or mesh to reduce over; `None` for this process alone.
 
     Returns:
-        The values over all ranks, in the order of `metrics`. A metric that computes a scalar has its own name; one that
-        computes a mapping has `name/key` for each of its keys, and a tensor has `name/0`, `name/1` and so on.
+        The reduced values by name, in the order of `metrics`. A scalar has the metric's name. A mapping becomes one
+        `name/key` per key, and a tensor becomes `name/0`, `name/1` and so on.
     """
     return read_values({name: metric.compute() for name, metric in sync_metrics(metrics, over).items()})
 
 
 def read_values(values: Mapping[str, MetricValue]) -> dict[str, float]:
-    """Bring computed values to the host, waiting for their device once.
+    """Copy computed values to the host with one host-device synchronization.
 
     Args:
-        values: Tensors of any shape on one device, or mappings of such, by name.
+        values: Values by name: tensors of any shape, all on one device, or nested mappings of such tensors.
 
     Returns:
-        Numbers by the names that `compute_metrics` describes.
+        Numbers, with names as in `compute_metrics`.
     """
     tensors = dict(_flattened(values))
     if not tensors:
@@ -93,68 +94,74 @@ def _flattened(values: Mapping[str, MetricValue]) -> Iterator[tuple[str, Tensor]
 
 @final
 class MetricSync(Generic[M]):
-    """Reduces the same metrics again and again: what does not change from time to time is worked out once.
+    """Reduces the same metrics repeatedly, with buffers that are set up once.
 
-    The first `start` moves the values of all accumulators into one tensor, of which they are views from then on, so
-    that later ones take them all by one operation.
+    The first `start` moves the values of all accumulators into one flat buffer, of which they are views afterwards.
+    Later calls copy the whole state with one operation.
 
     Args:
-        metrics: As for `sync_metrics`.
-        over: The ranks to reduce over; `None` for this process alone.
+        metrics: Metrics by name, as for `sync_metrics`.
+        over: Process group or mesh to reduce over; `None` for this process alone.
     """
 
     def __init__(self, metrics: Mapping[str, M], over: ProcessGroup | DeviceMesh | None) -> None:
         found = [each for name in sorted(metrics) for each in metrics[name].accumulators().values()]
         local = sorted(found, key=lambda each: _ORDER.index(each.reduction))
         reduced = [each.holding(each.value) for each in local]
-        # deepcopy takes an object found in its memo instead of copying it: exactly the accumulators are swapped.
+        # deepcopy takes objects from its memo instead of copying them: the copies hold the `reduced` accumulators.
         memo: dict[int, object] = {id(a): b for a, b in zip(local, reduced, strict=True)}
         self._copies = copy.deepcopy(dict(metrics), memo)
-        self._local, self._reduced = _Holders(local), _Holders(reduced)
+        self._local, self._reduced = _AccumulatorViews(local), _AccumulatorViews(reduced)
         self._groups = _groups(over) if found else [None]
-        self._stages: list[_Stage] = []
+        self._all_reduces: list[_AllReduce] = []
 
     def start(self) -> "PendingSync[M]":
-        """Take the state as it is now, and let its reduction begin.
+        """Copy the current state and start its all-reduce.
 
-        The metrics may be updated and reset from here on. On a mesh of several axes all but the last collective are
-        waited for here.
+        The metrics may be updated and reset afterwards. On a mesh with several axes, this call waits for all but the
+        last all-reduce.
         """
-        if not self._stages or self._stages[0].device != self._local.device:
-            with torch.inference_mode(False):  # metrics that were first read in an evaluation are updated in training
-                self._stages = _stages(self._local.shapes, self._groups, self._local.device)
-        self._local.move_to(self._stages[0].before)
-        for stage, following in itertools.pairwise(self._stages):
-            stage.receive(*stage.send())
-            following.before.copy_(stage.after)
-        last = self._stages[-1]
+        if not self._all_reduces or self._all_reduces[0].device != self._local.device:
+            # Buffers created in inference mode could not be updated in training.
+            with torch.inference_mode(False):
+                self._all_reduces = _all_reduces(self._local.shapes, self._groups, self._local.device)
+        self._local.move_to(self._all_reduces[0].before)
+        for all_reduce, following in itertools.pairwise(self._all_reduces):
+            all_reduce.receive(*all_reduce.send())
+            following.before.copy_(all_reduce.after)
+        last = self._all_reduces[-1]
         return PendingSync(last, *last.send(), into=(self._reduced, self._copies))
 
 
 @final
 class PendingSync(Generic[M]):
-    """A reduction under way."""
+    """A running reduction, created by `MetricSync.start`."""
 
     def __init__(
-        self, stage: "_Stage", wire: Tensor, work: dist.Work | None, *, into: tuple["_Holders", dict[str, M]]
+        self,
+        all_reduce: "_AllReduce",
+        message: Tensor,
+        work: dist.Work | None,
+        *,
+        into: tuple["_AccumulatorViews", dict[str, M]],
     ) -> None:
-        self._stage, self._wire, self._work = stage, wire, work
+        self._all_reduce, self._message, self._work = all_reduce, message, work
         self._reduced, self._metrics = into
 
     def wait(self) -> dict[str, M]:
-        """Wait for the collective (on an accelerator, let the current stream wait for it).
+        """Wait for the all-reduce; on an accelerator, only the current stream waits.
 
         Returns:
-            Metrics that hold the reduced state. The next `wait` of the same `MetricSync` changes them.
+            Metrics with the reduced state. The next `wait` of the same `MetricSync` overwrites them.
         """
-        self._stage.receive(self._wire, self._work)
-        self._reduced.show(self._stage.after)
+        self._all_reduce.receive(self._message, self._work)
+        self._reduced.set_views(self._all_reduce.after)
         return self._metrics
 
 
 @final
-class _Holders:
-    """Accumulators whose values are the views of a state."""
+class _AccumulatorViews:
+    """Accumulators whose values are views of one `_State`."""
 
     def __init__(self, accumulators: Sequence[Accumulator]) -> None:
         self._accumulators = accumulators
@@ -162,32 +169,35 @@ class _Holders:
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Device of the accumulators; the CPU if there are none."""
         return self._accumulators[0].value.device if self._accumulators else torch.device("cpu")
 
     def move_to(self, state: "_State") -> None:
-        """Move values into the state that are not there: at first, or replaced since (`Metric.to`, another sync)."""
+        """Copy values that are not views of the state into it, and replace them by views.
+
+        Values are no views before the first sync, after `Metric.to`, and after a sync by another `MetricSync`.
+        """
         for accumulator, view in zip(self._accumulators, state.views, strict=True):
             if accumulator.value is not view:
                 accumulator.value = view.copy_(accumulator.value)
 
-    def show(self, state: "_State") -> None:
-        """Hold the values of the state."""
+    def set_views(self, state: "_State") -> None:
+        """Set the accumulators' values to the views of the state."""
         for accumulator, view in zip(self._accumulators, state.views, strict=True):
             accumulator.value = view
 
 
 @final
-class _Stage:
-    """An all-reduce by sum over one group: of sums, of the halves of counts, and of a row for each rank of the others.
+class _AllReduce:
+    """One sum all-reduce over one group, of sums, halves of counts, and one row per rank of the other values.
 
-    A rank fills its own row, so that the sum of rows over ranks is a gather. All but the message lives as long as the
-    stage, so that little is left to do for each message: on CPU an operation costs more than what it works on.
+    Each rank fills only its own row, so the sum of the rows over ranks is an all-gather. All buffers but the message
+    are allocated once, because on CPU the cost of an operation exceeds that of its few elements.
 
     Attributes:
-        device: Where it takes place.
-        before: What this rank puts in.
-        after: What comes out.
+        device: Device of the buffers.
+        before: State of this rank, the input.
+        after: Reduced state, the output.
     """
 
     def __init__(self, shapes: _Shapes, group: ProcessGroup | None, device: torch.device) -> None:
@@ -211,22 +221,26 @@ class _Stage:
         self._results = [result for _, result in _blocks(gathered, others.view(1, -1))]
 
     def send(self) -> tuple[Tensor, dist.Work | None]:
-        """Begin the all-reduce of a message that holds `before` as it is now."""
+        """Start the all-reduce of the current `before` state.
+
+        Returns:
+            The message, and the handle of the collective; None for a group of one rank.
+        """
         if self._halves.numel() > 0:
             counts = self.before.counts
-            self._halves.copy_(torch.stack([counts >> _HALF, counts & (1 << _HALF) - 1]))
-        wire = torch.cat(self._pieces)
-        work = None if self._group is None else dist.all_reduce(wire, group=self._group, async_op=True)
-        return wire, work
+            self._halves.copy_(torch.stack([counts >> _HALF_BITS, counts & (1 << _HALF_BITS) - 1]))
+        message = torch.cat(self._pieces)
+        work = None if self._group is None else dist.all_reduce(message, group=self._group, async_op=True)
+        return message, work
 
-    def receive(self, wire: Tensor, work: dist.Work | None) -> None:
-        """Wait for a message, and work out `after`."""
+    def receive(self, message: Tensor, work: dist.Work | None) -> None:
+        """Wait for the all-reduce of a message, and compute `after` from it."""
         if work is not None:
             work.wait()
-        self._arrived.copy_(wire)
+        self._arrived.copy_(message)
         if self._halves.numel() > 0:
             upper, lower = self._arrived_halves.long()
-            torch.add(upper << _HALF, lower, out=self.after.counts)
+            torch.add(upper << _HALF_BITS, lower, out=self.after.counts)
         for (reduction, rows), result in zip(self._rows, self._results, strict=True):
             match reduction:
                 case "max":
@@ -239,14 +253,14 @@ class _Stage:
 
 @final
 class _State:
-    """The values of accumulators, in the order of their reductions, as three flat tensors.
+    """Accumulator values in three flat tensors, ordered by reduction.
 
     Attributes:
-        shapes: The reduction and the shape of each.
-        sums: float64.
-        counts: int64.
-        others: Maxima, minima and concatenations; float64.
-        views: The value of each accumulator: a view of one of them.
+        shapes: Reduction and shape of each accumulator.
+        sums: Values of sums; float64.
+        counts: Values of counts; int64.
+        others: Values of maxima, minima and concatenations; float64.
+        views: Value of each accumulator: a view of `sums`, `counts` or `others`.
     """
 
     def __init__(self, shapes: _Shapes, sums: Tensor, counts: Tensor, others: Tensor) -> None:
@@ -258,7 +272,7 @@ class _State:
             self.views += [piece.view(shape) for piece, shape in zip(pieces, own, strict=True)]
 
     def copy_(self, other: "_State") -> None:
-        """Take over the values of a state of the same shapes."""
+        """Copy the values of a state with the same shapes."""
         self.sums.copy_(other.sums)
         self.counts.copy_(other.counts)
         self.others.copy_(other.others)
@@ -269,7 +283,7 @@ def _num_elements(shapes: _Shapes, reductions: tuple[Reduction, ...]) -> int:
 
 
 def _blocks(shapes: _Shapes, others: Tensor) -> Iterator[tuple[Reduction, Tensor]]:
-    """The columns of all maxima, of all minima, and of each concatenation."""
+    """Yield the columns of all maxima, of all minima, and of each concatenation."""
     columns: list[tuple[Reduction, int]] = [(kind, _num_elements(shapes, (kind,))) for kind in _EXTREMES]
     columns += [(reduction, shape[0]) for reduction, shape in shapes if reduction == "concat"]
     start = 0
@@ -279,17 +293,17 @@ def _blocks(shapes: _Shapes, others: Tensor) -> Iterator[tuple[Reduction, Tensor
         start += length
 
 
-def _stages(shapes: _Shapes, groups: Sequence[ProcessGroup | None], device: torch.device) -> list[_Stage]:
-    """One for each group, each fed with what comes out of the one before."""
-    stages = []
+def _all_reduces(shapes: _Shapes, groups: Sequence[ProcessGroup | None], device: torch.device) -> list[_AllReduce]:
+    """Return one all-reduce per group; the output shapes of each are the input shapes of the next."""
+    all_reduces = []
     for group in groups:
-        stages.append(_Stage(shapes, group, device))
-        shapes = stages[-1].after.shapes
-    return stages
+        all_reduces.append(_AllReduce(shapes, group, device))
+        shapes = all_reduces[-1].after.shapes
+    return all_reduces
 
 
 def _groups(over: ProcessGroup | DeviceMesh | None) -> list[ProcessGroup | None]:
-    """The groups to reduce over one after the other, without those of a single rank; `None` if there is no other."""
+    """Return the groups to reduce over in sequence, without groups of one rank; `[None]` if no group is left."""
     match over:
         case None:
             groups = []

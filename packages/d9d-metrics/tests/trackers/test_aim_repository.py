@@ -1,4 +1,4 @@
-"""Runs are really written to a repository and read back from it."""
+"""Writes real runs to a repository and reads them from it."""
 
 import time
 from pathlib import Path
@@ -16,14 +16,14 @@ from d9d_metrics.trackers import _extras
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository for all tests: each has a run of its own, and making a repository takes seconds."""
+    """Return a repository shared by all tests, because creating one takes seconds. Each test has its own run."""
     folder = tmp_path_factory.mktemp("repository")
     aim.Repo(str(folder), init=True)
     return folder
 
 
 def wait_until_aim_knows_new_runs() -> None:
-    """It looks for them twice a second; behind a `BackgroundTracker` what it does not know yet is tried again."""
+    """Aim looks for new runs twice a second; a `BackgroundTracker` would retry until it finds them."""
     time.sleep(0.6)
 
 
@@ -40,12 +40,12 @@ def reopened(folder: Path, state: dict[str, Any]) -> Any:
 
 
 def series(sequence: Any) -> dict[int, Any]:
-    """What was tracked under a name, by step."""
+    """Return the values of a sequence by step."""
     steps, (values, *_) = sequence.data.items_list()
     return dict(zip(map(int, steps), values, strict=True))
 
 
-def test_values_are_read_back_and_a_run_is_resumed(repository: Path) -> None:
+def test_values_can_be_read_and_a_run_is_resumed(repository: Path) -> None:
     first = AimTracker(str(repository), experiment="test")
     first.log_config({"lr": 0.5, "mesh": {"dp": 2, "password": "canary"}, "name": None})
     too_fine = Histogram(0.0, 1.0, (1.0,) * 513)
@@ -74,7 +74,7 @@ def test_values_are_read_back_and_a_run_is_resumed(repository: Path) -> None:
     run.close()
 
 
-def test_config_builds_it_behind_a_spool(repository: Path, tmp_path: Path) -> None:
+def test_config_builds_a_tracker_with_a_spool(repository: Path, tmp_path: Path) -> None:
     tracker = AimTrackerConfig(repository=str(repository), experiment="e").build(tmp_path)
     tracker.resume(0)
     tracker.log(1, {"loss": 1.0})
@@ -84,7 +84,7 @@ def test_config_builds_it_behind_a_spool(repository: Path, tmp_path: Path) -> No
     run.close()
 
 
-def test_without_the_package_it_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_extras, "find_spec", lambda _module: None)
     with pytest.raises(UserError, match=r"the aim tracker needs .* pip install 'd9d-metrics\[aim\]'"):
         AimTrackerConfig().build(tmp_path)

@@ -17,7 +17,7 @@ from d9d_metrics.trackers.outbox import Flush, MemoryOutbox
 
 
 class Recorder:
-    """The far end of a `BackgroundTracker`: remembers what it was given, and fails or hangs when it is told to.
+    """Records the calls of the trackers behind a `BackgroundTracker`, and makes them fail or hang on request.
 
     It outlives the trackers that are opened on it.
     """
@@ -84,7 +84,7 @@ def spool(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
     return tmp_path / "spool" if request.param == "spool" else None
 
 
-def test_hands_on_everything_in_order(spool: Path | None) -> None:
+def test_forwards_all_calls_in_order(spool: Path | None) -> None:
     recorder = Recorder()
     tracker = tracker_of(recorder, spool)
     tracker.resume(3, {"id": "run-7"})
@@ -101,7 +101,7 @@ def test_hands_on_everything_in_order(spool: Path | None) -> None:
     ]
 
 
-def test_goes_back_in_the_order_of_what_is_handed_on(spool: Path | None) -> None:
+def test_a_rollback_is_forwarded_in_order(spool: Path | None) -> None:
     recorder = Recorder()
     recorder.is_down = True
     tracker = tracker_of(recorder, spool)
@@ -117,7 +117,7 @@ def test_goes_back_in_the_order_of_what_is_handed_on(spool: Path | None) -> None
     assert recorder.calls[4] == ("resume", (1, {"id": "run-7"}))
 
 
-def test_a_tracker_that_resumes_only_at_its_start_is_opened_anew(spool: Path | None) -> None:
+def test_a_tracker_that_cannot_resume_while_open_is_opened_again(spool: Path | None) -> None:
     class Once(RecorderTracker):
         is_new = True
 
@@ -141,7 +141,7 @@ def test_a_tracker_that_resumes_only_at_its_start_is_opened_anew(spool: Path | N
     assert calls == [1, 2, "close", 1, 2, "close"]
 
 
-def test_what_is_logged_is_what_it_was_then(spool: Path | None) -> None:
+def test_logged_values_are_copied(spool: Path | None) -> None:
     recorder, values = Recorder(), {"loss": 1.0}
     recorder.is_free.clear()
     tracker = tracker_of(recorder, spool)
@@ -152,7 +152,7 @@ def test_what_is_logged_is_what_it_was_then(spool: Path | None) -> None:
     assert ("log", (1, {"loss": 1.0})) in recorder.calls
 
 
-def test_after_an_outage_goes_on_where_it_failed(spool: Path | None) -> None:
+def test_after_an_outage_delivery_continues_with_the_failed_entry(spool: Path | None) -> None:
     recorder = Recorder()
     tracker = tracker_of(recorder, spool)
     tracker.log(1, {"loss": 1.0})
@@ -173,21 +173,21 @@ def test_after_an_outage_goes_on_where_it_failed(spool: Path | None) -> None:
     ]
 
 
-def test_a_tracker_that_hangs_costs_no_step(spool: Path | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_hangs_delays_no_step(spool: Path | None, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder()
     recorder.is_free.clear()
     tracker = tracker_of(recorder, spool, close_seconds=0.2)
     for step in range(1, 101):
-        tracker.log(step, {"loss": 1.0})  # returns although the tracker does not
+        tracker.log(step, {"loss": 1.0})  # returns although the tracker hangs
     with caplog.at_level(logging.WARNING):
         tracker.close()
     assert recorder.steps == []
-    assert "the test tracker does not end; it is left alone" in caplog.text
+    assert "the test tracker did not close within" in caplog.text
     assert ("100 entries are lost" if spool is None else "for the next start of the run") in caplog.text
     recorder.is_free.set()
 
 
-def test_what_a_spool_holds_is_replayed_in_order_at_the_next_start(tmp_path: Path) -> None:
+def test_spooled_values_are_delivered_in_order_at_the_next_start(tmp_path: Path) -> None:
     recorder = Recorder()
     first = tracker_of(recorder, tmp_path)
     first.log(1, {"loss": 1.0})
@@ -211,18 +211,18 @@ def test_what_a_spool_holds_is_replayed_in_order_at_the_next_start(tmp_path: Pat
     ]
 
 
-def test_without_a_spool_what_is_not_taken_is_lost_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_spool_lost_values_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder()
     recorder.is_down = True
     tracker = tracker_of(recorder)
     tracker.log(1, {"loss": 1.0})
     with caplog.at_level(logging.WARNING):
         tracker.close()
-    assert "the test tracker did not take everything: 1 entries are lost" in caplog.text
-    assert "failed and is tried again in 0.01 s: ConnectionError('no route to host')" in caplog.text
+    assert "the test tracker did not receive all values: 1 entries are lost" in caplog.text
+    assert "failed; retrying in 0.01 s: ConnectionError('no route to host')" in caplog.text
 
 
-def test_a_full_queue_leaves_out_and_counts(
+def test_a_full_queue_drops_and_counts_values(
     spool: Path | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(background, "_CAPACITY", 2)
@@ -237,7 +237,7 @@ def test_a_full_queue_leaves_out_and_counts(
     recorder.is_free.set()
 
 
-def test_a_refused_entry_is_left_out(spool: Path | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rejected_entry_is_dropped(spool: Path | None, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder()
     tracker = tracker_of(recorder, spool)
     with caplog.at_level(logging.WARNING):
@@ -245,10 +245,10 @@ def test_a_refused_entry_is_left_out(spool: Path | None, caplog: pytest.LogCaptu
         tracker.log(2, {"loss": 1.0})
         tracker.close()
     assert recorder.steps == [2]
-    assert "the test tracker leaves out an entry: the name 'refused' is taken" in caplog.text
+    assert "the test tracker rejected an entry, which is dropped: the name 'refused' is taken" in caplog.text
 
 
-def test_a_tracker_that_refuses_to_start_is_an_error_at_the_start() -> None:
+def test_resume_raises_the_user_error_of_a_tracker_that_cannot_start() -> None:
     def refuse() -> Tracker:
         raise UserError("no such project; make it first")
 
@@ -258,7 +258,7 @@ def test_a_tracker_that_refuses_to_start_is_an_error_at_the_start() -> None:
     tracker.close()
 
 
-def test_flush_waits_for_what_was_logged(spool: Path | None) -> None:
+def test_flush_waits_for_logged_values(spool: Path | None) -> None:
     recorder = Recorder()
     tracker = tracker_of(recorder, spool)
     tracker.log(1, {"loss": 1.0})
@@ -274,7 +274,7 @@ def test_flush_waits_for_what_was_logged(spool: Path | None) -> None:
     tracker.close()
 
 
-def test_a_flush_does_not_wait_for_a_tracker_that_is_down(caplog: pytest.LogCaptureFixture) -> None:
+def test_flush_does_not_wait_for_a_failing_tracker(caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder()
     tracker = tracker_of(recorder, close_seconds=60.0)
     tracker.log(1, {"loss": 1.0})
@@ -285,14 +285,14 @@ def test_a_flush_does_not_wait_for_a_tracker_that_is_down(caplog: pytest.LogCapt
         begin = time.monotonic()
         tracker.flush()
         assert time.monotonic() - begin < 30.0
-    assert "what was logged last is not safe without its state" in caplog.text
+    assert "its latest values are durable only in the checkpoint's state" in caplog.text
     recorder.is_down = False
     wait_for(lambda: recorder.steps == [1, 2, 3])
     tracker.flush()
     tracker.close()
 
 
-def test_a_flush_reaches_the_tracker_behind_what_was_logged(spool: Path | None) -> None:
+def test_the_tracker_is_flushed_after_the_logged_values(spool: Path | None) -> None:
     recorder = Recorder()
     tracker = tracker_of(recorder, spool)
     tracker.log(1, {})
@@ -304,7 +304,7 @@ def test_a_flush_reaches_the_tracker_behind_what_was_logged(spool: Path | None) 
     assert [name for name, _ in recorder.calls] == ["open", "log", "flush", "log", "close"]
 
 
-def test_a_tracker_is_flushed_now_and_then(spool: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_is_flushed_periodically(spool: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_FLUSH_EVERY", 2)
     recorder = Recorder()
     tracker = tracker_of(recorder, spool)
@@ -315,7 +315,7 @@ def test_a_tracker_is_flushed_now_and_then(spool: Path | None, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("fault", ["is down", "hangs"])
-def test_a_checkpoint_carries_what_a_tracker_does_not_take(fault: str) -> None:
+def test_state_dict_has_values_that_the_tracker_did_not_receive(fault: str) -> None:
     recorder = Recorder()
     tracker = tracker_of(recorder, flush_seconds=0.05, close_seconds=0.05)
     tracker.log(1, {"loss": 1.0})
@@ -346,7 +346,7 @@ def test_a_checkpoint_carries_what_a_tracker_does_not_take(fault: str) -> None:
     )
 
 
-def test_what_is_durable_is_not_carried(spool: Path | None) -> None:
+def test_state_dict_excludes_durable_values(spool: Path | None) -> None:
     tracker = tracker_of(Recorder(), spool)
     tracker.resume(0)
     tracker.log(1, {})
@@ -360,7 +360,7 @@ def test_what_is_durable_is_not_carried(spool: Path | None) -> None:
     tracker.close()
 
 
-def test_a_tracker_that_hangs_is_waited_for_once() -> None:
+def test_flush_waits_only_once_for_a_tracker_that_hangs() -> None:
     outbox = MemoryOutbox(10)
     outbox.put(Flush())
     assert not outbox.flush(0.01)
@@ -370,14 +370,16 @@ def test_a_tracker_that_hangs_is_waited_for_once() -> None:
     assert outbox.flush(10_000)
 
 
-def test_a_file_tracker_gets_carried_rows_once(tmp_path: Path) -> None:
+def test_values_from_a_checkpoint_are_in_the_file_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tracker = BackgroundTracker(lambda: JsonlTracker(path), name="jsonl")
     tracker.log(1, {"loss": 1.0})
     tracker.flush()
     for step in (2, 3):
         tracker.log(step, {"loss": step})
-    state = tracker.state_dict()  # of a save whose flush failed, although the rows were written a little later
+    state = (
+        tracker.state_dict()
+    )  # state of a checkpoint whose flush timed out, although the tracker wrote the values later
     tracker.log(4, {"loss": 4.0})
     tracker.close()
     again = BackgroundTracker(lambda: JsonlTracker(path), name="jsonl")

@@ -19,7 +19,7 @@ def test_lines_of_a_run_are_aligned() -> None:
     ]
 
 
-def test_says_where_a_run_goes_on() -> None:
+def test_resume_prints_the_step() -> None:
     lines: list[str] = []
     tracker = ConsoleTracker(lines.append)
     tracker.resume(-1)
@@ -27,7 +27,7 @@ def test_says_where_a_run_goes_on() -> None:
     assert lines == ["resumed after step 40"]
 
 
-def test_config_chooses_the_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_prints_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tracker = ConsoleTrackerConfig().build(tmp_path)
     tracker.log(2, {})
     tracker.close()
@@ -35,7 +35,7 @@ def test_config_chooses_the_standard_output(tmp_path: Path, capsys: pytest.Captu
     assert list(tmp_path.iterdir()) == []
 
 
-def test_shows_text_and_leaves_out_what_a_line_cannot_show() -> None:
+def test_prints_text_and_skips_histograms_and_images() -> None:
     lines: list[str] = []
     tracker = ConsoleTracker(lines.append)
     tracker.log(1, {"sample": Text("to be"), "weights": Histogram(0.0, 1.0, (1.0,))})

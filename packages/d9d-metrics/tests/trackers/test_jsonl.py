@@ -23,7 +23,7 @@ def steps_in(path: Path) -> list[float]:
     return [record["step"] for record in read_metrics(path)]
 
 
-def test_writes_one_json_object_a_line(tmp_path: Path) -> None:
+def test_writes_one_json_object_per_line(tmp_path: Path) -> None:
     clock = itertools.count(100.5)
     tracker = JsonlTracker(tmp_path / "runs" / "metrics.jsonl", clock=lambda: next(clock))
     tracker.log_config({"name": "größe", "mesh": {"dp": 2}})
@@ -41,7 +41,7 @@ def test_a_line_is_in_the_file_when_log_returns(tmp_path: Path) -> None:
 
 
 @given(values=st.dictionaries(st.text().filter(lambda name: name not in {"step", "time", "config"}), st.floats()))
-def test_reads_back_every_float_and_every_name(
+def test_reads_every_float_and_every_name(
     values: dict[str, float], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
@@ -59,7 +59,7 @@ def test_non_finite_values_are_strict_json(tmp_path: Path) -> None:
     assert (record["a"], record["b"], record["c"]) == ("nan", "inf", "-inf")
 
 
-def test_resume_forgets_later_steps_and_goes_on(tmp_path: Path) -> None:
+def test_resume_drops_later_steps_and_continues(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tracker_with_steps(path, 1, 2, 3, 4).close()
     tracker = JsonlTracker(path)
@@ -70,14 +70,14 @@ def test_resume_forgets_later_steps_and_goes_on(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"], "a temporary file stayed"
 
 
-def test_resume_keeps_the_mode_that_new_files_have(tmp_path: Path) -> None:
+def test_resume_keeps_the_file_mode(tmp_path: Path) -> None:
     tracker = tracker_with_steps(tmp_path / "metrics.jsonl", 1, 2)
     before = (tmp_path / "metrics.jsonl").stat().st_mode
     tracker.resume(1)
     assert (tmp_path / "metrics.jsonl").stat().st_mode == before
 
 
-def test_resume_from_nothing_forgets_every_step_but_no_configuration(tmp_path: Path) -> None:
+def test_resume_from_step_minus_1_drops_every_step_but_no_configuration(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tracker = JsonlTracker(path)
     tracker.log_config({"name": "first"})
@@ -87,7 +87,7 @@ def test_resume_from_nothing_forgets_every_step_but_no_configuration(tmp_path: P
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 2, "time": 1.0, "lo', b"{", b'{"step": 2, "time": 1.0}'])
-def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path: Path, torn: bytes) -> None:
+def test_an_incomplete_last_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     tracker_with_steps(path, 1).close()
     path.write_bytes(path.read_bytes() + torn)
@@ -96,22 +96,24 @@ def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path: Path, torn: bytes) ->
     assert steps_in(path) == [1, 2]
 
 
-def test_a_broken_line_is_named_and_the_file_left_alone(tmp_path: Path) -> None:
+def test_an_invalid_line_is_named_and_the_file_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n[1, 2]\n')
     tracker = JsonlTracker(path, clock=lambda: 0.0)
     with pytest.raises(
-        UserError, match=r"line 2 of .*metrics\.jsonl is b'\[1, 2\]\\n'; expected a JSON object\. Delete"
+        UserError, match=r"got b'\[1, 2\]\\n' in line 2 of .*metrics\.jsonl; expected a JSON object\. Delete"
     ):
         tracker.resume(0)
     assert path.read_bytes() == b'{"step": 1}\n[1, 2]\n'
-    tracker.log(2, {})  # it is still open
+    tracker.log(2, {})  # the file is still open
     assert path.read_bytes() == b'{"step": 1}\n[1, 2]\n{"step": 2, "time": 0.0}\n'
 
 
-def test_refuses_a_value_named_like_a_field_of_the_line(tmp_path: Path) -> None:
+def test_rejects_a_value_with_a_reserved_name(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
-    with pytest.raises(UserError, match=r"got values named \['step', 'time'\], which a line of .* uses itself; rename"):
+    with pytest.raises(
+        UserError, match=r"got values named \['step', 'time'\]; expected names other than .* uses itself\. Rename"
+    ):
         tracker.log(1, {"time": 1.0, "step": 2.0, "loss": 0.0})
 
 
@@ -122,7 +124,7 @@ def test_config_names_the_file_in_the_run_folder(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "curves.jsonl") == [1]
 
 
-def test_a_run_of_the_config_forgets_at_once_when_it_is_resumed(tmp_path: Path) -> None:
+def test_resume_drops_later_steps_before_it_returns(tmp_path: Path) -> None:
     tracker_with_steps(tmp_path / "metrics.jsonl", 1, 2, 3).close()
     tracker = JsonlTrackerConfig().build(tmp_path)
     tracker.resume(2)
@@ -133,7 +135,7 @@ def test_a_run_of_the_config_forgets_at_once_when_it_is_resumed(tmp_path: Path) 
     tracker.close()
 
 
-def test_other_kinds_of_values_stand_beside_the_numbers(tmp_path: Path) -> None:
+def test_writes_histograms_text_and_images(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tracker = JsonlTracker(path, clock=lambda: 0.0)
     values = {"h": Histogram(0.0, 1.0, (2.0,)), "a/t": Text("nan"), "a/p": Picture(b"png"), "loss": 1.0}
@@ -158,7 +160,7 @@ def test_no_secret_is_written(tmp_path: Path) -> None:
     assert "canary" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_a_full_disk_leaves_no_torn_line_between_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_incomplete_line_between_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     tracker = tracker_with_steps(path, 1)
 
@@ -170,7 +172,7 @@ def test_a_full_disk_leaves_no_torn_line_between_others(tmp_path: Path, monkeypa
             return self.file.write(line[:9])
 
     monkeypatch.setattr(tracker, "_file", Full(tracker._file))
-    with pytest.raises(OSError, match="the disk seems to be full"):
+    with pytest.raises(OSError, match="the disk may be full"):
         tracker.log(2, {"loss": 1.0})
     assert path.read_bytes().endswith(b'{"step": ')
     tracker_with_steps(path, 2).close()

@@ -7,7 +7,7 @@ from d9d_metrics import MultiTracker, Tracked
 
 
 class Recorder:
-    """A tracker of a user's own: no base class."""
+    """A custom tracker without a base class."""
 
     def __init__(self, calls: list[tuple[str, object]], *, fails: bool = False, state: str | None = None) -> None:
         self.calls = calls
@@ -35,7 +35,7 @@ class Recorder:
             raise OSError("disk full")
 
 
-def test_hands_everything_to_every_tracker() -> None:
+def test_forwards_every_call_to_every_tracker() -> None:
     calls: list[tuple[str, object]] = []
     tracker = MultiTracker([Recorder(calls), MultiTracker([Recorder(calls)])])
     tracker.resume(3)

@@ -11,7 +11,7 @@ from d9d_metrics import redact_secrets
         *("auth", "aws_secret_access_key", "AWS_ACCESS_KEY_ID", "privateKey", "credentials", "Authorization"),
     ],
 )
-def test_a_name_says_that_its_value_is_a_secret(name: str) -> None:
+def test_values_with_secret_names_are_redacted(name: str) -> None:
     assert redact_secrets({"a": [{name: "canary"}]}, {}) == {"a": [{name: "<redacted>"}]}
     assert redact_secrets({name: {"value": "canary"}}, {}) == {name: "<redacted>"}
     assert redact_secrets({name: None}, {}) == {name: None}
@@ -20,7 +20,7 @@ def test_a_name_says_that_its_value_is_a_secret(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["tokenizer", "num_tokens", "tokens", "max_token_length", "key", "keys", "key_size", "keep_last", "author"]
 )
-def test_other_names_do_not(name: str) -> None:
+def test_values_with_other_names_are_kept(name: str) -> None:
     assert redact_secrets({name: "value"}, {}) == {name: "value"}
 
 
@@ -37,17 +37,17 @@ def test_other_names_do_not(name: str) -> None:
         ("runs/hf_models", "runs/hf_models"),
     ],
 )
-def test_a_text_that_is_a_secret(text: str, shown: str) -> None:
+def test_text_with_the_format_of_a_secret_is_redacted(text: str, shown: str) -> None:
     environment = {"MY_TOKEN": "hunter2-canary", "HOME": "/root", "SHORT_TOKEN": "the"}
     assert redact_secrets({"a": [text]}, environment) == {"a": [shown]}
 
 
-def test_gives_a_copy() -> None:
+def test_returns_a_copy() -> None:
     config: dict[str, JsonValue] = {"a": {"password": "canary"}}
     redact_secrets(config)
     assert config == {"a": {"password": "canary"}}
 
 
-def test_reads_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_environment_variables_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "canary-of-the-process")
     assert redact_secrets({"command": "--key canary-of-the-process"}) == {"command": "--key <redacted>"}

@@ -18,7 +18,7 @@ from d9d_metrics.trackers import _extras
 TRACKERS: TypeAdapter[list[TrackerConfig]] = TypeAdapter(list[TrackerConfig])
 
 
-def test_kind_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kind_selects_the_tracker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configs = TRACKERS.validate_python([{"kind": "jsonl", "file": "a.jsonl"}, {"kind": "console"}])
     assert configs == [JsonlTrackerConfig(file="a.jsonl"), ConsoleTrackerConfig()]
     tracker = build_trackers(configs, tmp_path)
@@ -28,7 +28,7 @@ def test_kind_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "loss    0.500000" in capsys.readouterr().out
 
 
-def test_refuses_an_unknown_kind() -> None:
+def test_rejects_an_unknown_kind() -> None:
     with pytest.raises(
         ValidationError,
         match=r"tag 'csv' found using 'kind' does not match.*'jsonl', 'console', 'wandb', 'aim', 'tensorboard'",
@@ -36,12 +36,12 @@ def test_refuses_an_unknown_kind() -> None:
         TRACKERS.validate_python([{"kind": "csv"}])
 
 
-def test_refuses_an_unknown_field() -> None:
+def test_rejects_an_unknown_field() -> None:
     with pytest.raises(ValidationError, match=r"jsonl\.path\n  Extra inputs are not permitted"):
         TRACKERS.validate_python([{"kind": "jsonl", "path": "a.jsonl"}])
 
 
-def test_a_missing_package_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tracker_is_open_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = TRACKERS.validate_python([{"kind": "wandb", "project": "p"}, {"kind": "tensorboard"}])
     monkeypatch.setattr(_extras, "find_spec", lambda module: None if module == "tensorboard" else object())
     before = threading.active_count()
@@ -50,7 +50,7 @@ def test_a_missing_package_leaves_nothing_open(tmp_path: Path, monkeypatch: pyte
             UserError, match=r"the tensorboard tracker needs .*pip install 'd9d-metrics\[tensorboard\]'"
         ):
             refuse()
-    # One that fails for another reason, when the first has its threads already.
+    # The second tracker fails for another reason, after the first one has started its threads.
     (tmp_path / "trackers").mkdir()
     (tmp_path / "trackers" / "tensorboard").write_text("in the way")
     monkeypatch.setattr(_extras, "find_spec", lambda _module: object())
@@ -60,6 +60,6 @@ def test_a_missing_package_leaves_nothing_open(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("config", [{"kind": "jsonl"}, {"kind": "tensorboard"}, {"kind": "wandb", "project": "p"}])
-def test_refuses_two_that_would_share_what_they_write(config: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"got two trackers of the kind '{config['kind']}'.*expected one\. Leave one"):
+def test_rejects_two_trackers_with_the_same_files(config: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"got two trackers of kind '{config['kind']}'.*expected one\. Remove one"):
         build_trackers(TRACKERS.validate_python([config, {"kind": "console"}, config]), tmp_path)

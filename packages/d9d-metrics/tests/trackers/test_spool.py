@@ -27,7 +27,7 @@ def drained(spool: Spool) -> list[int | None]:
     return steps
 
 
-def test_gives_back_every_kind_of_value(tmp_path: Path) -> None:
+def test_returns_every_type_of_value(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     values = {
         "loss": 0.1,
@@ -49,18 +49,18 @@ def test_gives_back_every_kind_of_value(tmp_path: Path) -> None:
     spool.close()
 
 
-def test_outlives_the_process_and_starts_where_delivery_stood(tmp_path: Path) -> None:
+def test_a_new_process_continues_delivery(tmp_path: Path) -> None:
     first = filled(tmp_path, 1, 2, 3)
     first.head()
     first.delivered()
     first.flushed()
-    # No close: the process was killed.
+    # Not closed: simulates a killed process.
     assert drained(Spool(tmp_path)) == [2, 3]
     assert (tmp_path / "entries.jsonl").read_bytes() == b""
     assert drained(Spool(tmp_path)) == []
 
 
-def test_keeps_what_a_tracker_took_until_it_has_written_it_out(tmp_path: Path) -> None:
+def test_keeps_delivered_entries_until_they_are_flushed(tmp_path: Path) -> None:
     first = filled(tmp_path, 1, 2, 3)
     for _ in range(2):
         first.head()
@@ -73,7 +73,7 @@ def test_keeps_what_a_tracker_took_until_it_has_written_it_out(tmp_path: Path) -
     assert drained(second) == [4, 5], "the tracker was closed after an error"
 
 
-def test_a_disk_error_in_a_flush_costs_no_step(
+def test_a_disk_error_in_flush_is_logged_and_not_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     spool = filled(tmp_path, 1)
@@ -84,27 +84,27 @@ def test_a_disk_error_in_a_flush_costs_no_step(
     with monkeypatch.context() as disk:
         disk.setattr(spool_module.os, "fsync", failing)
         assert not spool.flush(60)
-    assert f"cannot bring {tmp_path / 'entries.jsonl'} to the disk: [Errno 5] Input/output error" in caplog.text
+    assert f"cannot fsync {tmp_path / 'entries.jsonl'}: [Errno 5] Input/output error" in caplog.text
     assert spool.flush(60)
     assert drained(spool) == [1]
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 2, "val', b"{"])
-def test_drops_a_line_that_a_kill_cut_short(tmp_path: Path, torn: bytes) -> None:
+def test_drops_an_incomplete_last_line(tmp_path: Path, torn: bytes) -> None:
     filled(tmp_path, 1).close()
     with (tmp_path / "entries.jsonl").open("ab") as file:
         file.write(torn)
     assert drained(filled(tmp_path, 5)) == [1, 5]
 
 
-def test_a_kill_between_emptying_and_its_note_loses_nothing_new(tmp_path: Path) -> None:
+def test_a_kill_between_truncation_and_offset_update_loses_nothing(tmp_path: Path) -> None:
     spool = filled(tmp_path, 1)
     spool.close()
     (tmp_path / "delivered").write_bytes(b"%020d" % 10**6)
     assert drained(Spool(tmp_path)) == [1]
 
 
-def test_forgets_later_steps_but_no_configuration(tmp_path: Path) -> None:
+def test_forget_after_drops_later_steps_but_no_configuration(tmp_path: Path) -> None:
     first = filled(tmp_path, 1, 2)
     first.put(RunConfig({"a": 1}))
     first.put(StepValues(3, {}))
@@ -118,7 +118,7 @@ def test_forgets_later_steps_but_no_configuration(tmp_path: Path) -> None:
     assert drained(second) == [2, None, 3]
 
 
-def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_are_retried_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spool_module, "_RETRY_SECONDS", 0.01)
     write, failures = spool_module.os.write, iter([OSError(28, "No space left on device"), 3])
 
@@ -127,14 +127,14 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             case OSError() as error:
                 raise error
             case int(part):
-                return write(file, line[:part])  # the disk took a part
+                return write(file, line[:part])  # a partial write
         return write(file, line)
 
     monkeypatch.setattr(spool_module.os, "write", failing)
     assert drained(filled(tmp_path, 1, 2)) == [1, 2]
 
 
-def test_a_disk_that_stays_full_is_not_waited_for_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(_file: int, _line: bytes) -> int:
         raise OSError(28, "No space left on device")
 
@@ -145,7 +145,7 @@ def test_a_disk_that_stays_full_is_not_waited_for_at_the_end(tmp_path: Path, mon
     assert spool.describe_rest() == "1 entries are lost"
 
 
-def test_leaves_out_what_is_beyond_its_size(tmp_path: Path) -> None:
+def test_drops_entries_beyond_max_bytes(tmp_path: Path) -> None:
     spool = Spool(tmp_path, max_bytes=100)
     for step in range(5):
         spool.put(StepValues(step, {"loss": 1.0}))
@@ -154,7 +154,7 @@ def test_leaves_out_what_is_beyond_its_size(tmp_path: Path) -> None:
     assert drained(spool) == [0, 1]
 
 
-def test_keeps_a_state(tmp_path: Path) -> None:
+def test_state_round_trip(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     assert spool.load_state() == {}
     spool.save_state({"id": "a"})

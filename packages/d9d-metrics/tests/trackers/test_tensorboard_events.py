@@ -20,7 +20,7 @@ def scalars(folder: Path, name: str) -> dict[int, float]:
 
 
 def png_of(width: int, height: int) -> bytes:
-    """A black picture."""
+    """Return a black PNG image."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -30,7 +30,7 @@ def png_of(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
-def test_every_kind_of_value_is_read_back(tmp_path: Path) -> None:
+def test_every_type_of_value_can_be_read(tmp_path: Path) -> None:
     tracker = TensorBoardTracker(tmp_path)
     tracker.log_config({"lr": 0.5, "mesh": {"password": "canary"}})
     picture = Picture(png_of(3, 2))
@@ -49,11 +49,11 @@ def test_every_kind_of_value_is_read_back(tmp_path: Path) -> None:
     assert config == {"lr": 0.5, "mesh": {"password": "<redacted>"}}
 
 
-def test_a_resumed_run_takes_back_steps_that_are_taken_again(tmp_path: Path) -> None:
+def test_a_resumed_run_hides_later_steps(tmp_path: Path) -> None:
     first = TensorBoardTracker(tmp_path)
     for step in (1, 2, 3, 4):
         first.log(step, {"loss": float(step)})
-    first.flush()  # and killed
+    first.flush()  # the process is killed
     second = TensorBoardTracker(tmp_path)
     second.resume(2, first.state_dict())
     second.log(3, {"loss": 30.0})
@@ -70,7 +70,7 @@ def test_flush_makes_values_readable(tmp_path: Path) -> None:
     tracker.close()
 
 
-def test_config_builds_it_in_the_run_folder(tmp_path: Path) -> None:
+def test_config_writes_to_the_run_folder(tmp_path: Path) -> None:
     tracker = TensorBoardTrackerConfig(folder="events").build(tmp_path)
     tracker.resume(-1)
     tracker.log(1, {"loss": 1.0})
@@ -79,7 +79,7 @@ def test_config_builds_it_in_the_run_folder(tmp_path: Path) -> None:
     assert (tmp_path / "trackers" / "tensorboard" / "entries.jsonl").read_bytes() == b""
 
 
-def test_without_the_package_it_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_extras, "find_spec", lambda _module: None)
     with pytest.raises(UserError, match=r"tensorboard.* not installed: pip install 'd9d-metrics\[tensorboard\]'"):
         TensorBoardTrackerConfig().build(tmp_path)

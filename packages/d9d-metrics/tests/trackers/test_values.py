@@ -16,11 +16,11 @@ from d9d_metrics.trackers.values import from_json, to_json
 @pytest.mark.parametrize(
     "value", [1.5, -math.inf, Histogram(-1.0, 1.0, (1.0, 0.0)), Text("größe"), Picture(b"\x89PNG\xff\x00")]
 )
-def test_values_go_through_json(value: Tracked) -> None:
+def test_values_round_trip_through_json(value: Tracked) -> None:
     assert from_json(json.loads(json.dumps(to_json(value), allow_nan=False))) == value
 
 
-def test_nan_goes_through_json() -> None:
+def test_nan_round_trips_through_json() -> None:
     again = from_json(to_json(math.nan))
     assert isinstance(again, float)
     assert math.isnan(again)
@@ -35,12 +35,12 @@ def test_a_histogram_counts_every_value_once(values: list[float], num_bins: int)
     assert list(histogram.edges) == sorted(histogram.edges)
 
 
-def test_a_histogram_leaves_out_what_is_not_finite() -> None:
+def test_a_histogram_ignores_non_finite_values() -> None:
     histogram = Histogram.of(torch.tensor([[0.0, math.nan], [4.0, math.inf]]).bfloat16(), num_bins=2)
     assert histogram == Histogram(0.0, 4.0, (1.0, 1.0))
     assert Histogram.of(torch.empty(0), num_bins=2) == Histogram(-0.5, 0.5, (0.0, 0.0))
 
 
-def test_a_figure_becomes_a_picture() -> None:
+def test_renders_a_figure() -> None:
     picture = Picture.of(Figure(figsize=(2, 1), dpi=50))
     assert imread(io.BytesIO(picture.png)).shape[:2] == (50, 100)

@@ -1,4 +1,4 @@
-"""Runs are really written, offline, and read back from W&B's own file: a LevelDB log of protocol buffers."""
+"""Writes real offline runs, and reads them from W&B's own file: a LevelDB log of protocol buffers."""
 
 import json
 import struct
@@ -19,7 +19,7 @@ _BLOCK, _HEADER = 32768, 7
 
 
 def records(folder: Path) -> Iterator[Any]:
-    """The records of all runs under a folder, the oldest run first."""
+    """Yield the records of all runs in a folder, the oldest run first."""
     for file in sorted(folder.rglob("*.wandb")):
         content, place, parts = file.read_bytes(), _HEADER, b""
         while place + _HEADER <= len(content):
@@ -29,13 +29,13 @@ def records(folder: Path) -> Iterator[Any]:
             _, length, kind = struct.unpack("<IHB", content[place : place + _HEADER])
             parts += content[place + _HEADER : place + _HEADER + length]
             place += _HEADER + length
-            if kind in (1, 4):  # whole, or the last part
+            if kind in (1, 4):  # a full record, or its last fragment
                 yield Record.FromString(parts)
                 parts = b""
 
 
 def finished(folder: Path, *, num_runs: int = 1) -> Path:
-    """The folder, once W&B's own process has written so many runs to their end, which it does on its own time."""
+    """Return the folder once W&B's own process, which is asynchronous, has finished this number of runs."""
     for _ in range(600):
         if sum(record.WhichOneof("record_type") == "exit" for record in records(folder)) == num_runs:
             return folder
@@ -44,7 +44,7 @@ def finished(folder: Path, *, num_runs: int = 1) -> Path:
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """What was logged."""
+    """Return the logged values."""
     rows = [record.history for record in records(folder) if record.WhichOneof("record_type") == "history"]
     return [{".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in row.item} for row in rows]
 
@@ -62,7 +62,7 @@ def a_picture() -> Picture:
     return Picture.of(Figure(figsize=(1, 1), dpi=20))
 
 
-def test_values_are_read_back_and_a_run_is_resumed(tmp_path: Path) -> None:
+def test_values_can_be_read_and_a_run_is_resumed(tmp_path: Path) -> None:
     first = WandbTracker(tmp_path, project="test", mode="offline")
     first.log_config({"lr": 0.5, "mesh": {"dp": 2, "password": "canary"}})
     first.log(3, {"loss": 1.5, "h": Histogram(0.0, 4.0, (1.0, 3.0)), "t": Text("hello"), "p": a_picture()})
@@ -88,7 +88,7 @@ def test_values_are_read_back_and_a_run_is_resumed(tmp_path: Path) -> None:
     assert [row["_step"] for row in history(tmp_path) if "loss" in row] == [3, 4, 5]
 
 
-def test_config_builds_it_behind_a_spool(tmp_path: Path) -> None:
+def test_config_builds_a_tracker_with_a_spool(tmp_path: Path) -> None:
     chosen = WandbTrackerConfig(project="test", mode="offline", tags=("a",), group="g")
     tracker = chosen.build(tmp_path)
     tracker.resume(0)
@@ -99,7 +99,7 @@ def test_config_builds_it_behind_a_spool(tmp_path: Path) -> None:
     assert chosen.build(tmp_path).state_dict() == tracker.state_dict(), "the next start would not find the run"
 
 
-def test_without_the_package_it_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_extras, "find_spec", lambda _module: None)
     with pytest.raises(UserError, match=r"the wandb tracker needs .* pip install 'd9d-metrics\[wandb\]'"):
         WandbTrackerConfig(project="test").build(tmp_path)

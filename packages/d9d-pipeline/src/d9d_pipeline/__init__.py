@@ -1,4 +1,4 @@
-"""Pipeline schedules as programs that are verified, simulated, drawn and run."""
+"""Pipeline schedules as programs that are verified, simulated, plotted and executed."""
 
 from d9d_pipeline._message import check_can_be_sent
 from d9d_pipeline.actions import (

@@ -1,8 +1,8 @@
-"""Trees of tensors from one pipeline rank to another: what they are made of is told once, then only tensors travel.
+"""Sends trees of tensors between pipeline ranks; their metadata is sent once per kind of message, then cached.
 
-Both ends see the same microbatches, so both know whether a message of this kind has been described before. Its first
-one is preceded by a description. So stages may return any tree, in any layout of the job, shapes may change from batch
-to batch, and nothing has to be worked out beforehand.
+Both ranks process the same microbatches, so both know whether a kind of message was sent before. Only its first message
+is preceded by its metadata. Stages may thus return any tree, and shapes may change from batch to batch, without a shape
+inference pass.
 """
 
 from collections import deque
@@ -19,18 +19,18 @@ from d9d_dist import UserError
 from d9d_pipeline._message import Description, Leaf
 
 Kind: TypeAlias = tuple[Hashable, ...]
-"""What messages of one description have in common: who made them, and the shapes of what went into the step."""
+"""Key of messages with equal metadata: the stage that sends them, and the shapes of the step's inputs."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """A message on its way to this rank.
+    """A message that is being received.
 
     Attributes:
-        description: What it is made of.
-        leaves: Its leaves, tensors among them yet to be written to.
-        works: Done when all is there.
+        description: Metadata of the message.
+        leaves: The leaves; their tensors are valid after `wait`.
+        works: Handles of the receives.
     """
 
     description: Description
@@ -38,7 +38,7 @@ class Arriving:
     works: list[dist.Work]
 
     def wait(self) -> list[Tensor | None]:
-        """The leaves, once they are there."""
+        """Wait for the receives, and return the leaves."""
         for work in self.works:
             work.wait()
         return self.leaves
@@ -46,58 +46,64 @@ class Arriving:
 
 @final
 class Channel:
-    """This rank's end of all that it exchanges with the other ranks of its pipeline.
+    """Sends and receives messages between this rank and the other ranks of its pipeline.
 
     Args:
-        group: The ranks of the pipeline.
-        device: Where messages are.
+        group: Process group of the pipeline.
+        device: Device of all message tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._sent: dict[Kind, Description] = {}
         self._received: dict[Kind, Description] = {}
-        self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
+        self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, leaves: Sequence[Any], description: Description, *, kind: Kind, peer: int) -> None:
         """Start to send a message.
 
         Args:
-            leaves: Its leaves.
-            description: What they are.
-            kind: The kind of message. Messages of one kind have one description.
-            peer: The pipeline rank that receives it.
+            leaves: Tensors, or None.
+            description: Metadata of the leaves.
+            kind: Kind of the message. All messages of one kind have the same metadata.
+            peer: Pipeline rank that receives the message.
 
         Raises:
-            UserError: If messages of this kind were something else before.
+            UserError: If an earlier message of this kind had different metadata.
         """
         known = self._sent.setdefault(kind, description)
         if known is description:
-            self._tell(description, peer)
+            self._send_description(description, peer)
         elif known != description:
             raise UserError(
-                f"got {description}, where for inputs of the same shapes it was {known} before; expected what a stage "
-                "returns to follow from the shapes and dtypes of its inputs. Pad what varies."
+                f"got a message of {description}, but {known} earlier for inputs of the same shapes; expected a "
+                "stage's output shapes and dtypes to depend only on those of its inputs. Pad outputs that vary."
             )
-        while self._leaving and self._leaving[0][0].is_completed():
-            self._leaving.popleft()
+        while self._pending_sends and self._pending_sends[0][0].is_completed():
+            self._pending_sends.popleft()
         for leaf in leaves:
             if leaf is not None and leaf.numel():
                 tensor = leaf.detach().contiguous()
                 work = dist.isend(tensor, group=self._group, group_dst=peer)
-                assert work is not None, "this rank is in the group"
-                self._leaving.append((work, tensor))
+                assert work is not None, "isend and irecv return None only on ranks outside the group"
+                self._pending_sends.append((work, tensor))
 
     def send_gradients(self, gradients: Sequence[Tensor | None], *, kind: Kind, peer: int) -> None:
-        """Start to send gradients; see `send`. One that is missing for once is sent as zeros."""
+        """Start to send gradients; see `send`.
+
+        A gradient that is None, but was a tensor in the first message of this kind, is sent as zeros.
+
+        Raises:
+            UserError: If a gradient is a tensor, but was None in the first message of this kind.
+        """
         known = self._sent.get(kind)
         if known is not None:
             pairs = zip(gradients, known.leaves, strict=True)
             if any(leaf is None and gradient is not None for gradient, leaf in pairs):
                 raise UserError(
-                    "got a gradient for a tensor from the stage before that was not used in the first microbatch; "
-                    "expected a stage to use the same of its inputs each time, since what is not used is not sent "
-                    "back. Use it always, e.g. multiplied by 0."
+                    "got a gradient for an input tensor that the stage did not use in the first microbatch; expected "
+                    "the stage to use the same inputs in every microbatch, since gradients of unused inputs are not "
+                    "sent. Use the input in every microbatch, e.g. multiplied by 0."
                 )
             gradients = [
                 torch.zeros(leaf.shape, dtype=leaf.dtype, device=self._device)
@@ -108,14 +114,14 @@ class Channel:
         self.send(gradients, Description.of(gradients), kind=kind, peer=peer)
 
     def receive(self, *, kind: Kind, peer: int) -> Arriving:
-        """Start to receive a message.
+        """Start to receive a message; blocks for its metadata if it is the first of its kind.
 
         Args:
-            kind: The kind of message.
-            peer: The pipeline rank that sends it.
+            kind: Kind of the message.
+            peer: Pipeline rank that sends the message.
         """
         if kind not in self._received:
-            self._received[kind] = self._listen(peer)
+            self._received[kind] = self._receive_description(peer)
         description = self._received[kind]
         leaves: list[Tensor | None] = []
         works = []
@@ -124,24 +130,24 @@ class Channel:
             leaves.append(tensor)
             if tensor is not None and prod(tensor.shape):
                 work = dist.irecv(tensor, group=self._group, group_src=peer)
-                assert work is not None, "this rank is in the group"
+                assert work is not None, "isend and irecv return None only on ranks outside the group"
                 works.append(work)
         return Arriving(description, leaves, works)
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
-        while self._leaving:
-            self._leaving.popleft()[0].wait()
+        """Wait until all sends are complete."""
+        while self._pending_sends:
+            self._pending_sends.popleft()[0].wait()
 
     def _zeros(self, leaf: Leaf) -> Tensor:
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=self._device)
 
-    def _tell(self, description: Description, peer: int) -> None:
+    def _send_description(self, description: Description, peer: int) -> None:
         text = torch.frombuffer(bytearray(description.to_json().encode()), dtype=torch.uint8).to(self._device)
         for tensor in (torch.tensor([len(text)], device=self._device), text):
             dist.send(tensor, group=self._group, group_dst=peer)
 
-    def _listen(self, peer: int) -> Description:
+    def _receive_description(self, peer: int) -> Description:
         size = torch.empty(1, dtype=torch.int64, device=self._device)
         dist.recv(size, group=self._group, group_src=peer)
         text = torch.empty(int(size), dtype=torch.uint8, device=self._device)

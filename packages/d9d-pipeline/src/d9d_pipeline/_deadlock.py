@@ -1,4 +1,4 @@
-"""Ranks that wait for each other, if every transfer blocks both of its ranks until it is done."""
+"""Detects ranks that wait for each other, assuming that each transfer blocks both of its ranks until it completes."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,28 +12,28 @@ if TYPE_CHECKING:
 
 
 def deadlock_problems(program: "Program") -> list[str]:
-    """Return a line that names the ranks of a deadlock and the transfers whose order makes it; nothing if none is.
+    """Return a line that names the ranks and transfers of a deadlock; an empty list if there is none.
 
-    The line starts with the one rank that has its transfers elsewhere than `build` puts them, if it is only one. Ranks
-    that merely wait for those of the deadlock are not named.
+    If exactly one rank orders its transfers differently from `build`, the line starts with this rank. Ranks that wait
+    for the deadlocked ranks without being part of the cycle are not named.
 
     Args:
-        program: Has every action exactly once, and each rank computes in a possible order.
+        program: A program with every action exactly once, in which each rank's computations are in a possible order.
     """
-    stuck = _stuck(program.ranks)
-    if not stuck:
+    blocked = _blocked_transfers(program.ranks)
+    if not blocked:
         return []
-    circle = _circle(stuck, start=_moved_rank(program))
-    before = [circle[-1], *circle[:-1]]  # of each rank the one that waits for it
+    cycle = _find_cycle(blocked, start=_moved_rank(program))
+    before = [cycle[-1], *cycle[:-1]]  # the rank that waits for each rank of the cycle
     orders = [
-        f"rank {rank} has {stuck[rank]!r} before {_counterpart(stuck[waiting], waiting)!r}"
-        for rank, waiting in zip(circle, before, strict=True)
+        f"rank {rank} has {blocked[rank]!r} before {_counterpart(blocked[waiting], waiting)!r}"
+        for rank, waiting in zip(cycle, before, strict=True)
     ]
-    return [f"{', and '.join(orders)}: they wait for each other for ever"]
+    return [f"{', and '.join(orders)}: these ranks wait for each other forever"]
 
 
-def _stuck(ranks: Sequence[Sequence[Action]]) -> dict[int, Transfer]:
-    """Return the transfer at which each rank that does not come to its end waits."""
+def _blocked_transfers(ranks: Sequence[Sequence[Action]]) -> dict[int, Transfer]:
+    """Return the transfer that each rank blocks on; ranks that finish have no entry."""
     transfers = [[action for action in actions if isinstance(action, TRANSFERS)] for actions in ranks]
     positions = [0] * len(ranks)
     waits: dict[int, Transfer] = {}
@@ -53,18 +53,18 @@ def _stuck(ranks: Sequence[Sequence[Action]]) -> dict[int, Transfer]:
     return waits
 
 
-def _circle(stuck: dict[int, Transfer], *, start: int | None) -> list[int]:
-    """Return ranks of which each waits for the next one, and the last for the first."""
-    rank = start if start in stuck else next(iter(stuck))
+def _find_cycle(blocked: dict[int, Transfer], *, start: int | None) -> list[int]:
+    """Return a cycle of ranks: each waits for the next one, and the last for the first."""
+    rank = start if start in blocked else next(iter(blocked))
     seen: list[int] = []
-    while rank not in seen:  # each stuck rank waits for another stuck one
+    while rank not in seen:  # each blocked rank waits for another blocked one
         seen.append(rank)
-        rank = stuck[rank].peer
+        rank = blocked[rank].peer
     return seen[seen.index(rank) :]
 
 
 def _moved_rank(program: "Program") -> int | None:
-    """Return the one rank whose transfers are not where `build` puts them; `None` if there are several."""
+    """Return the only rank whose transfers are ordered differently from `build`; `None` if there are several."""
     computed = [tuple(program.computed(rank)) for rank in range(len(program.ranks))]
     expected = with_transfers(computed, program.stage_ranks)
     moved = [rank for rank, actions in enumerate(program.ranks) if actions != expected[rank]]
@@ -72,7 +72,7 @@ def _moved_rank(program: "Program") -> int | None:
 
 
 def _counterpart(action: Transfer, rank: int) -> Transfer:
-    """Return what the peer does in a transfer of a rank."""
+    """Return the peer's action in a transfer of `rank`."""
     rule = RULES[type(action)]
-    assert rule.counterpart is not None, "a transfer has two sides"
+    assert rule.counterpart is not None, "every transfer has a counterpart"
     return rule.counterpart(action.stage + rule.towards, action.microbatch, rank)

@@ -1,4 +1,4 @@
-"""When each rank computes what, if it does everything as early as its order and what it depends on allow."""
+"""Earliest start and end times of each rank's computations, given their order and dependencies."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -6,10 +6,10 @@ from typing import TypeAlias
 from d9d_pipeline.actions import BackwardWeight, Compute, Forward, Overlap
 
 Span: TypeAlias = tuple[float, float]
-"""Start and end, in the unit of the durations."""
+"""Start and end time, in the unit of the durations."""
 
 Product: TypeAlias = tuple[bool, int, int]
-"""What passes between stages: whether it is a gradient, the stage that made it, and the microbatch."""
+"""An activation or gradient that passes between stages: (is gradient, stage that computed it, microbatch)."""
 
 
 def earliest_times(
@@ -19,31 +19,34 @@ def earliest_times(
     duration: Callable[[Compute], float],
     transfer: float = 0.0,
 ) -> list[list[Span]]:
-    """Play all ranks through; for each rank the times of its actions. Those that can never start are left out.
+    """Return the times of each rank's actions if each starts as early as possible.
+
+    Actions that can never start, because of a missing or circular dependency, have no entry. They follow all actions
+    that have one.
 
     Args:
-        ranks: What each rank computes, in order.
-        stage_ranks: For each stage the rank that holds it.
-        duration: How long an action takes.
-        transfer: How much later what one rank made is there for another.
+        ranks: The computations of each rank, in order.
+        stage_ranks: The rank that holds each stage.
+        duration: Returns the duration of an action.
+        transfer: Time from the end of a computation until its result is available on another rank.
     """
     made: dict[Product, tuple[float, int]] = {}
     waiting: dict[Product, list[int]] = {}
     times: list[list[Span]] = [[] for _ in ranks]
     clocks = [0.0] * len(ranks)
-    awake = list(range(len(ranks)))
+    runnable = list(range(len(ranks)))
     last_stage = len(stage_ranks) - 1
-    while awake:
-        rank = awake.pop()
+    while runnable:
+        rank = runnable.pop()
         clock, mine = clocks[rank], times[rank]
         for action in ranks[rank][len(mine) :]:
             start, missing = clock, None
             for product in needs(action, last_stage):
-                there = made.get(product)
-                if there is None:
+                found = made.get(product)
+                if found is None:
                     missing = product
                     break
-                time, maker = there
+                time, maker = found
                 start = max(start, time if maker == rank else time + transfer)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
@@ -53,13 +56,13 @@ def earliest_times(
             for product in makes(action):
                 made[product] = (clock, rank)
                 if product in waiting:
-                    awake += waiting.pop(product)
+                    runnable += waiting.pop(product)
         clocks[rank] = clock
     return times
 
 
 def needs(action: Compute, last_stage: int) -> tuple[Product, ...]:
-    """What has to be there before an action starts, on this rank or from another."""
+    """Return the products that an action needs before it starts, from this rank or another."""
     if isinstance(action, Overlap):
         return needs(action.forward, last_stage) + needs(action.backward, last_stage)
     stage, microbatch = action.stage, action.microbatch
@@ -73,7 +76,7 @@ def needs(action: Compute, last_stage: int) -> tuple[Product, ...]:
 
 
 def makes(action: Compute) -> tuple[Product, ...]:
-    """What is there when an action ends."""
+    """Return the products that an action computes."""
     if isinstance(action, Overlap):
         return makes(action.forward) + makes(action.backward)
     if isinstance(action, BackwardWeight):

@@ -1,4 +1,4 @@
-"""What a message between pipeline ranks is made of: told once to the one that receives, and compared ever after."""
+"""Metadata of the messages between pipeline ranks: sent once per kind of message, then cached on both ranks."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from d9d_dist import UserError
 
 @final
 class Leaf(NamedTuple):
-    """A tensor without its numbers."""
+    """Metadata of one tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -25,11 +25,11 @@ class Leaf(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A message without its numbers.
+    """Metadata of a message: its tree structure and the metadata of its leaves.
 
     Attributes:
-        tree: How its leaves stand together; None if they are just a list.
-        leaves: What they are, None for None.
+        tree: Tree structure of the leaves; None for a flat list.
+        leaves: Metadata of each tensor; None for a leaf that is None.
     """
 
     tree: pytree.TreeSpec | None
@@ -37,32 +37,32 @@ class Description:
 
     @classmethod
     def of(cls, leaves: Sequence[Any], tree: pytree.TreeSpec | None = None) -> Self:
-        """Describe leaves.
+        """Return the metadata of some leaves.
 
         Raises:
-            UserError: If one of them cannot be sent.
+            UserError: If a leaf is neither None nor a tensor, or is a DTensor.
         """
         return cls(tree, tuple(None if leaf is None else _describe(leaf) for leaf in leaves))
 
     def to_json(self) -> str:
-        """The form in which it is told.
+        """Return the JSON form that is sent to the peer.
 
         Raises:
-            UserError: If a container of the tree has none.
+            UserError: If a container type of the tree cannot be serialized.
         """
         leaves = [leaf and (leaf.shape, _name(leaf.dtype), leaf.needs_gradient) for leaf in self.leaves]
         try:
             tree = self.tree and pytree.treespec_dumps(self.tree)
         except NotImplementedError as error:
             raise UserError(
-                f"a container in what a stage returns cannot be described to a stage of another rank: {error} Return "
-                "tuples, lists and dicts, or register it with torch.utils._pytree and a serialized_type_name."
+                f"got a container in a stage's output that cannot be serialized for another rank: {error} Return "
+                "tuples, lists and dicts, or register the type with torch.utils._pytree and a serialized_type_name."
             ) from error
         return json.dumps([tree, leaves])
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what was told."""
+        """Return the metadata that `to_json` serialized."""
         tree, leaves = json.loads(text)
         return cls(
             tree and pytree.treespec_loads(tree),
@@ -71,17 +71,17 @@ class Description:
 
     def __str__(self) -> str:
         leaves = [
-            leaf and f"{_name(leaf.dtype)}{list(leaf.shape)}{' that needs a gradient' if leaf.needs_gradient else ''}"
+            leaf and f"{_name(leaf.dtype)}{list(leaf.shape)}{' with requires_grad' if leaf.needs_gradient else ''}"
             for leaf in self.leaves
         ]
         return str(leaves[0]) if len(leaves) == 1 else f"({', '.join(map(str, leaves))})"
 
 
 def check_can_be_sent(output: Any) -> None:
-    """Refuse what a stage cannot return to a stage of another rank.
+    """Check that a stage's output can be sent to a stage on another rank.
 
     Raises:
-        UserError: Naming what is in it that has no description.
+        UserError: Naming the leaf or container type that cannot be sent.
     """
     Description.of(*pytree.tree_flatten(output)).to_json()
 
@@ -93,7 +93,7 @@ def _name(dtype: torch.dtype) -> str:
 def _describe(leaf: Any) -> Leaf:
     if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
         raise UserError(
-            f"got {type(leaf).__name__} among what a stage returns to a stage of another rank; expected tensors and "
-            "None, in tuples, lists and dicts. Return values as tensors, of a DTensor this rank's part (to_local())."
+            f"got {type(leaf).__name__} in a stage's output that is sent to another rank; expected tensors and None, "
+            "in tuples, lists and dicts. Return numbers as tensors, and the local tensor of a DTensor (to_local())."
         )
     return Leaf(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)

@@ -1,4 +1,4 @@
-"""One stage on its rank: forward, and backward as a whole or in two halves, cut off from the stages around it."""
+"""Forward and backward of one pipeline stage, with the autograd graph cut at the stage's inputs."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -15,13 +15,13 @@ from d9d_dist import LaterGradients, SplitBackward, defer_gradient_sync, finish_
 
 @final
 @dataclass(slots=True)
-class Flight:
-    """What is remembered of a forward until its backward.
+class ForwardState:
+    """State kept from the forward of a microbatch for its backward.
 
     Attributes:
-        received: For each tensor of the stage's input that needs a gradient, the leaf that gathers it.
-        sources: Where backward starts: for each tensor of the output that needs a gradient, its edge of the graph,
-            which does not keep the tensor's memory.
+        received: For each input tensor that requires a gradient, the detached leaf that accumulates it.
+        sources: Gradient edge of each output tensor that requires a gradient, where backward starts. An edge does not
+            keep the output's memory alive.
     """
 
     received: list[Tensor]
@@ -30,15 +30,16 @@ class Flight:
 
 @final
 class Stage:
-    """A module, and how backward runs through it.
+    """Runs the forward and backward of a stage's module.
 
     Args:
-        module: The stage.
-        is_first: Whether there is none before it.
-        is_last: Whether there is none after it.
-        last_backward: The microbatch whose gradients come last in a step; None if there are no backwards.
-        splits: Whether some of its backwards are split.
-        accumulates: Whether a step has several microbatches.
+        module: The stage's module.
+        is_first: True for the first stage of the pipeline.
+        is_last: True for the last stage of the pipeline.
+        last_backward: Microbatch of the stage's last backward in a step, which starts the gradient reduction; None if
+            there are no backwards.
+        splits: True if any backward of the stage is split into its two halves.
+        accumulates: True if a step has several microbatches.
     """
 
     def __init__(
@@ -60,19 +61,19 @@ class Stage:
 
     @property
     def trains(self) -> bool:
-        """Whether there are backwards."""
+        """True if the stage has backwards."""
         return self._last_backward is not None
 
-    def forward(self, args: tuple[Any, ...], shared: Mapping[str, Any]) -> tuple[Any, Flight | None]:
-        """Run forward.
+    def forward(self, args: tuple[Any, ...], shared: Mapping[str, Any]) -> tuple[Any, ForwardState | None]:
+        """Run the forward of a microbatch.
 
         Args:
-            args: The positional arguments. Those of the first stage are a user's own; from others' tensors that need
-                gradients the graph is cut off, and starts anew.
-            shared: The keyword arguments.
+            args: Positional arguments. On all stages but the first, tensors that require a gradient are detached and
+                become leaves of a new graph.
+            shared: Keyword arguments.
 
         Returns:
-            What the stage returned, and what its backward needs; None where there is no backward.
+            The module's output, and the state for its backward; None if the stage has no backwards.
         """
         if not self.trains:
             with torch.no_grad():
@@ -82,70 +83,70 @@ class Stage:
             args = pytree.tree_map(_receive_into(received), args)
         with nullcontext() if self._split is None else self._split.forward():
             output = self._module(*args, **shared)
-        # The last stage's backward starts from the loss, which is yet to come.
-        return output, Flight(received, [] if self._is_last else edges_of(output))
+        # The last stage's backward starts from the loss, which is computed later.
+        return output, ForwardState(received, [] if self._is_last else edges_of(output))
 
-    def backward(self, flight: Flight, gradients: list[Tensor | None], microbatch: int) -> list[Tensor | None]:
-        """Run backward, of inputs and weights.
+    def backward(self, state: ForwardState, gradients: list[Tensor | None], microbatch: int) -> list[Tensor | None]:
+        """Run the whole backward of a microbatch: input and weight gradients.
 
         Args:
-            flight: What forward left.
-            gradients: The gradient of each source; None where the next stage did not use it.
-            microbatch: Which one it is.
+            state: State from the forward.
+            gradients: Gradient of each source; None where the next stage did not use the output.
+            microbatch: Index of the microbatch.
 
         Returns:
             The gradient of each received tensor; None where this stage did not use it.
         """
         if self._split is not None:
-            received, later = self.backward_input(flight, gradients)
-            self.backward_weight(later, microbatch)
+            received, deferred = self.backward_input(state, gradients)
+            self.backward_weight(deferred, microbatch)
             return received
         if self._accumulates and self._syncs != (microbatch == self._last_backward):
             self._syncs = microbatch == self._last_backward
             set_gradient_sync(self._module, self._syncs)
-        sources, gradients = _only_used(flight.sources, gradients)
+        sources, gradients = _only_used(state.sources, gradients)
         if sources:
             torch.autograd.backward(sources, gradients)
-        return [leaf.grad for leaf in flight.received]
+        return [leaf.grad for leaf in state.received]
 
     def backward_input(
-        self, flight: Flight, gradients: list[Tensor | None]
+        self, state: ForwardState, gradients: list[Tensor | None]
     ) -> tuple[list[Tensor | None], LaterGradients]:
-        """Run the first half of backward; see `backward`.
+        """Run the first half of backward, the input gradients; see `backward` for the arguments.
 
         Returns:
-            The gradients of received tensors, and what is yet to be done.
+            The gradient of each received tensor, and the deferred weight gradients.
         """
-        assert self._split is not None, "a stage whose backward is split says so"
-        sources, gradients = _only_used(flight.sources, gradients)
-        later = self._split.backward(sources, gradients) if sources else LaterGradients()
-        return [leaf.grad for leaf in flight.received], later
+        assert self._split is not None, "splits=True is required for a split backward"
+        sources, gradients = _only_used(state.sources, gradients)
+        deferred = self._split.backward(sources, gradients) if sources else LaterGradients()
+        return [leaf.grad for leaf in state.received], deferred
 
-    def backward_weight(self, later: LaterGradients, microbatch: int) -> None:
-        """Run the second half of backward.
+    def backward_weight(self, deferred: LaterGradients, microbatch: int) -> None:
+        """Run the second half of backward, and start the gradient reduction if this is the step's last backward.
 
         Args:
-            later: What the first half left.
-            microbatch: Which one it is.
+            deferred: Deferred weight gradients from `backward_input`.
+            microbatch: Index of the microbatch.
         """
-        later.compute()
+        deferred.compute()
         if microbatch == self._last_backward:
             finish_gradient_sync(self._module)
 
 
 def edges_of(tree: Any) -> list[GradientEdge]:
-    """Where backward starts: an edge for each tensor of a tree that needs a gradient."""
+    """Return the gradient edge of each tensor of a tree that requires a gradient."""
     leaves = [tree] if isinstance(tree, Tensor) else pytree.tree_leaves(tree)
     return [get_gradient_edge(leaf) for leaf in leaves if needs_gradient(leaf)]
 
 
 def needs_gradient(leaf: object) -> bool:
-    """Whether a leaf of a tree is a tensor whose gradient is wanted."""
+    """Return True if a leaf is a tensor that requires a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _receive_into(received: list[Tensor]) -> Callable[[Any], Any]:
-    """Cut the graph at a stage's boundary: each tensor that needs a gradient becomes a leaf that gathers it."""
+    """Return a function that detaches each tensor that requires a gradient, and appends the new leaf to `received`."""
 
     def receive(leaf: Any) -> Any:
         if not needs_gradient(leaf):
@@ -160,8 +161,8 @@ def _receive_into(received: list[Tensor]) -> Callable[[Any], Any]:
 def _only_used(
     sources: list[GradientEdge], gradients: list[Tensor | None]
 ) -> tuple[list[GradientEdge], list[Tensor | None]]:
-    """Drop the outputs that the next stage did not use."""
-    assert len(sources) == len(gradients), "one gradient for each output that needs one"
+    """Remove the sources whose gradient is None: outputs that the next stage did not use."""
+    assert len(sources) == len(gradients), "one gradient per source"
     if all(gradient is not None for gradient in gradients):
         return sources, gradients
     used = [index for index, gradient in enumerate(gradients) if gradient is not None]

@@ -1,4 +1,4 @@
-"""Takes the times of what a rank computes, on the clock of its device."""
+"""Timestamps on the clock of the device: the host for CPU, events of the current stream for an accelerator."""
 
 import time
 from typing import TypeAlias, final
@@ -6,15 +6,15 @@ from typing import TypeAlias, final
 import torch
 
 Mark: TypeAlias = float | torch.Event
-"""A moment: when the host, or the stream that computes, came to a place."""
+"""A timestamp: host time in seconds, or an event recorded on the device's stream."""
 
 
 @final
 class Stopwatch:
-    """Marks moments without waiting for the device, and says afterwards when they were.
+    """Records timestamps without host-device synchronization, and reads them later.
 
     Args:
-        device: Where the rank computes.
+        device: Device that computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class Stopwatch:
         self._start = self.mark()
 
     def mark(self) -> Mark:
-        """This moment."""
+        """Record a timestamp: on the host for CPU, otherwise on the device's current stream."""
         if self._device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(device=self._device, enable_timing=True)
@@ -30,10 +30,10 @@ class Stopwatch:
         return event
 
     def seconds(self, mark: Mark) -> float:
-        """From the making of the stopwatch to a moment; waits for the device to have come there."""
+        """Return the seconds from the stopwatch's creation to a timestamp; waits until the device has reached it."""
         if isinstance(mark, torch.Event):
-            assert isinstance(self._start, torch.Event), "all marks of a stopwatch are of one kind"
+            assert isinstance(self._start, torch.Event), "all marks of a stopwatch have one type"
             mark.synchronize()
             return self._start.elapsed_time(mark) / 1e3
-        assert not isinstance(self._start, torch.Event), "all marks of a stopwatch are of one kind"
+        assert not isinstance(self._start, torch.Event), "all marks of a stopwatch have one type"
         return mark - self._start

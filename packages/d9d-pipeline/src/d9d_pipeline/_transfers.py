@@ -1,8 +1,8 @@
-"""Loss and transfers, put where they belong between what ranks compute.
+"""Inserts the loss and the transfers between the computations of all ranks.
 
-If every rank does everything as early as it can, each output and each gradient is there at some time of a common clock.
-A transfer takes its place, on both of its ranks, at that time among what they start. So all ranks agree on one order of
-all transfers, and even if each of them blocked its two ranks until it is done, none could wait for another in a circle.
+If every rank computes as early as it can, each output and gradient is available at a time on a common clock. A transfer
+is inserted at that time on both of its ranks. All ranks thus agree on one order of all transfers. No deadlock is
+possible, even if each transfer blocks both of its ranks until it completes.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ from d9d_pipeline.actions import (
 
 
 def with_transfers(ranks: Sequence[Sequence[Compute]], stage_ranks: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each rank with loss and transfers.
+    """Return the actions of each rank with the loss and transfers.
 
-    What can never be computed comes last on its rank, for `verify` to tell why.
+    Computations that can never run come last on their rank; `verify` reports the cause.
 
     Args:
-        ranks: What each rank computes, in order; of the stages that it holds.
-        stage_ranks: For each stage the rank that holds it.
+        ranks: The computations of each rank, in order, on the stages that it holds.
+        stage_ranks: The rank that holds each stage.
     """
     times = earliest_times(ranks, stage_ranks, duration=_units)
-    # The rank of the loss goes first: no transfer of the same time shall come between a forward and its loss.
+    # The rank of the loss comes first: no transfer of the same time may come between a forward and its loss.
     order = sorted(range(len(ranks)), key=lambda rank: rank != stage_ranks[-1])
     ended = [
         (end, rank, part)
@@ -44,36 +44,39 @@ def with_transfers(ranks: Sequence[Sequence[Compute]], stage_ranks: Sequence[int
         for action, (_, end) in zip(ranks[rank], times[rank], strict=False)
         for part in parts(action)
     ]
-    ended.sort(key=itemgetter(0))  # the clock that all ranks share; at the same time, any order that all share
-    lines = [_Line(actions, spans) for actions, spans in zip(ranks, times, strict=True)]
+    ended.sort(key=itemgetter(0))  # by the common clock; the sort is stable, so ties have one order on all ranks
+    merged = [_MergedActions(actions, spans) for actions, spans in zip(ranks, times, strict=True)]
     for end, rank, part in ended:
         for holder, action in _follows(part, rank, stage_ranks):
-            lines[holder].insert(end, action)
-    return tuple(line.all() for line in lines)
+            merged[holder].insert(end, action)
+    return tuple(actions.all() for actions in merged)
 
 
-class _Line:
-    """The actions of one rank, as they are put in order."""
+class _MergedActions:
+    """The computations of one rank, into which transfers are inserted by time."""
 
     def __init__(self, computed: Sequence[Compute], spans: Sequence[Span]) -> None:
         self._computed, self._spans = computed, spans
-        self._next = 0  # of what is computed
+        self._next = 0  # index into the computations
         self._placed: list[Action] = []
 
     def insert(self, time: float, action: Action) -> None:
-        """Put an action behind all that starts before a time; times must not go back."""
+        """Insert an action after all computations that start before `time`; times must not decrease between calls."""
         while self._next < len(self._spans) and self._spans[self._next][0] < time:
             self._placed.append(self._computed[self._next])
             self._next += 1
         self._placed.append(action)
 
     def all(self) -> tuple[Action, ...]:
-        """What was put in order, and the rest of what is computed."""
+        """Return the merged actions, followed by the remaining computations."""
         return (*self._placed, *self._computed[self._next :])
 
 
 def _follows(part: Part, rank: int, stage_ranks: Sequence[int]) -> tuple[tuple[int, Action], ...]:
-    """What happens to the result of a computation, and on which ranks; nothing if it stays here."""
+    """Return the loss or the two sides of the transfer that follow a computation, each with its rank.
+
+    Empty if the result stays on this rank.
+    """
     if isinstance(part, BackwardWeight):
         return ()
     stage, microbatch = part.stage, part.microbatch
@@ -94,7 +97,7 @@ def _follows(part: Part, rank: int, stage_ranks: Sequence[int]) -> tuple[tuple[i
 
 
 def _units(action: Compute) -> float:
-    """How long an action takes when forward and both halves of backward take the same time."""
+    """Return the duration of an action if a forward and each half of a backward take one unit."""
     if isinstance(action, Overlap):
         return _units(action.forward) + _units(action.backward)
     return 2.0 if isinstance(action, Backward) else 1.0

@@ -1,7 +1,7 @@
-"""What a rank can be told to do in a step: the words that programs are made of.
+"""The actions that a rank performs in a step; a program is a list of them per rank.
 
-A schedule emits what is computed: `Forward`, and `Backward` or its two halves, alone or in an `Overlap`. `build` adds
-the loss and the transfers, which follow from it.
+A schedule yields only the computations: `Forward`, `Backward` or its two halves, each alone or inside an `Overlap`.
+`build` adds the loss and the transfers.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import TypeAlias, final
 @final
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run a stage on a microbatch.
+    """Run a stage's forward pass on a microbatch.
 
     Attributes:
         stage: Global index of the stage.
@@ -28,7 +28,7 @@ class Forward:
 @final
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Compute the gradients of a stage for a microbatch, of its inputs and of its parameters.
+    """Compute the gradients of a stage's inputs and parameters for a microbatch.
 
     Attributes:
         stage: Global index of the stage.
@@ -45,7 +45,7 @@ class Backward:
 @final
 @dataclass(frozen=True, slots=True)
 class BackwardInput:
-    """Compute the gradients of a stage's inputs for a microbatch; those of its parameters are left for later.
+    """Compute the gradients of a stage's inputs for a microbatch, and defer the gradients of its parameters.
 
     Attributes:
         stage: Global index of the stage.
@@ -62,7 +62,7 @@ class BackwardInput:
 @final
 @dataclass(frozen=True, slots=True)
 class BackwardWeight:
-    """Compute the gradients of a stage's parameters for a microbatch whose `BackwardInput` is done.
+    """Compute the deferred parameter gradients of a stage for a microbatch, after its `BackwardInput`.
 
     Attributes:
         stage: Global index of the stage.
@@ -79,11 +79,11 @@ class BackwardWeight:
 @final
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A forward and a backward that have nothing to do with each other, computed at the same time.
+    """An independent forward and backward that may run at the same time.
 
     Attributes:
-        forward: The one.
-        backward: The other, of another stage or of another microbatch.
+        forward: The forward.
+        backward: The backward, of another stage or another microbatch than the forward.
     """
 
     forward: Forward
@@ -96,7 +96,7 @@ class Overlap:
 @final
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Give the last stage's output of a microbatch away: to the loss, or to whoever handles results.
+    """Pass the last stage's output of a microbatch to the output handler, which returns the loss in training.
 
     Attributes:
         stage: Global index of the last stage.
@@ -113,12 +113,12 @@ class Loss:
 @final
 @dataclass(frozen=True, slots=True)
 class SendOutput:
-    """Send what a stage's forward gave to the rank of the next stage.
+    """Send a stage's output to the rank of the next stage.
 
     Attributes:
-        stage: The stage whose output it is.
+        stage: Global index of the stage that computed the output.
         microbatch: Index of the microbatch within the step.
-        peer: The rank that receives it.
+        peer: Pipeline rank that receives the output.
     """
 
     stage: int
@@ -132,12 +132,12 @@ class SendOutput:
 @final
 @dataclass(frozen=True, slots=True)
 class ReceiveInput:
-    """Receive what a stage's forward needs from the rank of the stage before it.
+    """Receive a stage's input from the rank of the previous stage.
 
     Attributes:
-        stage: The stage whose input it is.
+        stage: Global index of the stage that consumes the input.
         microbatch: Index of the microbatch within the step.
-        peer: The rank that sends it.
+        peer: Pipeline rank that sends the input.
     """
 
     stage: int
@@ -151,12 +151,12 @@ class ReceiveInput:
 @final
 @dataclass(frozen=True, slots=True)
 class SendInputGradient:
-    """Send the gradients of a stage's inputs to the rank of the stage before it.
+    """Send the gradients of a stage's inputs to the rank of the previous stage.
 
     Attributes:
-        stage: The stage whose inputs' gradients they are.
+        stage: Global index of the stage whose inputs the gradients belong to.
         microbatch: Index of the microbatch within the step.
-        peer: The rank that receives them.
+        peer: Pipeline rank that receives the gradients.
     """
 
     stage: int
@@ -173,9 +173,9 @@ class ReceiveOutputGradient:
     """Receive the gradients of a stage's outputs from the rank of the next stage.
 
     Attributes:
-        stage: The stage whose outputs' gradients they are.
+        stage: Global index of the stage whose outputs the gradients belong to.
         microbatch: Index of the microbatch within the step.
-        peer: The rank that sends them.
+        peer: Pipeline rank that sends the gradients.
     """
 
     stage: int
@@ -190,19 +190,19 @@ Part: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
 """One computation of one stage on one microbatch."""
 
 Compute: TypeAlias = Part | Overlap
-"""What a schedule emits."""
+"""A computation that a schedule may yield."""
 
 Transfer: TypeAlias = SendOutput | ReceiveInput | SendInputGradient | ReceiveOutputGradient
-"""What passes between ranks."""
+"""A send or receive between two pipeline ranks."""
 
 Action: TypeAlias = Compute | Loss | Transfer
-"""What a program consists of."""
+"""Any action of a program."""
 
 
 def parts(action: Action) -> tuple[Part, ...]:
-    """The single computations of an action, in the order in which they are done where nothing can overlap.
+    """Return the computations of an action, in the order in which they run if they cannot overlap.
 
-    None of a loss or a transfer.
+    An `Overlap` has two. A loss or a transfer has none.
     """
     if isinstance(action, Overlap):
         return action.forward, action.backward

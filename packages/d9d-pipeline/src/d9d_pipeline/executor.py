@@ -1,4 +1,4 @@
-"""Runs a rank's part of a program: one small interpreter, whatever the schedule."""
+"""Executes one rank of a program: an interpreter that works for any schedule."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from d9d_dist import LaterGradients, UserError
 from d9d_pipeline._channel import Arriving, Channel, Kind
 from d9d_pipeline._message import Description
-from d9d_pipeline._stage import Flight, Stage
+from d9d_pipeline._stage import ForwardState, Stage
 from d9d_pipeline._stopwatch import Mark, Stopwatch
 from d9d_pipeline.actions import (
     Action,
@@ -34,15 +34,15 @@ from d9d_pipeline.program import Program
 from d9d_pipeline.timeline import TimedAction, Timeline
 
 Outputs: TypeAlias = Any
-"""What a stage's forward returns: any tree of tensors."""
+"""Return value of a stage's forward: any tree of tensors."""
 
 
 @final
 class Inputs:
-    """What a step feeds into a pipeline for one microbatch; the same on all ranks of the pipeline.
+    """Inputs of a pipeline for one microbatch; every rank of the pipeline passes the same inputs.
 
     Attributes:
-        first: Positional arguments of the first stage; later stages get what the stage before them returned instead.
+        first: Positional arguments of the first stage. Later stages get the output of the previous stage instead.
         shared: Keyword arguments of every stage, such as position ids, masks or labels.
     """
 
@@ -56,55 +56,72 @@ class Inputs:
 OutputHandler: TypeAlias = Callable[[Outputs, int], Tensor | None]
 """Called with the last stage's output of a microbatch, which is not kept, and the microbatch's index.
 
-Returns the scalar to differentiate, a *sum* over the microbatch. In a program without backwards the answer is not used.
+In training it returns the loss: a scalar, *summed* over the microbatch. Without backwards its result is ignored.
 """
 
-_Place: TypeAlias = tuple[int, int]
-"""A stage and a microbatch."""
+_Pair: TypeAlias = tuple[int, int]
+"""A (stage, microbatch) pair."""
 
 
 @final
 @dataclass(slots=True)
 class _Step:
-    """What is under way within one step; everything is dropped as soon as it is used."""
+    """State of one step; each entry is removed when it is used, so that its memory is freed.
+
+    Attributes:
+        inputs: Inputs by microbatch.
+        kinds: For each microbatch the shapes and dtypes of its inputs, part of the key of cached message metadata.
+        on_output: Handler of the last stage's outputs.
+        action: Action that is being executed; None at the end of the step.
+        arriving: Stage inputs that are being received.
+        outputs: Stage outputs that are not yet sent or used.
+        forward_states: State kept from forwards for their backwards.
+        arriving_gradients: Output gradients that are being received.
+        gradients: Input gradients that are not yet sent or used.
+        deferred: Deferred weight gradients.
+        stopwatch: Set in a measured step.
+        ready: Time at which the current action's input had arrived; None if it was on this rank.
+    """
 
     inputs: Sequence[Inputs]
     kinds: Sequence[Kind]
     on_output: OutputHandler
     action: Action | None = None
-    arriving: dict[_Place, Arriving] = field(default_factory=dict)
-    outputs: dict[_Place, Outputs] = field(default_factory=dict)
-    flights: dict[_Place, Flight] = field(default_factory=dict)
-    arriving_gradients: dict[_Place, Arriving] = field(default_factory=dict)
-    gradients: dict[_Place, list[Tensor | None]] = field(default_factory=dict)
-    later: dict[_Place, LaterGradients] = field(default_factory=dict)
+    arriving: dict[_Pair, Arriving] = field(default_factory=dict)
+    outputs: dict[_Pair, Outputs] = field(default_factory=dict)
+    forward_states: dict[_Pair, ForwardState] = field(default_factory=dict)
+    arriving_gradients: dict[_Pair, Arriving] = field(default_factory=dict)
+    gradients: dict[_Pair, list[Tensor | None]] = field(default_factory=dict)
+    deferred: dict[_Pair, LaterGradients] = field(default_factory=dict)
     stopwatch: Stopwatch | None = None
     ready: Mark | None = None
 
     def begin(self, action: Action) -> None:
-        """An action is next."""
+        """Set the current action."""
         self.action, self.ready = action, None
 
     def arrived(self) -> None:
-        """What the action needs is there: what comes now is computed, not waited for."""
+        """Record the time at which the current action's input has arrived: its computation starts here."""
         if self.stopwatch is not None:
             self.ready = self.stopwatch.mark()
 
 
 @final
 class Executor:
-    """Runs one rank of a program over the stages that this rank holds.
+    """Executes one rank of a program on the stages that this rank holds.
 
-    Gradients are summed over microbatches and reduced over ranks once, in each stage's last backward.
+    Gradients are summed over microbatches. Data-parallel gradients are reduced over ranks once per step, in each
+    stage's last backward.
 
     Args:
         program: The program.
-        stages: This rank's modules by global stage index.
-        group: The ranks of the pipeline, as many as the program has; None for a program of one rank.
-        device: Where stages compute; by default where the first parameter of one is.
+        stages: This rank's stage modules by global stage index.
+        group: Process group of the pipeline, with as many ranks as the program; None for a program of one rank.
+        device: Device that the stages compute on; by default the device of the first parameter, or the CPU if there is
+            none.
 
     Raises:
-        UserError: If the group has not as many ranks as the program, or the program gives this rank other stages.
+        UserError: If the sizes of the group and the program differ, or the program assigns other stages to this rank.
     """
 
     def __init__(
@@ -118,15 +135,15 @@ class Executor:
         num_ranks = 1 if group is None else group.size()
         if len(program.ranks) != num_ranks:
             raise UserError(
-                f"got a program for {len(program.ranks)} ranks and a group of {num_ranks}; expected equally many. "
-                "Build the program for the group's size, and pass the group of the pipeline's ranks."
+                f"got a program for {len(program.ranks)} ranks and a group of {num_ranks}; expected equal sizes. "
+                "Build the program with num_ranks=group.size(), and pass the process group of the pipeline."
             )
         self._rank = 0 if group is None else group.rank()
         expected = program.stages_of(self._rank)
         if tuple(sorted(stages)) != expected:
             raise UserError(
-                f"got the stages {sorted(stages)} on pipeline rank {self._rank}; expected {list(expected)}, which the "
-                "program gives it."
+                f"got the stages {sorted(stages)} on pipeline rank {self._rank}; expected {list(expected)}, the "
+                f"stages that the program assigns to it. Pass the modules of program.stages_of({self._rank})."
             )
         self._program, self._group = program, group
         self._actions = program.ranks[self._rank]
@@ -137,41 +154,44 @@ class Executor:
         self._channel = None if group is None else Channel(group, self._device)
 
     def step(self, inputs: Sequence[Inputs], on_output: OutputHandler) -> None:
-        """Run the program once. Collective over the ranks of the pipeline: sends and receives of the program.
+        """Execute the program once. Collective over the pipeline: all sends and receives of the program.
 
-        An exception, whether of this rank or because another one is gone, ends the step; its notes say where it was.
+        An exception ends the step; a note on it names the action, stage, microbatch and rank. If another rank failed,
+        the exception is that of a send or receive.
 
         Args:
-            inputs: What goes in, for each microbatch.
-            on_output: What to do with what comes out of the last stage, on the rank that holds it: usually, compute the
+            inputs: Inputs of each microbatch.
+            on_output: Called with each output of the last stage, on the rank that holds it. In training it returns the
                 loss.
 
         Raises:
-            UserError: If there are not as many inputs as the program has microbatches, a loss has no gradient, or a
-                stage returns what cannot be sent.
+            UserError: If the number of inputs differs from the program's microbatches, a loss does not require a
+                gradient, or a stage's output cannot be sent.
         """
-        with self._under_way(inputs, on_output) as step:
+        with self._new_step(inputs, on_output) as step:
             for action in self._actions:
                 step.begin(action)
                 self._run(action, step)
 
     def measured_step(self, inputs: Sequence[Inputs], on_output: OutputHandler) -> Timeline:
-        """Run the program once, as `step` does, and measure it.
+        """Execute the program once, like `step`, and measure the time of every action.
 
-        Collective as `step` is; besides, ranks wait for each other before it, and exchange their times after it.
+        Collective over the pipeline: a barrier before the step, and an all-gather of the times after it. The barrier
+        aligns the ranks' clocks.
 
         Args:
-            inputs: What goes in, for each microbatch.
-            on_output: What to do with what comes out of the last stage.
+            inputs: Inputs of each microbatch.
+            on_output: Called with each output of the last stage, on the rank that holds it. In training it returns the
+                loss.
 
         Returns:
-            What was computed when, in seconds, on all ranks of the pipeline. Their clocks are set alike by the waiting.
+            Start and end of every action on all ranks of the pipeline, in seconds.
         """
         if self._group is not None:
             dist.barrier(self._group)
         stopwatch = Stopwatch(self._device)
         marks: list[tuple[Mark, Mark]] = []
-        with self._under_way(inputs, on_output) as step:
+        with self._new_step(inputs, on_output) as step:
             step.stopwatch = stopwatch
             for action in self._actions:
                 step.begin(action)
@@ -182,10 +202,13 @@ class Executor:
         return self._timeline(times)
 
     @contextmanager
-    def _under_way(self, inputs: Sequence[Inputs], on_output: OutputHandler) -> Generator[_Step]:
-        """What both kinds of step have in common: checks before, and what is said of a failure."""
+    def _new_step(self, inputs: Sequence[Inputs], on_output: OutputHandler) -> Generator[_Step]:
+        """Check the inputs, run the body with a new step, and complete all sends. Add a note to an exception."""
         if len(inputs) != self._num_microbatches:
-            raise UserError(f"got inputs for {len(inputs)} microbatches; expected {self._num_microbatches}.")
+            raise UserError(
+                f"got inputs for {len(inputs)} microbatches; expected {self._num_microbatches}, as the program was "
+                "built for. Pass one Inputs per microbatch."
+            )
         step = _Step(inputs, self._kinds(inputs), on_output)
         try:
             yield step
@@ -193,17 +216,18 @@ class Executor:
             if self._channel is not None:
                 self._channel.finish()
         except Exception as error:
-            error.add_note(f"{_where(step.action)}, on pipeline rank {self._rank}")
+            error.add_note(f"{_describe(step.action)}, on pipeline rank {self._rank}")
             raise
 
     def _kinds(self, inputs: Sequence[Inputs]) -> list[Kind]:
-        """For each microbatch what the shapes within the pipeline follow from."""
+        """Return the shapes and dtypes of each microbatch's inputs, which determine those of all messages."""
         if self._program.num_stages > 1 and self._program.trains:
             for each in inputs:
                 if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(each.shared)):
                     raise UserError(
-                        "got a tensor that needs a gradient among the keyword arguments of all stages; expected none, "
-                        "since each stage would have a part of it. Let the first stage compute it, and pass it on."
+                        "got a tensor with requires_grad among the shared keyword arguments; expected none, since "
+                        "each stage would compute only a part of its gradient. Compute it in the first stage, and "
+                        "pass it on in the stages' outputs."
                     )
         if self._channel is None:
             return [()] * len(inputs)
@@ -222,16 +246,18 @@ class Executor:
             case Loss(stage, microbatch):
                 self._loss(stage, microbatch, step)
             case Backward(stage, microbatch):
-                place = stage, microbatch
-                gradients = self._gradients_of(place, step)
-                step.gradients[place] = self._stages[stage].backward(step.flights.pop(place), gradients, microbatch)
+                pair = stage, microbatch
+                gradients = self._gradients_of(pair, step)
+                step.gradients[pair] = self._stages[stage].backward(
+                    step.forward_states.pop(pair), gradients, microbatch
+                )
             case BackwardInput(stage, microbatch):
-                place = stage, microbatch
-                gradients = self._gradients_of(place, step)
+                pair = stage, microbatch
+                gradients = self._gradients_of(pair, step)
                 backward = self._stages[stage].backward_input
-                step.gradients[place], step.later[place] = backward(step.flights.pop(place), gradients)
+                step.gradients[pair], step.deferred[pair] = backward(step.forward_states.pop(pair), gradients)
             case BackwardWeight(stage, microbatch):
-                self._stages[stage].backward_weight(step.later.pop((stage, microbatch)), microbatch)
+                self._stages[stage].backward_weight(step.deferred.pop((stage, microbatch)), microbatch)
             case Overlap():
                 for part in parts(action):
                     self._run(part, step)
@@ -242,40 +268,40 @@ class Executor:
         self, action: SendOutput | ReceiveInput | SendInputGradient | ReceiveOutputGradient, step: _Step
     ) -> None:
         channel = self._channel
-        assert channel is not None, "a program of several ranks has a group"
-        place, peer = (action.stage, action.microbatch), action.peer
+        assert channel is not None, "only a program of several ranks has transfers"
+        pair, peer = (action.stage, action.microbatch), action.peer
         shapes = step.kinds[action.microbatch]
         match action:
             case ReceiveInput(stage):
-                step.arriving[place] = channel.receive(kind=("output", stage - 1, shapes), peer=peer)
+                step.arriving[pair] = channel.receive(kind=("output", stage - 1, shapes), peer=peer)
             case SendOutput(stage):
-                leaves, tree = pytree.tree_flatten(step.outputs.pop(place))
+                leaves, tree = pytree.tree_flatten(step.outputs.pop(pair))
                 description = Description.of(leaves, tree)
                 channel.send(leaves, description, kind=("output", stage, shapes), peer=peer)
             case ReceiveOutputGradient(stage):
                 kind = "gradient", stage + 1, shapes
-                step.arriving_gradients[place] = channel.receive(kind=kind, peer=peer)
+                step.arriving_gradients[pair] = channel.receive(kind=kind, peer=peer)
             case SendInputGradient(stage):
-                channel.send_gradients(step.gradients.pop(place), kind=("gradient", stage, shapes), peer=peer)
+                channel.send_gradients(step.gradients.pop(pair), kind=("gradient", stage, shapes), peer=peer)
 
     def _forward(self, stage: int, microbatch: int, step: _Step) -> None:
-        inputs, place = step.inputs[microbatch], (stage, microbatch)
-        args = inputs.first if stage == 0 else (self._input_of(place, step),)
-        step.outputs[place], flight = self._stages[stage].forward(args, inputs.shared)
-        if flight is not None:
-            step.flights[place] = flight
+        inputs, pair = step.inputs[microbatch], (stage, microbatch)
+        args = inputs.first if stage == 0 else (self._input_of(pair, step),)
+        step.outputs[pair], state = self._stages[stage].forward(args, inputs.shared)
+        if state is not None:
+            step.forward_states[pair] = state
 
-    def _input_of(self, place: _Place, step: _Step) -> Outputs:
-        arriving = step.arriving.pop(place, None)
-        if arriving is None:  # the stage before is on this rank
-            stage, microbatch = place
+    def _input_of(self, pair: _Pair, step: _Step) -> Outputs:
+        arriving = step.arriving.pop(pair, None)
+        if arriving is None:  # the previous stage is on this rank
+            stage, microbatch = pair
             return step.outputs.pop((stage - 1, microbatch))
         leaves = arriving.wait()
         step.arrived()
         for leaf, expected in zip(leaves, arriving.description.leaves, strict=True):
             if leaf is not None and expected is not None and expected.needs_gradient:
                 leaf.requires_grad_()
-        assert arriving.description.tree is not None, "outputs are trees"
+        assert arriving.description.tree is not None, "outputs are sent with their tree"
         return pytree.tree_unflatten(leaves, arriving.description.tree)
 
     def _loss(self, stage: int, microbatch: int, step: _Step) -> None:
@@ -283,36 +309,37 @@ class Executor:
         if not self._stages[stage].trains:
             return
         if loss is None or not loss.requires_grad:
-            # To skip the backward would leave other ranks waiting in its collectives.
+            # Skipping the backward instead would leave other ranks waiting in its collectives.
             raise UserError(
-                f"the loss of microbatch {microbatch} has no gradient; expected one that is computed from the "
-                "model's output. Multiply that by a mask instead of returning a constant; leave something to train."
+                f"got a loss of microbatch {microbatch} that does not require a gradient; expected a loss computed "
+                "from the model's output. Multiply the output by a mask instead of returning a constant, and leave "
+                "some parameters trainable."
             )
-        step.flights[stage, microbatch].sources = [get_gradient_edge(loss)]
+        step.forward_states[stage, microbatch].sources = [get_gradient_edge(loss)]
         step.gradients[stage + 1, microbatch] = [torch.ones_like(loss)]
 
-    def _gradients_of(self, place: _Place, step: _Step) -> list[Tensor | None]:
-        """Those of what a stage returned."""
-        stage, microbatch = place
-        arriving = step.arriving_gradients.pop(place, None)
-        if arriving is None:  # the stage after is on this rank, or the loss
+    def _gradients_of(self, pair: _Pair, step: _Step) -> list[Tensor | None]:
+        """Return the gradients of a stage's outputs."""
+        stage, microbatch = pair
+        arriving = step.arriving_gradients.pop(pair, None)
+        if arriving is None:  # the next stage, or the loss, is on this rank
             return step.gradients.pop((stage + 1, microbatch))
         gradients = arriving.wait()
         step.arrived()
         return gradients
 
     def _timeline(self, times: list[tuple[float, float]]) -> Timeline:
-        """The times of all ranks, of this rank's own."""
-        most = max(map(len, self._program.ranks))
-        own = torch.tensor([*times, *[(0.0, 0.0)] * (most - len(times))], dtype=torch.float64, device=self._device)
-        everyones = [own]
+        """All-gather the times of this rank's actions, and return the timeline of all ranks."""
+        longest = max(map(len, self._program.ranks))
+        own = torch.tensor([*times, *[(0.0, 0.0)] * (longest - len(times))], dtype=torch.float64, device=self._device)
+        gathered = [own]
         if self._group is not None:
-            everyones = [torch.empty_like(own) for _ in self._program.ranks]
-            dist.all_gather(everyones, own, group=self._group)
+            gathered = [torch.empty_like(own) for _ in self._program.ranks]
+            dist.all_gather(gathered, own, group=self._group)
         return Timeline(
             tuple(
                 tuple(TimedAction(action, *span) for action, span in zip(actions, each.tolist(), strict=False))
-                for actions, each in zip(self._program.ranks, everyones, strict=True)
+                for actions, each in zip(self._program.ranks, gathered, strict=True)
             ),
             unit="s",
         )
@@ -335,7 +362,7 @@ def _stage(program: Program, rank: int, index: int, module: nn.Module) -> Stage:
     )
 
 
-def _where(action: Action | None) -> str:
+def _describe(action: Action | None) -> str:
     match action:
         case None:
             return "at the end of the step"

@@ -1,4 +1,4 @@
-"""A pipeline that is called as the whole model would be, with the result on every rank: for trying a model out."""
+"""A pipeline that is called like the whole model and returns the result on every rank, for interactive use."""
 
 from collections.abc import Mapping
 from typing import Any, final
@@ -18,14 +18,14 @@ from d9d_pipeline.schedules.fill_drain import ForwardOnly
 
 @final
 class PipelinedModel:
-    """Runs one batch through all stages, without gradients, and gives every rank what the last stage returned.
+    """Runs one batch through all stages without gradients, and returns the last stage's output on every rank.
 
     Args:
-        stages: This rank's modules by global stage index.
-        stages_per_rank: How many stages each rank holds.
-        placement: Which ones.
-        group: The ranks of the pipeline; None if it is one.
-        device: Where stages compute.
+        stages: This rank's stage modules by global stage index.
+        stages_per_rank: Number of stages on each rank.
+        placement: Assignment of stages to ranks.
+        group: Process group of the pipeline; None for one rank.
+        device: Device that the stages compute on.
     """
 
     def __init__(
@@ -44,21 +44,26 @@ class PipelinedModel:
         self._executor = Executor(program, stages, group=group, device=device)
 
     def __call__(self, *first: Any, **shared: Any) -> Outputs:
-        """Run the model. Collective over the ranks of the pipeline.
+        """Run the model.
+
+        Collective over the pipeline: the forward's sends, then one send of the result to each other rank.
 
         Args:
             first: Positional arguments of the first stage.
             shared: Keyword arguments of every stage.
+
+        Returns:
+            The last stage's output, the same on every rank.
         """
         outputs: list[Outputs] = []
         self._executor.step([Inputs(*first, **shared)], lambda output, _: outputs.append(output))
         if self._group is None or self._group.size() == 1:
             return outputs[0]
-        # Described anew each time, by a channel of its own: what is asked for is often one token longer than before.
+        # A new channel sends the metadata on every call: in generation each result is one token longer.
         channel = Channel(self._group, self._device)
         if not outputs:
             arriving = channel.receive(kind=("result",), peer=self._last_rank)
-            assert arriving.description.tree is not None, "outputs are trees"
+            assert arriving.description.tree is not None, "outputs are sent with their tree"
             return pytree.tree_unflatten(arriving.wait(), arriving.description.tree)
         leaves, tree = pytree.tree_flatten(outputs[0])
         for peer in range(self._group.size()):

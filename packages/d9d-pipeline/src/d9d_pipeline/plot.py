@@ -1,4 +1,4 @@
-"""Pictures of programs and of steps: time to the right, ranks from the top, a colour for each kind of action."""
+"""Plots of programs and timelines: time on the x axis, one row per rank, one color per type of computation."""
 
 import math
 from collections import defaultdict
@@ -17,63 +17,63 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Target: TypeAlias = "Path | str | Axes"
-"""Where a picture goes: a file, whose name says in which format (`.png`, `.svg`, `.pdf`), or axes of a figure."""
+"""Destination of a plot: a file, whose suffix selects the format (`.png`, `.svg`, `.pdf`), or axes of a figure."""
 
-_GREY, _TRANSFER = "#5a5a5a", "#3c3c3c"
-# Colours that stay apart for eyes that lack one of the three receptors (Okabe and Ito, "Color Universal Design").
+_GRAY, _TRANSFER = "#5a5a5a", "#3c3c3c"
+# A color-blind safe palette (Okabe and Ito, "Color Universal Design").
 _KINDS: dict[type[Part], tuple[str, str]] = {
     Forward: ("forward", "#0072b2"),
     Backward: ("backward", "#009e73"),
     BackwardInput: ("backward, inputs", "#e69f00"),
     BackwardWeight: ("backward, weights", "#cc79a7"),
 }
-_PALEST = 0.6  # share of white in the colours of a rank's first stage, if it holds several
-_ROW = 0.86  # height of a rank, of the 1.0 that it has
-_WIRE = 0.14  # height of transfers within it
-_INCHES_OF_ROW, _INCHES_OF_MARGIN = 0.42, 0.8
-_INCHES_OF_BOX = 0.22  # of a short one
-_MIN_INCHES, _MAX_INCHES = 8.0, 26.0
-_INCHES_OF_ENTRY = 1.25  # of the legend
-_POINTS_OF_INCH = 72
-_SMALLEST = 4.0  # points of a number that can still be read
+_PALEST = 0.6  # fraction of white in the color of a rank's first stage, if it holds several
+_ROW_HEIGHT = 0.86  # of a rank; rows are 1.0 apart
+_TRANSFER_HEIGHT = 0.14  # of the transfers within a row
+_ROW_INCHES, _MARGIN_INCHES = 0.42, 0.8
+_BOX_INCHES = 0.22  # width of a short action
+_MIN_INCHES, _MAX_INCHES = 8.0, 26.0  # width of the figure
+_LEGEND_ENTRY_INCHES = 1.25
+_POINTS_PER_INCH = 72
+_MIN_FONT_POINTS = 4.0  # smallest readable number
 
 
 def plot_program(program: Program, target: Target, *, title: str = "") -> None:
-    """Draw a program, a forward and each half of a backward taking one tick of the clock.
+    """Plot a program with a forward and each half of a backward taking one unit of time.
 
-    Lines lead from what makes an output or a gradient to what needs it on another rank.
+    Lines connect each computation to the computation on another rank that needs its result.
 
     Args:
-        program: What to draw.
-        target: Where to.
-        title: Stands above the picture, before the bubble.
+        program: The program to plot.
+        target: The file or axes to draw to.
+        title: Title of the plot, followed by the bubble.
 
     Raises:
-        ProgramError: If the program is not valid.
-        ModuleNotFoundError: If matplotlib is missing.
+        ProgramError: If the program does not pass `verify`.
+        ModuleNotFoundError: If `target` is a file and matplotlib is not installed.
     """
     timeline = simulate(program)
     _draw(timeline, target, title=title, links=list(_links(program, timeline)))
 
 
 def plot_simulation(timeline: Timeline, target: Target, *, title: str = "") -> None:
-    """Draw what a simulation gave, or what was measured.
+    """Plot a timeline, simulated or measured.
 
-    Transfers, where there are any, are the thin bars below what a rank computes meanwhile.
+    Transfers, if the timeline has any, are thin bars below the computations of the sending rank.
 
     Args:
-        timeline: What to draw.
-        target: Where to.
-        title: Stands above the picture, before the bubble.
+        timeline: The timeline to plot.
+        target: The file or axes to draw to.
+        title: Title of the plot, followed by the bubble.
 
     Raises:
-        ModuleNotFoundError: If matplotlib is missing.
+        ModuleNotFoundError: If `target` is a file and matplotlib is not installed.
     """
     _draw(timeline, target, title=title, links=[])
 
 
 _Link: TypeAlias = tuple[tuple[float, float], tuple[float, float]]
-"""Time and rank at which something is made, and at which it is needed."""
+"""(time, rank) of the computation that makes a product, and of the one that needs it."""
 
 
 def _links(program: Program, timeline: Timeline) -> Iterator[_Link]:
@@ -102,38 +102,44 @@ def _draw(timeline: Timeline, target: Target, *, title: str, links: list[_Link])
 
 
 def _new_figure(timeline: Timeline) -> "Figure":
-    """A figure of its own, which no global state of matplotlib knows; wide enough for numbers in its boxes."""
+    """Return a figure that pyplot does not manage, wide enough for the microbatch numbers."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("pictures need matplotlib: pip install 'd9d-pipeline[plot]'") from error
+        raise ModuleNotFoundError("plots need matplotlib: pip install 'd9d-pipeline[plot]'") from error
     lengths = sorted(each.end - each.start for rank in range(len(timeline.ranks)) for each in timeline.computed(rank))
     short = lengths[len(lengths) // 4] if lengths else 0.0
     boxes = timeline.makespan / short if short > 0 else 0.0
-    width = min(max(_MIN_INCHES, _INCHES_OF_BOX * boxes + _INCHES_OF_MARGIN), _MAX_INCHES)
-    return Figure(figsize=(width, _INCHES_OF_ROW * len(timeline.ranks) + 1.3), dpi=150, layout="constrained")
+    width = min(max(_MIN_INCHES, _BOX_INCHES * boxes + _MARGIN_INCHES), _MAX_INCHES)
+    return Figure(figsize=(width, _ROW_INCHES * len(timeline.ranks) + 1.3), dpi=150, layout="constrained")
 
 
 def _draw_on(axes: "Axes", timeline: Timeline, *, title: str, links: list[_Link]) -> None:
     has_transfers = any(isinstance(each.action, Transfer) for timed in timeline.ranks for each in timed)
     boxes = [box for rank in range(len(timeline.ranks)) for box in _boxes(timeline, rank, above=has_transfers)]
     axes.plot(*_paths(links), color=_TRANSFER, linewidth=0.5, alpha=0.6, zorder=1)
-    alike: dict[tuple[tuple[float, float], str, str], list[tuple[float, float]]] = defaultdict(list)
+    boxes_by_style: dict[tuple[tuple[float, float], str, str], list[tuple[float, float]]] = defaultdict(list)
     for box in boxes:
-        alike[box.rows, box.color, box.edge].append(box.span)
-    for (rows, color, edge), spans in alike.items():
+        boxes_by_style[box.rows, box.color, box.edge].append(box.span)
+    for (rows, color, edge), spans in boxes_by_style.items():
         axes.broken_barh(spans, rows, facecolor=color, edgecolor=edge, linewidth=0.6, zorder=2)
     _write_numbers(axes, boxes, timeline)
     for rank, timed in enumerate(timeline.ranks):
-        wires = [(each.start, each.end - each.start) for each in timed if isinstance(each.action, Transfer)]
-        if wires:
-            axes.broken_barh(wires, (rank + _ROW / 2 - _WIRE, _WIRE), facecolor=_TRANSFER, alpha=0.6, zorder=2)
+        transfers = [(each.start, each.end - each.start) for each in timed if isinstance(each.action, Transfer)]
+        if transfers:
+            axes.broken_barh(
+                transfers,
+                (rank + _ROW_HEIGHT / 2 - _TRANSFER_HEIGHT, _TRANSFER_HEIGHT),
+                facecolor=_TRANSFER,
+                alpha=0.6,
+                zorder=2,
+            )
     _style(axes, timeline, title)
-    _explain(axes, timeline, has_transfers=has_transfers, has_links=bool(links))
+    _add_legend(axes, timeline, has_transfers=has_transfers, has_links=bool(links))
 
 
 class _Box(NamedTuple):
-    """A rectangle: start and length in time, upper edge and height in ranks."""
+    """A rectangle: (start, length) on the time axis, (upper edge, height) on the rank axis, and its style."""
 
     span: tuple[float, float]
     rows: tuple[float, float]
@@ -143,9 +149,9 @@ class _Box(NamedTuple):
 
 
 def _boxes(timeline: Timeline, rank: int, *, above: bool) -> Iterator[_Box]:
-    """The computations of a rank; those of an overlap below each other, in one dark frame."""
+    """Yield a box for each computation of a rank; the parts of an overlap are stacked, with a black edge."""
     stages = stages_in_order(timeline.computed(rank))
-    top, height = rank - _ROW / 2, _ROW - (_WIRE if above else 0.0)
+    top, height = rank - _ROW_HEIGHT / 2, _ROW_HEIGHT - (_TRANSFER_HEIGHT if above else 0.0)
     for timed in timeline.computed(rank):
         together = parts(timed.action)
         edge = "white" if len(together) == 1 else "black"
@@ -157,14 +163,14 @@ def _boxes(timeline: Timeline, rank: int, *, above: bool) -> Iterator[_Box]:
 
 
 def _shade(color: str, turn: int, turns: int) -> str:
-    """A colour with the more white in it the earlier the stage is on its rank."""
+    """Mix a color with white: the earlier the stage is on its rank, the more white."""
     white = _PALEST * (turns - 1 - turn) / (turns - 1) if turns > 1 else 0.0
     channels = (int(color[index : index + 2], 16) for index in (1, 3, 5))
     return "#" + "".join(f"{round(channel + white * (255 - channel)):02x}" for channel in channels)
 
 
 def _paths(links: list[_Link]) -> tuple[list[float], list[float]]:
-    """All links as one line with gaps."""
+    """Return all links as the x and y values of one line with gaps."""
     times, rows = [], []
     for (made, maker), (needed, user) in links:
         times += [made, needed, math.nan]
@@ -173,13 +179,13 @@ def _paths(links: list[_Link]) -> tuple[list[float], list[float]]:
 
 
 def _write_numbers(axes: "Axes", boxes: list[_Box], timeline: Timeline) -> None:
-    """Microbatches, in boxes that are wide enough to read them."""
+    """Write the microbatch numbers into the boxes that are large enough."""
     inches = axes.get_window_extent().width / axes.figure.dpi
     for box in boxes:
-        width = box.span[1] / timeline.makespan * inches * _POINTS_OF_INCH if timeline.makespan > 0 else 0.0
-        tallest = box.rows[1] * _INCHES_OF_ROW * _POINTS_OF_INCH
+        width = box.span[1] / timeline.makespan * inches * _POINTS_PER_INCH if timeline.makespan > 0 else 0.0
+        tallest = box.rows[1] * _ROW_INCHES * _POINTS_PER_INCH
         size = min(9.0, 0.9 * tallest, 1.4 * width / len(box.text))
-        if size >= _SMALLEST:
+        if size >= _MIN_FONT_POINTS:
             middle = (box.span[0] + box.span[1] / 2, box.rows[0] + box.rows[1] / 2)
             color = "black" if _is_light(box.color) else "white"
             axes.text(*middle, box.text, size=size, color=color, ha="center", va="center_baseline", clip_on=True)
@@ -195,15 +201,15 @@ def _style(axes: "Axes", timeline: Timeline, title: str) -> None:
     axes.set_title(f"{title}: {bubble}" if title else bubble, loc="left", fontsize=10, fontweight="bold")
     axes.set_yticks(range(len(timeline.ranks)), [f"rank {rank}" for rank in range(len(timeline.ranks))])
     axes.set_ylim(len(timeline.ranks) - 0.5, -0.5)
-    axes.set_xlabel(f"time ({timeline.unit})" if timeline.unit else "time", color=_GREY, loc="right")
+    axes.set_xlabel(f"time ({timeline.unit})" if timeline.unit else "time", color=_GRAY, loc="right")
     axes.margins(x=0.01)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(colors=_GREY, labelsize=9)
+    axes.tick_params(colors=_GRAY, labelsize=9)
     axes.tick_params(axis="y", length=0)
 
 
-def _explain(axes: "Axes", timeline: Timeline, *, has_transfers: bool, has_links: bool) -> None:
-    """The legend, below: kinds, shades of stages, overlaps and transfers, as far as there are any."""
+def _add_legend(axes: "Axes", timeline: Timeline, *, has_transfers: bool, has_links: bool) -> None:
+    """Add the legend below the axes, with entries for the elements that the plot contains."""
     from matplotlib.lines import Line2D  # noqa: PLC0415 - an extra
     from matplotlib.patches import Patch  # noqa: PLC0415
 
@@ -220,8 +226,8 @@ def _explain(axes: "Axes", timeline: Timeline, *, has_transfers: bool, has_links
         handles += [Patch(facecolor=shade, label=f"stage {turn + 1} of a rank") for turn, shade in enumerate(shades)]
     if has_transfers or has_links:
         handles.append(Line2D([], [], color=_TRANSFER, linewidth=3.0 if has_transfers else 0.8, label="transfer"))
-    columns = max(3, int(axes.get_window_extent().width / axes.figure.dpi / _INCHES_OF_ENTRY))
-    # Below the numbers of the axis: the distance is in units of the font's size.
+    columns = max(3, int(axes.get_window_extent().width / axes.figure.dpi / _LEGEND_ENTRY_INCHES))
+    # `borderaxespad` is in units of the font size; it places the legend below the tick labels.
     axes.legend(
         handles=handles,
         ncols=min(columns, len(handles)),

@@ -1,4 +1,4 @@
-"""A program: every action of every rank in a step, as data that can be checked, simulated, drawn and run."""
+"""A program: all actions of all ranks in one step, as data to verify, simulate, plot and execute."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from d9d_pipeline.verify import refuse, verify
 @final
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The actions of a step. Made by `build`.
+    """All actions of all ranks in one step. `build` creates it.
 
     Attributes:
-        ranks: For each pipeline rank its actions, in order.
-        stage_ranks: For each stage the rank that holds it.
-        num_microbatches: Number of microbatches of the step.
+        ranks: The actions of each pipeline rank, in execution order.
+        stage_ranks: The rank that holds each stage, indexed by global stage.
+        num_microbatches: Number of microbatches per step.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
@@ -39,53 +39,56 @@ class Program:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of all ranks together."""
+        """Number of stages over all ranks."""
         return len(self.stage_ranks)
 
     @property
     def trains(self) -> bool:
-        """Whether anything goes backward."""
+        """True if the program contains any backward."""
         backward = Backward | BackwardInput | BackwardWeight | Overlap
         return any(isinstance(action, backward) for actions in self.ranks for action in actions)
 
     @property
     def splits(self) -> bool:
-        """Whether some backward is split into its halves."""
+        """True if the program contains a `BackwardInput`, i.e. a backward split into its two halves."""
         return any(
             isinstance(part, BackwardInput) for actions in self.ranks for action in actions for part in parts(action)
         )
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, in order."""
+        """Return the global indices of the stages that a rank holds, in increasing order."""
         return tuple(stage for stage, holder in enumerate(self.stage_ranks) if holder == rank)
 
     def computed(self, rank: int) -> Iterator[Compute]:
-        """What a rank computes, in order: its actions without loss and transfers."""
+        """Return an iterator over a rank's computations in order: its actions without the loss and transfers."""
         return (action for action in self.ranks[rank] if not isinstance(action, Loss | Transfer))
 
     def __str__(self) -> str:
-        """One line for each rank, e.g. `rank 0: F0 F1 B0 B1`; with several stages on a rank, `2.F0` names stage 2."""
-        several = self.num_stages > len(self.ranks)
+        """Return one line per rank, e.g. `rank 0: F0 F1 B0 B1`.
+
+        With several stages per rank, each action is preceded by its stage: `2.F0` is F0 of stage 2.
+        """
+        with_stage = self.num_stages > len(self.ranks)
         return "\n".join(
-            f"rank {rank}: " + " ".join(_name(action, several=several) for action in self.computed(rank))
+            f"rank {rank}: " + " ".join(_name(action, with_stage=with_stage) for action in self.computed(rank))
             for rank in range(len(self.ranks))
         )
 
 
 def build(schedule: Schedule, *, num_ranks: int, num_microbatches: int) -> Program:
-    """Turn a schedule into a program: add loss and transfers, and prove that it is right.
+    """Turn a schedule into a program: add the loss and transfers, and verify the result.
 
-    Programs of schedules that compare by value, as frozen dataclasses do, are kept and given again.
+    Programs are cached for schedules that compare by value, as frozen dataclasses do.
 
     Args:
-        schedule: Emits what each rank computes.
+        schedule: Yields the computations of each rank.
         num_ranks: Number of pipeline ranks.
-        num_microbatches: Number of microbatches of a step.
+        num_microbatches: Number of microbatches per step.
 
     Raises:
-        UserError: If the schedule does not exist for these numbers.
-        ProgramError: Listing what is missing, repeated, on the wrong rank or never possible; or if a rank holds more
-            than the schedule's `max_activations`.
+        UserError: If the schedule does not support this number of ranks or microbatches.
+        ProgramError: If actions are missing, repeated, on the wrong rank or in an impossible order, or if a rank holds
+            more activations than the schedule's `max_activations`. The message lists the problems.
     """
     built = _build_once if _compares_by_value(schedule) else _build
     return built(schedule, num_ranks, num_microbatches)
@@ -96,7 +99,7 @@ def _build(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Program
         raise UserError(f"got {num_ranks} ranks and {num_microbatches} microbatches; expected at least one of each.")
     stage_ranks = ranks_of_stages(schedule.placement, num_ranks=num_ranks, stages_per_rank=schedule.stages_per_rank)
     computed = [tuple(schedule.actions(rank, num_ranks, num_microbatches)) for rank in range(num_ranks)]
-    refuse([problem for rank in range(num_ranks) for problem in _emitted_wrongly(computed[rank], rank, stage_ranks)])
+    refuse([problem for rank in range(num_ranks) for problem in _emission_problems(computed[rank], rank, stage_ranks)])
     program = Program(with_transfers(computed, stage_ranks), stage_ranks, num_microbatches)
     verify(program, max_activations=schedule.max_activations)
     return program
@@ -106,24 +109,24 @@ _build_once = lru_cache(maxsize=32)(_build)
 
 
 def _compares_by_value(schedule: Schedule) -> bool:
-    """Whether an equal schedule is the same schedule, now and later."""
+    """Return whether the schedule is hashable by value, so that equal schedules can share a cached program."""
     try:
         return hash(schedule) != object.__hash__(schedule)
-    except TypeError:  # it is not frozen, or something in it is not
+    except TypeError:  # the schedule, or one of its fields, is unhashable
         return False
 
 
-def _emitted_wrongly(actions: Sequence[Compute], rank: int, stage_ranks: Sequence[int]) -> Iterator[str]:
-    """What loss and transfers cannot be derived from."""
+def _emission_problems(actions: Sequence[Compute], rank: int, stage_ranks: Sequence[int]) -> Iterator[str]:
+    """Yield a message for each action that is not a computation, or is of a stage on another rank."""
     own = {stage for stage, holder in enumerate(stage_ranks) if holder == rank}
     for action in actions:
         computed = parts(action)
         if not computed:
-            yield f"rank {rank} has {action!r}, expected what is computed: build adds loss and transfers"
+            yield f"rank {rank} has {action!r}, expected computations only: build adds the loss and transfers"
         for part in computed:
             if part.stage not in own:
-                yield f"rank {rank} has {action!r}, not its own: it holds the stages {sorted(own)}"
+                yield f"rank {rank} has {action!r}, but it only holds the stages {sorted(own)}"
 
 
-def _name(action: Compute, *, several: bool) -> str:
-    return "+".join(f"{part.stage}.{part}" for part in parts(action)) if several else str(action)
+def _name(action: Compute, *, with_stage: bool) -> str:
+    return "+".join(f"{part.stage}.{part}" for part in parts(action)) if with_stage else str(action)

@@ -1,4 +1,4 @@
-"""The stages of one rank as one module: what optimizers, checkpoints and exports take for the model."""
+"""The stages of one rank as a single module: the model that optimizers, checkpoints and exports use."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NoReturn, final
@@ -10,17 +10,17 @@ from d9d_dist import canonical_name
 
 @final
 class RankStages(nn.Module):
-    """The stages that a rank holds. Parameters and buffers have the names that they have in the whole model.
+    """Module that contains a rank's stages, with the parameter and buffer names of the whole model.
 
-    It has no forward: an `Executor` runs stages.
+    It has no forward: an `Executor` runs the stages.
 
     Attributes:
-        stages: The modules by global stage index.
+        stages: The stage modules by global stage index.
 
     Args:
-        stages: See the attribute.
-        copies: For each stage the names of parameters that another stage owns: they are not among this module's. See
-            `SharedParameters`.
+        stages: The stage modules by global stage index.
+        copies: For each stage, the names of its parameters that another stage owns. They are excluded from this
+            module's parameters and state dict. See `SharedParameters`.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], *, copies: Mapping[int, Collection[str]] | None = None) -> None:
@@ -31,13 +31,13 @@ class RankStages(nn.Module):
 
     @property
     def stages(self) -> dict[int, nn.Module]:
-        """The modules by global stage index."""
+        """The stage modules by global stage index."""
         return {int(index): stage for index, stage in self.named_children()}
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter that a stage of this rank owns, under its name in the model."""
+        """Yield the parameters that this rank's stages own, with their names in the whole model."""
         copied = self._copied()
         for stage in self.children():
             for name, parameter in stage.named_parameters(prefix, recurse, remove_duplicate):
@@ -47,14 +47,17 @@ class RankStages(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every buffer of this rank's stages, under its name in the model."""
+        """Yield the buffers of this rank's stages, with their names in the whole model."""
         for stage in self.children():
             yield from stage.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """The state of every stage, under its names in the model, without what other stages own."""
+        """Return the state of this rank's stages with names of the whole model.
+
+        Copies of parameters that another stage owns are excluded.
+        """
         copied = self._copied()
         state = {} if destination is None else destination
         for stage in self.children():
@@ -64,7 +67,7 @@ class RankStages(nn.Module):
         return state
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """There is none.
+        """Raise, because one rank's stages are not a whole model.
 
         Raises:
             TypeError: Always.
@@ -72,7 +75,10 @@ class RankStages(nn.Module):
         raise TypeError("the stages of one rank are not a whole model; run them with an Executor or a PipelinedModel.")
 
     def _copied(self) -> set[int]:
-        """Parameters that another stage owns, whatever names they have here."""
+        """Return the ids of the parameters that another stage owns.
+
+        Ids also match tied parameters that have a second name on this rank.
+        """
         return {
             id(parameter)
             for index, names in self._copies.items()

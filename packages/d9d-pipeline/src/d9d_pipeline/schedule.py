@@ -1,4 +1,4 @@
-"""The contract of a schedule: it says in which order a rank computes, and everything else is derived from that."""
+"""The contract of a schedule: the order of each rank's computations, from which `build` derives all other actions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -8,21 +8,21 @@ from d9d_dist import UserError
 from d9d_pipeline.actions import Compute
 
 Placement: TypeAlias = Literal["loop", "v"]
-"""Which rank holds which stage.
+"""Assignment of stages to pipeline ranks.
 
-`"loop"`: rank r of p holds r, r + p, r + 2p, ...; `"v"`: every other turn runs backwards, so that rank r of p holds r
-and 2p - 1 - r, and the first and the last stage are on rank 0.
+With p ranks, `"loop"` gives rank r the stages r, r + p, r + 2p, ... `"v"` reverses every second round: with two stages
+per rank, rank r holds stages r and 2p - 1 - r. Rank 0 then holds the first and the last stage.
 """
 
 
 class Schedule(ABC):
-    """Emits the actions of each rank in order. A schedule of one's own is a subclass, passed as an object.
+    """Yields the computations of each rank in order. Subclass it to define a schedule, and pass an instance.
 
     Attributes:
-        stages_per_rank: How many stages each rank holds.
-        placement: Which ones.
+        stages_per_rank: Number of stages on each rank.
+        placement: Assignment of stages to ranks.
         max_activations: Largest number of (stage, microbatch) pairs whose activations a rank may hold at a time; `None`
-            for no bound. `build` refuses a program that holds more.
+            for no bound. `build` rejects a program that exceeds it.
     """
 
     stages_per_rank: int = 1
@@ -31,31 +31,31 @@ class Schedule(ABC):
 
     @abstractmethod
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Compute]:
-        """What one rank computes in one step, in the order in which it does.
+        """Return the computations of one rank in one step, in execution order.
 
-        Loss and transfers are not emitted: `build` adds them.
+        The loss and the transfers are not included: `build` adds them.
 
         Args:
             rank: The pipeline rank.
             num_ranks: Number of pipeline ranks.
-            num_microbatches: Number of microbatches of a step.
+            num_microbatches: Number of microbatches per step.
 
         Raises:
-            UserError: If the schedule does not exist for these numbers.
+            UserError: If the schedule does not support this number of ranks or microbatches.
         """
 
 
 def ranks_of_stages(placement: Placement, *, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """The rank of every stage.
+    """Return the rank of every stage, indexed by global stage.
 
     Raises:
-        UserError: If a rank holds no stage, or the placement is unknown.
+        UserError: If `stages_per_rank` is less than 1, or the placement is unknown.
     """
     if stages_per_rank < 1:
         raise UserError(f"got stages_per_rank = {stages_per_rank}; expected at least 1.")
     if placement not in get_args(Placement):
         raise UserError(f"got the placement {placement!r}; expected one of {list(get_args(Placement))}.")
-    turns = [range(num_ranks)] * stages_per_rank
+    rounds = [range(num_ranks)] * stages_per_rank
     if placement == "v":
-        turns = [turn if index % 2 == 0 else turn[::-1] for index, turn in enumerate(turns)]
-    return tuple(rank for turn in turns for rank in turn)
+        rounds = [ranks if index % 2 == 0 else ranks[::-1] for index, ranks in enumerate(rounds)]
+    return tuple(rank for ranks in rounds for rank in ranks)

@@ -1,6 +1,7 @@
-"""Parameters that several stages use, such as an embedding that is tied to the head: one stage owns it, others copy it.
+"""Parameters shared by several stages, such as tied embeddings: one stage owns the parameter, the others hold copies.
 
-The owner's gradient is the sum over all of them, so that what is optimised, measured, clipped and saved is one tensor.
+The copies' gradients are added to the owner's, so the optimizer, the gradient norm, clipping and checkpoints see one
+tensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,10 @@ from d9d_dist import canonical_name
 
 
 def shared_names(names_of_stages: Sequence[Mapping[str, object]]) -> dict[str, tuple[int, ...]]:
-    """The names that several stages have, with those stages, of which the first is the owner.
+    """Return the names that several stages have, each with these stages in order. The first one is the owner.
 
     Args:
-        names_of_stages: For each stage the names of its parameters, such as `dict(stage.named_parameters())`.
+        names_of_stages: For each stage the names of its parameters, e.g. `dict(stage.named_parameters())`.
     """
     stages: dict[str, list[int]] = {}
     for index, names in enumerate(names_of_stages):
@@ -31,7 +32,7 @@ def shared_names(names_of_stages: Sequence[Mapping[str, object]]) -> dict[str, t
 @final
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """An owner and one of its copies, of which this rank has at least one."""
+    """An owner and one of its copies; at least one of them is on this rank."""
 
     owner_rank: int
     owner: nn.Parameter | None
@@ -45,13 +46,14 @@ class _Pair:
 
 @final
 class SharedParameters:
-    """Keeps a rank's copies, or what it owns, in step with the other ranks of its pipeline.
+    """Sums gradients of shared parameters and copies their values between the stages of a pipeline.
 
     Args:
-        shared: Names with the stages that have them, the owner first; equal on all ranks.
-        stages: This rank's stages, parallelised alike on all ranks of the pipeline.
-        stage_ranks: For each stage of the pipeline the rank that holds it.
-        group: The ranks of the pipeline; None if it is one.
+        shared: For each shared name the stages that have it, the owner first; equal on all ranks.
+        stages: This rank's stage modules by global stage index, parallelized in the same way on all ranks of the
+            pipeline.
+        stage_ranks: The pipeline rank that holds each stage.
+        group: Process group of the pipeline; None for one rank.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class SharedParameters:
             for index, stage in stages.items()
             for name, parameter in stage.named_parameters()
         }
-        # In one order on all ranks: nothing else tells what is sent between two of them apart.
+        # All ranks use the same order: the messages between two ranks have no other identification.
         pairs = [
             _Pair(stage_ranks[owner], own.get((name, owner)), stage_ranks[copy], own.get((name, copy)))
             for name, (owner, *copies) in sorted(shared.items())
@@ -79,9 +81,10 @@ class SharedParameters:
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Add the gradients of copies to that of their owner, and leave none at the copies.
+        """Add the gradients of copies to those of their owners, and set the copies' gradients to None.
 
-        Collective over the pipeline: a send of the gradient of each copy. Call it when gradients are reduced.
+        Collective over the pipeline: one send of each copy's gradient to its owner's rank. Call it in every step after
+        the last backward.
         """
         for pair in self._pairs:
             if not pair.requires_grad:
@@ -94,9 +97,13 @@ class SharedParameters:
             _local(pair.owner.grad).add_(gradient)
 
     def _to_owner(self, pair: _Pair) -> Tensor | None:
-        """This rank's part of the gradient of a copy, on the rank of the owner."""
+        """Send this rank's shard of a copy's gradient to the owner, or receive it.
+
+        Returns:
+            The gradient shard on the owner's rank; None on other ranks.
+        """
         if pair.copy is None:
-            assert pair.owner is not None, "this rank has one of them"
+            assert pair.owner is not None, "the owner or the copy is on this rank"
             gradient = torch.empty_like(_local(pair.owner))
             self._receive(gradient, pair.copy_rank)
             return gradient
@@ -109,9 +116,9 @@ class SharedParameters:
 
     @torch.no_grad()
     def copy_values(self) -> None:
-        """Make copies equal to their owner: after a step of the optimizer, or after the owner was loaded.
+        """Copy the owners' values to their copies, after an optimizer step or after loading a checkpoint.
 
-        Collective over the pipeline: a send of each parameter to its copies.
+        Collective over the pipeline: one send of each parameter to the rank of each copy.
         """
         for pair in self._pairs:
             if pair.owner is not None and pair.copy is not None:

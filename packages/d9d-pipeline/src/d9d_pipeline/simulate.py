@@ -1,4 +1,4 @@
-"""What a step of a program would take, computed from what single actions take: time, waiting, memory."""
+"""Simulates a step of a program from the costs of its actions: times, bubble and held activations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,17 +25,18 @@ from d9d_pipeline.verify import verify
 @final
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What actions take, in any unit of time.
+    """Durations of actions, in any unit of time.
 
     Attributes:
-        forward: A forward of one stage.
-        backward_input: The first half of a backward.
-        backward_weight: The second half. A whole backward takes both.
-        transfer: From the end of what makes an output or gradient until another rank has it. Ranks compute meanwhile.
-        overlap: How long an overlap takes, as a share of its parts one after the other.
+        forward: Duration of a forward of one stage.
+        backward_input: Duration of a `BackwardInput`.
+        backward_weight: Duration of a `BackwardWeight`. A `Backward` takes `backward_input + backward_weight`.
+        transfer: Time from the end of a computation until its result is available on another rank. Transfers overlap
+            with computation.
+        overlap: Duration of an `Overlap`, as a fraction of the sum of its parts' durations.
 
     Raises:
-        UserError: If one of them is negative.
+        UserError: If any cost is negative.
     """
 
     forward: float = 1.0
@@ -45,12 +46,12 @@ class Costs:
     overlap: float = 1.0
 
     def __post_init__(self) -> None:
-        each = (self.forward, self.backward_input, self.backward_weight, self.transfer, self.overlap)
-        if min(each) < 0:
+        values = (self.forward, self.backward_input, self.backward_weight, self.transfer, self.overlap)
+        if min(values) < 0:
             raise UserError(f"got {self}; expected costs of 0 or more.")
 
     def of(self, action: Compute) -> float:
-        """What an action takes."""
+        """Return the duration of an action."""
         match action:
             case Forward():
                 return self.forward
@@ -67,28 +68,32 @@ class Costs:
 def simulate(
     program: Program, costs: Costs | None = None, *, duration: Callable[[Compute], float] | None = None
 ) -> Timeline:
-    """Play a program through, each rank doing what it computes as early as its order and its inputs allow.
+    """Simulate a program in which each rank computes as early as its order and its inputs allow.
 
-    Transfers take their time, but no rank waits for them before it needs what they bring: they overlap with what is
-    computed, and do not slow each other down. Those that take time are part of the result, on the rank that sends.
+    Transfers overlap with computation: a rank waits for a transfer only when it needs the result. Transfers do not slow
+    each other down. If `costs.transfer` is positive, the timeline of each sending rank includes its transfers.
 
     Args:
-        program: What ranks do.
-        costs: What actions take; `None` counts a forward and each half of a backward as 1, and transfers as nothing.
-        duration: What an action takes, where stages differ; of `costs` only `transfer` holds then.
+        program: The program.
+        costs: Durations of actions; `None` counts a forward and each half of a backward as 1, and transfers as 0.
+        duration: Returns the duration of a computation, for stages of different cost. If given, only `transfer` of
+            `costs` is used.
+
+    Returns:
+        Start and end of every computation, in the unit of the costs.
 
     Raises:
-        ProgramError: If the program is not valid.
+        ProgramError: If the program does not pass `verify`.
     """
     verify(program)
     costs = costs or Costs()
     computed = [tuple(program.computed(rank)) for rank in range(len(program.ranks))]
     times = earliest_times(computed, program.stage_ranks, duration=duration or costs.of, transfer=costs.transfer)
     ranks = []
-    for actions, mine, spans in zip(program.ranks, computed, times, strict=True):
-        timed = [TimedAction(action, *span) for action, span in zip(mine, spans, strict=True)]
+    for actions, own, spans in zip(program.ranks, computed, times, strict=True):
+        timed = [TimedAction(action, *span) for action, span in zip(own, spans, strict=True)]
         if costs.transfer > 0:
-            timed += _sent(actions, mine, spans, costs.transfer)
+            timed += _sent(actions, own, spans, costs.transfer)
             timed.sort(key=lambda each: each.start)
         ranks.append(tuple(timed))
     return Timeline(tuple(ranks))
@@ -97,9 +102,9 @@ def simulate(
 def _sent(
     actions: Sequence[Action], computed: Sequence[Compute], spans: Sequence[Span], transfer: float
 ) -> Iterator[TimedAction]:
-    """What a rank sends, from when it is there."""
+    """Yield the sends of a rank; each starts when its computation ends."""
     ends = {product: end for action, (_, end) in zip(computed, spans, strict=True) for product in makes(action)}
     for action in actions:
         if isinstance(action, SendOutput | SendInputGradient):
-            there = ends[isinstance(action, SendInputGradient), action.stage, action.microbatch]
-            yield TimedAction(action, there, there + transfer)
+            start = ends[isinstance(action, SendInputGradient), action.stage, action.microbatch]
+            yield TimedAction(action, start, start + transfer)

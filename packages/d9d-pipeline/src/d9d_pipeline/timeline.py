@@ -1,4 +1,4 @@
-"""A step in time: when each rank did what, as it was simulated or as it was measured, and what that says about it."""
+"""Start and end time of each action of a step, simulated or measured, with the bubble and memory that follow."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from d9d_pipeline.actions import Action, Backward, BackwardWeight, Forward, Part
 @final
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """An action with its place in time.
+    """An action with its start and end time.
 
     Attributes:
-        action: What was done.
-        start: When it started, on a clock that all ranks share.
-        end: When it was done.
+        action: The action.
+        start: Start time, on a clock that all ranks share.
+        end: End time, on the same clock.
     """
 
     action: Action
@@ -26,13 +26,11 @@ class TimedAction:
 @final
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each rank did what in a step.
-
-    `simulate` makes one; a real step gives one with measured times.
+    """Times of the actions of all ranks in one step, from `simulate` or `Executor.measured_step`.
 
     Attributes:
-        ranks: For each rank what it did, in order. Transfers may run while something is computed; they may be left out.
-        unit: Of the times: `"s"` if they were measured, empty if they are in units of a simulation's costs.
+        ranks: The timed actions of each rank, in order. Transfers are optional and may overlap with computations.
+        unit: Unit of the times: `"s"` if measured, empty if simulated, which is in the unit of the costs.
     """
 
     ranks: tuple[tuple[TimedAction, ...], ...]
@@ -40,7 +38,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end of all that is computed; 0 if nothing is."""
+        """Time from the first start to the last end of all computations; 0 if there are none."""
         computed = [timed for rank in range(len(self.ranks)) for timed in self.computed(rank)]
         if not computed:
             return 0.0
@@ -48,73 +46,73 @@ class Timeline:
 
     @property
     def waiting(self) -> tuple[float, ...]:
-        """For each rank how much of the makespan it computes nothing: how GPipe and 1F1B count their bubble."""
+        """For each rank, the time within the makespan in which it computes nothing: the bubble of GPipe and 1F1B."""
         makespan = self.makespan
         return tuple(makespan - _busy(self.computed(rank)) for rank in range(len(self.ranks)))
 
     @property
     def waiting_between(self) -> tuple[float, ...]:
-        """For each rank how much it waits between its first and its last action: how ZB-V counts, where it is zero.
+        """For each rank, its idle time between its first and its last computation: the bubble of ZB-V, where it is 0.
 
-        What a rank waits before and after can be used by the steps around, if they overlap.
+        Idle time before and after can be used by the adjacent steps if steps overlap.
         """
         each = [self.computed(rank) for rank in range(len(self.ranks))]
         return tuple(timed[-1].end - timed[0].start - _busy(timed) if timed else 0.0 for timed in each)
 
     @property
     def bubble(self) -> float:
-        """The share of the makespan that ranks wait, in the mean over ranks: from 0 to 1."""
+        """Fraction of the makespan in which ranks are idle, averaged over ranks: from 0 to 1."""
         makespan = self.makespan
         return sum(self.waiting) / (len(self.ranks) * makespan) if makespan > 0 else 0.0
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
-        """For each rank the largest number of (stage, microbatch) pairs held at a time, as `verify` counts them."""
+        """For each rank, the largest number of (stage, microbatch) pairs held at a time, as in `verify`."""
         return tuple(_peak(self.computed(rank)) for rank in range(len(self.ranks)))
 
     def computed(self, rank: int) -> tuple[TimedAction, ...]:
-        """What a rank computed, in order: without loss and transfers."""
+        """Return a rank's computations in order, without the loss and transfers."""
         return tuple(timed for timed in self.ranks[rank] if parts(timed.action))
 
     def __str__(self) -> str:
-        """As `format_simulation` draws it."""
+        """Return the text of `format_simulation`."""
         return format_simulation(self)
 
 
 def format_simulation(timeline: Timeline, *, width: int = 100) -> str:
-    """Draw a timeline with characters, one line for each rank, for terminals and logs.
+    """Draw a timeline as text, one line per rank, for terminals and logs.
 
-    Times run to the right. Where there is room an action reads as in a program, otherwise only its kind is shown; dots
-    are waiting. Each line ends with the share of the step that the rank waits.
+    Time runs to the right, and dots are idle time. An action is labeled as in a program if it fits, otherwise by its
+    type alone. Each line ends with the percentage of the makespan in which the rank is idle.
 
     Args:
-        timeline: What to draw.
-        width: Number of characters that the step takes.
+        timeline: The timeline to draw.
+        width: Number of characters for the whole step.
     """
     makespan = timeline.makespan
     begin = min((timed.start for rank in range(len(timeline.ranks)) for timed in timeline.computed(rank)), default=0.0)
     scale = width / makespan if makespan > 0 else 0.0
     digits = len(str(len(timeline.ranks) - 1))
     lines = []
-    for rank, waits in enumerate(timeline.waiting):
+    for rank, idle in enumerate(timeline.waiting):
         line = ["."] * width
         for timed in timeline.computed(rank):
             first, last = (round((time - begin) * scale) for time in (timed.start, timed.end))
             line[first:last] = _fitted(timed.action, last - first)
-        share = 100 * waits / makespan if makespan > 0 else 0.0
-        lines.append(f"rank {rank:>{digits}}: {''.join(line)} {share:.0f} %")
+        percentage = 100 * idle / makespan if makespan > 0 else 0.0
+        lines.append(f"rank {rank:>{digits}}: {''.join(line)} {percentage:.0f} %")
     return "\n".join(lines)
 
 
 def stages_in_order(timed: Sequence[TimedAction]) -> list[int]:
-    """The stages of a rank, from the first."""
+    """Return the global indices of a rank's stages, in increasing order."""
     return sorted({part.stage for part in _parts(timed)})
 
 
 def _fitted(action: Action, room: int) -> str:
-    """What an action is called, in exactly the room that there is."""
+    """Return the label of an action, padded or shortened to exactly `room` characters."""
     text = str(action)
-    if len(text) >= room:  # the names of neighbours must not run together
+    if len(text) >= room:  # labels of adjacent actions must not run together
         text = "".join(str(part)[0] for part in parts(action))
     return text[:room].ljust(room, "-")
 

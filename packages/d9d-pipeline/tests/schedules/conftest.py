@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import the schedules of torch."""
+"""Makes `torch_schedules` importable for the tests of this folder."""
 
 import sys
 from pathlib import Path

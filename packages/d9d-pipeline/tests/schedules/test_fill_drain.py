@@ -8,7 +8,7 @@ costs = st.builds(Costs, *[st.integers(1, 9)] * 3)
 
 @settings(max_examples=25)
 @given(p=st.integers(1, 16), m=st.integers(1, 64), costs=costs)
-def test_gpipe_waits_for_p_minus_1_microbatches(p: int, m: int, costs: Costs) -> None:
+def test_gpipe_idle_time_is_p_minus_1_microbatches(p: int, m: int, costs: Costs) -> None:
     each = costs.forward + costs.backward_input + costs.backward_weight
     timeline = simulate(build(GPipe(), num_ranks=p, num_microbatches=m), costs)
     assert timeline.makespan == (m + p - 1) * each
@@ -18,17 +18,17 @@ def test_gpipe_waits_for_p_minus_1_microbatches(p: int, m: int, costs: Costs) ->
 
 @settings(max_examples=25)
 @given(p=st.integers(1, 16), m=st.integers(1, 64), v=st.integers(1, 4), costs=costs)
-def test_the_bubble_of_breadth_first_is_that_of_one_stage(p: int, m: int, v: int, costs: Costs) -> None:
+def test_breadth_first_has_the_bubble_of_one_stage(p: int, m: int, v: int, costs: Costs) -> None:
     each = costs.forward + costs.backward_input + costs.backward_weight
     timeline = simulate(build(LoopedBreadthFirst(v), num_ranks=p, num_microbatches=m), costs)
-    # With fewer microbatches than ranks, each round of the loop takes p of them.
+    # With fewer microbatches than ranks, each stage of the loop takes as long as with p microbatches.
     assert timeline.makespan == (max(m, p) * (v - 1) + m + p - 1) * each
     assert timeline.peak_activations == (m * v,) * p
 
 
 @settings(max_examples=25)
 @given(p=st.integers(1, 16), m=st.integers(1, 64), v=st.integers(1, 3), placement=st.sampled_from(["loop", "v"]))
-def test_forward_only_holds_nothing(p: int, m: int, v: int, placement: str) -> None:
+def test_forward_only_holds_no_activations(p: int, m: int, v: int, placement: str) -> None:
     program = build(ForwardOnly(v, "v" if placement == "v" else "loop"), num_ranks=p, num_microbatches=m)
     assert not program.trains
     assert verify(program).peak_activations == (0,) * p

@@ -19,7 +19,7 @@ def test_takes_as_long_as_gpipe_and_holds_p_minus_r_microbatches(p: int, m: int,
 
 @settings(max_examples=25)
 @given(p=st.integers(1, 16), m=st.integers(1, 64), v=st.integers(2, 4), costs=costs)
-def test_the_bubble_of_interleaved_is_that_of_one_stage(p: int, m: int, v: int, costs: Costs) -> None:
+def test_interleaved_has_the_bubble_of_one_stage(p: int, m: int, v: int, costs: Costs) -> None:
     each = costs.forward + costs.backward_input + costs.backward_weight
     program = build(Interleaved(v), num_ranks=p, num_microbatches=m)
     makespan = simulate(program, costs).makespan
@@ -32,20 +32,20 @@ def test_the_bubble_of_interleaved_is_that_of_one_stage(p: int, m: int, v: int, 
         assert verify(program).peak_activations == expected
 
 
-def test_one_stage_is_not_interleaved() -> None:
+def test_interleaved_with_one_stage_is_1f1b() -> None:
     one = build(Interleaved(1), num_ranks=4, num_microbatches=8)
     assert one.ranks == build(OneForwardOneBackward(), num_ranks=4, num_microbatches=8).ranks
 
 
-def test_refuses_no_stage() -> None:
+def test_rejects_zero_stages_per_rank() -> None:
     with pytest.raises(UserError, match=r"got stages_per_rank = 0; expected at least 1"):
         build(Interleaved(0), num_ranks=2, num_microbatches=2)
 
 
 @settings(max_examples=10)
 @given(p=st.integers(1, 5), m=st.integers(1, 12), v=st.integers(1, 3))
-def test_a_larger_bound_is_met_and_never_slower(p: int, m: int, v: int) -> None:
-    longest = -(-m // max(1, m // p))  # microbatches of the longest round
+def test_a_larger_bound_is_respected_and_never_slower(p: int, m: int, v: int) -> None:
+    longest = -(-m // max(1, m // p))  # number of microbatches in the longest round
     least, makespans = (v - 1) * longest + 1, []
     for bound in range(least, least + 2 * p):
         program = build(Interleaved(v, max_activations=bound), num_ranks=p, num_microbatches=m)
@@ -59,7 +59,7 @@ def test_a_larger_bound_is_met_and_never_slower(p: int, m: int, v: int) -> None:
         build(Interleaved(v, max_activations=least - 1), num_ranks=p, num_microbatches=m)
 
 
-def test_1f1b_holds_as_few_as_it_may() -> None:
+def test_1f1b_respects_max_activations() -> None:
     program = build(OneForwardOneBackward(max_activations=2), num_ranks=4, num_microbatches=8)
     assert verify(program).peak_activations == (2, 2, 2, 1)
     with pytest.raises(UserError, match=r"got max_activations = 0 for 1 stages on each of 4 ranks and 8 microbatches"):

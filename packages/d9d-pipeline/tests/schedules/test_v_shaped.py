@@ -9,7 +9,7 @@ from d9d_pipeline import Costs, DualPipeV, Overlap, ZeroBubbleV, build, simulate
 
 @settings(max_examples=25)
 @given(p=st.integers(1, 16), extra=st.integers(0, 48))
-def test_zb_v_has_no_bubble_where_all_takes_the_same_time(p: int, extra: int) -> None:
+def test_zb_v_has_no_bubble_if_all_actions_take_the_same_time(p: int, extra: int) -> None:
     m = p + extra
     program = build(ZeroBubbleV(), num_ranks=p, num_microbatches=m)
     timeline = simulate(program)
@@ -21,7 +21,7 @@ def test_zb_v_has_no_bubble_where_all_takes_the_same_time(p: int, extra: int) ->
 
 @settings(max_examples=30)
 @given(p=st.integers(1, 16), m=st.integers(1, 16))
-def test_zb_v_with_few_microbatches_holds_no_more(p: int, m: int) -> None:
+def test_zb_v_holds_at_most_2p_pairs_with_few_microbatches(p: int, m: int) -> None:
     program = build(ZeroBubbleV(), num_ranks=p, num_microbatches=m)
     assert max(verify(program).peak_activations) <= 2 * min(p, m)
     assert simulate(program).makespan >= 6 * m + p - 1
@@ -44,11 +44,11 @@ def test_zb_v_is_never_slower_than_torch_with_a_full_pipeline(p: int, costs: Cos
 
 @settings(max_examples=25)
 @given(p=st.integers(1, 16), extra=st.integers(0, 32), overlap=st.sampled_from([1.0, 0.875, 0.75]))
-def test_dualpipev_waits_as_its_authors_count(p: int, extra: int, overlap: float) -> None:
+def test_dualpipev_has_the_bubble_of_its_authors(p: int, extra: int, overlap: float) -> None:
     program = build(DualPipeV(), num_ranks=p, num_microbatches=2 * p + extra)
     timeline = simulate(program, Costs(overlap=overlap))
     forward, backward, weight = 1, 2, 1
-    # Theirs is the bubble of the rank that waits longest: those far from the turn overlap less and compute longer.
+    # The authors count the rank with most idle time. Ranks far from the last one overlap less and compute longer.
     expected = (p - 1) * (overlap * (forward + backward) + backward - 3 * weight)
     assert max(timeline.waiting) == pytest.approx(expected)
     if overlap == 1.0:
@@ -68,7 +68,7 @@ def test_dualpipev_follows_the_eight_phases_of_the_original() -> None:
     assert first == f"rank 0: {filling} {pairs} 3.B3 0.I2 0.W2 0.I3 0.W3"
 
 
-def test_dualpipev_needs_two_microbatches_for_each_rank() -> None:
-    message = r"DualPipeV got 7 microbatches on 4 ranks; expected at least 8\. Use more microbatches, or another"
+def test_dualpipev_rejects_fewer_than_two_microbatches_per_rank() -> None:
+    message = r"DualPipeV got 7 microbatches on 4 ranks; expected at least 8, two per rank\. Use more microbatches"
     with pytest.raises(UserError, match=message):
         build(DualPipeV(), num_ranks=4, num_microbatches=7)

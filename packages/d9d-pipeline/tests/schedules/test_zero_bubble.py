@@ -12,8 +12,8 @@ from d9d_pipeline.schedules.one_forward_one_backward import Warmup
 
 @settings(max_examples=25)
 @given(p=st.integers(1, 16), extra=st.integers(0, 48), w=st.integers(1, 5), f=st.integers(0, 5), i=st.integers(0, 5))
-def test_waits_for_f_plus_i_minus_w(p: int, extra: int, w: int, f: int, i: int) -> None:
-    costs = Costs(w + f, w + i, w)  # as the paper assumes, gradients of weights take no longer than the others
+def test_idle_time_is_p_minus_1_times_f_plus_i_minus_w(p: int, extra: int, w: int, f: int, i: int) -> None:
+    costs = Costs(w + f, w + i, w)  # as in the paper, weight gradients take no longer than the other actions
     timeline = simulate(build(ZeroBubble1P(), num_ranks=p, num_microbatches=p + extra), costs)
     expected = (p - 1) * (costs.forward + costs.backward_input - costs.backward_weight)
     assert timeline.waiting == (expected,) * p
@@ -21,7 +21,7 @@ def test_waits_for_f_plus_i_minus_w(p: int, extra: int, w: int, f: int, i: int) 
 
 @settings(max_examples=25)
 @given(p=st.integers(1, 16), m=st.integers(1, 64))
-def test_every_rank_holds_what_the_first_of_1f1b_does(p: int, m: int) -> None:
+def test_every_rank_holds_as_many_activations_as_the_first_of_1f1b(p: int, m: int) -> None:
     peaks = verify(build(ZeroBubble1P(), num_ranks=p, num_microbatches=m)).peak_activations
     assert max(peaks) == min(p, m)
     if m >= p:
@@ -30,7 +30,7 @@ def test_every_rank_holds_what_the_first_of_1f1b_does(p: int, m: int) -> None:
 
 @settings(max_examples=15)
 @given(p=st.integers(1, 16), rounds=st.integers(1, 3), v=st.integers(2, 3))
-def test_interleaved_it_waits_as_little_and_holds_no_more_than_interleaved(p: int, rounds: int, v: int) -> None:
+def test_interleaved_zb1p_is_as_fast_and_holds_no_more_than_interleaved(p: int, rounds: int, v: int) -> None:
     m = rounds * p
     program, peer = (build(kind(v), num_ranks=p, num_microbatches=m) for kind in (ZeroBubble1P, Interleaved))
     assert simulate(program).waiting == (p - 1,) * p
@@ -39,14 +39,14 @@ def test_interleaved_it_waits_as_little_and_holds_no_more_than_interleaved(p: in
 
 @settings(max_examples=15)
 @given(p=st.integers(1, 16), m=st.integers(1, 40), v=st.integers(2, 3), warmup=st.sampled_from(["short", "long"]))
-def test_interleaved_it_is_never_slower_than_interleaved(p: int, m: int, v: int, warmup: Warmup) -> None:
+def test_interleaved_zb1p_is_never_slower_than_interleaved(p: int, m: int, v: int, warmup: Warmup) -> None:
     schedules = ZeroBubble1P(v, warmup=warmup), Interleaved(v)
     program, peer = (build(schedule, num_ranks=p, num_microbatches=m) for schedule in schedules)
     assert simulate(program).makespan <= simulate(peer).makespan
 
 
 @pytest.mark.parametrize(("p", "v"), list(product((2, 4, 8), (2, 3, 4))))
-def test_is_as_fast_as_torch_and_holds_as_little(p: int, v: int) -> None:
+def test_is_as_fast_as_torch_with_equal_activations(p: int, v: int) -> None:
     for m in (p, 2 * p, 4 * p):
         costs = Costs(1.0, 1.25, 0.75, transfer=0.25)
         ours, theirs = (
@@ -68,8 +68,8 @@ def test_is_as_fast_as_torch_and_holds_as_little(p: int, v: int) -> None:
     warmup=st.sampled_from(["short", "long"]),
     transfer=st.sampled_from([0.0, 0.25]),
 )
-def test_a_larger_bound_is_met_and_never_slower(p: int, m: int, v: int, warmup: Warmup, transfer: float) -> None:
-    longest = -(-m // max(1, m // p))  # microbatches of the longest round
+def test_a_larger_bound_is_respected_and_never_slower(p: int, m: int, v: int, warmup: Warmup, transfer: float) -> None:
+    longest = -(-m // max(1, m // p))  # number of microbatches in the longest round
     least, costs = (v - 1) * longest + 1, Costs(transfer=transfer)
     makespans = []
     for bound in range(least, least + 2 * p):

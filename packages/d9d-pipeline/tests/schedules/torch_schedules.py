@@ -1,4 +1,4 @@
-"""Orders that torch generates, as schedules: an independent implementation to compare with."""
+"""Adapters from torch's pipeline schedules to `Schedule`: an independent implementation for comparison."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _KINDS: dict[str, type[Any]] = {
 
 
 def _order(kind: type[Any], rank: int, **attributes: int) -> Iterable[Compute]:
-    """What a schedule of torch computes on a rank; made without the stages that its constructor wants."""
+    """Return the computations of a torch schedule on a rank, without creating stages for its constructor."""
     schedule = kind.__new__(kind)
     vars(schedule).update(attributes)
     for action in schedule._calculate_single_rank_operations(rank):
@@ -28,12 +28,12 @@ def _order(kind: type[Any], rank: int, **attributes: int) -> Iterable[Compute]:
 @final
 @dataclass(frozen=True)
 class TorchInterleavedZeroBubble(Schedule):
-    """`ScheduleInterleavedZeroBubble`, for numbers of microbatches that `num_ranks` divides."""
+    """`ScheduleInterleavedZeroBubble`; the number of microbatches must be a multiple of `num_ranks`."""
 
     stages_per_rank: int = 2  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Compute]:
-        """Torch's order."""
+        """Return the order of torch."""
         return _order(
             schedules.ScheduleInterleavedZeroBubble,
             rank,
@@ -53,7 +53,7 @@ class TorchZeroBubbleV(Schedule):
     placement = "v"  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Compute]:
-        """Torch's order."""
+        """Return the order of torch."""
         return _order(
             schedules.ScheduleZBVZeroBubble,
             rank,

@@ -1,1 +1,1 @@
-"""Where measured values go; the public names are listed in `d9d_metrics`."""
+"""Experiment trackers; `d9d_metrics` exports their public names."""

@@ -1,4 +1,4 @@
-"""Says at once, and how to help it, when a tracker was chosen whose package is not installed."""
+"""Checks that the optional package of a tracker is installed."""
 
 from importlib.util import find_spec
 
@@ -6,14 +6,14 @@ from d9d_dist import UserError
 
 
 def check_extra(module: str, *, extra: str) -> None:
-    """Check that a package can be imported, without importing it.
+    """Check that a package is installed, without importing it.
 
     Args:
         module: Name of the package.
-        extra: The extra of d9d-metrics that has it.
+        extra: The extra of d9d-metrics that installs the package.
 
     Raises:
-        UserError: If it cannot.
+        UserError: If the package is not installed.
     """
     if find_spec(module) is None:
         raise UserError(

@@ -1,11 +1,11 @@
-"""Brings files and the entries of folders to the disk, so that they survive a power loss."""
+"""Writes files and folder entries durably, so that they survive a power loss."""
 
 import os
 from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Put a new file in the place of an old one, durably; a kill leaves either the old one or the new one."""
+    """Replace a file atomically and durably: after a kill, the path has either the old content or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.write(content)
@@ -16,7 +16,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and the missing ones above it, with their entries on the disk."""
+    """Create a folder and its missing parents durably."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -24,7 +24,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring the content of a file, or the entries of a folder, to the disk."""
+    """Fsync a file, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

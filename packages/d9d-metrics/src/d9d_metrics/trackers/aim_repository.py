@@ -1,4 +1,4 @@
-"""Keeps a run's values in a repository of Aim, a folder or a server."""
+"""Logs metric values to an Aim repository, in a folder or on a server."""
 
 import io
 from collections.abc import Mapping
@@ -16,51 +16,51 @@ if TYPE_CHECKING:
     import aim
 
 _HASH = "aim_run_hash"
-_MOST_BINS = 512
+_MAX_BINS = 512
 
 
 @final
 class AimTracker:
-    """Tracks to a run of Aim, which is opened by the first call that needs it.
+    """Logs to an Aim run, which the first call that needs it opens.
 
-    A step that is tracked again replaces what was there: after an interruption the values of steps that are taken again
-    are those of the last time. What Aim cannot hold is left out: a histogram of more than 512 bins.
+    Logging a step again replaces its values, so steps that run again after an interruption have their latest values. A
+    histogram of more than 512 bins is skipped, because Aim does not support it.
     """
 
     def __init__(self, repository: str, *, experiment: str | None = None) -> None:
-        """Choose a new run.
+        """Configure a new run; it is not opened yet.
 
         Args:
-            repository: Folder that has, or gets, the repository; or the address of a server, `aim://host:port`.
-            experiment: Runs of the same experiment are shown together.
+            repository: Folder of the repository, created if needed; or the address of a server, `aim://host:port`.
+            experiment: Name of the experiment that the run belongs to.
         """
         self._repository, self._experiment = repository, experiment
         self._hash: str | None = None
         self._run: aim.Run | None = None
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
-        """Choose the run that the state names, instead of a new one."""
+        """Open the run of the state's hash, or a new run if the state has none."""
         if _HASH in state:
             self._hash = str(state[_HASH])
-        self._opened()
+        self._get_run()
 
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
-        """Keep the configuration as the run's parameters."""
-        self._opened()["config"] = redact_secrets(config)
+        """Set the configuration as the run's parameters, with secrets redacted."""
+        self._get_run()["config"] = redact_secrets(config)
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
-        """Track the values."""
-        run = self._opened()
+        """Log the values of a step."""
+        run = self._get_run()
         for name, value in values.items():
             converted = _converted(value)
             if converted is not None:
                 run.track(converted, name=name, step=step)
 
     def flush(self) -> None:
-        """Do nothing: what was tracked is in the repository."""
+        """Do nothing: Aim writes values when they are logged."""
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return the run's hash, once it has one."""
+        """Return the run's hash; empty if the run was not opened yet."""
         return {} if self._hash is None else {_HASH: self._hash}
 
     def close(self) -> None:
@@ -69,13 +69,13 @@ class AimTracker:
             self._run.close()
             self._run = None
 
-    def _opened(self) -> "aim.Run":
+    def _get_run(self) -> "aim.Run":
         if self._run is None:
             import aim  # noqa: PLC0415 - an extra
 
             if "://" not in self._repository:
                 Path(self._repository).mkdir(parents=True, exist_ok=True)
-            # The machine and the output of the process are not what was asked to be tracked.
+            # Disable Aim's own logging of system metrics and terminal output.
             self._run = aim.Run(
                 run_hash=self._hash,
                 repo=self._repository,
@@ -94,7 +94,7 @@ def _converted(value: Tracked) -> Any:
 
     match value:
         case Histogram():
-            fits = len(value.counts) <= _MOST_BINS
+            fits = len(value.counts) <= _MAX_BINS
             return aim.Distribution(hist=list(value.counts), bin_range=(value.low, value.high)) if fits else None
         case Text():
             return aim.Text(value.text)
@@ -107,13 +107,13 @@ def _converted(value: Tracked) -> Any:
 
 @final
 class AimTrackerConfig(BaseModel):
-    """Chooses Aim; needs the extra `aim`.
+    """Configuration of Aim; needs the extra `aim`.
 
     Attributes:
-        kind: The word that chooses this tracker.
-        repository: Folder of the repository, relative to the run's folder, or the address of a server
+        kind: Tracker type, `"aim"`.
+        repository: Folder of the repository, relative to the run folder, or the address of a server
             (`aim://host:port`).
-        experiment: Runs of the same experiment are shown together.
+        experiment: Name of the experiment that the run belongs to.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -123,18 +123,18 @@ class AimTrackerConfig(BaseModel):
     experiment: str | None = None
 
     def check(self) -> None:
-        """Refuse it if the package is missing.
+        """Check that the package is installed.
 
         Raises:
-            UserError: With the command that installs it.
+            UserError: If it is not, with the command that installs it.
         """
         check_extra("aim", extra=self.kind)
 
     def build(self, run_dir: Path) -> BackgroundTracker:
-        """Make the tracker.
+        """Create the tracker.
 
         Raises:
-            UserError: If the package is missing.
+            UserError: If the package is not installed.
         """
         self.check()
         place = self.repository if "://" in self.repository else str(run_dir / self.repository)

@@ -1,4 +1,4 @@
-"""Puts a queue and a thread between a run and a tracker, so that a tracker that is down or slow never costs a step."""
+"""Runs a tracker in a background thread behind a queue, so that a failing or slow tracker does not delay steps."""
 
 import logging
 import threading
@@ -10,7 +10,7 @@ from typing import Any, final
 from pydantic import JsonValue
 
 from d9d_dist import UserError
-from d9d_metrics.trackers.outbox import Entry, Flush, GoBack, MemoryOutbox, Outbox, RunConfig, StepValues
+from d9d_metrics.trackers.outbox import Entry, Flush, MemoryOutbox, Outbox, Rollback, RunConfig, StepValues
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.spool import Spool
 from d9d_metrics.trackers.tracker import Tracker
@@ -18,33 +18,33 @@ from d9d_metrics.trackers.values import Tracked, from_json, to_json
 
 _LOGGER = logging.getLogger("d9d.metrics")
 _CAPACITY = 10_000  # entries
-_FLUSH_EVERY = 1000  # entries, after which a tracker is flushed though nobody asked: a spool must not grow for ever
-_NOT_DURABLE = "not_durable"  # the key of values that travel in a checkpoint
+_FLUSH_EVERY = 1000  # entries without a flush, after which the tracker is flushed so that its spool can be truncated
+_NOT_DURABLE = "not_durable"  # key of the values in the checkpoint's state
 _FORGET_NOTHING = 2**53
 
 
 @final
 class BackgroundTracker:
-    """Hands everything to another tracker, in order, from a thread of its own.
+    """Forwards every call to another tracker, in order, from a background thread.
 
-    What was logged before a checkpoint is not lost with the job. `flush` makes it durable: in the spool, or by the
-    tracker's own `flush`. If that fails or takes too long, `state_dict` has the values themselves, for the checkpoint,
-    and `resume` logs them again.
+    Values logged before a checkpoint survive a failure of the job. `flush` makes them durable: in the spool, or through
+    the tracker's own `flush` without one. If that fails or times out, `state_dict` contains the values themselves, and
+    `resume` logs them again.
 
-    Whatever that tracker raises is an outage: it is closed, opened again after a while, told to `resume` after what it
-    has, and given the entry that failed once more. Only a `UserError` is not tried again: at the opening it is raised
-    by `resume`, later the entry is left out with a warning.
+    Any exception of the tracker counts as an outage. The tracker is closed, opened again after a delay, resumed from
+    the last step that it has, and given the failed entry again. Only a `UserError` is not retried. While the tracker is
+    opened, `resume` raises it; later, the entry is dropped with a warning.
 
     Args:
-        open_tracker: Makes the tracker; called in the thread, again after each outage.
-        name: What messages call it.
-        spool: Folder where values wait until they are delivered, and wait for the next start if they are not. Without
-            one they wait in memory.
+        open_tracker: Creates the tracker; called in the background thread, and again after each outage.
+        name: Name of the tracker in log messages.
+        spool: Folder that stores values until they are delivered, also at the next start. If None, values wait in
+            memory.
         start_seconds: How long `resume` waits for the tracker to be opened.
-        flush_seconds: How long `flush` waits; not again for a tracker that has done nothing since it was waited for.
-        close_seconds: How long `close` waits for what is on its way.
-        retry_seconds: The time until a tracker that failed is tried again; it doubles from failure to failure.
-        longest_retry_seconds: What it doubles up to.
+        flush_seconds: How long `flush` waits. After a timeout, it waits again only once the tracker has made progress.
+        close_seconds: How long `close` waits for undelivered values.
+        retry_seconds: Delay before the first retry; it doubles with each consecutive failure.
+        longest_retry_seconds: Largest delay between retries.
     """
 
     def __init__(
@@ -67,73 +67,79 @@ class BackgroundTracker:
         self._state = self._outbox.load_state()
         self._step = _FORGET_NOTHING
         self._is_resumed = bool(self._state)
-        self._refusal: UserError | None = None
+        self._start_error: UserError | None = None
         self._not_durable: deque[StepValues] = deque(maxlen=_CAPACITY)
         self._num_unflushed = 0
-        self._was_tried, self._closing = threading.Event(), threading.Event()
+        self._open_attempted, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._deliver_all, name=f"d9d-metrics-{name}", daemon=True)
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
-        """Continue a run, with what its last life did not deliver; or go back in the order of what is handed on.
+        """Continue a run and deliver what its last process did not; if already started, queue a rollback.
 
         Raises:
-            UserError: If the tracker refused in time.
+            UserError: If the tracker raised one within `start_seconds`.
         """
         if self._thread.ident is not None:
             self._start()
-            self._outbox.put(GoBack(step))
+            self._outbox.put(Rollback(step))
             kept = [values for values in self._not_durable if values.step <= step]
             self._not_durable = deque(kept, maxlen=_CAPACITY)
             return
         state = dict(state)
-        carried = _decoded(state.pop(_NOT_DURABLE, []))
-        # The tracker may have got some of the carried values after all: it forgets them, and gets all of them again.
-        first = min((values.step for values in carried), default=step + 1)
+        from_checkpoint = _decoded(state.pop(_NOT_DURABLE, []))
+        # The tracker may already have some of the values from the checkpoint: it forgets them and gets all again.
+        first = min((values.step for values in from_checkpoint), default=step + 1)
         self._outbox.forget_after(first - 1)
         self._state, self._step, self._is_resumed = state or self._state, first - 1, True
-        for values in carried:
+        for values in from_checkpoint:
             self._log(values)
         self._start()
-        self._was_tried.wait(self._start_seconds)
-        if self._refusal is not None:
-            raise self._refusal
+        self._open_attempted.wait(self._start_seconds)
+        if self._start_error is not None:
+            raise self._start_error
 
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
-        """Hand on the configuration, its secrets redacted: it may be written to the disk on its way."""
+        """Queue the configuration, with secrets redacted because the spool may write it to disk."""
         self._start()
         self._outbox.put(RunConfig(redact_secrets(config)))
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
-        """Hand on values; takes a few microseconds, whatever the tracker does."""
+        """Queue values; takes a few microseconds in any state of the tracker."""
         self._start()
         self._log(StepValues(step, dict(values)))
 
     def flush(self) -> None:
-        """Wait for the disk: that of the spool, or the tracker's if there is none; not for a tracker that is down."""
+        """Wait until queued values are durable in the spool, or in the tracker if there is no spool.
+
+        It waits up to `flush_seconds`, and not at all for a tracker without a spool that is failing.
+        """
         if self._thread.ident is None:
             return
         self._outbox.put(Flush())
         if self._outbox.flush(self._flush_seconds):
             self._not_durable.clear()
         else:
-            _LOGGER.warning("the %s tracker is behind; what was logged last is not safe without its state", self._name)
+            _LOGGER.warning(
+                "the %s tracker did not flush in time; its latest values are durable only in the checkpoint's state",
+                self._name,
+            )
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return the tracker's state, of its last life while it is not open yet; and values that are not durable."""
+        """Return the tracker's last known state, and the values that are not durable."""
         not_durable = {_NOT_DURABLE: _encoded(self._not_durable)} if self._not_durable else {}
         return {**self._state, **not_durable}
 
     def close(self) -> None:
-        """Give the tracker some time for what is on its way; what it does not take then stays in the spool."""
+        """Wait up to `close_seconds` for the tracker; undelivered values stay in the spool."""
         self._outbox.close()
         self._closing.set()
         if self._thread.ident is None:
             return
         self._thread.join(timeout=self._close_seconds)
         if self._thread.is_alive():
-            _LOGGER.warning("the %s tracker does not end; it is left alone", self._name)
+            _LOGGER.warning("the %s tracker did not close within %g s", self._name, self._close_seconds)
         if rest := self._outbox.describe_rest():
-            _LOGGER.warning("the %s tracker did not take everything: %s", self._name, rest)
+            _LOGGER.warning("the %s tracker did not receive all values: %s", self._name, rest)
         else:
             self._not_durable.clear()
 
@@ -148,20 +154,20 @@ class BackgroundTracker:
             self._thread.start()
 
     def _deliver_all(self) -> None:
-        """What the thread does."""
+        """Run the background thread."""
         retry = self._retry_seconds
         while True:
             try:
                 if self._tracker is None and self._is_resumed:
-                    self._open()  # at once, so that what a resumed run forgets is forgotten now
+                    self._open()  # do not wait for an entry: later steps must be forgotten now
                 entry = self._outbox.head()
                 if entry is None:
                     break
                 self._deliver(entry)
-            except Exception as error:  # whatever a tracker raises, the run goes on
+            except Exception as error:  # no exception of a tracker may end the run
                 self._after_failure(error, retry)
                 self._outbox.failed()
-                if self._refusal is not None or self._closing.is_set():
+                if self._start_error is not None or self._closing.is_set():
                     break
                 self._closing.wait(retry)
                 retry = min(2 * retry, self._longest_retry_seconds)
@@ -178,15 +184,15 @@ class BackgroundTracker:
             if self._is_resumed:
                 tracker.resume(self._step, self._state)
         except UserError as error:
-            self._refusal = error
+            self._start_error = error
             raise
         finally:
-            self._was_tried.set()
+            self._open_attempted.set()
         self._tracker = tracker
-        self._keep_state()
+        self._save_state()
         return tracker
 
-    def _keep_state(self) -> None:
+    def _save_state(self) -> None:
         assert self._tracker is not None
         state = self._tracker.state_dict()
         if state and state != self._outbox.load_state():
@@ -201,22 +207,22 @@ class BackgroundTracker:
                     tracker.log(step, values)
                 case RunConfig(config):
                     tracker.log_config(config)
-                case GoBack(step):
-                    self._go_back(tracker, step)
+                case Rollback(step):
+                    self._roll_back(tracker, step)
                 case Flush():
                     tracker.flush()
         except UserError as error:
-            _LOGGER.warning("the %s tracker leaves out an entry: %s", self._name, error)
+            _LOGGER.warning("the %s tracker rejected an entry, which is dropped: %s", self._name, error)
         self._is_resumed = True
-        if isinstance(entry, StepValues | GoBack):
+        if isinstance(entry, StepValues | Rollback):
             self._step = entry.step
         self._num_unflushed = 0 if isinstance(entry, Flush) else self._num_unflushed + 1
         if self._num_unflushed == _FLUSH_EVERY:
             tracker.flush()
             self._num_unflushed = 0
 
-    def _go_back(self, tracker: Tracker, step: int) -> None:
-        """Resume the tracker there; one that can be resumed only at its start is opened anew."""
+    def _roll_back(self, tracker: Tracker, step: int) -> None:
+        """Resume the tracker from an earlier step; if it cannot resume while it is open, open it again."""
         try:
             tracker.resume(step, self._state)
         except UserError:
@@ -227,11 +233,11 @@ class BackgroundTracker:
             self._open()
 
     def _after_failure(self, error: Exception, retry: float) -> None:
-        self._was_tried.set()
-        if self._refusal is not None:
-            _LOGGER.warning("the %s tracker refuses to start: %s", self._name, error)
+        self._open_attempted.set()
+        if self._start_error is not None:
+            _LOGGER.warning("the %s tracker cannot start: %s", self._name, error)
         else:
-            _LOGGER.warning("the %s tracker failed and is tried again in %g s: %r", self._name, retry, error)
+            _LOGGER.warning("the %s tracker failed; retrying in %g s: %r", self._name, retry, error)
         self._close_tracker()
 
     def _close_tracker(self) -> None:
@@ -239,7 +245,7 @@ class BackgroundTracker:
         if tracker is not None:
             try:
                 tracker.close()
-            except Exception as error:  # the run does not end with its tracker
+            except Exception as error:  # no exception of a tracker may end the run
                 _LOGGER.warning("the %s tracker failed to close: %r", self._name, error)
             else:
                 self._num_unflushed = 0

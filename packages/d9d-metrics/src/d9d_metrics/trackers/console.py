@@ -1,4 +1,4 @@
-"""Shows a run's values to a person, one aligned line a step."""
+"""Prints metric values to the console, one aligned line per step."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,33 +13,33 @@ _STEP_WIDTH = 8
 _VALUE_WIDTH = 11
 
 
-def _print_now(line: str) -> None:
-    """Print without waiting for a full buffer, which a pipe would make of the output."""
+def _print_and_flush(line: str) -> None:
+    """Print and flush, because Python buffers output to a pipe."""
     print(line, flush=True)
 
 
 @final
 class ConsoleTracker:
-    """Writes a line such as `step       10  loss     2.50000`, of fixed width, so that a column stays a column."""
+    """Writes lines like `step       10  loss     2.50000`, with fixed-width columns."""
 
-    def __init__(self, write: Callable[[str], object] = _print_now) -> None:
-        """Write to the standard output, or elsewhere.
+    def __init__(self, write: Callable[[str], object] = _print_and_flush) -> None:
+        """Write to standard output, or to another function.
 
         Args:
-            write: Shows one line, given without a newline; `tqdm.write` goes well with a progress bar.
+            write: Writes one line, passed without its newline; `tqdm.write` keeps a progress bar intact.
         """
         self._write = write
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
-        """Say where the run goes on; what was written stays written."""
+        """Write the step that the run resumes from; earlier lines stay as they are."""
         if step > 0:
             self._write(f"resumed after step {step}")
 
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
-        """Show nothing: a person has the file."""
+        """Do nothing: the configuration is not printed."""
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
-        """Write one line with the numbers, and one for each text; distributions and pictures are left out."""
+        """Write one line with the numbers, and one line per text; histograms and images are skipped."""
         start = f"step {step:>{_STEP_WIDTH}}"
         numbers = {name: value for name, value in values.items() if not isinstance(value, Histogram | Text | Picture)}
         columns = [f"{name} {value:>#{_VALUE_WIDTH}.6g}" for name, value in numbers.items()]
@@ -50,22 +50,22 @@ class ConsoleTracker:
                 self._write(f"{start}  {name}: {value.text}")
 
     def flush(self) -> None:
-        """Do nothing: each line is out when `log` returns."""
+        """Do nothing: `log` flushes each line."""
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return nothing."""
+        """Return an empty state."""
         return {}
 
     def close(self) -> None:
-        """Do nothing: each line is out when `log` returns."""
+        """Do nothing: `log` flushes each line."""
 
 
 @final
 class ConsoleTrackerConfig(BaseModel):
-    """Chooses lines on the standard output.
+    """Configuration of a tracker that prints to standard output.
 
     Attributes:
-        kind: The word that chooses this tracker.
+        kind: Tracker type, `"console"`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -73,8 +73,8 @@ class ConsoleTrackerConfig(BaseModel):
     kind: Literal["console"] = "console"
 
     def check(self) -> None:
-        """Do nothing: it needs no package."""
+        """Do nothing: no extra package is needed."""
 
     def build(self, run_dir: Path) -> BackgroundTracker:
-        """Make the tracker; it leaves nothing in the run's folder."""
+        """Create the tracker; it writes no files to the run folder."""
         return BackgroundTracker(ConsoleTracker, name=self.kind)

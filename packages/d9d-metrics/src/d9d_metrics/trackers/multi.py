@@ -1,4 +1,4 @@
-"""Lets a run have several trackers where the loop sees one."""
+"""Combines several trackers into one."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -12,24 +12,24 @@ from d9d_metrics.trackers.values import Tracked
 
 @final
 class MultiTracker:
-    """Hands everything to each of several trackers, in order; with none, it keeps nothing."""
+    """Forwards every call to several trackers, in order; without trackers it does nothing."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
-        """Let every tracker continue; each gets its own state, by its place in the order."""
+        """Resume every tracker with its own state, found by its index."""
         for index, tracker in enumerate(self._trackers):
             own: Any = state.get(str(index), {})
             tracker.resume(step, own)
 
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
-        """Give the configuration to every tracker."""
+        """Log the configuration to every tracker."""
         for tracker in self._trackers:
             tracker.log_config(config)
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
-        """Give the values to every tracker."""
+        """Log the values to every tracker."""
         for tracker in self._trackers:
             tracker.log(step, values)
 
@@ -39,12 +39,12 @@ class MultiTracker:
             tracker.flush()
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return the state of every tracker that has one, by its place in the order."""
+        """Return the nonempty states of the trackers by index."""
         states = {str(index): tracker.state_dict() for index, tracker in enumerate(self._trackers)}
         return {index: state for index, state in states.items() if state}
 
     def close(self) -> None:
-        """Close every tracker, the last one first, even if one of them raises."""
+        """Close every tracker in reverse order, even if one of them raises."""
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.callback(tracker.close)

@@ -1,4 +1,4 @@
-"""Where values wait for a tracker that is slower than the run: in memory, for trackers that are files themselves."""
+"""Queues of tracker entries between the run's thread and a tracker's thread; the one in memory."""
 
 import threading
 import time
@@ -10,152 +10,152 @@ from pydantic import JsonValue
 
 from d9d_metrics.trackers.values import Tracked
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 class StepValues(NamedTuple):
-    """The values of a step, on their way to a tracker."""
+    """Entry with the values of a step."""
 
     step: int
     values: Mapping[str, Tracked]
 
 
 class RunConfig(NamedTuple):
-    """The configuration of a run, on its way to a tracker."""
+    """Entry with the configuration of a run."""
 
     config: Mapping[str, JsonValue]
 
 
-class GoBack(NamedTuple):
-    """The steps after this one will be taken again."""
+class Rollback(NamedTuple):
+    """Entry for a rollback: the steps after `step` run again."""
 
     step: int
 
 
 class Flush(NamedTuple):
-    """Everything before this entry must become durable."""
+    """Entry that requires all earlier entries to be durable."""
 
 
-Entry: TypeAlias = StepValues | RunConfig | GoBack | Flush
-"""One thing to hand to a tracker."""
+Entry: TypeAlias = StepValues | RunConfig | Rollback | Flush
+"""One call of a tracker."""
 
 
 class Outbox(Protocol):
-    """A queue from the run's thread to that of a tracker. Only `put` is called during steps, and it never waits."""
+    """Queue from the run's thread to a tracker's thread. Only `put` is called during steps, and it never blocks."""
 
     def put(self, entry: Entry) -> None:
-        """Take in an entry; it is left out, and counted, if there is no room."""
+        """Append an entry; if there is no room, drop it and count it."""
         ...
 
     def head(self) -> Entry | None:
-        """Wait for an entry that was not delivered yet; `None` once the outbox is closed and has none."""
+        """Return the oldest undelivered entry, waiting for one; `None` if the outbox is closed and empty."""
         ...
 
     def delivered(self) -> None:
-        """Go on to the next entry: the tracker took the one that `head` returned."""
+        """Advance to the next entry: the tracker processed the one that `head` returned."""
         ...
 
     def flushed(self) -> None:
-        """Let go of all delivered entries: the tracker has written them out."""
+        """Discard all delivered entries: the tracker has written them durably."""
         ...
 
     def failed(self) -> None:
-        """Go back to the oldest entry that the outbox still holds: the tracker was closed after an error."""
+        """Return to the oldest entry that the outbox still holds: the tracker was closed after an error."""
         ...
 
     def flush(self, seconds: float) -> bool:
-        """Wait until everything that was put is durable.
+        """Wait until all entries are durable.
 
         Returns:
-            False if that takes longer, or is not to be expected soon.
+            False if `seconds` have passed, or the tracker is failing.
         """
         ...
 
     def forget_after(self, step: int) -> None:
-        """Let go of entries of later steps. Called before anything is put."""
+        """Discard the entries of steps after `step`. Called before the first `put`."""
         ...
 
     def load_state(self) -> dict[str, JsonValue]:
-        """What `save_state` kept, in whichever life of the run."""
+        """Return the state of the last `save_state`, possibly of an earlier process; empty if there is none."""
         ...
 
     def save_state(self, state: Mapping[str, JsonValue]) -> None:
-        """Keep what finds the tracker's run again."""
+        """Save the state that identifies the tracker's run."""
         ...
 
     def close(self) -> None:
-        """Take nothing in any more."""
+        """Accept no more entries; `head` returns `None` after the last one."""
         ...
 
     def describe_rest(self) -> str:
-        """What is undelivered or was left out, for a person; empty if all is well."""
+        """Describe the entries that are undelivered or dropped; empty if there are none."""
         ...
 
 
 @final
 class Inbox:
-    """The way from the run's thread to a tracker's: its reader looks into it several times a second.
+    """Queue from the run's thread to a background thread, which polls it every 50 ms.
 
-    To wake a thread takes longer than all else that the run's thread does for an entry.
+    Waking a thread would take longer than everything else that the run's thread does per entry.
     """
 
     def __init__(self) -> None:
         self._entries: deque[Entry | None] = deque()
-        self._look_now = threading.Event()
+        self._wake = threading.Event()
 
     def __len__(self) -> int:
-        """Return how many entries wait."""
+        """Return the number of queued entries."""
         return len(self._entries)
 
     def put(self, entry: Entry | None) -> None:
-        """Append an entry, or the end."""
+        """Append an entry; `None` marks the end."""
         self._entries.append(entry)
 
-    def look_now(self) -> None:
-        """Wake the reader."""
-        self._look_now.set()
+    def wake(self) -> None:
+        """Wake the background thread."""
+        self._wake.set()
 
     def get(self) -> Entry | None:
-        """Wait for the oldest entry, and remove it."""
+        """Remove and return the oldest entry, waiting for one."""
         while not self._entries:
-            self._look_now.wait(_LOOK_SECONDS)
-            self._look_now.clear()
+            self._wake.wait(_POLL_SECONDS)
+            self._wake.clear()
         return self._entries.popleft()
 
 
 @final
 class MemoryOutbox:
-    """Keeps entries in memory: what the tracker has not taken is lost with the process.
+    """Keeps entries in memory; undelivered ones are lost with the process.
 
     Args:
-        capacity: How many entries may wait.
+        capacity: Largest number of queued entries.
     """
 
     def __init__(self, capacity: int) -> None:
         self._incoming = Inbox()
         self._head: Entry | None = None
         self._capacity = capacity
-        self._num_put = self._num_delivered = self._left_out = 0
-        # Guards what `flush` waits for; `put` does not take it.
+        self._num_put = self._num_delivered = self._num_dropped = 0
+        # Guards the condition of `flush`; `put` does not acquire it, so that it never blocks.
         self._changed = threading.Condition()
         self._is_failing = False
 
     def put(self, entry: Entry) -> None:
-        """Append it."""
-        if len(self._incoming) >= self._capacity and not isinstance(entry, GoBack | Flush):
-            self._left_out += 1
+        """Append an entry; drop and count it if the queue is full."""
+        if len(self._incoming) >= self._capacity and not isinstance(entry, Rollback | Flush):
+            self._num_dropped += 1
         else:
             self._num_put += 1
             self._incoming.put(entry)
 
     def head(self) -> Entry | None:
-        """Return the oldest one."""
+        """Return the oldest entry, waiting for one."""
         if self._head is None:
             self._head = self._incoming.get()
         return self._head
 
     def delivered(self) -> None:
-        """Remove the oldest one."""
+        """Remove the oldest entry."""
         self._head = None
         with self._changed:
             self._num_delivered += 1
@@ -163,45 +163,45 @@ class MemoryOutbox:
             self._changed.notify_all()
 
     def flushed(self) -> None:
-        """Do nothing: no entry is kept once it is delivered."""
+        """Do nothing: delivered entries are not kept."""
 
     def failed(self) -> None:
-        """Let nobody wait for a tracker that is down."""
+        """End a waiting `flush`: the tracker is failing."""
         with self._changed:
             self._is_failing = True
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until the tracker has everything, or is down; the last entry is a `Flush`."""
+        """Wait until the tracker has processed all entries, or is failing; the last entry is a `Flush`."""
         wanted = self._num_put
-        self._incoming.look_now()
+        self._incoming.wake()
         with self._changed:
             self._changed.wait_for(lambda: self._num_delivered >= wanted or self._is_failing, timeout=seconds)
-            # A tracker that hangs is waited for once, not at every checkpoint.
+            # Wait for a tracker that hangs only once, not at every checkpoint.
             self._is_failing = self._num_delivered < wanted
             return not self._is_failing
 
     def forget_after(self, step: int) -> None:
-        """Do nothing: there is nothing from before."""
+        """Do nothing: no entries survive a process."""
 
     def load_state(self) -> dict[str, JsonValue]:
-        """Return nothing."""
+        """Return an empty state."""
         return {}
 
     def save_state(self, state: Mapping[str, JsonValue]) -> None:
-        """Do nothing."""
+        """Do nothing: the checkpoint has the state."""
 
     def close(self) -> None:
-        """Let `head` end."""
+        """Append the end marker and wake the background thread."""
         self._incoming.put(None)
-        self._incoming.look_now()
+        self._incoming.wake()
 
     def describe_rest(self) -> str:
-        """Return how many are lost."""
-        lost = self._num_put - self._num_delivered + self._left_out
+        """Return the number of lost entries as text; empty if there are none."""
+        lost = self._num_put - self._num_delivered + self._num_dropped
         return f"{lost} entries are lost" if lost else ""
 
 
 def seconds_left(deadline: float) -> float:
-    """The time until a moment of `time.monotonic`, in seconds; never negative."""
+    """Return the seconds until a deadline on the clock of `time.monotonic`; never negative."""
     return max(0.0, deadline - time.monotonic())

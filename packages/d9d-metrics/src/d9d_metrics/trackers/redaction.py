@@ -1,4 +1,4 @@
-"""Keeps secrets out of what trackers are given: a configuration is shown to more people than may know its passwords."""
+"""Redacts secrets from configurations before they are passed to trackers."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pydantic import JsonValue
 
 REDACTED = "<redacted>"
 
-# As whole words of a name, so that `tokenizer`, `num_tokens` and `key_size` stay.
+# Match whole words, so that `tokenizer`, `num_tokens` and `key_size` are not redacted.
 _SECRET_NAME = re.compile(
     r"(^|_)(password|passwd|passphrase|pwd|secret|secrets|credential|credentials|token|bearer|authorization|auth|cookie"
     r"|(api|access|private|secret|signing|encryption|ssh)_?keys?)(_(id|value|text|string))?$"
@@ -22,27 +22,27 @@ _SECRET_TEXT = re.compile(
     r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"  # a JSON Web Token
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
-_SHORTEST_SECRET = 6
+_MIN_SECRET_LENGTH = 6
 
 
 def redact_secrets(
     config: Mapping[str, JsonValue], environment: Mapping[str, str] | None = None
 ) -> dict[str, JsonValue]:
-    """Replace what looks like a secret by `<redacted>`.
+    """Replace values that look like secrets by `<redacted>`.
 
-    A value is one if its name says so (`password`, `api_key`, `hubToken`, ...), if it has the form of one (a password
-    in a URL, an access token of a known service, a private key), or if an environment variable with the name of a
-    secret holds it. What no rule knows is not found: secrets belong into the environment.
+    A value is a secret in one of three cases. Its name says so (`password`, `api_key`, `hubToken`, ...). It has the
+    format of one: a password in a URL, an access token of a known service, a private key. Or an environment variable
+    with a secret's name has the same value. Other secrets are not detected, so keep secrets in environment variables.
 
     Args:
-        config: Values of JSON.
-        environment: The environment variables; those of this process by default.
+        config: JSON values.
+        environment: Environment variables; those of this process by default.
 
     Returns:
-        A copy.
+        A redacted copy.
     """
     variables = os.environ if environment is None else environment
-    known = [value for name, value in variables.items() if _names_secret(name) and len(value) >= _SHORTEST_SECRET]
+    known = [value for name, value in variables.items() if _names_secret(name) and len(value) >= _MIN_SECRET_LENGTH]
     return _redacted(dict(config), sorted(known, key=len, reverse=True))
 
 

@@ -1,4 +1,4 @@
-"""Turns what a configuration file says about trackers into trackers."""
+"""Builds trackers from their configurations."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,41 +21,41 @@ TrackerConfig = Annotated[
     JsonlTrackerConfig | ConsoleTrackerConfig | WandbTrackerConfig | AimTrackerConfig | TensorBoardTrackerConfig,
     Field(discriminator="kind"),
 ]
-"""One of the trackers that a configuration file can name; its `kind` says which."""
+"""Configuration of a tracker; its `kind` selects the type."""
 
 
 def check_trackers(configs: Sequence[TrackerConfig]) -> None:
-    """Refuse trackers that could not be built, without building any; for the start of a job.
+    """Check that trackers can be built, without building any; call it at the start of a job.
 
     Raises:
-        UserError: If the package of one is missing, with the command that installs it; or if two would share a file or
-            a folder.
+        UserError: If a package is missing, with the command that installs it; or if two trackers would write to the
+            same file or folder.
     """
     for config in configs:
         config.check()
     for first, second in combinations(configs, 2):
         if first.kind == second.kind and (first.kind != "jsonl" or first == second):
             raise UserError(
-                f"got two trackers of the kind {first.kind!r}, which would share what they write; expected one. "
-                "Leave one out, or give two jsonl trackers a file each."
+                f"got two trackers of kind {first.kind!r}, which would write to the same files; expected one. "
+                "Remove one, or give each jsonl tracker its own file."
             )
 
 
 def build_trackers(configs: Sequence[TrackerConfig], run_dir: Path) -> MultiTracker:
-    """Make the trackers that a configuration names, each behind a `BackgroundTracker`.
+    """Create the trackers of a configuration, each wrapped in a `BackgroundTracker`.
 
-    Those that may be away keep what they could not deliver in `trackers/` in the run's folder. A tracker of one's own
-    is put beside them: `MultiTracker([build_trackers(configs, run_dir), mine])`.
+    The `wandb`, `aim` and `tensorboard` trackers spool undelivered values to `trackers/` in the run folder. Combine the
+    result with a tracker of your own: `MultiTracker([build_trackers(configs, run_dir), mine])`.
 
     Args:
-        configs: The choices, in the order in which values are handed out.
-        run_dir: Folder of the run, where trackers keep their files.
+        configs: Tracker configurations, in the order in which the trackers are called.
+        run_dir: Run folder, where trackers keep their files.
 
     Returns:
-        One tracker that stands for all of them.
+        One tracker that forwards every call to all of them.
 
     Raises:
-        UserError: As `check_trackers`; nothing is open then.
+        UserError: If `check_trackers` raises; no tracker is open then.
     """
     check_trackers(configs)
     with ExitStack() as opened:

@@ -1,4 +1,4 @@
-"""Where values wait for a tracker that may be down: in a folder, so that they outlive the process too."""
+"""On-disk queue of tracker entries; undelivered entries survive the process and are delivered at its next start."""
 
 import json
 import logging
@@ -11,44 +11,46 @@ from typing import final
 from pydantic import JsonValue
 
 from d9d_metrics.trackers._files import make_folder, replace_file, sync
-from d9d_metrics.trackers.outbox import Entry, Flush, GoBack, Inbox, RunConfig, StepValues
+from d9d_metrics.trackers.outbox import Entry, Flush, Inbox, Rollback, RunConfig, StepValues
 from d9d_metrics.trackers.values import from_json, to_json
 
 _LOGGER = logging.getLogger("d9d.metrics")
-_RETRY_SECONDS = 1.0  # between attempts to write to a full disk
+_RETRY_SECONDS = 1.0  # between attempts to write, e.g. while the disk is full
 _CLOSE_SECONDS = 10.0
-_DIGITS = 20
+_OFFSET_DIGITS = 20
 
 
 @final
 class Spool:
-    """A queue in a folder: `put` hands an entry to a thread that appends it to a file; delivery reads it from there.
+    """On-disk queue: `put` passes an entry to a thread that appends it to a file, from which it is delivered.
 
-    The folder has `entries.jsonl`, one entry a line; `delivered`, the number of bytes of it that the tracker has
-    written out; and `state.json`, what finds the tracker's run again. Delivery is at least once: entries that the
-    tracker took, but had not written out when the process was killed, are delivered again at the next start. The file
-    is emptied whenever the tracker has written out everything in it.
+    The folder has three files. `entries.jsonl` has one entry per line. `delivered` is the number of its bytes that the
+    tracker has written durably. `state.json` identifies the tracker's run.
+
+    Entries are delivered at least once. If the process is killed, entries that the tracker received but did not write
+    durably are delivered again at the next start. The file is truncated whenever the tracker has written all of it
+    durably.
 
     Args:
-        folder: The folder, made if needed; no other process may use it.
-        capacity: How many entries may wait for the disk.
-        max_bytes: How large the file may become; what comes beyond is left out, and counted.
+        folder: The folder, created if needed; no other process may use it.
+        capacity: Largest number of entries in memory that wait to be written.
+        max_bytes: Largest size of the file; further entries are dropped and counted.
     """
 
     def __init__(self, folder: Path, *, capacity: int = 10_000, max_bytes: int = 2**30) -> None:
         make_folder(folder)
         self._folder, self._path, self._max_bytes = folder, folder / "entries.jsonl", max_bytes
-        self._file, self._size = _open_whole_lines(self._path)
-        self._note = os.open(folder / "delivered", os.O_RDWR | os.O_CREAT, 0o666)
-        noted = os.pread(self._note, _DIGITS, 0)
-        # A kill may have come between the emptying of the file and the note of it.
-        self._delivered = int(noted) if noted.isdigit() and int(noted) <= self._size else 0
-        self._head = self._delivered  # bytes that the tracker took, written out or not
+        self._file, self._size = _open_complete_lines(self._path)
+        self._offset_file = os.open(folder / "delivered", os.O_RDWR | os.O_CREAT, 0o666)
+        offset = os.pread(self._offset_file, _OFFSET_DIGITS, 0)
+        # A kill between the truncation of the file and the update of `delivered` leaves an offset that is too large.
+        self._delivered = int(offset) if offset.isdigit() and int(offset) <= self._size else 0
+        self._head = self._delivered  # offset of the next entry to deliver; at least `_delivered`
         sync(folder)
         self._incoming = Inbox()
         self._capacity = capacity
-        self._num_put = self._num_handled = self._left_out = 0
-        # Guards the files and what is known about them; `put` does not take it.
+        self._num_put = self._num_handled = self._num_dropped = 0
+        # Guards the files and their offsets; `put` does not acquire it, so that it never blocks.
         self._changed = threading.Condition()
         self._is_drained = False
         self._closing = threading.Event()
@@ -56,84 +58,84 @@ class Spool:
         self._writer.start()
 
     def put(self, entry: Entry) -> None:
-        """Hand an entry to the thread that writes."""
-        if len(self._incoming) >= self._capacity and not isinstance(entry, GoBack | Flush):
-            self._left_out += 1
+        """Pass an entry to the writer thread; drop and count it if too many wait."""
+        if len(self._incoming) >= self._capacity and not isinstance(entry, Rollback | Flush):
+            self._num_dropped += 1
         else:
             self._num_put += 1
             self._incoming.put(entry)
 
     def head(self) -> Entry | None:
-        """Read the oldest undelivered entry, waiting for one."""
+        """Read the oldest undelivered entry, waiting for one; `None` if the spool is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._head < self._size or self._is_drained)
             return _decoded(self._read_line()) if self._head < self._size else None
 
     def delivered(self) -> None:
-        """Go on to the next entry."""
+        """Advance to the next entry."""
         with self._changed:
             self._head += len(self._read_line())
 
     def flushed(self) -> None:
-        """Note that the entries before the head need not be delivered again."""
+        """Record that the entries before the head are durable and need not be delivered again."""
         with self._changed:
             self._delivered = self._head
             if self._delivered == self._size:
                 os.ftruncate(self._file, 0)
                 self._head = self._delivered = self._size = 0
-            self._note_delivered()
+            self._write_offset()
 
     def failed(self) -> None:
-        """Go back to the oldest entry that may be lost with the tracker."""
+        """Return to the oldest entry that is not durable."""
         with self._changed:
             self._head = self._delivered
 
     def flush(self, seconds: float) -> bool:
-        """Wait until everything is on the disk."""
+        """Wait until all entries are written, and fsync the file; False if that fails or takes too long."""
         wanted = self._num_put
-        self._incoming.look_now()
+        self._incoming.wake()
         with self._changed:
             is_done = self._changed.wait_for(lambda: self._num_handled >= wanted, timeout=seconds)
             try:
                 os.fsync(self._file)
             except OSError as error:
-                _LOGGER.warning("cannot bring %s to the disk: %s", self._path, error)
+                _LOGGER.warning("cannot fsync %s: %s", self._path, error)
                 return False
         return is_done
 
     def forget_after(self, step: int) -> None:
-        """Rewrite the file without the undelivered entries of later steps."""
+        """Rewrite the file without the undelivered entries of steps after `step`."""
         with self._changed:
             waiting = self._path.read_bytes()[self._delivered :].splitlines(keepends=True)
             kept = [line for line in waiting if not _is_after(step, _decoded(line))]
-            # First the note, then the file: a kill between them delivers twice; the other way round it would lose some.
+            # Reset the offset before the file: a kill in between repeats entries, whereas the reverse order loses some.
             self._head = self._delivered = 0
-            self._note_delivered()
+            self._write_offset()
             replace_file(self._path, b"".join(kept))
             os.close(self._file)
-            self._file, self._size = _open_whole_lines(self._path)
+            self._file, self._size = _open_complete_lines(self._path)
 
     def load_state(self) -> dict[str, JsonValue]:
-        """Read the state; empty if there is none, or none that is sound."""
+        """Read the state; empty if there is none, or the file is invalid."""
         try:
             return dict(json.loads((self._folder / "state.json").read_bytes()))
         except (OSError, ValueError):
             return {}
 
     def save_state(self, state: Mapping[str, JsonValue]) -> None:
-        """Write the state, at once."""
+        """Write the state durably."""
         replace_file(self._folder / "state.json", json.dumps(dict(state)).encode())
 
     def close(self) -> None:
-        """Let the thread that writes end once it is through, and `head` after the last entry."""
+        """Append the end marker, and wait up to ten seconds for the writer thread."""
         self._closing.set()
         self._incoming.put(None)
-        self._incoming.look_now()
+        self._incoming.wake()
         self._writer.join(timeout=_CLOSE_SECONDS)
 
     def describe_rest(self) -> str:
-        """Return what waits for the next start, and what is lost."""
-        waiting, lost = self._size - self._delivered, self._left_out + self._num_put - self._num_handled
+        """Describe the bytes that wait for the next start, and the entries that are lost; empty if there are none."""
+        waiting, lost = self._size - self._delivered, self._num_dropped + self._num_put - self._num_handled
         parts = [f"{waiting} bytes wait in {self._folder} for the next start of the run"] if waiting else []
         return "; ".join([*parts, f"{lost} entries are lost"] if lost else parts)
 
@@ -141,7 +143,7 @@ class Spool:
         while (entry := self._incoming.get()) is not None:
             is_kept = self._append(_encoded(entry))
             with self._changed:
-                self._left_out += not is_kept
+                self._num_dropped += not is_kept
                 self._num_handled += 1
                 self._changed.notify_all()
         with self._changed:
@@ -149,7 +151,7 @@ class Spool:
             self._changed.notify_all()
 
     def _append(self, line: bytes) -> bool:
-        """Append a line, waiting for room on the disk until the spool is closed; whether it was written."""
+        """Append a line, retrying until the spool is closed; return True if it was written."""
         if self._size + len(line) > self._max_bytes:
             return False
         while not self._try_append(line):
@@ -165,23 +167,23 @@ class Spool:
                     return True
                 os.ftruncate(self._file, self._size)
             except OSError as error:
-                _LOGGER.warning("cannot write to %s, will try again: %s", self._path, error)
+                _LOGGER.warning("cannot write to %s, retrying: %s", self._path, error)
         return False
 
     def _read_line(self) -> bytes:
-        """Return the line at the head."""
+        """Read the line at the head."""
         line = b""
         while not line.endswith(b"\n"):
             part = os.pread(self._file, 1 << 16, self._head + len(line))
             line += part[: part.find(b"\n") + 1] or part
         return line
 
-    def _note_delivered(self) -> None:
-        os.pwrite(self._note, b"%0*d" % (_DIGITS, self._delivered), 0)
+    def _write_offset(self) -> None:
+        os.pwrite(self._offset_file, b"%0*d" % (_OFFSET_DIGITS, self._delivered), 0)
 
 
-def _open_whole_lines(path: Path) -> tuple[int, int]:
-    """Open a file for reading and appending, without a last line that a kill cut short; the descriptor and its size."""
+def _open_complete_lines(path: Path) -> tuple[int, int]:
+    """Open a file for reading and appending, without an incomplete last line; return the descriptor and the size."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     size = path.read_bytes().rfind(b"\n") + 1
     os.ftruncate(file, size)
@@ -198,7 +200,7 @@ def _encoded(entry: Entry) -> bytes:
             record = {"step": step, "values": {name: to_json(value) for name, value in values.items()}}
         case RunConfig(config):
             record = {"config": dict(config)}
-        case GoBack(step):
+        case Rollback(step):
             record = {"go_back_to": step}
         case Flush():
             record = {"flush": True}
@@ -210,7 +212,7 @@ def _decoded(line: bytes) -> Entry:
         case {"step": int(step), "values": dict(values)}:
             return StepValues(step, {name: from_json(value) for name, value in values.items()})
         case {"go_back_to": int(step)}:
-            return GoBack(step)
+            return Rollback(step)
         case {"flush": True}:
             return Flush()
         case record:

@@ -1,4 +1,4 @@
-"""Keeps a run's values in event files, which TensorBoard shows."""
+"""Logs metric values to TensorBoard event files."""
 
 import json
 import struct
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 
 @final
 class TensorBoardTracker:
-    """Writes event files into a folder; a resumed run gets another file that takes back the steps taken again."""
+    """Writes event files to a folder. A resumed run writes a new file, which hides the steps that run again."""
 
     def __init__(self, folder: Path) -> None:
-        """Choose the folder.
+        """Set the folder; no file is opened yet.
 
         Args:
-            folder: Where the event files are; one folder is one run.
+            folder: Folder of the event files; one folder is one run.
         """
         self._folder = folder
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
-        """Let TensorBoard forget later steps."""
+        """Close the event file; the next one makes TensorBoard discard the steps after `step`."""
         self.close()
         self._purge_step = step + 1
 
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
-        """Keep the configuration as text, shown under `config`."""
+        """Write the configuration as text, named `config`."""
         text = json.dumps(redact_secrets(config), indent=2, ensure_ascii=False)
-        self._opened().add_text("config", f"```json\n{text}\n```")
+        self._get_writer().add_text("config", f"```json\n{text}\n```")
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
-        """Write the values."""
-        writer = self._opened()
+        """Write the values of a step."""
+        writer = self._get_writer()
         for name, value in values.items():
             match value:
                 case Histogram():
@@ -58,17 +58,17 @@ class TensorBoardTracker:
                     writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
-        """Bring what the writer gathers to the disk."""
+        """Flush the writer and fsync its files."""
         if self._writer is not None:
             self._writer.flush()
             self._sync_files()
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return nothing: the folder is found by its name."""
+        """Return an empty state: the run is found by its folder."""
         return {}
 
     def close(self) -> None:
-        """Bring what the writer gathers to the disk, and close the file."""
+        """Close the writer and fsync its files."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
             writer.close()
@@ -78,7 +78,7 @@ class TensorBoardTracker:
         for path in (*self._folder.glob("events.out.tfevents.*"), self._folder):
             sync(path)
 
-    def _opened(self) -> "SummaryWriter":
+    def _get_writer(self) -> "SummaryWriter":
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
 
@@ -89,15 +89,15 @@ class TensorBoardTracker:
 
 def _add_histogram(writer: "SummaryWriter", name: str, value: Histogram, step: int) -> None:
     edges, num = value.edges, sum(value.counts)
-    middles = [(low + high) / 2 for low, high in pairwise(edges)]
-    weighted = list(zip(middles, value.counts, strict=True))
+    centers = [(low + high) / 2 for low, high in pairwise(edges)]
+    weighted = list(zip(centers, value.counts, strict=True))
     writer.add_histogram_raw(
         name,
         min=value.low,
         max=value.high,
         num=num,
-        sum=sum(middle * count for middle, count in weighted),
-        sum_squares=sum(middle**2 * count for middle, count in weighted),
+        sum=sum(center * count for center, count in weighted),
+        sum_squares=sum(center**2 * count for center, count in weighted),
         bucket_limits=list(edges[1:]),
         bucket_counts=list(value.counts),
         global_step=step,
@@ -105,10 +105,10 @@ def _add_histogram(writer: "SummaryWriter", name: str, value: Histogram, step: i
 
 
 def _add_picture(writer: "SummaryWriter", name: str, value: Picture, step: int) -> None:
-    """Write the PNG as it is, which the writer's own method would decode and encode again."""
+    """Write the PNG bytes unchanged; the writer's own `add_image` would decode and encode them again."""
     from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415  # ty: ignore[import-not-found] - made by protobuf
 
-    width, height = struct.unpack(">II", value.png[16:24])  # from the header, which every PNG starts with
+    width, height = struct.unpack(">II", value.png[16:24])  # from the PNG header
     image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=value.png)
     assert writer.file_writer is not None
     writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
@@ -116,11 +116,11 @@ def _add_picture(writer: "SummaryWriter", name: str, value: Picture, step: int) 
 
 @final
 class TensorBoardTrackerConfig(BaseModel):
-    """Chooses TensorBoard; needs the extra `tensorboard`.
+    """Configuration of TensorBoard event files; needs the extra `tensorboard`.
 
     Attributes:
-        kind: The word that chooses this tracker.
-        folder: Folder of the event files, relative to the run's folder.
+        kind: Tracker type, `"tensorboard"`.
+        folder: Folder of the event files, relative to the run folder.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -129,18 +129,18 @@ class TensorBoardTrackerConfig(BaseModel):
     folder: str = "tensorboard"
 
     def check(self) -> None:
-        """Refuse it if the package is missing.
+        """Check that the package is installed.
 
         Raises:
-            UserError: With the command that installs it.
+            UserError: If it is not, with the command that installs it.
         """
         check_extra("tensorboard", extra=self.kind)
 
     def build(self, run_dir: Path) -> BackgroundTracker:
-        """Make the tracker.
+        """Create the tracker.
 
         Raises:
-            UserError: If the package is missing.
+            UserError: If the package is not installed.
         """
         self.check()
         folder = run_dir / self.folder

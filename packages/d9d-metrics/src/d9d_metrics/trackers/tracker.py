@@ -1,4 +1,4 @@
-"""The contract of an experiment tracker: a training loop knows only this, never where the values end up."""
+"""The interface of an experiment tracker, the only one that a training loop uses."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -9,42 +9,45 @@ from d9d_metrics.trackers.values import Tracked
 
 
 class Tracker(Protocol):
-    """Takes in the values that a run measures. One process of a job owns it; all calls come from one thread.
+    """Logs the values that a run measures. One process of a job owns it and calls it from one thread.
 
-    The calls are `resume` first, if the run continues one that was interrupted; `log_config` once; any number of `log`
-    with steps that never decrease, of `flush` and of `state_dict`; `resume` again, if the job goes back to a checkpoint
-    of its own; `close` once. A tracker of one's own needs no base
-    class and no registration; it may wait and it may raise, if a `BackgroundTracker` stands before it.
+    The order of calls: `resume` first, if the run continues an interrupted one; `log_config` once; any number of `log`
+    with non-decreasing steps, `flush` and `state_dict`; `resume` again if the job rolls back to a checkpoint; `close`
+    once.
+
+    A custom tracker needs no base class and no registration. It may block and raise if it is wrapped in a
+    `BackgroundTracker`.
     """
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = ...) -> None:
         """Continue a run.
 
         Args:
-            step: Forget everything logged after it, because these steps will be taken again; -1 forgets every step.
-            state: What `state_dict` returned in the run's last life; empty if that is not known.
+            step: Forget everything logged after this step, because later steps run again; -1 forgets every step.
+            state: The `state_dict` of the interrupted run; empty if unknown.
         """
         ...
 
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
-        """Keep the resolved configuration of the run, with its secrets redacted."""
+        """Log the resolved configuration of the run, with secrets redacted."""
         ...
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
-        """Take in values measured at a step; several calls for one step add up. What it cannot keep it leaves out."""
+        """Log values of a step; several calls for one step are combined. Unsupported values are skipped."""
         ...
 
     def flush(self) -> None:
-        """Write out what was logged, so that it survives the process, and the machine where the tracker can do that.
+        """Write logged values durably: they must survive the process, and a power loss if the tracker supports it.
 
-        Call it before a checkpoint is saved: a job that resumes from the checkpoint logs earlier steps no more.
+        Call it before saving a checkpoint, because a job that resumes from the checkpoint does not log earlier steps
+        again.
         """
         ...
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return what finds the run again, such as its id; for a checkpoint of the job, after `flush`."""
+        """Return the state that identifies the run, such as its id, for a checkpoint; call it after `flush`."""
         ...
 
     def close(self) -> None:
-        """Write out what was logged, as `flush` does, and let go of files and connections."""
+        """Write logged values durably, like `flush`, and close files and connections."""
         ...

@@ -1,4 +1,4 @@
-"""Keeps a run's values in Weights & Biases, online or in a folder that `wandb sync` uploads later."""
+"""Logs metric values to Weights & Biases, online or to a folder that `wandb sync` uploads later."""
 
 import secrets
 import tempfile
@@ -21,10 +21,10 @@ _ID = "wandb_run_id"
 
 @final
 class WandbTracker:
-    """Logs to a run of Weights & Biases, which is opened by the first call that needs it.
+    """Logs to a Weights & Biases run, which the first call that needs it opens.
 
-    Its steps never go back: values of steps that a resumed job takes again are those of the first time. The account's
-    key comes from where W&B looks for it (`WANDB_API_KEY`, `wandb login`), never from a configuration.
+    W&B's steps never decrease, so steps that run again after a resume keep their first values. W&B reads the API key
+    from `WANDB_API_KEY` or `wandb login`; it is not part of the configuration.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class WandbTracker:
         tags: tuple[str, ...] = (),
         mode: Literal["online", "offline"] = "online",
     ) -> None:
-        """Choose a new run.
+        """Configure a new run; it is not opened yet.
 
         Args:
-            run_dir: Where W&B keeps its files, in a folder `wandb`.
+            run_dir: Folder in which W&B creates its folder `wandb`.
             project: Name of the project.
-            entity: User or team; the account's default if not given.
-            name: Shown for the run; W&B invents one if not given.
-            group: Runs of the same group are shown together.
-            tags: Words to find the run by.
-            mode: `"offline"` writes files alone.
+            entity: User or team; the account's default if None.
+            name: Display name of the run; W&B generates one if None.
+            group: Name of the group that the run belongs to.
+            tags: Tags of the run.
+            mode: `"offline"` only writes files.
         """
         self._run_dir, self._mode = run_dir, mode
         self._options: dict[str, Any] = {"project": project, "entity": entity, "name": name, "group": group}
@@ -56,24 +56,24 @@ class WandbTracker:
         self._run: wandb.Run | None = None
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
-        """Choose the run that the state names, instead of a new one."""
+        """Use the run id of the state, if it has one."""
         self._run_id = str(state.get(_ID, self._run_id))
 
     def log_config(self, config: Mapping[str, JsonValue]) -> None:
-        """Make the configuration that of the run."""
-        self._opened().config.update(redact_secrets(config), allow_val_change=True)
+        """Set the configuration of the run, with secrets redacted."""
+        self._get_run().config.update(redact_secrets(config), allow_val_change=True)
 
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
-        """Log the values; text is logged as it is."""
+        """Log the values of a step; text is logged as a string."""
         with tempfile.TemporaryDirectory() as folder:
             logged = {name: _converted(value, Path(folder)) for name, value in values.items()}
-            self._opened().log(logged, step=step)
+            self._get_run().log(logged, step=step)
 
     def flush(self) -> None:
-        """Do nothing: W&B has a process of its own that writes, which survives this one."""
+        """Do nothing: W&B writes values in its own process, which survives this one."""
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return the run's id."""
+        """Return the run id."""
         return {_ID: self._run_id}
 
     def close(self) -> None:
@@ -82,12 +82,12 @@ class WandbTracker:
             self._run.finish()
             self._run = None
 
-    def _opened(self) -> "wandb.Run":
+    def _get_run(self) -> "wandb.Run":
         if self._run is None:
             import wandb  # noqa: PLC0415 - an extra
 
             self._run_dir.mkdir(parents=True, exist_ok=True)
-            # Output of the process, code and the machine are not what was asked to be tracked.
+            # Disable W&B's own logging of console output, code and git state.
             settings = wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True)
             self._run = wandb.init(
                 id=self._run_id,
@@ -120,15 +120,15 @@ def _converted(value: Tracked, folder: Path) -> Any:
 
 @final
 class WandbTrackerConfig(BaseModel):
-    """Chooses Weights & Biases; needs the extra `wandb`.
+    """Configuration of Weights & Biases; needs the extra `wandb`.
 
     Attributes:
-        kind: The word that chooses this tracker.
+        kind: Tracker type, `"wandb"`.
         project: Name of the project.
         entity: User or team; the account's default if null.
-        name: Shown for the run; W&B invents one if null.
-        group: Runs of the same group are shown together.
-        tags: Words to find the run by.
+        name: Display name of the run; W&B generates one if null.
+        group: Name of the group that the run belongs to.
+        tags: Tags of the run.
         mode: `"offline"` writes files that `wandb sync` uploads later.
     """
 
@@ -143,18 +143,18 @@ class WandbTrackerConfig(BaseModel):
     mode: Literal["online", "offline"] = "online"
 
     def check(self) -> None:
-        """Refuse it if the package is missing.
+        """Check that the package is installed.
 
         Raises:
-            UserError: With the command that installs it.
+            UserError: If it is not, with the command that installs it.
         """
         check_extra("wandb", extra=self.kind)
 
     def build(self, run_dir: Path) -> BackgroundTracker:
-        """Make the tracker.
+        """Create the tracker.
 
         Raises:
-            UserError: If the package is missing.
+            UserError: If the package is not installed.
         """
         self.check()
         options = self.model_dump(exclude={"kind"})

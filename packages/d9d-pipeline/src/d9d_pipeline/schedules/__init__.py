@@ -1,1 +1,1 @@
-"""The schedules of the literature, each from its paper."""
+"""Pipeline schedules from the literature; each class cites its paper."""

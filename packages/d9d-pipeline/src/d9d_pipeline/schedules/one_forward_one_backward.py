@@ -1,4 +1,4 @@
-"""1F1B and its interleaved form: backward as early as possible, so that few microbatches are under way."""
+"""1F1B and interleaved 1F1B: each backward runs as early as possible, which bounds the microbatches in flight."""
 
 import itertools
 from collections.abc import Iterator
@@ -15,18 +15,18 @@ from d9d_pipeline.schedule import Schedule
 class OneForwardOneBackward(Schedule):
     """1F1B (Narayanan et al., arXiv:2104.04473): rank r of p holds at most p - r microbatches.
 
-    Takes as long as GPipe. On a single rank it is gradient accumulation: forward and backward of one microbatch after
+    It takes as long as GPipe. On one rank it is gradient accumulation: the forward and backward of one microbatch after
     the other.
 
     Attributes:
-        max_activations: Largest number of microbatches that a rank may hold, at least 1; `None` for no bound. Fewer
-            than p cost time.
+        max_activations: Largest number of microbatches that a rank may hold, at least 1; `None` for no bound. A bound
+            below p makes the step longer.
     """
 
     max_activations: int | None = None  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Forward | Backward]:
-        """Forwards until the pipeline is full, then one backward and one forward in turn, then the last backwards.
+        """Yield the warm-up forwards, then alternate backwards and forwards, then yield the last backwards.
 
         Raises:
             UserError: If `max_activations` is less than 1.
@@ -40,25 +40,26 @@ class OneForwardOneBackward(Schedule):
 @final
 @dataclass(frozen=True)
 class Interleaved(Schedule):
-    """Interleaved 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2): v stages on a rank, and v times less bubble.
+    """Interleaved 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2): v stages per rank divide the bubble by v.
 
-    Microbatches pass in rounds, each through all stages of a rank. The paper's rounds are of p microbatches; where p
-    does not divide m, they are of p or a few more here, so that nobody waits for a microbatch of the next round.
+    With p ranks, m microbatches pass in rounds, each through all stages of a rank. In the paper a round has p
+    microbatches, and m is a multiple of p. Here, rounds have p or a few more microbatches if p does not divide m, so
+    that no rank waits for a microbatch of the next round.
 
     Attributes:
-        stages_per_rank: How many stages each rank holds.
-        max_activations: Largest number of (stage, microbatch) pairs that a rank may hold; `None` for no bound. At least
-            (v - 1) p + 1 for rounds of p; fewer than (v + 1) p - 1 cost time.
+        stages_per_rank: Number of stages on each rank, v.
+        max_activations: Largest number of (stage, microbatch) pairs that a rank may hold; `None` for no bound. The
+            smallest possible bound is (v - 1) p + 1 for rounds of p. A bound below (v + 1) p - 1 makes the step longer.
     """
 
     stages_per_rank: int = 2  # ty: ignore[incompatible-attribute-override] - read-only on purpose
     max_activations: int | None = None  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Forward | Backward]:
-        """Forwards until the pipeline is full, then one backward and one forward in turn, then the last backwards.
+        """Yield the warm-up forwards, then alternate backwards and forwards, then yield the last backwards.
 
         Raises:
-            UserError: If `max_activations` is too small.
+            UserError: If `max_activations` is too small for a backward to run.
         """
         order = InterleavedOrder.of(
             rank,
@@ -72,22 +73,22 @@ class Interleaved(Schedule):
 
 
 Warmup: TypeAlias = Literal["short", "long"]
-"""Forwards of a rank before its first backward, if it holds several stages.
+"""Length of the warm-up, the forwards of a rank before its first backward, with several stages per rank.
 
-With each rank before the last one, `"short"` adds one forward and `"long"` two.
+For each rank between this one and the last, `"short"` adds one forward and `"long"` two.
 """
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class InterleavedOrder:
-    """The order in which a rank meets its (stage, microbatch) pairs.
+    """The order in which a rank processes its (stage, microbatch) pairs.
 
     Attributes:
-        forwards: Forward.
-        backwards: Backward.
+        forwards: (stage, microbatch) pairs in the order of their forwards.
+        backwards: (stage, microbatch) pairs in the order of their backwards.
         warmup: Number of forwards before the first backward.
-        delay: Number of backwards for inputs before the first backward for weights, less one, if backwards are split.
+        delay: Number of further `BackwardInput` actions between the `BackwardInput` and the `BackwardWeight` of a pair.
     """
 
     forwards: list[tuple[int, int]]
@@ -111,21 +112,21 @@ class InterleavedOrder:
         Args:
             rank: The pipeline rank.
             num_ranks: Number of pipeline ranks.
-            num_microbatches: Number of microbatches of a step.
-            stages_per_rank: Number of stages of each rank.
-            warmup: Number of forwards before the first backward.
+            num_microbatches: Number of microbatches per step.
+            stages_per_rank: Number of stages on each rank.
+            warmup: Length of the warm-up.
             max_delay: Largest `delay`.
             max_activations: Largest number of (stage, microbatch) pairs that the rank may hold; `None` for no bound.
 
         Raises:
-            UserError: If the first backward cannot come before so many forwards.
+            UserError: If `max_activations` is less than the number of forwards that precede the first backward.
         """
         rounds = _rounds(num_microbatches, num_ranks)
         stages = [turn * num_ranks + rank for turn in range(stages_per_rank)]
         forwards = [(stage, microbatch) for each in rounds for stage in stages for microbatch in each]
         backwards = [(stage, microbatch) for each in rounds for stage in reversed(stages) for microbatch in each]
         longest = max(len(each) for each in rounds)
-        # One stage on a rank is not interleaved: it fills the pipeline as 1F1B does, not twice as deep.
+        # With one stage per rank there is no interleaving: the warm-up is that of 1F1B, not twice as long.
         least = (stages_per_rank - 1) * longest + 1  # forwards up to the first output of the rank's last stage
         short = least + num_ranks - rank - 1
         long = least + 2 * (num_ranks - rank - 1) if stages_per_rank > 1 and warmup == "long" else short
@@ -136,12 +137,12 @@ class InterleavedOrder:
                 f"and {num_microbatches} microbatches; expected at least {least}, the forwards before the first "
                 "backward. Allow more activations, or use fewer stages per rank."
             )
-        # The short warm-up saves most time, then weight gradients that wait, then the long warm-up.
+        # Spend the allowed activations where they save most time: short warm-up, deferred weights, long warm-up.
         warmed = min(max(min(short, allowed), allowed - max_delay), long, len(forwards))
         return InterleavedOrder(forwards, backwards, warmed, min(max_delay, allowed - warmed))
 
     def one_forward_one_backward(self) -> Iterator[Forward | Backward]:
-        """Yield forwards until the pipeline is full, one backward and one forward in turn, then the last backwards."""
+        """Yield the warm-up forwards, then alternate backwards and forwards, then yield the last backwards."""
         for cell in self.forwards[: self.warmup]:
             yield Forward(*cell)
         for index, cell in enumerate(self.backwards):
@@ -151,7 +152,10 @@ class InterleavedOrder:
 
 
 def _rounds(num_microbatches: int, num_ranks: int) -> list[range]:
-    """Consecutive microbatches, in as many rounds of at least `num_ranks` as there can be, of nearly equal lengths."""
+    """Split the microbatches into consecutive rounds of nearly equal length.
+
+    There are as many rounds as possible with at least `num_ranks` microbatches each, and at least one round.
+    """
     count = max(1, num_microbatches // num_ranks)
     edges = [index * (num_microbatches // count) + min(index, num_microbatches % count) for index in range(count + 1)]
     return [range(start, end) for start, end in itertools.pairwise(edges)]

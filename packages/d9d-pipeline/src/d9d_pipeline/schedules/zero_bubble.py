@@ -1,4 +1,4 @@
-"""Backwards in two halves: gradients of weights wait, and fill the time in which a rank would wait for others."""
+"""Backwards in two halves: deferred weight gradients fill the time in which a rank would wait for other ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,16 +14,17 @@ from d9d_pipeline.schedules.one_forward_one_backward import InterleavedOrder, Wa
 class ZeroBubble1P(Schedule):
     """ZB1P, the paper's ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241), also interleaved.
 
-    The order is that of 1F1B. Rank r computes gradients of weights r microbatches late, and so holds p microbatches, as
-    the first rank of 1F1B does. With a forward of F, a backward for inputs of I and one for weights of W, one stage on
-    a rank has a bubble of (p - 1)(F + I - W) instead of (p - 1)(F + I + W).
+    The order is that of 1F1B. Rank r of p defers weight gradients by r microbatches, so each rank holds p microbatches,
+    like the first rank of 1F1B. Let F, I and W be the times of a forward, a `BackwardInput` and a `BackwardWeight`.
+    With one stage per rank the bubble is (p - 1)(F + I - W), instead of (p - 1)(F + I + W) for 1F1B.
 
     Attributes:
-        stages_per_rank: How many stages each rank holds.
-        warmup: With several stages on a rank, `"short"` holds at most v p pairs. `"long"`, the warm-up of interleaved
-            1F1B, holds (v + 1) p - 1. Both take the same time if transfers take none; `"long"` hides transfers better.
-        max_activations: Largest number of (stage, microbatch) pairs that a rank may hold; `None` for no bound. At least
-            (v - 1) p + 1 for rounds of p; fewer than v p cost time.
+        stages_per_rank: Number of stages on each rank, v.
+        warmup: With several stages per rank, `"short"` holds at most v p pairs. `"long"`, the warm-up of interleaved
+            1F1B, holds (v + 1) p - 1. If transfers take no time, both take the same time; otherwise `"long"` overlaps
+            transfers better.
+        max_activations: Largest number of (stage, microbatch) pairs that a rank may hold; `None` for no bound. The
+            smallest possible bound is (v - 1) p + 1 for rounds of p. A bound below v p makes the step longer.
     """
 
     stages_per_rank: int = 1  # ty: ignore[incompatible-attribute-override] - read-only on purpose
@@ -33,10 +34,10 @@ class ZeroBubble1P(Schedule):
     def actions(
         self, rank: int, num_ranks: int, num_microbatches: int
     ) -> Iterator[Forward | BackwardInput | BackwardWeight]:
-        """1F1B with each backward in two, the second of them late.
+        """Yield the order of 1F1B with split backwards and deferred weight gradients.
 
         Raises:
-            UserError: If `max_activations` is too small.
+            UserError: If `max_activations` is too small for a backward to run.
         """
         order = InterleavedOrder.of(
             rank,
