@@ -238,7 +238,7 @@ def test_the_environment_decides_when_a_layer_is_built(monkeypatch: pytest.Monke
     attention = _everything()
     monkeypatch.delenv("D9D_ATTENTION")
     tables = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=8, rotary_dim=4, theta=100.0)
-    with pytest.raises(UserError, match=r"no attention backend that may be used .*\n- sdpa has no softcap"):
+    with pytest.raises(UserError, match=r"no allowed attention backend .*\n- sdpa has no softcap"):
         attention(torch.randn(1, 3, 12), tables)
 
 
@@ -278,11 +278,11 @@ def test_tables_and_documents_that_do_not_fit_are_refused() -> None:
     x = torch.randn(2, 3, 12)
     for head_dim, length in ((8, 3), (4, 2)):
         tables = rotary_tables(torch.arange(length).unsqueeze(0), head_dim=head_dim, theta=9.0)
-        with pytest.raises(UserError, match=r"got rotary tables of the shape .* of 2 pairs: .* rotary_dim = 4\."):
+        with pytest.raises(UserError, match=r"got rotary tables of shape .* of 2 pairs: .* rotary_dim = 4\."):
             attention(x, tables)
     tables = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=8, rotary_dim=4, theta=9.0)
     for documents in (torch.zeros(1, 3, dtype=torch.int64), torch.zeros(2, 3)):
-        with pytest.raises(UserError, match=r"got documents of the shape .*; expected integers \(2, 3\)"):
+        with pytest.raises(UserError, match=r"got documents_BL of shape .*; expected integers of shape \(2, 3\)"):
             attention(x, tables, documents_BL=documents)
 
 
@@ -339,7 +339,7 @@ def test_nothing_to_attend_gives_nothing(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_kv_heads": 0}, "num_heads = 4, num_kv_heads = 0; each key/value head must serve"),
+        ({"num_kv_heads": 0}, "num_heads = 4, num_kv_heads = 0; query heads are divided evenly"),
         ({"rotary_dim": 3}, "rotary_dim = 3; expected an even number of features from 2 to head_dim = 4"),
         ({"rotary_dim": 6}, "rotary_dim = 6; expected an even number of features from 2 to head_dim = 4"),
     ],

@@ -184,9 +184,9 @@ def test_a_scale_takes_the_place_of_one_over_the_root_of_the_key_dim() -> None:
         ({"q_BLGK": torch.zeros(2, 4, 2, 3).half()}, r"got dtypes torch.float16, torch.float32 and torch.float32; exp"),
         (
             {"initial_state_BHKV": torch.zeros(2, 4, 5, 3)},
-            r"state of the shape \(2, 4, 5, 3\); expected \(2, 4, 3, 5\)",
+            r"state of shape \(2, 4, 5, 3\); expected \(2, 4, 3, 5\)",
         ),
-        ({"documents_BL": torch.zeros(4)}, r"got documents of the shape \(4,\) and dtype torch.float32; expected int"),
+        ({"documents_BL": torch.zeros(4)}, r"got documents_BL of shape \(4,\) and dtype torch.float32; expected int"),
         ({"chunk_size": 0}, "chunk_size = 0; expected 1 position or more"),
         ({"backend": "fast"}, "got backend = 'fast'; expected 'sequential', 'chunked', 'fla', or None to choose"),
     ],
@@ -256,15 +256,15 @@ def test_what_the_package_cannot_compute_is_named(monkeypatch: pytest.MonkeyPatc
 
     _install(monkeypatch)
     assert why_not(_OnAccelerator()) is None
-    assert why_not(torch.zeros(1, 1, 1, 1)) == "it needs an accelerator, the values are on cpu"
-    assert why_not(_OnAccelerator(torch.float32)) == "it needs bfloat16 or float16, the values are torch.float32"
-    assert why_not(_OnAccelerator(), key_dim=257) == "it takes keys of at most 256 features, not of 257"
+    assert why_not(torch.zeros(1, 1, 1, 1)) == "it needs an accelerator, but the values are on cpu"
+    assert why_not(_OnAccelerator(torch.float32)) == "it needs bfloat16 or float16, but the values are torch.float32"
+    assert why_not(_OnAccelerator(), key_dim=257) == "it supports a key dim of at most 256, not 257"
     assert why_not(_OnAccelerator(shape=(1, 0, 3, 4))) == (
-        "it takes no empty tensors, the values have the shape (1, 0, 3, 4)"
+        "it does not support empty tensors, but the values have shape (1, 0, 3, 4)"
     )
     _install(monkeypatch, version="0.4.2")
     assert why_not(_OnAccelerator()) == (
-        "it is installed as version 0.4.2, 0.6 is needed: pip install --upgrade 'd9d-modules[fla]'"
+        "version 0.4.2 is installed, 0.6 or later is needed: pip install --upgrade 'd9d-modules[fla]'"
     )
 
 
@@ -274,7 +274,9 @@ def test_a_package_that_is_missing_or_cannot_serve_is_an_error_only_if_it_was_as
     inputs = _inputs(3)
     monkeypatch.setattr("d9d_modules._fla_delta_rule.find_spec", lambda _: None)
     gated_delta_rule(**inputs)
-    with pytest.raises(UserError, match=r"'fla' cannot serve: it is not installed: pip install 'd9d-modules\[fla\]'\."):
+    with pytest.raises(
+        UserError, match=r"'fla' is not available: it is not installed: pip install 'd9d-modules\[fla\]'\."
+    ):
         gated_delta_rule(**inputs, backend="fla")
     monkeypatch.undo()
     _install(monkeypatch)

@@ -208,7 +208,7 @@ def _ask_for_context_parallelism(method: Any) -> str:
 def test_context_parallelism_is_refused() -> None:
     assert run_ranks(_ask_for_context_parallelism, "all_gather", world_size=1) == ["parallelised"]  # nothing to do
     message = (
-        "0, a GatedDeltaNet, takes its state through a row from the first position to the last, and 2 context-parallel "
+        "0, a GatedDeltaNet, carries a recurrent state through the whole row, and 2 context-parallel "
         "ranks share each row out; expected one. Change that, or use other parallelism."
     )
     assert run_ranks(_ask_for_context_parallelism, "all_gather", world_size=2) == [message] * 2
@@ -219,5 +219,5 @@ def test_what_does_not_fit_is_refused() -> None:
         UserError, match=r"num_key_heads = 3, num_value_heads = 4; .*: use a num_key_heads that divides"
     ):
         GatedDeltaNet(12, num_key_heads=3, num_value_heads=4, key_dim=3, value_dim=5)
-    with pytest.raises(UserError, match=r"got documents of the shape \(5,\) and dtype torch\.int64; expected integers"):
+    with pytest.raises(UserError, match=r"got documents_BL of shape \(5,\) and dtype torch\.int64; expected integers"):
         _layer()(torch.randn(1, 5, 12), documents_BL=torch.zeros(5, dtype=torch.int64))

@@ -73,7 +73,7 @@ def test_bad_options_are_refused() -> None:
         generate(_successor, prompt.new_zeros(2, 0), max_new_tokens=1, max_context=1)
     with pytest.raises(UserError, match=r"max_context = 0; expected at least 1 token"):
         generate(_successor, prompt, max_new_tokens=1, max_context=0)
-    with pytest.raises(UserError, match=r"temperature = -1\.0; expected 0 \(the likeliest token\) or more"):
+    with pytest.raises(UserError, match=r"temperature = -1\.0; expected 0 \(greedy decoding\) or more"):
         generate(_successor, prompt, max_new_tokens=1, max_context=1, temperature=-1.0)
     with pytest.raises(UserError, match=r"top_k = 0; expected at least 1, or None for all tokens"):
         generate(_successor, prompt, max_new_tokens=1, max_context=1, top_k=0)

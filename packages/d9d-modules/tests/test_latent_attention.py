@@ -155,8 +155,8 @@ def test_backends_and_options_reach_the_attention_function() -> None:
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(UserError, match=r"got rotary tables of the shape \(1, 5, 2\) .* of 1 pairs: .* rotary_dim = 2"):
+    with pytest.raises(UserError, match=r"got rotary tables of shape \(1, 5, 2\) .* of 1 pairs: .* rotary_dim = 2"):
         _layer()(torch.randn(1, 5, 12), rotary_tables(torch.arange(5).unsqueeze(0), head_dim=4, theta=9.0))
     rotary = rotary_tables(torch.arange(5).unsqueeze(0), head_dim=2, theta=9.0)
-    with pytest.raises(UserError, match=r"got documents of the shape \(5,\) and dtype torch\.int64; expected integers"):
+    with pytest.raises(UserError, match=r"got documents_BL of shape \(5,\) and dtype torch\.int64; expected integers"):
         _layer()(torch.randn(1, 5, 12), rotary, documents_BL=torch.zeros(5, dtype=torch.int64))

@@ -45,7 +45,7 @@ def test_gradients_reach_the_pooled_tokens_alone() -> None:
 
 def test_a_mask_or_name_that_does_not_fit_is_refused() -> None:
     hidden, pooling = torch.randn(2, 3, 4), "max"
-    with pytest.raises(UserError, match=r"mask has shape \(2, 4\); expected \(2, 3\), one number for each token"):
+    with pytest.raises(UserError, match=r"mask has shape \(2, 4\); expected \(2, 3\), one value for each position"):
         pool(hidden, torch.ones(2, 4), pooling="mean")
     unknown: Any = pooling
     with pytest.raises(UserError, match=r"pooling = 'max'; expected one of last, mean, first"):

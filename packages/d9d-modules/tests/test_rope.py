@@ -49,7 +49,7 @@ def test_tables_stay_float32_and_half_precision_is_rounded_once() -> None:
 
 
 def test_an_odd_head_dim_is_refused() -> None:
-    with pytest.raises(UserError, match=r"head_dim = 5; rotary positions rotate pairs of features: use an even"):
+    with pytest.raises(UserError, match=r"head_dim = 5; RoPE rotates pairs of features: use an even"):
         rotary_tables(torch.zeros(1, 1, dtype=torch.int64), head_dim=5, theta=10_000.0)
 
 
@@ -130,8 +130,8 @@ def test_what_is_not_positions_is_refused(position_ids: torch.Tensor) -> None:
 
 
 def test_positions_out_of_range_are_refused() -> None:
-    with pytest.raises(UserError, match=r"position_ids go from -1 to 3; expected 0 or more"):
+    with pytest.raises(UserError, match=r"position_ids range from -1 to 3; expected 0 or more"):
         rotary_tables(torch.tensor([[3, -1]]), head_dim=8, theta=100.0)
-    with pytest.raises(UserError, match=r"position_ids go from 3 to 8; expected from 0 to 7\."):
+    with pytest.raises(UserError, match=r"position_ids range from 3 to 8; expected from 0 to 7\."):
         rotary_tables(torch.tensor([[3, 8]]), head_dim=8, theta=100.0, max_positions=8)
     rotary_tables(torch.tensor([[0, 7]]), head_dim=8, theta=100.0, max_positions=8)

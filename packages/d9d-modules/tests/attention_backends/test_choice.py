@@ -62,12 +62,12 @@ def test_no_backend_at_all_lists_every_reason() -> None:
         AttentionOptions(softcap=3.0), backends=["flash4", "flex", "sdpa"], environment=NO_ENVIRONMENT
     )
     message = (
-        r"no attention backend that may be used serves causal attention with a softcap of 3\.0 \(head dim 8, "
+        r"no allowed attention backend supports causal attention with a softcap of 3\.0 \(head dim 8, "
         r"torch\.float32, cpu, with backward\):\n"
-        r"- flash4 (is not installed: pip install .*|does not compute on cpu)\n"
+        r"- flash4 (is not installed: pip install .*|does not support cpu)\n"
         r"- flex has no backward on cpu\n"
         r"- sdpa has no softcap\n"
-        r"Allow another backend, or leave `backends` and D9D_ATTENTION unset: eager serves everything\."
+        r"Allow another backend, or unset `backends` and D9D_ATTENTION: eager supports every request\."
     )
     with pytest.raises(UserError, match=message):
         attend(q, q, q)
@@ -79,7 +79,7 @@ def test_a_window_longer_than_the_row_needs_no_mask() -> None:
     )
     rows = torch.randn(1, 5, 2, 8)
     assert attend(rows[:, :4], rows[:, :4], rows[:, :4]).shape == (1, 4, 2, 8)
-    with pytest.raises(UserError, match=r"a window of 4, sinks .*\n- sdpa gives no log-sum-exp"):
+    with pytest.raises(UserError, match=r"a window of 4, sinks .*\n- sdpa returns no log-sum-exp"):
         attend(rows, rows, rows)
 
 
@@ -179,5 +179,5 @@ def test_sinks_are_those_of_the_heads_that_are_here() -> None:
     attend = chosen_attention(AttentionOptions(), sinks=lambda: torch.zeros(4), environment=NO_ENVIRONMENT)
     assert attend(*(torch.randn(1, 3, heads, 8) for heads in (4, 2, 2))).shape == (1, 3, 4, 8)
     attend.of_heads(slice(0, 2))(*(torch.randn(1, 3, heads, 8) for heads in (2, 2, 2)))
-    with pytest.raises(UserError, match=r"got sinks of the shape \(4,\) for 2 heads; .* Split them as the query heads"):
+    with pytest.raises(UserError, match=r"got sinks of shape \(4,\) for 2 heads; .* Shard them like the query heads"):
         attend(*(torch.randn(1, 3, heads, 8) for heads in (2, 2, 2)))

@@ -82,7 +82,7 @@ def test_a_document_in_two_pieces_is_refused(make: Callable[[], AttentionBackend
     documents = torch.tensor([[0, 1, 0]])
     with (
         patch.dict(sys.modules, _packages()),
-        pytest.raises(UserError, match=r"document ids that occur again .* use the backend flex, sdpa or eager"),
+        pytest.raises(UserError, match=r"a document id that reappears .* use the backend flex, sdpa or eager"),
     ):
         make().attend(q, q, q, options=AttentionOptions(), documents_BS=documents, sinks_H=None)
 
@@ -117,11 +117,11 @@ def test_what_both_refuse(make: Callable[[], AttentionBackend]) -> None:
     }
     assert _rejection(make, _request(**everything)) is None
     for device in ("cpu", "meta", "mps"):
-        assert _rejection(make, _request(device=torch.device(device))) == f"does not compute on {device}"
+        assert _rejection(make, _request(device=torch.device(device))) == f"does not support {device}"
     with patch("torch.xpu.get_device_capability", return_value={}):  # other devices say other things
-        assert _rejection(make, _request(device=torch.device("xpu"))) == "does not compute on xpu"
-    assert _rejection(make, _request(dtype=torch.float32)) == ("computes in bfloat16 and float16, not in torch.float32")
-    assert "and a multiple of 8, not 20" in str(_rejection(make, _request(head_dim=20)))
+        assert _rejection(make, _request(device=torch.device("xpu"))) == "does not support xpu"
+    assert _rejection(make, _request(dtype=torch.float32)) == ("supports bfloat16 and float16, not torch.float32")
+    assert "needs a head dim that is a multiple of 8 and at most" in str(_rejection(make, _request(head_dim=20)))
     assert "needs a head dim of at most" in str(_rejection(make, _request(head_dim=264)))
     assert "needs a device of compute capability" in str(_rejection(make, _request(), capability=7))
     assert make().is_fast(_request())
@@ -131,5 +131,5 @@ def test_what_both_refuse(make: Callable[[], AttentionBackend]) -> None:
 def test_only_the_newer_one_has_sinks() -> None:
     assert _rejection(Flash4Backend, _request(has_sinks=True)) is None
     assert _rejection(Flash2Backend, _request(has_sinks=True)) == (
-        "gives no gradient for its log-sum-exp, which sinks need"
+        "does not differentiate its log-sum-exp, as sinks need"
     )

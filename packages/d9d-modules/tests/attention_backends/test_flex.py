@@ -25,7 +25,7 @@ def test_what_it_refuses() -> None:
     assert flex.rejection(_request("cpu", torch.float32)) == "has no backward on cpu"
     assert flex.rejection(_request("cpu", torch.float64, needs_gradient=False)) is None
     assert flex.rejection(_request("cuda", torch.bfloat16)) is None
-    assert flex.rejection(_request("cuda", torch.float64)) == "does not compute in torch.float64 on cuda"
+    assert flex.rejection(_request("cuda", torch.float64)) == "does not support torch.float64 on cuda"
     assert flex.rejection(_request("cuda", torch.float32, head_dim=8)) == "needs a head dim of at least 16, not 8"
     assert flex.is_fast(_request("cuda", torch.bfloat16))
     assert not flex.is_fast(_request("cpu", torch.float32, needs_gradient=False))

@@ -120,8 +120,8 @@ def _pooled() -> str:
 
 def test_rows_that_are_pooled_are_not_shared_out() -> None:
     message = (
-        "head pools whole rows, and 2 context-parallel ranks share each row out; expected one. Set the mesh's "
-        "context-parallel degrees to 1."
+        "head pools whole rows, but 2 context-parallel ranks each hold a part of a row; expected 1 rank. Set the "
+        "mesh's context-parallel degrees to 1."
     )
     assert run_ranks(_pooled, world_size=2) == [message] * 2
 
@@ -138,7 +138,7 @@ def _share_rows_out(params: Llama3Params) -> None:
 
 def _refuses_to_share_rows_out(params: Llama3Params) -> None:
     with pytest.raises(
-        UserError, match=r"backbone, a DecoderModel, scales rotary positions by the longest one of a row "
+        UserError, match=r"backbone, a DecoderModel, scales rotary positions by the longest row of a batch "
     ):
         _share_rows_out(params)
 

@@ -107,7 +107,7 @@ def test_a_scaling_is_found_in_either_place(places: dict[str, Any]) -> None:
     [
         (
             {"rope_theta": 5e3, "rope_scaling": YARN},
-            r"has rope_scaling = .*yarn.* and rope_parameters = .*default.*; expected one of them",
+            r"has rope_scaling = .*yarn.* and rope_parameters = .*default.*; expected only one of them",
         ),
         ({"rope_theta": 1e4}, r"config\.json has rope_theta = 10000\.0, but rope_parameters counts"),
         (

@@ -218,7 +218,7 @@ def test_checkpointed_layers_give_the_same_gradients() -> None:
         ({"sliding_layers": (1,)}, r"sliding_window = None, sliding_layers = \(1,\); expected both or neither"),
         ({"sliding_window": 0, "sliding_layers": (1,)}, r"sliding_window = 0; expected a number above 0, or None"),
         ({"sliding_window": 2, "sliding_layers": (5,)}, r"sliding_layers names layer 5; expected indices from 0 to 4"),
-        ({"head_dim": 5}, r"head_dim = 5; rotary positions rotate pairs of features: use an even one"),
+        ({"head_dim": 5}, r"head_dim = 5; RoPE rotates pairs of features: use an even head_dim"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -265,9 +265,11 @@ def test_positions_out_of_range_are_refused() -> None:
     for index, hidden in enumerate((ids[:, :4], torch.zeros(2, 4, PARAMS.hidden_size))):
         stage = Qwen3ForCausalLM(short, StageInfo(index, 2))
         stage(hidden, position_ids=position_ids[:, :4])
-        with pytest.raises(UserError, match=r"position_ids go from 1 to 4; expected from 0 to 3\. Split or truncate"):
+        with pytest.raises(
+            UserError, match=r"position_ids range from 1 to 4; expected from 0 to 3\. Split or truncate"
+        ):
             stage(hidden, position_ids=position_ids[:, 1:])
-        with pytest.raises(UserError, match=r"position_ids go from -1 to 2; expected from 0 to 3\."):
+        with pytest.raises(UserError, match=r"position_ids range from -1 to 2; expected from 0 to 3\."):
             stage(hidden, position_ids=position_ids[:, :4] - 1)
     with pytest.raises(UserError, match=r"got rows of 5 tokens; expected at most max_position_embeddings = 4\."):
         Qwen3ForCausalLM(short)(ids)
