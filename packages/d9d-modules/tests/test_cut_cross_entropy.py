@@ -15,7 +15,7 @@ from d9d_modules.cross_entropy import CrossEntropy
 
 
 class _Package(ModuleType):
-    """Stands for the package, with the arguments that its version 25.1 has."""
+    """Stand-in for the package, with the arguments that its version 25.1 has."""
 
     def linear_cross_entropy(self, e: Tensor, c: Tensor, targets: Tensor, **options: Any) -> Tensor:
         assert options.pop("reduction") == "none"
@@ -38,7 +38,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_serves_plain_16_bit_losses_on_an_accelerator() -> None:
+def test_supports_plain_16_bit_losses_on_an_accelerator() -> None:
     hidden = torch.randn(2, 3, dtype=torch.bfloat16)
     plain = CrossEntropy()
     assert why_not_cut_cross_entropy(hidden, 1, plain) == "it needs an accelerator, but the hidden states are on cpu"
@@ -55,7 +55,7 @@ def test_the_package_is_called_with_its_arguments(installed: None, monkeypatch: 
     assert cut_cross_entropy(hidden[0].double(), weight.double(), labels[0], softcap=None).dtype == torch.float32
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_entries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)
     monkeypatch.setattr("d9d_modules._cut_cross_entropy.find_spec", lambda _: None)
     reason = why_not_cut_cross_entropy(torch.randn(2, 3), 1, CrossEntropy())
@@ -64,14 +64,14 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _OnAccelerator:
-    """Hidden states as far as the question goes."""
+    """Stand-in for hidden states on an accelerator."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.device = dtype, torch.device("cuda")
 
 
 @pytest.mark.usefixtures("installed")
-def test_what_it_cannot_compute_is_named() -> None:
+def test_rejections_name_the_reason() -> None:
     def why_not(dtype: torch.dtype = torch.bfloat16, num_weights: int = 1, loss: object = CrossEntropy()) -> str | None:
         hidden: Any = _OnAccelerator(dtype)
         return why_not_cut_cross_entropy(hidden, num_weights, loss)

@@ -44,7 +44,7 @@ def _ids() -> Tensor:
     return torch.randint(1, 16, (2, 8))
 
 
-def test_several_heads_have_a_loss_each() -> None:
+def test_each_head_has_its_own_loss() -> None:
     model = DecoderWithHeads(PARAMS, heads=HEADS).double()
     assert model.backbone.embedding is not None
     assert model.get_parameter("heads.text.weight") is model.backbone.embedding.weight
@@ -93,7 +93,7 @@ def test_heads_without_a_language_model_tie_nothing() -> None:
     assert last.backbone.embedding is None
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_input_raises() -> None:
     model = DecoderWithHeads(PARAMS, heads=HEADS)
     input_ids = _ids()
     with pytest.raises(UserError, match=r"got labels for unknown head 'topics'; expected one of text, topic, vector"):

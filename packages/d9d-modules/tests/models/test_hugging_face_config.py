@@ -23,12 +23,12 @@ def test_a_missing_value_is_named() -> None:
 
 
 @pytest.mark.parametrize(("value", "kind"), [("3", int), (3.5, int), (True, int), (1, bool), (True, float)])
-def test_a_mistyped_value_is_refused(value: object, kind: type[int] | type[float] | type[bool]) -> None:
+def test_a_mistyped_value_raises(value: object, kind: type[int] | type[float] | type[bool]) -> None:
     with pytest.raises(UserError, match=rf"config\.json has key = {value!r}; expected a value of type {kind.__name__}"):
         config_value({"key": value}, "key", kind)
 
 
-def test_an_unsupported_value_is_refused() -> None:
+def test_an_unsupported_value_raises() -> None:
     require_value({"hidden_act": "silu"}, "hidden_act", "silu")
     require_value({}, "hidden_act", "silu")
     with pytest.raises(UserError, match=r"config\.json has hidden_act = 'gelu'; only 'silu' is supported"):
@@ -47,20 +47,20 @@ def test_an_unsupported_value_is_refused() -> None:
         (float("inf"), 0.0, r"key = inf; expected a value of type float of at least 0\.0"),
     ],
 )
-def test_a_number_out_of_range_is_refused(value: float, minimum: float | None, message: str) -> None:
+def test_a_number_out_of_range_raises(value: float, minimum: float | None, message: str) -> None:
     assert config_value({"key": 0}, "key", int, minimum=0) == 0
     with pytest.raises(UserError, match=rf"config\.json has {message}"):
         config_value({"key": value}, "key", type(value), minimum=minimum)
 
 
-def test_a_number_is_no_flag() -> None:
+def test_a_number_is_not_a_flag() -> None:
     with pytest.raises(UserError, match=r"config\.json has attention_bias = 0; only False is supported"):
         require_value({"attention_bias": 0}, "attention_bias", supported=False)
     with pytest.raises(UserError, match=r"config\.json has step = True; only 1 is supported"):
         require_value({"step": True}, "step", 1)
 
 
-def test_an_unknown_entry_is_refused_by_name() -> None:
+def test_an_unknown_entry_raises_with_its_name() -> None:
     require_known_keys({"size": 1, "dtype": "float16"}, used=["size"], irrelevant={"dtype": "a reason"})
     with pytest.raises(UserError, match=r"config\.json has alibi = True, extra = None; expected only known entries"):
         require_known_keys({"size": 1, "alibi": True, "extra": None}, used=["size"], irrelevant={})

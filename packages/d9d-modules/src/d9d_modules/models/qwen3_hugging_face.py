@@ -100,7 +100,7 @@ def sliding_window_of(config: HuggingFaceConfig) -> int:
     """
     if config.get("sliding_window") is None:
         raise UserError(
-            "config.json has use_sliding_window = True but no 'sliding_window'; expected the window size in positions."
+            "config.json has no 'sliding_window', but use_sliding_window = True; expected the window size in positions."
         )
     return config_value(config, "sliding_window", int)
 
