@@ -58,5 +58,5 @@ def test_the_weight_is_initialized_like_that_of_torch() -> None:
 
 
 def test_another_number_of_features_raises() -> None:
-    with pytest.raises(UserError, match=r"of 3 features got a tensor of shape \(1, 2, 4\); expected 3 as its last dim"):
+    with pytest.raises(UserError, match=r"of 3 features got a tensor of shape \(1, 2, 4\); expected a last dim of 3"):
         CausalConvolution(3)(torch.zeros(1, 2, 4))

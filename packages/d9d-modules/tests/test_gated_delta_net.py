@@ -38,7 +38,7 @@ class _KeepsFloat64(TorchFunctionMode):
 
 
 def _in_their_layout(weights: Mapping[str, Tensor], config: Qwen3NextConfig) -> dict[str, Tensor]:
-    """Merge weights into the layout of transformers: projections interleave by key head, convolutions are concatenated."""
+    """Merge weights as in transformers: projections interleave by key head, convolutions are concatenated."""
 
     def interleaved(*names: str) -> Tensor:
         by_head = [weights[f"{name}_proj.weight"].unflatten(0, (config.linear_num_key_heads, -1)) for name in names]

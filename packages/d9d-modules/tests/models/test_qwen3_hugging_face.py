@@ -94,7 +94,7 @@ def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
         ({"use_sliding_window": True, "max_window_layers": 2}, r"config\.json has no 'sliding_window'"),
         (
             {"use_sliding_window": True, "layer_types": ["full_attention"]},
-            r"layer_types = .*; expected a list of 3",
+            r"layer_types = .*; expected a list of num_hidden_layers = 3 items",
         ),
         ({"rope_scaling": {"rope_type": "proportional"}}, r"config\.json asks for rope_type 'proportional'"),
         ({"head_dim": None}, r"config\.json has no 'head_dim'"),
