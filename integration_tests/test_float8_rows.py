@@ -69,9 +69,7 @@ def test_float8_rounds() -> None:
 
 
 def test_tensor_parallel_ranks_are_refused() -> None:
-    assert all(
-        "beside 2 tensor-parallel ranks; expected one" in message for message in run_ranks(_refusal, world_size=2)
-    )
+    assert all("with tensor-parallel degree 2; expected 1" in message for message in run_ranks(_refusal, world_size=2))
 
 
 def _refusal() -> str:

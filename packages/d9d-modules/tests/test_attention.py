@@ -87,13 +87,13 @@ def test_qk_norm_is_over_each_head_and_optional() -> None:
     assert [name for name, _ in without.named_parameters()] == [f"{p}_proj.weight" for p in "qkvo"]
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
+def test_indivisible_numbers_of_heads_raise() -> None:
     with pytest.raises(UserError, match=r"num_heads = 6, num_kv_heads = 4; .* use a num_kv_heads that divides"):
         GroupedQueryAttention(12, num_heads=6, num_kv_heads=4, head_dim=8)
 
 
 def _mask(length: int, window: int | None) -> Tensor:
-    """What is added to scores: 0 where a position is seen."""
+    """Additive attention mask: 0 for visible positions."""
     positions = torch.arange(length)
     distances = positions.unsqueeze(-1) - positions
     seen = (distances >= 0) & (distances < (window or length))
@@ -108,7 +108,7 @@ def _assert_same(
     window: int | None,
     copies: int,
 ) -> None:
-    """Outputs, and gradients of the input; `pairs` are the weights that both use, by their names in ours.
+    """Compare outputs and input gradients; `pairs` are the shared weights by their names in d9d.
 
     Theirs takes each angle so many times.
     """
@@ -130,7 +130,7 @@ def _assert_same(
 
 
 class _Norm(torch.nn.Module):
-    """In float64; that of transformers rounds to float32."""
+    """Compute in float64; the transformers version rounds to float32."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class _Norm(torch.nn.Module):
 
 def test_gate_and_partial_rotation_as_in_qwen3_next() -> None:
     config = Qwen3NextConfig(hidden_size=12, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    config._attn_implementation = "sdpa"  # its eager form rounds to float32
+    config._attn_implementation = "sdpa"  # its eager attention rounds to float32
     module = Qwen3NextAttention(config, layer_idx=0)
     for name in ("q_norm", "k_norm"):
         setattr(module, name, _Norm(8))
@@ -152,7 +152,7 @@ def test_gate_and_partial_rotation_as_in_qwen3_next() -> None:
     weights = {name: torch.randn_like(weight, requires_grad=True) for name, weight in ours.named_parameters()}
 
     def theirs(*inputs: Any) -> tuple[Tensor, None]:
-        # Query and gate of a head are next to each other in one projection.
+        # transformers projects query and gate of a head with one matrix, side by side.
         rest = dict(weights)
         queries, gates = rest.pop("q_proj.weight"), rest.pop("gate_proj.weight")
         merged = torch.stack((queries.unflatten(0, (4, 8)), gates.unflatten(0, (4, 8))), dim=1).flatten(0, 2)
@@ -220,7 +220,7 @@ def _nothing(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Te
     return 0 * q_BLHK
 
 
-def test_a_plain_layer_stands_open_for_replacement() -> None:
+def test_attention_without_options_is_plain() -> None:
     plain = GroupedQueryAttention(12, num_heads=4, num_kv_heads=2, head_dim=8)
     chosen = GroupedQueryAttention(12, num_heads=4, num_kv_heads=2, head_dim=8, backends=["eager"])
     for attention, is_plain in ((plain, True), (chosen, False), (_everything(), False)):
@@ -238,11 +238,11 @@ def test_the_environment_decides_when_a_layer_is_built(monkeypatch: pytest.Monke
     attention = _everything()
     monkeypatch.delenv("D9D_ATTENTION")
     tables = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=8, rotary_dim=4, theta=100.0)
-    with pytest.raises(UserError, match=r"no attention backend that may be used .*\n- sdpa has no softcap"):
+    with pytest.raises(UserError, match=r"no allowed attention backend .*\n- sdpa has no softcap"):
         attention(torch.randn(1, 3, 12), tables)
 
 
-def test_built_on_meta_and_materialised_it_is_complete() -> None:
+def test_materialize_after_construction_on_meta_sets_all_parameters() -> None:
     with torch.device("meta"):
         attention = _everything()
         tables = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=8, rotary_dim=4, theta=100.0)
@@ -253,7 +253,7 @@ def test_built_on_meta_and_materialised_it_is_complete() -> None:
     assert attention(torch.randn(2, 3, 12), tables).isfinite().all()
 
 
-def test_checkpointed_it_gives_the_same_gradients() -> None:
+def test_checkpointing_does_not_change_gradients() -> None:
     x, tables = torch.randn(2, 6, 12), rotary_tables(torch.arange(6).unsqueeze(0), head_dim=8, rotary_dim=4, theta=9.0)
     plain, checkpointed = _everything(), _everything()
     checkpointed.load_state_dict(plain.state_dict())
@@ -273,21 +273,23 @@ def test_compiled_without_a_break() -> None:
     torch.testing.assert_close(compiled(x, tables), attention(x, tables))
 
 
-def test_tables_and_documents_that_do_not_fit_are_refused() -> None:
+def test_tables_and_documents_of_wrong_shape_raise() -> None:
     attention = _everything()
     x = torch.randn(2, 3, 12)
     for head_dim, length in ((8, 3), (4, 2)):
         tables = rotary_tables(torch.arange(length).unsqueeze(0), head_dim=head_dim, theta=9.0)
-        with pytest.raises(UserError, match=r"got rotary tables of the shape .* of 2 pairs: .* rotary_dim = 4\."):
+        with pytest.raises(
+            UserError, match=r"got rotary tables of shape .* of 2 pairs per position: .* rotary_dim = 4\."
+        ):
             attention(x, tables)
     tables = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=8, rotary_dim=4, theta=9.0)
     for documents in (torch.zeros(1, 3, dtype=torch.int64), torch.zeros(2, 3)):
-        with pytest.raises(UserError, match=r"got documents of the shape .*; expected integers \(2, 3\)"):
+        with pytest.raises(UserError, match=r"got documents_BL of shape .*; expected integers of shape \(2, 3\)"):
             attention(x, tables, documents_BL=documents)
 
 
 def _train(parallelism: str, method: ContextMethod = "all_gather") -> tuple[Tensor, dict[str, Tensor]]:
-    """The output over whole rows, and gradients, of a layer with everything, over packed documents."""
+    """Return output and gradients of a layer with all options over packed documents."""
     draws = torch.Generator().manual_seed(0)
     x = torch.randn(2, 8, 12, dtype=torch.float64, generator=draws)
     documents = torch.tensor([[0] * 3 + [1] * 5, [0] * 7 + [1]])
@@ -326,7 +328,7 @@ def test_two_ranks_equal_one(parallelism: str, method: ContextMethod) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 0)])
-def test_nothing_to_attend_gives_nothing(shape: tuple[int, int]) -> None:
+def test_empty_inputs_give_empty_outputs(shape: tuple[int, int]) -> None:
     attention = GroupedQueryAttention(8, num_heads=4, num_kv_heads=2, head_dim=4, sinks=True, output_gate=True)
     positions = torch.arange(shape[1]).expand(*shape)
     x_BLD = torch.randn(*shape, 8, requires_grad=True)
@@ -339,11 +341,11 @@ def test_nothing_to_attend_gives_nothing(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_kv_heads": 0}, "num_heads = 4, num_kv_heads = 0; each key/value head must serve"),
+        ({"num_kv_heads": 0}, "num_heads = 4, num_kv_heads = 0; query heads are divided evenly"),
         ({"rotary_dim": 3}, "rotary_dim = 3; expected an even number of features from 2 to head_dim = 4"),
         ({"rotary_dim": 6}, "rotary_dim = 6; expected an even number of features from 2 to head_dim = 4"),
     ],
 )
-def test_sizes_that_no_head_can_have_are_refused(sizes: dict[str, int], message: str) -> None:
+def test_invalid_head_sizes_raise(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=f"^{message}"):
         GroupedQueryAttention(8, **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, **sizes})  # ty: ignore[invalid-argument-type]

@@ -24,7 +24,7 @@ class _Counting(nn.Module):
 
 
 class _Operators(TorchDispatchMode):
-    """Counts the calls of each operator."""
+    """Count the calls of each operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("policy", "calls"), [("none", 1), ("full", 2), ("selective", 2)])
-def test_forward_runs_again_in_backward_and_gradients_stay(policy: CheckpointPolicy, calls: int) -> None:
+def test_backward_recomputes_forward_and_gradients_are_unchanged(policy: CheckpointPolicy, calls: int) -> None:
     module = _Counting()
     x = torch.randn(3, 4, requires_grad=True)
     inputs = (x, *module.parameters())
@@ -59,10 +59,10 @@ def test_forward_runs_again_in_backward_and_gradients_stay(policy: CheckpointPol
         ([torch.ops.aten.silu.default], {torch.ops.aten.mul.Tensor, torch.ops.aten.mm.default}),
     ],
 )
-def test_selective_computes_all_but_some_operators_again(keep: list[Operator] | None, again: set[Operator]) -> None:
+def test_selective_recomputes_all_but_the_kept_operators(keep: list[Operator] | None, again: set[Operator]) -> None:
     block = SwiGLU(4, 6)
     checkpoint_activations(block, policy="selective", keep=keep)
-    # What forward calls, backward calls too, if only to compute forward again; but for `mm`, which backward needs.
+    # Backward calls all operators of forward again to recompute it. `mm` is also part of the gradients.
     x = torch.randn(3, 4)
     with _Operators() as forward:
         y = block(x)
@@ -70,7 +70,7 @@ def test_selective_computes_all_but_some_operators_again(keep: list[Operator] | 
         y.sum().backward()
     called = {operator for operator in forward.calls if backward.calls[operator] >= forward.calls[operator]}
     products = torch.ops.aten.mm.default
-    # Of the products, backward needs two for `down` and one each for `gate` and `up`, whose input needs no gradient.
+    # Backward needs two products for `down`, and one each for `gate` and `up`, whose input needs no gradient.
     assert backward.calls[products] == (4 if keep is None else 4 + 2)
     assert {torch.ops.aten.silu.default, torch.ops.aten.mul.Tensor} & called == again - {products}
 
@@ -94,13 +94,13 @@ def test_a_copy_runs_its_own_parameters() -> None:
     assert module(x).ne(0).any()
 
 
-def test_an_unknown_policy_is_refused() -> None:
+def test_an_unknown_policy_raises() -> None:
     policy: Any = "half"
     with pytest.raises(UserError, match=r"checkpoint policy 'half'; expected one of none, full, selective"):
         checkpoint_activations(_Counting(), policy=policy)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_input_raises() -> None:
     with pytest.raises(UserError, match=r"every = 0; expected 1 \(each layer\) or more"):
         checkpoint_layers(nn.ModuleDict(), every=0)
     with pytest.raises(

@@ -23,7 +23,7 @@ LOSSES = [CrossEntropy(), CrossEntropy(z_loss=0.1), CrossEntropy(label_smoothing
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles of tokens and several blocks of the vocabulary, the last ones smaller."""
+    """Shrink tiles: several token tiles and vocabulary blocks, the last ones smaller."""
     monkeypatch.setattr(module_under_test, "_TILE_LOGITS", 40)
     monkeypatch.setattr(module_under_test, "_TILE_TOKENS", 4)
 
@@ -84,7 +84,7 @@ def test_large_logits_neither_overflow_nor_lose_the_rest() -> None:
 
 @pytest.mark.parametrize("place", [0, 3])
 @pytest.mark.parametrize("outlier", [-3e4, -3e7, -torch.inf])
-def test_a_row_that_no_token_wants_changes_nothing(place: int, outlier: float) -> None:
+def test_a_row_with_zero_probability_does_not_change_the_loss(place: int, outlier: float) -> None:
     weight = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.5, 0.0]]).repeat(2, 1)
     hidden, labels = torch.tensor([[1.0, 0.0]], requires_grad=True), torch.tensor([1])
     rest = torch.cat((weight[:place], weight[place + 1 :]))
@@ -99,7 +99,7 @@ def test_a_row_that_no_token_wants_changes_nothing(place: int, outlier: float) -
 
 
 class _Sizes(TorchDispatchMode):
-    """Counts products of matrices, and remembers the largest result."""
+    """Count matrix products and record the largest result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_no_tensor_is_larger_than_a_tile_or_a_gradient() -> None:
     assert sizes.largest == weights[0].numel() < 16 * 500
 
 
-def test_nothing_is_computed_for_what_needs_no_gradient() -> None:
+def test_no_work_for_tensors_without_gradient() -> None:
     hidden, weights, labels, gradient = _draw(4, [10, 10])
 
     def products(*needed: Tensor) -> int:
@@ -137,14 +137,14 @@ def test_nothing_is_computed_for_what_needs_no_gradient() -> None:
 
     assert products() == 2  # the logits of both weights
     assert products(hidden) == 4
-    assert products(weights[1]) == 4  # its logits again, and its gradient
+    assert products(weights[1]) == 4  # recomputed logits, and the weight gradient
     assert products(hidden, weights[1]) == 6
     with torch.no_grad():
         assert products() == 2
 
 
 def test_the_gradient_of_a_bfloat16_weight_is_rounded_once() -> None:
-    """Of many tokens with the same label: added up in bfloat16, ones would stop at 256."""
+    """Many tokens with the same label: a bfloat16 sum of ones would saturate at 256."""
     hidden = torch.ones(2000, 2, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(4, 2, dtype=torch.bfloat16, requires_grad=True)
     losses = linear_cross_entropy(hidden, [weight], torch.zeros(2000, dtype=torch.int64))
@@ -155,7 +155,7 @@ def test_the_gradient_of_a_bfloat16_weight_is_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_split_backward_pass_leaves_the_weights_for_later(recompute: bool) -> None:
+def test_a_split_backward_defers_weight_gradients(recompute: bool) -> None:
     hidden, weights, labels, gradient = _draw(11, [20, 13])
     expected = torch.autograd.grad(
         _reference(hidden, weights, labels, CrossEntropy(), None), (hidden, *weights), gradient
@@ -188,7 +188,7 @@ def _on_ranks(loss: CrossEntropy, softcap: float | None) -> tuple[Tensor, Tensor
     with MeshConfig(tensor_parallel=-1).build() as ctx:
         mesh = ctx.mesh_for("dense")["tp"]
         hidden, weights, labels, gradient = _draw(11, [24])
-        local = weights[0].detach().chunk(mesh.size())[ctx.rank].split(8)  # a rank's part may be in splits as well
+        local = weights[0].detach().chunk(mesh.size())[ctx.rank].split(8)  # a vocabulary shard may consist of splits
         parts = [part.clone().requires_grad_() for part in local]
         loss = CrossEntropy(z_loss=loss.z_loss, label_smoothing=loss.label_smoothing, mesh=mesh)
         losses = linear_cross_entropy(hidden, parts, labels, loss=loss, softcap=softcap)
@@ -197,7 +197,7 @@ def _on_ranks(loss: CrossEntropy, softcap: float | None) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize(("loss", "softcap"), [(LOSSES[0], None), (LOSSES[2], 2.0)])
-def test_over_ranks_the_vocabulary_is_shared_out(loss: CrossEntropy, softcap: float | None) -> None:
+def test_the_vocabulary_is_sharded_over_ranks(loss: CrossEntropy, softcap: float | None) -> None:
     hidden, weights, labels, gradient = _draw(11, [24])
     expected = _reference(hidden, weights, labels, loss, softcap)
     grad_hidden, grad_weight = torch.autograd.grad(expected, (hidden, *weights), gradient)

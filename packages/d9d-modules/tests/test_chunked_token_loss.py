@@ -8,7 +8,7 @@ from d9d_modules._chunked_token_loss import chunked_token_loss
 
 
 def _margin(logits: Tensor, labels: Tensor) -> Tensor:
-    """A loss of our own: how far the label is below the others' mean, squared; 0 where the label is -100."""
+    """Custom loss: squared distance of the label's logit from the mean logit; 0 for label -100."""
     own = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return (logits.mean(-1) - own).square() * (labels != -100)
 
@@ -37,7 +37,7 @@ def test_any_loss_is_computed_in_chunks(
 
 
 def test_the_gradient_of_a_bfloat16_weight_is_summed_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token a chunk: added up in bfloat16, ones would stop at 256."""
+    """One token per chunk: a bfloat16 sum of ones would saturate at 256."""
     monkeypatch.setattr(module_under_test, "_CHUNK_LOGITS", 1)
     hidden = torch.ones(400, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)

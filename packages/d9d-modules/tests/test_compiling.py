@@ -12,7 +12,7 @@ from d9d_modules.cross_entropy import CrossEntropy
 
 
 class _Mean(nn.Module):
-    """Stands for attention."""
+    """Stand-in for attention."""
 
     def forward(self, x: Tensor, rotary: RotaryTables) -> Tensor:
         return x.mean(dim=1, keepdim=True) + rotary.cos.sum() * x

@@ -7,7 +7,7 @@ from d9d_modules.convolution import CausalConvolution, causal_convolution
 
 
 def _by_hand(x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
-    """One position at a time, back to the start of the row or the document."""
+    """Reference: loop over positions, back to the start of the row or document."""
     width, rows = weight.shape[1], []
     for row in range(len(x)):
         outs = []
@@ -48,7 +48,7 @@ def test_packed_bfloat16_is_rounded_once() -> None:
     assert torch.equal(causal_convolution(x, weight, documents_BL=documents), wide.bfloat16())
 
 
-def test_the_weight_starts_like_that_of_torch() -> None:
+def test_the_weight_is_initialized_like_that_of_torch() -> None:
     ours = CausalConvolution(5000, width=4)
     theirs = nn.Conv1d(5000, 5000, 4, groups=5000)
     nn.init.zeros_(ours.weight)
@@ -57,6 +57,6 @@ def test_the_weight_starts_like_that_of_torch() -> None:
     assert ours.weight.abs().max() <= 0.5
 
 
-def test_another_number_of_features_is_refused() -> None:
-    with pytest.raises(UserError, match=r"of 3 features got a tensor of shape \(1, 2, 4\); expected 3 as its last dim"):
+def test_another_number_of_features_raises() -> None:
+    with pytest.raises(UserError, match=r"of 3 features got a tensor of shape \(1, 2, 4\); expected a last dim of 3"):
         CausalConvolution(3)(torch.zeros(1, 2, 4))

@@ -20,7 +20,7 @@ def test_is_the_equation(z_loss: float, label_smoothing: float, seed: int) -> No
     torch.testing.assert_close(loss(logits, labels), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_numbers_out_of_range_are_refused() -> None:
+def test_numbers_out_of_range_raise() -> None:
     with pytest.raises(UserError, match=r"z_loss = -0.1; expected 0 \(for none\) or more, such as 1e-4"):
         CrossEntropy(z_loss=-0.1)
     with pytest.raises(UserError, match=r"label_smoothing = 1.0; expected 0 \(for none\) or more, below 1"):

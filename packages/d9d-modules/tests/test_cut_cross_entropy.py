@@ -15,7 +15,7 @@ from d9d_modules.cross_entropy import CrossEntropy
 
 
 class _Package(ModuleType):
-    """Stands for the package, with the arguments that its version 25.1 has."""
+    """Stand-in for the package, with the arguments that its version 25.1 has."""
 
     def linear_cross_entropy(self, e: Tensor, c: Tensor, targets: Tensor, **options: Any) -> Tensor:
         assert options.pop("reduction") == "none"
@@ -38,10 +38,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_serves_plain_16_bit_losses_on_an_accelerator() -> None:
+def test_supports_plain_16_bit_losses_on_an_accelerator() -> None:
     hidden = torch.randn(2, 3, dtype=torch.bfloat16)
     plain = CrossEntropy()
-    assert why_not_cut_cross_entropy(hidden, 1, plain) == "it needs an accelerator, the hidden states are on cpu"
+    assert why_not_cut_cross_entropy(hidden, 1, plain) == "it needs an accelerator, but the hidden states are on cpu"
 
 
 def test_the_package_is_called_with_its_arguments(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,28 +55,28 @@ def test_the_package_is_called_with_its_arguments(installed: None, monkeypatch: 
     assert cut_cross_entropy(hidden[0].double(), weight.double(), labels[0], softcap=None).dtype == torch.float32
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_entries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)
     monkeypatch.setattr("d9d_modules._cut_cross_entropy.find_spec", lambda _: None)
     reason = why_not_cut_cross_entropy(torch.randn(2, 3), 1, CrossEntropy())
-    with pytest.raises(UserError, match=r"cannot serve: it is not installed: pip install 'd9d-modules\[cut-cross-"):
+    with pytest.raises(UserError, match=r"is not available: it is not installed: pip install 'd9d-modules\[cut-cross-"):
         require_cut_cross_entropy(reason)
 
 
 class _OnAccelerator:
-    """Hidden states as far as the question goes."""
+    """Stand-in for hidden states on an accelerator."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.device = dtype, torch.device("cuda")
 
 
 @pytest.mark.usefixtures("installed")
-def test_what_it_cannot_compute_is_named() -> None:
+def test_rejections_name_the_reason() -> None:
     def why_not(dtype: torch.dtype = torch.bfloat16, num_weights: int = 1, loss: object = CrossEntropy()) -> str | None:
         hidden: Any = _OnAccelerator(dtype)
         return why_not_cut_cross_entropy(hidden, num_weights, loss)
 
     assert why_not() is None
-    assert why_not(torch.float32) == "it needs bfloat16 or float16, the hidden states are torch.float32"
-    assert why_not(num_weights=2) == "it takes one weight, the vocabulary is in 2 splits"
+    assert why_not(torch.float32) == "it needs bfloat16 or float16, but the hidden states are torch.float32"
+    assert why_not(num_weights=2) == "it takes one weight, but the vocabulary has 2 splits"
     assert "it computes plain cross entropy, not CrossEntropy(z_loss=0.1" in str(why_not(loss=CrossEntropy(z_loss=0.1)))

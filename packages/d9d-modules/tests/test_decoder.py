@@ -19,7 +19,7 @@ class _FeedForward(nn.Module):
         return 3 * x + 1
 
 
-def test_both_blocks_are_residual_and_normalised_before() -> None:
+def test_both_blocks_are_pre_norm_and_residual() -> None:
     layer = DecoderLayer(4, attention=_Attention(), feed_forward=_FeedForward(), norm_eps=0.1).double()
     nn.init.normal_(layer.attention_norm.weight)
     nn.init.normal_(layer.feed_forward_norm.weight)
@@ -49,7 +49,7 @@ class _Narrow(nn.Module):
         return x.bfloat16()
 
 
-def test_an_attention_may_give_another_dtype_than_it_gets() -> None:
+def test_attention_may_change_the_dtype() -> None:
     layer = DecoderLayer(4, attention=_Narrow(), feed_forward=_FeedForward(), norm_eps=0.1)
     x, rotary = torch.randn(1, 3, 4), rotary_tables(torch.arange(3).unsqueeze(0), head_dim=2, theta=10.0)
     assert layer(x, rotary).dtype == torch.float32

@@ -20,7 +20,7 @@ BATCH, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 2, 4, 3, 5
 
 
 def _inputs(length: int, *, dtype: torch.dtype = torch.float64, largest_decay: float = 2.0) -> dict[str, Any]:
-    """Queries, keys, values, log decays, betas and an initial state; leaves of autograd."""
+    """Return queries, keys, values, log decays, betas and an initial state as autograd leaves."""
     values = {
         "q_BLGK": torch.randn(BATCH, length, KEY_HEADS, KEY_DIM),
         "k_BLGK": torch.nn.functional.normalize(torch.randn(BATCH, length, KEY_HEADS, KEY_DIM), dim=-1),
@@ -33,14 +33,14 @@ def _inputs(length: int, *, dtype: torch.dtype = torch.float64, largest_decay: f
 
 
 def _documents(length: int) -> Tensor:
-    """Of one position and over several chunks, with borders within chunks and between them, and an id twice."""
+    """One position and several chunks, document boundaries within and between chunks, and a repeated id."""
     first = [3] * 2 + [5] + [3] * 3 + [8] * 20
     second = [0] * 4 + [1] * 8 + [2] * 14
     return torch.tensor([first, second])[:, :length]
 
 
 def _by_the_paper(documents: Tensor | None = None, **inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Equation 10 as it is printed, with the state [V, K]."""
+    """Reference: equation 10 as printed in the paper, with the state [V, K]."""
     q, k, v, log_decay, beta = (inputs[name] for name in list(inputs)[:5])
     outs, ends = [], []
     for row in range(BATCH):
@@ -60,7 +60,7 @@ def _by_the_paper(documents: Tensor | None = None, **inputs: Tensor) -> tuple[Te
 
 
 def _with_gradients(function: Callable[..., tuple[Tensor, Tensor]], inputs: dict[str, Any], **options: Any) -> Any:
-    """Outputs, final states, and the gradients of everything through both."""
+    """Return outputs, final states, and the gradients of all inputs through both."""
     results = function(**inputs, **options)
     directions = [torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x.dtype) for x in results]
     gradients = torch.autograd.grad(results, list(inputs.values()), directions, materialize_grads=True)
@@ -103,7 +103,7 @@ def test_a_row_may_be_continued_from_its_state(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", ["sequential", "chunked"])
-def test_nothing_passes_from_one_document_to_another(backend: Any) -> None:
+def test_documents_are_independent(backend: Any) -> None:
     inputs = _inputs(13)
     del inputs["initial_state_BHKV"]
     documents = torch.tensor([[7] * 5 + [2] * 8] * BATCH)
@@ -140,7 +140,7 @@ def test_bfloat16_is_computed_in_float32_and_rounded_once(backend: Any) -> None:
 
 
 class _Bytes(TorchDispatchMode):
-    """Counts those of all tensors that are made."""
+    """Count the elements of all allocated tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def test_shapes_are_known_without_values() -> None:
     assert (out.shape, state.shape) == ((BATCH, 9, HEADS, VALUE_DIM), (BATCH, HEADS, KEY_DIM, VALUE_DIM))
 
 
-def test_a_scale_takes_the_place_of_one_over_the_root_of_the_key_dim() -> None:
+def test_a_given_scale_replaces_the_default() -> None:
     inputs = _inputs(5)
     torch.testing.assert_close(gated_delta_rule(**inputs, scale=2.0)[0], gated_delta_rule(**inputs)[0] * 2 * 3**0.5)
 
@@ -184,21 +184,21 @@ def test_a_scale_takes_the_place_of_one_over_the_root_of_the_key_dim() -> None:
         ({"q_BLGK": torch.zeros(2, 4, 2, 3).half()}, r"got dtypes torch.float16, torch.float32 and torch.float32; exp"),
         (
             {"initial_state_BHKV": torch.zeros(2, 4, 5, 3)},
-            r"state of the shape \(2, 4, 5, 3\); expected \(2, 4, 3, 5\)",
+            r"state of shape \(2, 4, 5, 3\); expected \(2, 4, 3, 5\)",
         ),
-        ({"documents_BL": torch.zeros(4)}, r"got documents of the shape \(4,\) and dtype torch.float32; expected int"),
+        ({"documents_BL": torch.zeros(4)}, r"got documents_BL of shape \(4,\) and dtype torch.float32; expected int"),
         ({"chunk_size": 0}, "chunk_size = 0; expected 1 position or more"),
-        ({"backend": "fast"}, "got backend = 'fast'; expected 'sequential', 'chunked', 'fla', or None to choose"),
+        ({"backend": "fast"}, "backend = 'fast'; expected 'sequential', 'chunked', 'fla', or None to select"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_input_raises(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {**_inputs(4, dtype=torch.float32), **change}
     with pytest.raises(UserError, match=message):
         gated_delta_rule(**arguments)
 
 
 class _Kernels(ModuleType):
-    """Stands for `fla.ops.gated_delta_rule`, with the arguments that its version 0.6 has."""
+    """Stand-in for `fla.ops.gated_delta_rule`, with the arguments that its version 0.6 has."""
 
     def chunk_gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> Any:
         assert options["output_final_state"]
@@ -232,10 +232,10 @@ def test_the_kernels_of_the_package_are_called_with_its_arguments(
 
 
 class _Shape(Tensor):
-    """Stands for tensors that only know their shape."""
+    """Stand-in for fake tensors, which have no values."""
 
 
-def test_tensors_of_other_kinds_are_not_given_to_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_tensors_do_not_use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_rule, "why_not_fla", lambda *_, **__: None)
     inputs = {name: x.detach() for name, x in _inputs(3).items()}
     expected = gated_delta_rule(**inputs, backend="chunked")[0]
@@ -244,39 +244,43 @@ def test_tensors_of_other_kinds_are_not_given_to_kernels(monkeypatch: pytest.Mon
 
 
 class _OnAccelerator:
-    """Values as far as the question goes."""
+    """Stand-in for values on an accelerator."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, shape: tuple[int, ...] = (1, 2, 3, 4)) -> None:
         self.dtype, self.shape, self.device = dtype, shape, torch.device("cuda")
 
 
-def test_what_the_package_cannot_compute_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejections_give_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def why_not(values: Any, key_dim: int = 128) -> str | None:
         return why_not_fla(values, key_dim=key_dim)
 
     _install(monkeypatch)
     assert why_not(_OnAccelerator()) is None
-    assert why_not(torch.zeros(1, 1, 1, 1)) == "it needs an accelerator, the values are on cpu"
-    assert why_not(_OnAccelerator(torch.float32)) == "it needs bfloat16 or float16, the values are torch.float32"
-    assert why_not(_OnAccelerator(), key_dim=257) == "it takes keys of at most 256 features, not of 257"
+    assert why_not(torch.zeros(1, 1, 1, 1)) == "it needs an accelerator, but the values are on cpu"
+    assert why_not(_OnAccelerator(torch.float32)) == "it needs bfloat16 or float16, but the values are torch.float32"
+    assert why_not(_OnAccelerator(), key_dim=257) == "it supports a key dim of at most 256, not 257"
     assert why_not(_OnAccelerator(shape=(1, 0, 3, 4))) == (
-        "it takes no empty tensors, the values have the shape (1, 0, 3, 4)"
+        "it does not support empty tensors, but the values have shape (1, 0, 3, 4)"
     )
     _install(monkeypatch, version="0.4.2")
     assert why_not(_OnAccelerator()) == (
-        "it is installed as version 0.4.2, 0.6 is needed: pip install --upgrade 'd9d-modules[fla]'"
+        "version 0.4.2 is installed, 0.6 or later is needed: pip install --upgrade 'd9d-modules[fla]'"
     )
 
 
-def test_a_package_that_is_missing_or_cannot_serve_is_an_error_only_if_it_was_asked_for(
+def test_an_unavailable_package_raises_only_if_selected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inputs = _inputs(3)
     monkeypatch.setattr("d9d_modules._fla_delta_rule.find_spec", lambda _: None)
     gated_delta_rule(**inputs)
-    with pytest.raises(UserError, match=r"'fla' cannot serve: it is not installed: pip install 'd9d-modules\[fla\]'\."):
+    with pytest.raises(
+        UserError, match=r"'fla' is not available: it is not installed: pip install 'd9d-modules\[fla\]'\."
+    ):
         gated_delta_rule(**inputs, backend="fla")
     monkeypatch.undo()
     _install(monkeypatch)
-    with pytest.raises(UserError, match=r"cannot serve: it needs an accelerator, .* cpu\. Use 'chunked', or None to"):
+    with pytest.raises(
+        UserError, match=r"is not available: it needs an accelerator, .* cpu\. Use 'chunked', or None to"
+    ):
         gated_delta_rule(**inputs, backend="fla")

@@ -34,7 +34,7 @@ def test_a_split_vocabulary_is_one_vocabulary(splits: dict[str, int]) -> None:
     torch.testing.assert_close(torch.cat(grads), whole.grad)
 
 
-def test_a_split_embedding_is_filled_late() -> None:
+def test_late_initialization_of_a_split_embedding() -> None:
     with torch.device("meta"):
         embedding = SplitTokenEmbedding({"orig": 600, "special": 400}, 100, init_std=0.1)
         assert embedding(torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 100)
@@ -45,6 +45,6 @@ def test_a_split_embedding_is_filled_late() -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 5])
-def test_ids_out_of_range_are_refused(bad: int) -> None:
+def test_ids_out_of_range_raise(bad: int) -> None:
     with pytest.raises(UserError, match=rf"got token ids from {bad} to {bad}; expected token ids within 0 ... 4\."):
         SplitTokenEmbedding({"orig": 3, "special": 2}, 4)(torch.tensor([[0, bad]]))

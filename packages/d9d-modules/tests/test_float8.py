@@ -19,13 +19,13 @@ def ctx() -> Iterator[DistributedContext]:
 
 
 def _rounded(x: Tensor, *, dim: int | None) -> Tensor:
-    """x / s * s with x / s in float8 and s the power of two that lets the largest of its row, or of all, just fit."""
+    """Round `x` to float8 with power-of-two scales that fit the largest value of each row or of the tensor."""
     largest = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
     scale = torch.exp2(torch.floor(torch.log2(448.0 / largest)))
     return (x * scale).to(torch.float8_e4m3fn).float() / scale
 
 
-def test_products_are_of_rounded_factors_but_for_the_gradient_of_the_weight(ctx: DistributedContext) -> None:
+def test_matmul_operands_are_rounded_except_for_the_weight_gradient(ctx: DistributedContext) -> None:
     linear = nn.Linear(32, 48)
     plain = copy.deepcopy(linear)
     assert multiply_in_float8(nn.Sequential(linear), EMULATED, ctx) == ["0"]
@@ -41,7 +41,7 @@ def test_products_are_of_rounded_factors_but_for_the_gradient_of_the_weight(ctx:
 
 
 @pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "rowwise", "tensorwise"])
-def test_every_recipe_is_close_to_what_it_stands_for(ctx: DistributedContext, recipe: Float8Recipe) -> None:
+def test_every_recipe_is_close_to_the_exact_product(ctx: DistributedContext, recipe: Float8Recipe) -> None:
     plain = nn.Sequential(Linear(16, 64, init_std=0.2), nn.GELU(), Linear(64, 16, init_std=0.2)).bfloat16()
     rounded = copy.deepcopy(plain)
     multiply_in_float8(rounded, Float8(recipe=recipe, emulate=True), ctx)
@@ -70,21 +70,21 @@ def test_names_classes_and_initial_values_stay(ctx: DistributedContext) -> None:
 def test_a_layer_is_converted_once(ctx: DistributedContext) -> None:
     model = nn.Sequential(nn.Linear(16, 16))
     multiply_in_float8(model, EMULATED, ctx)
-    with pytest.raises(UserError, match="0 multiplies in float8 already; expected to be asked once"):
+    with pytest.raises(UserError, match="0 is already converted to float8; expected one conversion"):
         multiply_in_float8(model, EMULATED, ctx)
 
 
-def test_a_device_without_it_is_refused(ctx: DistributedContext) -> None:
+def test_a_device_without_float8_raises(ctx: DistributedContext) -> None:
     linear = nn.Linear(16, 16)
     with pytest.raises(
-        UserError, match=r"'rowwise_with_gw_hp' was asked for on cpu; expected an accelerator .* 9\.0 or more"
+        UserError, match=r"'rowwise_with_gw_hp' is enabled on cpu; expected an accelerator .* 9\.0 or higher"
     ):
         multiply_in_float8(nn.Sequential(linear), Float8(), ctx)
     assert type(linear) is nn.Linear
 
 
 @pytest.mark.parametrize(("capability", "is_enough"), [((8, 6), False), ((8, 9), True), ((10, 0), True), ({}, False)])
-def test_what_a_device_can_do_decides(ctx: DistributedContext, capability: object, is_enough: bool) -> None:
+def test_the_device_capability_decides(ctx: DistributedContext, capability: object, is_enough: bool) -> None:
     device = mock.Mock(ctx, device=torch.device("xpu", 0), size=lambda *_: 1)
     model = nn.Sequential(nn.Linear(16, 16))
     with mock.patch.object(
@@ -93,16 +93,18 @@ def test_what_a_device_can_do_decides(ctx: DistributedContext, capability: objec
         if is_enough:
             assert multiply_in_float8(model, Float8(recipe="tensorwise"), device) == ["0"]
         else:
-            with pytest.raises(UserError, match=r"expected an accelerator of compute capability 8\.9 or more"):
+            with pytest.raises(UserError, match=r"expected an accelerator of compute capability 8\.9 or higher"):
                 multiply_in_float8(model, Float8(recipe="tensorwise"), device)
 
 
-def test_a_module_without_a_layer_for_it_is_refused(ctx: DistributedContext) -> None:
-    with pytest.raises(UserError, match="Sequential has no linear layer for float8; expected one whose sizes are mult"):
+def test_a_module_without_convertible_layers_raises(ctx: DistributedContext) -> None:
+    with pytest.raises(
+        UserError, match="Sequential has no linear layer for float8; expected at least one whose in and"
+    ):
         multiply_in_float8(nn.Sequential(nn.Linear(16, 5)), EMULATED, ctx)
 
 
-def test_torchao_missing_is_said(ctx: DistributedContext) -> None:
+def test_missing_torchao_raises(ctx: DistributedContext) -> None:
     with (
         mock.patch("d9d_modules.float8.find_spec", return_value=None),
         pytest.raises(UserError, match=r"pip install 'd9d-modules\[float8\]'"),

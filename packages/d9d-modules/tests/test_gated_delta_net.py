@@ -26,7 +26,7 @@ from d9d_modules.gated_delta_net import GatedDeltaNet, gated_delta_tensor_plan
 
 
 class _KeepsFloat64(TorchFunctionMode):
-    """Undoes that transformers rounds to float32."""
+    """Patch transformers, which rounds to float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
@@ -38,7 +38,7 @@ class _KeepsFloat64(TorchFunctionMode):
 
 
 def _in_their_layout(weights: Mapping[str, Tensor], config: Qwen3NextConfig) -> dict[str, Tensor]:
-    """Projections are side by side for each key head, convolutions one after another."""
+    """Merge weights as in transformers: projections interleave by key head, convolutions are concatenated."""
 
     def interleaved(*names: str) -> Tensor:
         by_head = [weights[f"{name}_proj.weight"].unflatten(0, (config.linear_num_key_heads, -1)) for name in names]
@@ -77,7 +77,7 @@ def test_outputs_and_gradients_as_in_qwen3_next(
         linear_value_head_dim=value_dim,
         linear_conv_kernel_dim=conv_width,
         num_hidden_layers=1,
-        rms_norm_eps=0.01,  # or small values are divided by smaller ones, and float32 has no digits left
+        rms_norm_eps=0.01,  # a small epsilon would amplify rounding errors of small values
     )
     theirs = Qwen3NextGatedDeltaNet(config, layer_idx=0).double()
     ours = GatedDeltaNet(
@@ -97,7 +97,7 @@ def test_outputs_and_gradients_as_in_qwen3_next(
     with _KeepsFloat64():
         expected = functional_call(theirs, _in_their_layout(weights, config), (x,))
         gradients = torch.autograd.grad((expected * direction).sum(), [x, *weights.values()])
-    # In float32 theirs is further from its float64 than ours is.
+    # In float32 transformers is less accurate than d9d.
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
         ours, x = ours.to(dtype), x.detach().to(dtype).requires_grad_()
         out = ours(x)
@@ -111,7 +111,7 @@ def _layer() -> GatedDeltaNet:
     return GatedDeltaNet(12, num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, init_std=0.4)
 
 
-def test_packed_documents_are_as_if_alone() -> None:
+def test_packed_documents_equal_separate_rows() -> None:
     layer, x = _layer().double(), torch.randn(2, 20, 12, dtype=torch.float64)
     documents = torch.tensor([[4] * 3 + [9] * 17, [1] * 19 + [0]])
     packed = layer(x, documents_BL=documents)
@@ -120,7 +120,7 @@ def test_packed_documents_are_as_if_alone() -> None:
         torch.testing.assert_close(packed[row : row + 1], alone)
 
 
-def test_a_position_sees_itself_and_those_before_it() -> None:
+def test_attention_is_causal() -> None:
     layer, x = _layer(), torch.randn(1, 9, 12)
     changed = x.clone()
     changed[:, 5] += 1.0
@@ -133,7 +133,7 @@ def test_empty_rows_and_shapes_without_values() -> None:
     assert _layer().to("meta")(torch.zeros(2, 7, 12, device="meta")).shape == (2, 7, 12)
 
 
-def test_it_takes_the_place_of_attention_in_a_decoder_layer() -> None:
+def test_it_replaces_attention_in_a_decoder_layer() -> None:
     layer = DecoderLayer(12, attention=_layer().bfloat16(), feed_forward=SwiGLU(12, 8)).bfloat16()
     x = torch.randn(1, 5, 12).bfloat16()
     rotary = rotary_tables(torch.arange(5).unsqueeze(0), head_dim=2, theta=9.0)
@@ -163,7 +163,7 @@ def test_gradients_under_checkpointing_and_split_backward(way: str) -> None:
 
 
 def _train(sequence_parallel: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output and gradients over packed documents; tensor parallel on all ranks."""
+    """Return output and gradients over packed documents, with tensor parallelism over all ranks."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 8, 12, dtype=torch.float64, generator=generator)
     documents = torch.tensor([[0] * 3 + [1] * 5, [0] * 7 + [1]])
@@ -202,22 +202,22 @@ def _ask_for_context_parallelism(method: Any) -> str:
             parallelize_context(model, ctx.mesh_for("batch")["cp"], method=method)
         except UserError as error:
             return str(error)
-    return "parallelised"
+    return "parallelized"
 
 
-def test_context_parallelism_is_refused() -> None:
-    assert run_ranks(_ask_for_context_parallelism, "all_gather", world_size=1) == ["parallelised"]  # nothing to do
+def test_context_parallelism_raises() -> None:
+    assert run_ranks(_ask_for_context_parallelism, "all_gather", world_size=1) == ["parallelized"]  # nothing to do
     message = (
-        "0, a GatedDeltaNet, takes its state through a row from the first position to the last, and 2 context-parallel "
+        "0, a GatedDeltaNet, carries a recurrent state through the whole row, and 2 context-parallel "
         "ranks share each row out; expected one. Change that, or use other parallelism."
     )
     assert run_ranks(_ask_for_context_parallelism, "all_gather", world_size=2) == [message] * 2
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_input_raises() -> None:
     with pytest.raises(
         UserError, match=r"num_key_heads = 3, num_value_heads = 4; .*: use a num_key_heads that divides"
     ):
         GatedDeltaNet(12, num_key_heads=3, num_value_heads=4, key_dim=3, value_dim=5)
-    with pytest.raises(UserError, match=r"got documents of the shape \(5,\) and dtype torch\.int64; expected integers"):
+    with pytest.raises(UserError, match=r"got documents_BL of shape \(5,\) and dtype torch\.int64; expected integers"):
         _layer()(torch.randn(1, 5, 12), documents_BL=torch.zeros(5, dtype=torch.int64))

@@ -10,17 +10,17 @@ VOCAB = 8
 
 
 def _successor(input_ids: Tensor) -> Tensor:
-    """The likeliest token is the last one plus one; the second likeliest is the last one plus two."""
+    """The most likely token is the last one plus one; the second most likely is the last one plus two."""
     return 2.0 * F.one_hot((input_ids + 1) % VOCAB, VOCAB) + 1.0 * F.one_hot((input_ids + 2) % VOCAB, VOCAB)
 
 
-def test_temperature_zero_takes_the_likeliest() -> None:
+def test_temperature_zero_is_greedy() -> None:
     prompt = torch.tensor([[3], [6]])
     continued = generate(_successor, prompt, max_new_tokens=4, max_context=10, temperature=0)
     assert continued.tolist() == [[3, 4, 5, 6, 7], [6, 7, 0, 1, 2]]
 
 
-def test_the_model_sees_at_most_the_context() -> None:
+def test_the_context_is_truncated() -> None:
     seen: list[list[int]] = []
 
     def model(input_ids: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def test_the_model_sees_at_most_the_context() -> None:
     assert seen == [[0, 1], [0, 1, 2], [1, 2, 3]]
 
 
-def test_top_k_draws_among_the_likeliest_only() -> None:
+def test_top_k_samples_from_the_most_likely_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     prompt = torch.zeros(500, 1, dtype=torch.int64)
     drawn = generate(_successor, prompt, top_k=2, max_new_tokens=1, max_context=1, generator=generator)[:, 1]
@@ -42,7 +42,7 @@ def test_top_k_draws_among_the_likeliest_only() -> None:
     assert set(everything.tolist()) == set(range(VOCAB))
 
 
-def test_top_k_beyond_the_vocabulary_takes_all() -> None:
+def test_top_k_beyond_the_vocabulary_samples_from_all() -> None:
     continued = generate(_successor, torch.tensor([[0]]), max_new_tokens=2, max_context=4, top_k=100)
     assert continued.shape == (1, 3)
 
@@ -67,19 +67,19 @@ def test_equal_seeds_give_equal_text_and_no_graph() -> None:
     assert torch.equal(first[:, :3], prompt)
 
 
-def test_bad_options_are_refused() -> None:
+def test_invalid_options_raise() -> None:
     prompt = torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(UserError, match=r"input_ids have shape \(2, 0\); expected \[batch, length\] with length >= 1"):
         generate(_successor, prompt.new_zeros(2, 0), max_new_tokens=1, max_context=1)
     with pytest.raises(UserError, match=r"max_context = 0; expected at least 1 token"):
         generate(_successor, prompt, max_new_tokens=1, max_context=0)
-    with pytest.raises(UserError, match=r"temperature = -1\.0; expected 0 \(the likeliest token\) or more"):
+    with pytest.raises(UserError, match=r"temperature = -1\.0; expected 0 \(greedy decoding\) or more"):
         generate(_successor, prompt, max_new_tokens=1, max_context=1, temperature=-1.0)
     with pytest.raises(UserError, match=r"top_k = 0; expected at least 1, or None for all tokens"):
         generate(_successor, prompt, max_new_tokens=1, max_context=1, top_k=0)
 
 
-def test_padding_does_not_change_what_is_written() -> None:
+def test_padding_does_not_change_the_generated_text() -> None:
     lengths: list[int] = []
 
     def counting(ids: torch.Tensor) -> torch.Tensor:

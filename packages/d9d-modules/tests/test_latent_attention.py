@@ -34,7 +34,7 @@ THEIR_NAMES = {
 
 
 class _Norm(nn.Module):
-    """In float64; that of transformers rounds to float32."""
+    """Compute in float64; the transformers version rounds to float32."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_outputs_and_gradients_as_in_deepseek_v3(
             **({**yarn, "original_max_position_embeddings": 16} if is_scaled else {"rope_type": "default"}),
         },
     )
-    config._attn_implementation = "sdpa"  # its eager form rounds to float32
+    config._attn_implementation = "sdpa"  # its eager attention rounds to float32
     theirs = DeepseekV3Attention(config, layer_idx=0)
     if q_rank is not None:
         setattr(theirs, "q_a_layernorm", _Norm(q_rank))  # noqa: B010  (of another type)
@@ -115,7 +115,7 @@ PLAN = latent_attention_tensor_plan("attention", head_dim=4, rotary_dim=2, value
 
 
 def _train(parallelism: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output over whole rows, and gradients, over packed documents."""
+    """Return output and gradients over packed documents."""
     x = torch.randn(2, 8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     documents = torch.tensor([[0] * 3 + [1] * 5, [0] * 7 + [1]])
     with MeshConfig(**{parallelism: -1}).build() as ctx:
@@ -154,9 +154,11 @@ def test_backends_and_options_reach_the_attention_function() -> None:
     assert not torch.allclose(narrow(x, rotary), plain(x, rotary))
 
 
-def test_inputs_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(UserError, match=r"got rotary tables of the shape \(1, 5, 2\) .* of 1 pairs: .* rotary_dim = 2"):
+def test_invalid_inputs_raise() -> None:
+    with pytest.raises(
+        UserError, match=r"got rotary tables of shape \(1, 5, 2\) .* of 1 pairs per position: .* rotary_dim = 2"
+    ):
         _layer()(torch.randn(1, 5, 12), rotary_tables(torch.arange(5).unsqueeze(0), head_dim=4, theta=9.0))
     rotary = rotary_tables(torch.arange(5).unsqueeze(0), head_dim=2, theta=9.0)
-    with pytest.raises(UserError, match=r"got documents of the shape \(5,\) and dtype torch\.int64; expected integers"):
+    with pytest.raises(UserError, match=r"got documents_BL of shape \(5,\) and dtype torch\.int64; expected integers"):
         _layer()(torch.randn(1, 5, 12), rotary, documents_BL=torch.zeros(5, dtype=torch.int64))

@@ -13,10 +13,10 @@ def test_gathers_the_mean_of_each_layer_across_stages() -> None:
     means = LayerMeans.start(MASK, outputs[0])
     assert means.means_NBD.shape == (0, 2, 5)
     for index, hidden in enumerate(outputs):
-        if index == 2:  # a tree of tensors crosses the boundary
+        if index == 2:  # pytree sent to the next stage
             leaves, structure = tree_flatten(means)
             assert all(isinstance(leaf, torch.Tensor) for leaf in leaves)
-            described = treespec_dumps(structure)  # for a stage on another rank
+            described = treespec_dumps(structure)  # sent to another rank
             means = tree_unflatten([leaf.clone() for leaf in leaves], treespec_loads(described))
             assert isinstance(means, LayerMeans)
         means = means.add(hidden)
@@ -31,7 +31,7 @@ def test_gradients_reach_every_layer() -> None:
     torch.testing.assert_close(gradient[0], torch.tensor([[1.5], [1.5], [0.0]]).expand(3, 5))
 
 
-def test_shapes_are_inferred_on_meta_and_masks_have_to_fit() -> None:
+def test_shapes_are_inferred_on_meta_and_masks_are_checked() -> None:
     hidden = torch.randn(2, 3, 5, device="meta")
     assert LayerMeans.start(MASK.to("meta"), hidden).add(hidden).means_NBD.shape == (1, 2, 5)
     with pytest.raises(UserError, match=r"the mask has shape \(2, 3\); expected \(2, 4\)"):

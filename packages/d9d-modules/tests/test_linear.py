@@ -15,7 +15,7 @@ def test_starts_from_the_given_normal_distribution() -> None:
     layer = Linear(300, 300, init_std=0.5)
     for _ in range(2):
         assert abs(layer.weight.std().item() - 0.5) < 0.01
-        # Of normal values 4.6 % lie beyond two standard deviations, of uniform ones none.
+        # 4.6 % of normally distributed values exceed two standard deviations, but no uniform ones.
         assert abs((layer.weight.abs() > 1.0).float().mean().item() - 0.046) < 0.01
         torch.nn.init.zeros_(layer.weight)
         layer.reset_parameters()

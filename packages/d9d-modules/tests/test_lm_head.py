@@ -22,7 +22,7 @@ def _reference(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _Largest(TorchDispatchMode):
-    """The largest tensor that an operator gave."""
+    """Largest output tensor of any operator."""
 
     numel = 0
 
@@ -88,17 +88,17 @@ def test_a_split_vocabulary_is_one_vocabulary(splits: dict[str, int]) -> None:
         assert head.get_parameter(names[0]).grad is None
 
 
-def test_bad_splits_are_refused() -> None:
-    with pytest.raises(UserError, match=r"vocab_sizes is empty; expected one split or more, such as"):
+def test_invalid_splits_raise() -> None:
+    with pytest.raises(UserError, match=r"vocab_sizes is empty; expected at least one split, such as"):
         SplitLanguageModelHead(4, {})
-    with pytest.raises(UserError, match=r"vocabulary split 'a.b' of 3 tokens; expected an identifier and 1 token or"):
+    with pytest.raises(UserError, match=r"vocabulary split 'a.b' with 3 tokens; expected a Python identifier and at"):
         SplitLanguageModelHead(4, {"a.b": 3})
-    with pytest.raises(UserError, match=r"vocabulary split 'new' of 0 tokens; expected an identifier and 1 token or"):
+    with pytest.raises(UserError, match=r"vocabulary split 'new' with 0 tokens; expected a Python identifier and at"):
         SplitLanguageModelHead(4, {"orig": 3, "new": 0})
 
 
 def _on_ranks(loss: CrossEntropy) -> tuple[Tensor, list[Tensor], int, str]:
-    """Losses and gradients of a head that ranks share, the largest tensor on the way, and a message."""
+    """Return losses, gradients and the largest tensor size of a vocabulary-parallel head, and an error message."""
     with MeshConfig(tensor_parallel=-1).build() as ctx:
         head = LanguageModelHead(4, 64, softcap=3.0, token_loss=loss).double()
         parallelize_tensor(head, ctx.mesh_for("dense")["tp"], {"": VocabParallelHead()})
@@ -123,12 +123,12 @@ def test_ranks_that_share_the_vocabulary_never_hold_their_logits(loss: CrossEntr
     for found_losses, found_gradients, largest, message in run_ranks(_on_ranks, loss, world_size=2):
         torch.testing.assert_close(found_losses, losses, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found_gradients, gradients, rtol=1e-11, atol=1e-12)
-        assert largest < 2 * 48 * 32  # the logits of a rank's part
+        assert largest < 2 * 48 * 32  # the logits of a vocabulary shard
         assert "expected labels within 0 ... 63 or -100" in message
 
 
 @pytest.mark.parametrize("bad", [-1, 5, -101])
-def test_labels_out_of_range_are_refused(bad: int) -> None:
+def test_labels_out_of_range_raise(bad: int) -> None:
     hidden, labels = torch.randn(1, 3, 4), torch.tensor([[0, bad, -100]])
     message = rf"got labels from {bad} to {bad}; expected labels within 0 ... 4 or -100"
     for head in (
@@ -140,11 +140,11 @@ def test_labels_out_of_range_are_refused(bad: int) -> None:
             head(hidden, labels=labels)
 
 
-def test_a_backend_that_cannot_serve_is_refused() -> None:
+def test_an_unsupported_backend_raises() -> None:
     head = LanguageModelHead(4, 5)
     head.loss_backend = "cut_cross_entropy"
     with pytest.raises(
-        UserError, match=r"the loss backend 'cut_cross_entropy' cannot serve: .* Use 'chunked', or None"
+        UserError, match=r"loss backend 'cut_cross_entropy' is not available: .* Use 'chunked', or None"
     ):
         head(torch.randn(1, 3, 4), labels=torch.zeros(1, 3, dtype=torch.int64))
     head.loss_backend = "chunked"
@@ -180,7 +180,7 @@ def test_reset_parameters_draws_from_the_given_normal_distribution() -> None:
         head.reset_parameters()
 
 
-def test_labels_of_another_shape_are_refused() -> None:
+def test_labels_of_another_shape_raise() -> None:
     head = LanguageModelHead(4, 5)
     with pytest.raises(UserError, match=r"labels have shape \(2, 2\); expected \(2, 3\), one label for each position"):
         head(torch.randn(2, 3, 4), labels=torch.zeros(2, 2, dtype=torch.int64))

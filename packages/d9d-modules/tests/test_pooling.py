@@ -7,7 +7,7 @@ from d9d_dist import UserError
 from d9d_modules.pooling import Pooling, pool
 
 MASK = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
-"""Padded at the right, at the left, not at all, nothing else, and around one token."""
+"""Masks: right padding, left padding, no padding, only padding, and padding around one token."""
 
 
 @pytest.mark.parametrize(("pooling", "position"), [("last", [2, 3, 3, None, 1]), ("first", [0, 2, 0, None, 1])])
@@ -43,9 +43,9 @@ def test_gradients_reach_the_pooled_tokens_alone() -> None:
     torch.testing.assert_close(gradient, (MASK / counts).double().unsqueeze(-1).expand(5, 4, 3))
 
 
-def test_a_mask_or_name_that_does_not_fit_is_refused() -> None:
+def test_an_invalid_mask_or_pooling_raises() -> None:
     hidden, pooling = torch.randn(2, 3, 4), "max"
-    with pytest.raises(UserError, match=r"mask has shape \(2, 4\); expected \(2, 3\), one number for each token"):
+    with pytest.raises(UserError, match=r"mask has shape \(2, 4\); expected \(2, 3\), one value for each position"):
         pool(hidden, torch.ones(2, 4), pooling="mean")
     unknown: Any = pooling
     with pytest.raises(UserError, match=r"pooling = 'max'; expected one of last, mean, first"):

@@ -4,7 +4,7 @@ from types import ModuleType
 import d9d_modules
 
 
-def test_every_name_is_there_once() -> None:
+def test_every_public_name_is_listed_once() -> None:
     assert len(d9d_modules.__all__) == len(set(d9d_modules.__all__))
     assert all(name in vars(d9d_modules) for name in d9d_modules.__all__)
 

@@ -1,4 +1,4 @@
-"""`benchmarks/rank_bytes.py`: models of a billion parameters on a thousand ranks, none of which exists."""
+"""`benchmarks/rank_bytes.py`: memory of billion-parameter models on a thousand simulated ranks."""
 
 import importlib.util
 import sys
@@ -32,13 +32,13 @@ def _script() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["rank_bytes"] = module  # where its dataclass looks for itself
+    sys.modules["rank_bytes"] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
 
 
 def _counted(model: str | Qwen3Params, mesh: MeshConfig) -> dict[str, Any]:
-    """The count, in a process of its own: it needs one without a process group."""
+    """Run the count in a separate process, because it needs one without a process group."""
     script = _script()
     counted = script.rank_bytes(script.MODELS[model] if isinstance(model, str) else model, mesh)
     return {**asdict(counted), "total": counted.total}
@@ -50,7 +50,7 @@ def test_a_model_of_a_billion_parameters_on_1024_ranks(model: str, num_parameter
     (counted,) = run_ranks(_counted, model, mesh, world_size=1)
     assert (counted["num_parameters"], counted["num_ranks"]) == (num_parameters, 1024)
     share = 4 * num_parameters / 1024
-    assert share <= counted["parameters"] <= 1.05 * share  # what does not divide evenly makes first parts larger
+    assert share <= counted["parameters"] <= 1.05 * share  # uneven shards make the first ones larger
     assert counted["total"] == 4 * counted["parameters"]
 
 
@@ -72,6 +72,6 @@ def test_counts_what_real_ranks_store(degrees: dict[str, int]) -> None:
     assert counted["parameters"] == run_ranks(_stored, mesh, world_size=counted["num_ranks"])[0]
 
 
-def test_degrees_that_do_not_fit_are_refused_as_in_a_job() -> None:
+def test_invalid_degrees_raise_as_in_a_job() -> None:
     with pytest.raises(RankError, match="the tp degree = 3 does not divide dim 0 of backbone"):
         run_ranks(_counted, SMALL, MeshConfig(tensor_parallel=3, data_parallel_shard=4), world_size=1)

@@ -48,12 +48,12 @@ def test_tables_stay_float32_and_half_precision_is_rounded_once() -> None:
     assert torch.equal(rotated, apply_rotary(x.float(), tables).bfloat16())
 
 
-def test_an_odd_head_dim_is_refused() -> None:
-    with pytest.raises(UserError, match=r"head_dim = 5; rotary positions rotate pairs of features: use an even"):
+def test_an_odd_head_dim_raises() -> None:
+    with pytest.raises(UserError, match=r"head_dim = 5; RoPE rotates pairs of features: use an even"):
         rotary_tables(torch.zeros(1, 1, dtype=torch.int64), head_dim=5, theta=10_000.0)
 
 
-def test_interleaved_pairs_are_neighbours() -> None:
+def test_interleaved_pairs_are_adjacent() -> None:
     tables = rotary_tables(torch.randint(0, 1000, (2, 5)), head_dim=8, theta=100.0)
     x = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     pairs = torch.view_as_complex(x.unflatten(-1, (4, 2)).contiguous())
@@ -115,23 +115,23 @@ def test_empty_and_meta_positions() -> None:
 
 
 @pytest.mark.parametrize("rotary_dim", [0, 3, 10])
-def test_rotated_features_that_do_not_fit_are_refused(rotary_dim: int) -> None:
+def test_invalid_rotary_dim_raises(rotary_dim: int) -> None:
     message = rf"rotary_dim = {rotary_dim}; expected an even number of features from 2 to head_dim = 8"
     with pytest.raises(UserError, match=message):
         rotary_tables(torch.zeros(1, 1, dtype=torch.int64), head_dim=8, rotary_dim=rotary_dim, theta=100.0)
 
 
 @pytest.mark.parametrize("position_ids", [torch.zeros(3, dtype=torch.int64), torch.zeros(1, 3)])
-def test_what_is_not_positions_is_refused(position_ids: torch.Tensor) -> None:
+def test_invalid_position_ids_raise(position_ids: torch.Tensor) -> None:
     with pytest.raises(
         UserError, match=r"position_ids have shape .* and dtype .*; expected integers \[batch, length\]"
     ):
         rotary_tables(position_ids, head_dim=8, theta=100.0)
 
 
-def test_positions_out_of_range_are_refused() -> None:
-    with pytest.raises(UserError, match=r"position_ids go from -1 to 3; expected 0 or more"):
+def test_positions_out_of_range_raise() -> None:
+    with pytest.raises(UserError, match=r"position_ids range from -1 to 3; expected 0 or more"):
         rotary_tables(torch.tensor([[3, -1]]), head_dim=8, theta=100.0)
-    with pytest.raises(UserError, match=r"position_ids go from 3 to 8; expected from 0 to 7\."):
+    with pytest.raises(UserError, match=r"position_ids range from 3 to 8; expected from 0 to 7\."):
         rotary_tables(torch.tensor([[3, 8]]), head_dim=8, theta=100.0, max_positions=8)
     rotary_tables(torch.tensor([[0, 7]]), head_dim=8, theta=100.0, max_positions=8)

@@ -88,7 +88,7 @@ def test_dynamic_ntk(factor: float, length: int, partial: float, original: int) 
     attention_factor=None,
     truncate=False,
     factor=8.0,
-)  # a border beyond the last pair
+)  # a boundary beyond the last pair
 @example(
     original=8192,
     beta_fast=4.0,
@@ -98,7 +98,7 @@ def test_dynamic_ntk(factor: float, length: int, partial: float, original: int) 
     attention_factor=None,
     truncate=False,
     factor=8.0,
-)  # one border
+)  # both boundaries coincide
 def test_yarn(  # noqa: PLR0917  (drawn by name)
     factor: float,
     original: int,
@@ -147,7 +147,7 @@ def test_llama3(factor: float, original: int, low: float, width: float) -> None:
         factor=factor, low_freq_factor=low, high_freq_factor=low + width, original_max_positions=original
     )
     frequencies = scaling.frequencies(10_000.0, rotary_dim=32, length=torch.tensor(1))
-    # Where a wavelength lies at a border, the weight of one of both sides is a rounding error.
+    # For a wavelength at a boundary, one of the two blend weights is a rounding error.
     torch.testing.assert_close(frequencies, expected[0], rtol=1e-5, atol=0)
     assert scaling.attention_factor == expected[1]
 
@@ -196,7 +196,7 @@ def test_deepseeks_temperature() -> None:
         (
             LongRopeScaling,
             {"short_factors": (1.0,), "long_factors": (1.0,), "factor": 2.0, "original_max_positions": 1},
-            r"LongRopeScaling got original_max_positions = 1; expected above 1",
+            r"LongRopeScaling got original_max_positions = 1; expected at least 2",
         ),
         (
             DynamicNtkScaling,
@@ -206,17 +206,17 @@ def test_deepseeks_temperature() -> None:
         (
             YarnScaling,
             {"factor": 2.0, "original_max_positions": 16, "beta_fast": 1.0, "beta_slow": 2.0},
-            r"beta_fast = 1\.0, beta_slow = 2\.0; expected the fast one to be the larger",
+            r"beta_fast = 1\.0, beta_slow = 2\.0; expected beta_fast >= beta_slow",
         ),
         (
             Llama3Scaling,
             {"factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0, "original_max_positions": 16},
-            r"low_freq_factor = 4\.0, high_freq_factor = 4\.0; expected the high one to be the larger",
+            r"low_freq_factor = 4\.0, high_freq_factor = 4\.0; expected high_freq_factor > low_freq_factor",
         ),
         (
             LongRopeScaling,
             {"short_factors": (1.0,), "long_factors": (1.0, 2.0), "factor": 2.0, "original_max_positions": 16},
-            r"1 short_factors and 2 long_factors; expected one of each for every rotated pair",
+            r"1 short_factors and 2 long_factors; expected one of each per rotated pair",
         ),
         (
             LongRopeScaling,
@@ -225,14 +225,16 @@ def test_deepseeks_temperature() -> None:
         ),
     ],
 )
-def test_values_that_no_scaling_has_are_refused(make: Any, values: dict[str, Any], message: str) -> None:
+def test_invalid_scaling_values_raise(make: Any, values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make(**values)
 
 
-def test_sizes_that_do_not_fit_a_scaling_are_refused() -> None:
+def test_sizes_that_do_not_match_a_scaling_raise() -> None:
     longrope = LongRopeScaling(short_factors=(1.0,), long_factors=(2.0,), factor=2.0, original_max_positions=16)
-    with pytest.raises(UserError, match=r"1 factors of LongRoPE for 8 rotated features; expected one for each .* 4\."):
+    with pytest.raises(
+        UserError, match=r"LongRopeScaling has 1 factors for 8 rotated features; expected one per .* 4\."
+    ):
         longrope.frequencies(100.0, rotary_dim=8, length=torch.tensor(3))
     with pytest.raises(UserError, match=r"2 rotated features with dynamic NTK scaling; expected at least 4"):
         DynamicNtkScaling(factor=2.0, original_max_positions=16).frequencies(
@@ -289,6 +291,6 @@ def test_a_configuration_selects_one_by_its_kind(written: dict[str, Any], scalin
         ({"kind": "linear", "factor": 2.0, "beta_fast": 3.0}, r"linear\.beta_fast\n  Unexpected keyword argument"),
     ],
 )
-def test_a_configuration_of_no_scaling_is_refused(written: dict[str, Any], message: str) -> None:
+def test_an_unknown_scaling_kind_raises(written: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         TypeAdapter(RopeScaling, config=ConfigDict(extra="forbid")).validate_python(written)

@@ -45,7 +45,7 @@ def _ask_for_context_parallelism() -> list[str]:
     return messages
 
 
-def test_rows_that_are_pooled_are_not_shared_out() -> None:
+def test_pooled_heads_reject_context_parallelism() -> None:
     rest = "pools whole rows, and 2 context-parallel ranks share each row out; expected one. Change that, or use other"
     for messages in run_ranks(_ask_for_context_parallelism, world_size=2):
         for message, name in zip(messages, ("ClassificationHead", "EmbeddingHead"), strict=True):

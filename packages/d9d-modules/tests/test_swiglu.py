@@ -16,8 +16,10 @@ def test_is_the_equation() -> None:
     assert expected.abs().max() > 0.1
 
 
-def test_gate_and_up_have_to_be_alike() -> None:
-    with pytest.raises(UserError, match=r"gate has shape \(2, 3\) .* up \(2, 1\) and torch.float32; expected the same"):
+def test_gate_and_up_must_match() -> None:
+    with pytest.raises(
+        UserError, match=r"gate has shape \(2, 3\) .* up has \(2, 1\) and torch.float32; expected the same"
+    ):
         silu_mul(torch.randn(2, 3), torch.randn(2, 1))
-    with pytest.raises(UserError, match=r"up \(2, 3\) and torch.float64; expected the same of both"):
+    with pytest.raises(UserError, match=r"up has \(2, 3\) and torch.float64; expected the same shape and dtype"):
         silu_mul(torch.randn(2, 3), torch.randn(2, 3).double())

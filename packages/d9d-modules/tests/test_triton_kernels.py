@@ -1,4 +1,4 @@
-"""The kernels against the equations in float64: on an accelerator, and on the CPU through Triton's interpreter.
+"""Triton kernels compared with float64 references: on an accelerator, and on the CPU through Triton's interpreter.
 
 The interpreter is chosen when Triton is imported, so it has a process of its own, which runs the tests of this file.
 Its conversion to bfloat16 cuts off instead of rounding, so 16-bit results may be off by one unit in the last place.
@@ -20,7 +20,7 @@ from d9d_modules.norm import add_rms_norm, rms_norm
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = ["cpu"] if INTERPRETED else [pytest.param("accelerator", marks=pytest.mark.gpu)]
 SHAPES = [(3, 5), (2, 7, 100), (0, 8), (5, 1), (300, 33), (2, 4096)]
-NORMS = [(shape, bool(i % 2)) for i, shape in enumerate(SHAPES)]  # with a weight that is zero-centred, or not
+NORMS = [(shape, bool(i % 2)) for i, shape in enumerate(SHAPES)]  # (shape, zero_centered)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
@@ -102,7 +102,7 @@ def test_rms_norm(device: torch.device, dtype: torch.dtype) -> None:
 def test_add_rms_norm(device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from d9d_modules import _triton_rms_norm  # noqa: PLC0415
 
-    monkeypatch.setattr(_triton_rms_norm, "_NUM_PROGRAMS", 2)  # each goes through several tiles of rows
+    monkeypatch.setattr(_triton_rms_norm, "_NUM_PROGRAMS", 2)  # each program processes several tiles of rows
 
     def kernel(x: Tensor, residual: Tensor, weight: Tensor, *, zero_centered: bool) -> tuple[Tensor, Tensor]:
         return _triton_rms_norm.add_rms_norm(x, residual, weight, eps=1e-5, zero_centered=zero_centered)
@@ -180,7 +180,7 @@ def test_a_frozen_weight_gets_no_gradient_and_equal_inputs_give_equal_bits(devic
 
 
 @pytest.mark.parametrize("part", ["inputs", "weights"])
-def test_each_half_of_a_split_backward_pass_can_be_had_alone(device: torch.device, part: str) -> None:
+def test_each_part_of_a_split_backward_works_alone(device: torch.device, part: str) -> None:
     from d9d_modules import _triton_rms_norm  # noqa: PLC0415
 
     x, weight = _draw((9, 24), torch.float32, device), _draw((24,), torch.float32, device)

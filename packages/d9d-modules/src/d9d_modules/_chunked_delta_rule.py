@@ -1,7 +1,8 @@
-"""The gated delta rule over chunks of positions: matrix products within a chunk, a recurrence only between chunks.
+"""Chunked gated delta rule: matrix products within a chunk, a recurrence only between chunks.
 
-"Gated Delta Networks" (arXiv:2412.06464), section 3.3, on "Parallelizing Linear Transformers with the Delta Rule"
-(arXiv:2406.06484), equations 8 to 11. Within a chunk, with g[i, j] the product of the decays after j up to i:
+"Gated Delta Networks" (arXiv:2412.06464), section 3.3, which extends "Parallelizing Linear Transformers with the Delta
+Rule" (arXiv:2406.06484), equations 8 to 11. Within a chunk, g[i, j] is the product of the decays of positions j + 1 to
+i, and g[i, start] that of the decays from the start of the chunk to i:
 
     T = (I + strictly lower part of beta[i] * g[i, j] * (k[i] @ k[j])) ** -1
     written = T @ (beta * v) - T @ (beta * g[., start] * k) @ state
@@ -10,8 +11,8 @@
 
 Memory is linear in the length: a state [K, V] and a few matrices [C, C] for each chunk and head.
 
-Shape legend: B batch, L length, G query/key heads, R value heads of each, N chunks, C positions of a chunk, I and J the
-same as C where two of them meet, K features of a key, V of a value; 1 for R where the R heads share.
+Shape legend: B batch, L length, G query/key heads, R value heads per key head, N chunks, C chunk size (I, J in pairs of
+positions), K key dim, V value dim. A 1 in place of R means that the R heads share a tensor.
 """
 
 import torch
@@ -33,17 +34,17 @@ def chunked_delta_rule(
     """See `d9d_modules.gated_delta_rule`.
 
     Args:
-        q_BLGK: Scaled queries; all tensors are of one dtype, float32 or float64.
+        q_BLGK: Scaled queries. All floating-point tensors have the same dtype, float32 or float64.
         k_BLGK: Keys.
         v_BLGRV: Values.
         log_decay_BLGR: Logarithms of the decays.
-        beta_BLGR: How much of what a key is read as is replaced.
-        starts_BL: Where the state is forgotten before a position, boolean; None for nowhere.
-        state_BGRKV: The state before the first position.
-        chunk_size: Positions of a chunk; a shorter row is one.
+        beta_BLGR: Write strengths.
+        starts_BL: Boolean mask of the positions before which the state is reset; None for no resets.
+        state_BGRKV: State before the first position.
+        chunk_size: Number of positions in a chunk; a shorter row forms one chunk.
 
     Returns:
-        What was read [B, L, G, R, V], and the state after the last position.
+        Output [B, L, G, R, V], and the state after the last position [B, G, R, K, V].
     """
     length = q_BLGK.shape[1]
     size = max(1, min(chunk_size, length))
@@ -55,7 +56,7 @@ def chunked_delta_rule(
     beta_BGRNC1 = beta_BGRNC.unsqueeze(-1)
     remembered_BGRNCK = since_start_BGRNC.unsqueeze(-1) * k_BG1NCK
     overlap_BGRNIJ = beta_BGRNC1 * between_BGRNIJ * (k_BG1NCK @ k_BG1NCK.mT)
-    solved = torch.linalg.solve_triangular(  # the diagonal counts as ones, what is above as zeros
+    solved = torch.linalg.solve_triangular(  # treats the diagonal as ones and ignores the upper triangle
         overlap_BGRNIJ,
         beta_BGRNC1 * torch.cat((v_BGRNCV, remembered_BGRNCK), dim=-1),
         upper=False,
@@ -65,7 +66,7 @@ def chunked_delta_rule(
     to_end_BGRNCK = between_BGRNIJ[..., -1, :, None] * k_BG1NCK
 
     states, written = [], []
-    # Not indexed chunk by chunk: the backward of that would make a tensor of all chunks for each.
+    # Use unbind, not an index per chunk: the backward of indexing allocates a tensor of all chunks each time.
     for new_BGRCV, old_BGRCK, to_end_BGRCK, kept_BGR in zip(
         new_BGRNCV.unbind(3),
         old_BGRNCK.unbind(3),
@@ -84,7 +85,7 @@ def chunked_delta_rule(
 
 
 def _chunks(x_BLGR: Tensor, size: int) -> Tensor:
-    """[B, L, G, R, ...] as [B, G, R, N, C, ...], one chunk or more, filled up with zeros: those change no state."""
+    """Reshape [B, L, G, R, ...] to [B, G, R, N, C, ...] with N >= 1; zero padding does not change the state."""
     length = x_BLGR.shape[1]
     num_chunks = max(1, -(-length // size))
     padding = (0, 0) * (x_BLGR.dim() - 2) + (0, num_chunks * size - length)
@@ -92,16 +93,16 @@ def _chunks(x_BLGR: Tensor, size: int) -> Tensor:
 
 
 def _decays(log_decay_BGRNC: Tensor, run_BNC: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Products of decays [B, G, R, N, I, J], after j up to i, and from the start of the chunk up to each position.
+    """Compute the products of decays g[i, j] [B, G, R, N, I, J] and g[i, start] [B, G, R, N, C].
 
-    They are zero where j is after i, or a document starts in between.
+    A product is zero if j > i, or if a document starts in between.
 
     Args:
         log_decay_BGRNC: Logarithms of the decays.
-        run_BNC: How many documents have started in the chunk; None for none.
+        run_BNC: Number of document starts in the chunk up to each position; None if there are no document starts.
     """
     size = log_decay_BGRNC.shape[-1]
-    # Summed up for each pair: a difference of two large sums would have lost the digits of a small one.
+    # Sum for each pair of positions: the difference of two long cumulative sums would lose precision.
     log_between_BGRNIJ = log_decay_BGRNC.unsqueeze(-1).expand(*log_decay_BGRNC.shape, size).tril(-1).cumsum(dim=-2)
     log_since_start_BGRNC = log_decay_BGRNC.cumsum(dim=-1)
     is_hidden = torch.ones(size, size, dtype=torch.bool, device=log_decay_BGRNC.device).triu(1)

@@ -1,4 +1,4 @@
-"""Losses of the logits by any function, some tokens at a time: the way for what `linear_cross_entropy` does not know.
+"""Arbitrary token losses, computed chunk by chunk over the tokens.
 
 Shape legend: T tokens (t of a chunk), D hidden size, V vocabulary.
 """
@@ -14,25 +14,25 @@ from torch.nn import functional as F
 from d9d_dist.vocab_parallel import TokenLoss
 
 _CHUNK_LOGITS = 2**24
-"""Logits alive at once, 64 MiB in float32; the loss needs a few tensors of that size."""
+"""Number of logits in a chunk, 64 MiB in float32; the loss allocates a few tensors of that size."""
 
 
 def chunked_token_loss(
     hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, token_loss: TokenLoss, softcap: float | None
 ) -> Tensor:
-    """Losses of each token by any `TokenLoss`, with the logits of a chunk of tokens alive at once.
+    """Compute the losses of any `TokenLoss`, materializing the logits of one chunk of tokens at a time.
 
-    Backward makes the logits again, and with them both gradients; that of the weight is summed up over chunks in at
-    least float32. A split backward pass has it early: making logits once more, later, would be collective wherever the
-    loss is.
+    Backward recomputes the logits and both gradients; the weight gradient is accumulated over chunks in at least
+    float32. A split backward does not defer the weight gradient: that would recompute the loss, and its collectives,
+    once more.
 
     Args:
         hidden_TD: Hidden states [T, D].
         weight_VD: Projection to the vocabulary [V, D].
-        labels_T: What the loss takes as labels [T].
-        token_loss: Maps logits [T, V], in at least float32, to losses [T], each of the logits of its token alone. It
-            depends on nothing else that needs a gradient.
-        softcap: Takes `softcap * tanh(x / softcap)` for each logit `x`.
+        labels_T: Labels of the tokens [T], passed to `token_loss`.
+        token_loss: Maps logits [T, V], in at least float32, and labels [T] to losses [T]. The loss of a token depends
+            only on its own logits and label, and on no other tensor that requires a gradient.
+        softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
 
     Returns:
         Losses [T].
@@ -42,13 +42,13 @@ def chunked_token_loss(
 
 
 def wide_logits(hidden_TD: Tensor, weight_VD: Tensor, softcap: float | None) -> Tensor:
-    """Logits [T, V] after the soft-cap, in at least float32."""
+    """Compute logits [T, V] after the soft-cap, in at least float32."""
     logits_TV = F.linear(hidden_TD, weight_VD)
     return soft_cap(logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)), softcap)
 
 
 def soft_cap(logits: Tensor, softcap: float | None) -> Tensor:
-    """`softcap * tanh(logits / softcap)` ("Gemma 2", arXiv:2408.00118, section 2); None for none."""
+    """Return `softcap * tanh(logits / softcap)` ("Gemma 2", arXiv:2408.00118, section 2); `logits` if it is None."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 

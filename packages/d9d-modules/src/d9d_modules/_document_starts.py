@@ -1,4 +1,4 @@
-"""Where packed documents start, for layers that go through a row position by position.
+"""Document boundaries in packed sequences, for recurrent and convolutional layers.
 
 Shape legend: B batch, L length.
 """
@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 
 def document_starts(documents_BL: Tensor) -> Tensor:
-    """Which positions belong to another document than the one before them [B, L], boolean; not the first of a row.
+    """Return a boolean mask [B, L]: True where the document id differs from the previous position.
 
-    An id that comes again after another one starts a document anew: what was remembered of it is gone.
+    The first position of a row is False. A document id that reappears after another id starts a new document.
     """
     return F.pad(documents_BL[:, 1:] != documents_BL[:, :-1], (1, 0), value=False)[:, : documents_BL.shape[1]]

@@ -1,6 +1,6 @@
-"""The gated delta rule by the kernels of `fla-core`, an optional package: when they can serve, and how they are called.
+"""Adapter for the gated delta rule kernels of the optional package `fla-core`.
 
-Shape legend: B batch, L length, G query/key heads, H value heads, K features of a key, V of a value.
+Shape legend: B batch, L length, G query/key heads, H value heads, K key dim, V value dim.
 """
 
 from importlib import import_module
@@ -12,29 +12,29 @@ from torch import Tensor
 from d9d_dist.errors import UserError
 
 _OLDEST_VERSION = (0, 6)
-"""Earlier ones take as many query/key heads as value heads."""
+"""Earlier versions require equal numbers of query/key and value heads."""
 
 _LARGEST_KEY_DIM = 256
 
-_FORGET = -100.0
-"""A logarithm of a decay that leaves nothing in float32, yet is small enough to be summed up with others."""
+_RESET_LOG_DECAY = -100.0
+"""Log decay that resets the state: exp(-100) is negligible in float32, and cumulative sums of it stay accurate."""
 
 
 def why_not_fla(v_BLHV: Tensor, *, key_dim: int) -> str | None:
-    """Why the package cannot compute the rule; None if it can.
+    """Return the reason why the package does not support a call, or None if it does.
 
     Args:
-        v_BLHV: The values; queries and keys are of their dtype and device.
+        v_BLHV: Values; queries and keys have their dtype and device.
         key_dim: Number of features of a key.
     """
     if find_spec("fla") is None:
         return "it is not installed: pip install 'd9d-modules[fla]'"
-    reason = _why_not_these(v_BLHV, key_dim)
+    reason = _unsupported_reason(v_BLHV, key_dim)
     if reason is not None:
         return reason
     version: str = import_module("fla").__version__
     if tuple(int(number) for number in version.split(".")[:2]) < _OLDEST_VERSION:
-        return f"it is installed as version {version}, 0.6 is needed: pip install --upgrade 'd9d-modules[fla]'"
+        return f"version {version} is installed, 0.6 or later is needed: pip install --upgrade 'd9d-modules[fla]'"
     return None
 
 
@@ -51,21 +51,22 @@ def fla_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """See `d9d_modules.gated_delta_rule`.
 
-    Documents need no lengths, which the device would have to be waited for: a decay of almost zero forgets.
+    A decay of almost zero resets the state at document starts. The kernels' own packed-sequence arguments are document
+    lengths, which would need a host-device synchronization.
 
     Args:
-        q_BLGK: Queries, bfloat16 or float16 as keys and values.
+        q_BLGK: Queries; bfloat16 or float16, like keys and values.
         k_BLGK: Keys.
         v_BLHV: Values.
         log_decay_BLH: Logarithms of the decays.
-        beta_BLH: How much of what a key is read as is replaced.
-        starts_BL: Where the state is forgotten before a position, boolean; None for nowhere.
-        state_BHKV: The state before the first position; None for zeros.
-        scale: What queries are multiplied by.
+        beta_BLH: Write strengths.
+        starts_BL: Boolean mask of the positions before which the state is reset; None for no resets.
+        state_BHKV: State before the first position; None for zeros.
+        scale: Factor of the queries.
     """
-    log_decay_BLH = log_decay_BLH.float().clamp(min=_FORGET)
+    log_decay_BLH = log_decay_BLH.float().clamp(min=_RESET_LOG_DECAY)
     if starts_BL is not None:
-        log_decay_BLH = log_decay_BLH.masked_fill(starts_BL.unsqueeze(-1), _FORGET)
+        log_decay_BLH = log_decay_BLH.masked_fill(starts_BL.unsqueeze(-1), _RESET_LOG_DECAY)
     return import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule(
         q_BLGK,
         k_BLGK,
@@ -79,22 +80,22 @@ def fla_delta_rule(
 
 
 def require_fla(reason: str | None) -> None:
-    """Refuse a request that the package cannot serve.
+    """Raise an error if the package does not support a call.
 
     Raises:
-        UserError: If there is a reason.
+        UserError: If `reason` is not None.
     """
     if reason is not None:
-        raise UserError(f"the backend 'fla' cannot serve: {reason}. Use 'chunked', or None to choose.")
+        raise UserError(f"backend 'fla' is not available: {reason}. Use 'chunked', or None to select one.")
 
 
-def _why_not_these(v_BLHV: Tensor, key_dim: int) -> str | None:
+def _unsupported_reason(v_BLHV: Tensor, key_dim: int) -> str | None:
     if v_BLHV.device.type in ("cpu", "meta"):
-        return f"it needs an accelerator, the values are on {v_BLHV.device.type}"
+        return f"it needs an accelerator, but the values are on {v_BLHV.device.type}"
     if v_BLHV.dtype not in (torch.bfloat16, torch.float16):
-        return f"it needs bfloat16 or float16, the values are {v_BLHV.dtype}"
+        return f"it needs bfloat16 or float16, but the values are {v_BLHV.dtype}"
     if key_dim > _LARGEST_KEY_DIM:
-        return f"it takes keys of at most {_LARGEST_KEY_DIM} features, not of {key_dim}"
+        return f"it supports a key dim of at most {_LARGEST_KEY_DIM}, not {key_dim}"
     if 0 in v_BLHV.shape:
-        return f"it takes no empty tensors, the values have the shape {tuple(v_BLHV.shape)}"
+        return f"it does not support empty tensors, but the values have shape {tuple(v_BLHV.shape)}"
     return None

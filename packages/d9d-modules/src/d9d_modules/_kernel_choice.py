@@ -1,4 +1,4 @@
-"""Where our Triton kernels can serve: the one place that decides between a kernel and torch's operators."""
+"""Choice between this package's Triton kernels and torch operators."""
 
 from importlib.util import find_spec
 
@@ -9,10 +9,10 @@ _STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Whether a Triton kernel can compute on a tensor: 32 bits or fewer, on an accelerator, with Triton installed.
+    """Return True if the Triton kernels support a tensor: float32, bfloat16 or float16 on an accelerator with Triton.
 
-    Not for the subclasses of tensors, such as those that only know their shape, and not while torch.compile traces: it
-    makes kernels of torch's operators itself, together with what stands around them.
+    Always False for tensor subclasses, such as fake tensors, and during torch.compile tracing: the compiler fuses torch
+    operators with the surrounding ones itself.
     """
     return (
         type(x) in (Tensor, nn.Parameter)

@@ -1,6 +1,6 @@
-"""The gated delta rule as its equation says it, one position after the other: the reference, and one step of decoding.
+"""Gated delta rule as a loop over positions: the reference implementation, also suited to single decoding steps.
 
-Shape legend: B batch, L length, G query/key heads, R value heads of each, K features of a key, V of a value.
+Shape legend: B batch, L length, G query/key heads, R value heads per key head, K key dim, V value dim.
 """
 
 import torch
@@ -17,7 +17,7 @@ def sequential_delta_rule(
     starts_BL: Tensor | None,
     state_BGRKV: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """See `chunked_delta_rule`, which computes the same of the same."""
+    """Compute the same as `chunked_delta_rule`, with the same arguments except `chunk_size`."""
     decay_BLGR = log_decay_BLGR.exp()
     if starts_BL is not None:
         decay_BLGR = decay_BLGR.masked_fill(starts_BL[..., None, None], 0.0)

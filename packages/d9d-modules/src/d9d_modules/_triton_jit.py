@@ -1,4 +1,4 @@
-"""`triton.jit` with a type: Triton's own knows nothing of how a kernel is launched."""
+"""Typed wrapper of `triton.jit`, whose own type does not cover kernel launches."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -7,14 +7,14 @@ import triton
 
 
 class Kernel(Protocol):
-    """What `triton.jit` makes of a function."""
+    """Triton kernel, as returned by `triton.jit`."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        """A function that launches a program for each point of the grid."""
+        """Return a function that launches one program per point of the grid."""
         ...
 
 
 def jit(kernel: Callable[..., Any]) -> Kernel:
-    """Make a kernel of a function."""
+    """Compile a function to a Triton kernel at its first launch."""
     launchable: Kernel = triton.jit(kernel)
     return launchable

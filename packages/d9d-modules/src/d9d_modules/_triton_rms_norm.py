@@ -1,14 +1,16 @@
-"""RMS norm as one kernel forward and one backward, with the residual add in front of it or without.
+"""RMS norm with an optional residual add: one fused Triton kernel forward and one backward.
 
-Arithmetic is in float32; 16-bit numbers are only loaded and stored. Forward keeps its input and one number for each
-row. Backward reads the input and the gradient once, for the gradients of the input and of the weight both: each program
-adds up the weight's gradient over the rows that it goes through, and the programs' sums are added up in a fixed order.
-Their number is fixed too, so equal inputs give equal bits, on any device of one kind.
+Arithmetic is in float32; 16-bit dtypes are used only for loads and stores. Forward saves its input and one float32
+number per row.
+
+Backward reads the input and the gradient once and computes the gradients of both the input and the weight. Each program
+accumulates the weight gradient over its rows; the partial sums are then added in a fixed order. The number of programs
+is fixed too, so results are bitwise reproducible on devices of the same kind.
 
 Shape legend: N rows, D size of a row, P programs.
 """
 
-# A kernel takes pointers and numbers, which have no type in Python, and takes them by position.
+# Kernel arguments are positional pointers and numbers without Python types.
 # ruff: noqa: ANN001, ANN202, PLR0917
 
 from typing import Any
@@ -21,20 +23,20 @@ from torch.autograd.function import once_differentiable
 from d9d_modules._triton_jit import jit
 
 _TILE = 2**12
-"""Elements of the rows that a program goes through at once, if there is room for more than one row."""
+"""Number of elements in a program's tile of rows; a longer row is a tile by itself."""
 
 _NUM_PROGRAMS = 256
-"""Programs of the backward pass, a few for each multiprocessor: as many rows of partial sums are written and read."""
+"""Maximum number of programs in backward (a few per multiprocessor), and thus of rows of partial sums."""
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float, zero_centered: bool) -> Tensor:
-    """`x / rms(x) * weight`; see `d9d_modules.rms_norm`.
+    """Compute `x / rms(x) * weight`; see `d9d_modules.rms_norm`.
 
     Args:
-        x: float32, bfloat16 or float16 [..., D] of any strides; a program holds whole rows in registers.
-        weight_D: Weight [D] of any of these dtypes.
+        x: Input [..., D] in float32, bfloat16 or float16, with any strides. A program keeps whole rows in registers.
+        weight_D: Weight [D] in any of these dtypes.
         eps: Added to the mean square.
-        zero_centered: Whether the factor is `1 + weight`.
+        zero_centered: If True, scale by `1 + weight`.
     """
     normed: Tensor = _RMSNorm.apply(x, weight_D, eps, zero_centered)
     return normed
@@ -43,13 +45,13 @@ def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float, zero_centered: bool) ->
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight_D: Tensor, *, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual`, rounded to their dtype, and that sum; all else as in `rms_norm`."""
+    """Return the RMS norm of `x + residual` and that sum, rounded to their dtype; see `d9d_modules.add_rms_norm`."""
     normed, total = _AddRMSNorm.apply(x, residual, weight_D, eps, zero_centered)
     return normed, total
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Its weight's gradient costs next to nothing beside that of the input, so a split backward pass has it early."""
+    """RMS norm. A split backward does not defer the weight gradient, which costs little beside the input gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -87,7 +89,7 @@ class _AddRMSNorm(torch.autograd.Function):
 def _forward(
     x_ND: Tensor, residual_ND: Tensor | None, weight_D: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The normed rows, the rows that were normed, and one over the root mean square of each."""
+    """Return the normalized rows, the rows before the norm (`x + residual`), and the inverse RMS of each row."""
     num_rows, size = x_ND.shape
     normed_ND = torch.empty_like(x_ND)
     total_ND = x_ND if residual_ND is None else torch.empty_like(x_ND)
@@ -114,7 +116,7 @@ def _forward(
 
 
 def _backward(ctx: Any, grad: Tensor, grad_total: Tensor | None, *, with_weight: bool) -> tuple[Tensor, Tensor | None]:
-    """Gradients of what was normed, with what flows into it from elsewhere, and of the weight."""
+    """Return the gradients of the norm's input and weight; `grad_total` is added to the gradient of the input."""
     x_ND, weight_D, inverse_rms_N = ctx.saved_tensors
     num_rows, size = x_ND.shape
     block, rows, num_warps = _tile(size)
@@ -144,7 +146,7 @@ def _backward(ctx: Any, grad: Tensor, grad_total: Tensor | None, *, with_weight:
 
 
 def _tile(size: int) -> tuple[int, int, int]:
-    """Columns and rows of a program's tile, both powers of two, and its number of warps."""
+    """Return the columns and rows of a program's tile, both powers of two, and its number of warps."""
     block = 1 << (size - 1).bit_length()
     rows = max(1, _TILE // block)
     return block, rows, min(16, max(4, block * rows // 512))
@@ -169,14 +171,14 @@ def _forward_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row[:, None] < num_rows) & (column[None, :] < size)
-    # Past 2 ** 31 elements a 32-bit offset would wrap around.
+    # 32-bit offsets would overflow for tensors of 2 ** 31 elements or more.
     offsets = row[:, None].to(tl.int64) * size + column[None, :]
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + offsets, total, mask=mask)
-        x = total.to(tl.float32)  # what is normed is what is kept
+        x = total.to(tl.float32)  # normalize the rounded sum, which backward reads
     inverse_rms = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / size + eps)
     tl.store(inverse_rms_ptr + row, inverse_rms, mask=row < num_rows)
     weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)

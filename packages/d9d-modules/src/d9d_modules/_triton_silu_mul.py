@@ -1,9 +1,9 @@
-"""`silu(gate) * up` as one kernel forward and one backward: each number is read once and written once.
+"""`silu(gate) * up` as one fused Triton kernel forward and one backward; each element is read and written once.
 
-Arithmetic is in float32; 16-bit numbers are only loaded and stored. Forward keeps its two inputs and nothing else.
+Arithmetic is in float32; 16-bit dtypes are used only for loads and stores. Forward saves only its two inputs.
 """
 
-# A kernel takes pointers and numbers, which have no type in Python, and takes them by position.
+# Kernel arguments are positional pointers and numbers without Python types.
 # ruff: noqa: ANN001, ANN202, PLR0917
 
 from typing import Any
@@ -16,17 +16,17 @@ from torch.autograd.function import once_differentiable
 from d9d_modules._triton_jit import jit
 
 _BLOCK = 4096
-"""Elements of one program."""
+"""Number of elements per program."""
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up` for tensors of one shape and dtype (float32, bfloat16, float16), of any strides."""
+    """Compute `silu(gate) * up` for tensors of equal shape and dtype (float32, bfloat16, float16), with any strides."""
     product: Tensor = _SiluMul.apply(gate, up)
     return product
 
 
 class _SiluMul(torch.autograd.Function):
-    """Has no weights, so there is nothing that a split backward pass could leave for later."""
+    """`silu(gate) * up`. It has no weights, so a split backward has nothing to defer."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def _grid(x: Tensor) -> tuple[int]:
 
 @jit
 def _forward_kernel(gate_ptr, up_ptr, out_ptr, size, BLOCK: tl.constexpr):
-    # Past 2 ** 31 elements a 32-bit offset would wrap around.
+    # 32-bit offsets would overflow for tensors of 2 ** 31 elements or more.
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)

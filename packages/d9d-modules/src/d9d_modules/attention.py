@@ -1,4 +1,4 @@
-"""Causal grouped-query attention; multi-head and multi-query attention are its two ends.
+"""Causal grouped-query attention, with multi-head and multi-query attention as special cases.
 
 Shape legend: B batch, L length, D hidden size, H query heads, G key/value heads, K head dim.
 """
@@ -21,27 +21,30 @@ from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, check_rot
 
 @final
 class GroupedQueryAttention(nn.Module):
-    """Each key/value head serves `num_heads / num_kv_heads` query heads ("GQA", arXiv:2305.13245).
+    """Causal grouped-query attention ("GQA", arXiv:2305.13245).
+
+    Each key/value head is shared by `num_heads / num_kv_heads` query heads.
 
     Args:
         hidden_size: Size of the last dim of input and output.
         num_heads: Number of query heads.
         num_kv_heads: Number of key and value heads; divides `num_heads`.
-        head_dim: Size of one head; need not be `hidden_size / num_heads`.
-        qk_norm_eps: Epsilon of an RMS norm on each query and key head; None for no norm.
-        output_gate: Whether what was attended is multiplied by `sigmoid(x @ gate.T)`, feature by feature, before the
-            output projection: "Gated Attention" (arXiv:2505.06708), equation 5 at the position G1, as in Qwen3-Next.
-        sinks: Whether each query head has a learnable score to attend to nothing with; see `AttentionSinks`.
-        rotary_dim: How many features of a head are rotated, the first ones; None for all.
-        rotary_layout: Which features are rotated together.
-        options: Sliding window, softmax scale and softcap; None for none of them.
-        backends: Which backends may compute the attention, the preferred first; None for the best one that is
-            installed. The environment variable `D9D_ATTENTION` takes the place of it when the layer is built.
+        head_dim: Size of one head; may differ from `hidden_size / num_heads`.
+        qk_norm_eps: Epsilon of an RMS norm on each query and key head; None disables QK norm.
+        output_gate: If True, multiply the attention output elementwise by `sigmoid(x @ gate.T)` before the output
+            projection: "Gated Attention" (arXiv:2505.06708), equation 5 at position G1, as in Qwen3-Next.
+        sinks: If True, each query head has a learnable attention sink; see `AttentionSinks`.
+        rotary_dim: Number of leading features of each head to rotate; None rotates all.
+        rotary_layout: Which two features form a rotated pair.
+        options: Sliding window, softmax scale and softcap; None for plain causal attention.
+        backends: Allowed attention backends in order of preference; None selects the best installed one per call.
+            The environment variable `D9D_ATTENTION`, read when the layer is built, overrides it.
         init_std: Standard deviation of the initial projection weights and sinks.
 
     Attributes:
-        attention_function: Computes attention from queries, keys and values: the place for another kernel, or for a
-            context-parallel form (`d9d_dist.parallelize_context`). At first it chooses a backend for each call.
+        attention_function: Computes attention from queries, keys and values. By default it selects a backend for each
+            call. Replace it to use another kernel; `d9d_dist.parallelize_context` replaces it by a context-parallel
+            version.
 
     Raises:
         UserError: If `num_kv_heads` does not divide `num_heads`, or a name in `backends` is unknown.
@@ -66,8 +69,8 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
             raise UserError(
-                f"num_heads = {num_heads}, num_kv_heads = {num_kv_heads}; each key/value head must serve equally many "
-                f"query heads: use a num_kv_heads that divides num_heads."
+                f"num_heads = {num_heads}, num_kv_heads = {num_kv_heads}; query heads are divided evenly among "
+                "key/value heads: use a num_kv_heads that divides num_heads."
             )
         check_rotary_sizes(head_dim, head_dim if rotary_dim is None else rotary_dim)
         options = AttentionOptions() if options is None else options
@@ -85,19 +88,21 @@ class GroupedQueryAttention(nn.Module):
         self.attention_function: Attention = chosen_attention(options, sinks=self.sinks, backends=backends)
 
     def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, documents_BL: Tensor | None = None) -> Tensor:
-        """Let each position attend to itself and to those before it in its row.
+        """Compute causal self-attention.
 
         Args:
             x_BLD: Hidden states [B, L, D].
-            rotary: Tables of the positions; they rotate queries and keys and do not change who attends to whom.
-            documents_BL: Which document each position belongs to [B, L], integers, for rows into which several are
-                packed: a position attends within its document only. None: each row is one document.
+            rotary: Rotary tables of the positions. They rotate queries and keys; the causal mask follows the order in
+                the row.
+            documents_BL: Document id of each position [B, L], integer, for packed sequences: a position attends only
+                within its document. None: each row is one document.
 
         Returns:
-            The attended values [B, L, D], in the dtype of `x_BLD`.
+            Output of the layer [B, L, D], in the dtype of `x_BLD`.
 
         Raises:
-            UserError: If tables or documents do not fit, or no backend serves what the layer needs.
+            UserError: If the shape of `rotary` or `documents_BL` does not match, or no allowed backend supports the
+                call.
         """
         check_tables(rotary, x_BLD.shape[:2], rotary_dim=self.rotary_dim)
         check_documents(documents_BL, x_BLD.shape[:2])
@@ -114,19 +119,20 @@ class GroupedQueryAttention(nn.Module):
         return self.o_proj(attended)
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        # The number of heads is inferred, so that a tensor-parallel projection may give only this rank's heads.
+        # Infer the number of heads: a tensor-parallel projection returns only this rank's heads.
         return x.unflatten(-1, (-1, self.head_dim))
 
 
 def attention_tensor_plan(name: str, *, head_dim: int, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
-    """The part of a plan for `parallelize_tensor` that splits a `GroupedQueryAttention` by heads.
+    """Return the `parallelize_tensor` plan entries that shard a `GroupedQueryAttention` by heads.
 
-    The degree divides the number of key/value heads. Output gate and sinks are split with them where there are any.
+    The tensor-parallel degree must divide the number of key/value heads. The output gate and the sinks, if any, are
+    sharded by heads too.
 
     Args:
-        name: What the layer is called in the model, as in `layers.*.attention`.
-        head_dim: That of the layer.
-        sequence_parallel: Whether hidden states come and go with a part of the sequence on each rank, or equal on all.
+        name: Module path of the layer in the model, such as `layers.*.attention`.
+        head_dim: Head dim of the layer.
+        sequence_parallel: If True, the layer's input and output are sharded along the sequence; else replicated.
     """
     activation = Shard(1) if sequence_parallel else Replicate()
     heads = ColumnParallel(input=None, head_dim=head_dim)

@@ -1,4 +1,4 @@
-"""Attention sinks: a learnable score for each head that lets it attend to nothing.
+"""Attention sinks: a learnable logit per head that absorbs part of the softmax.
 
 Shape legend: H query heads.
 """
@@ -16,13 +16,13 @@ from d9d_dist import TensorStyle
 
 @final
 class AttentionSinks(nn.Module):
-    """A score for each head [H] beside those of the keys: "gpt-oss" (arXiv:2508.10925), section 2.2.
+    """Learnable logit of each head [H], added to the softmax denominator: "gpt-oss" (arXiv:2508.10925), section 2.2.
 
-    A module of its own, so that tensor parallelism can give each rank those of its heads (`HeadParallel`).
+    A separate module, so that tensor parallelism can shard it by heads (`HeadParallel`).
 
     Args:
         num_heads: Number of query heads.
-        init_std: Standard deviation of the initial scores.
+        init_std: Standard deviation of the initial logits.
     """
 
     def __init__(self, num_heads: int, *, init_std: float = 0.02) -> None:
@@ -32,18 +32,18 @@ class AttentionSinks(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the scores from `Normal(0, init_std)`."""
+        """Draw the logits from `Normal(0, init_std)`."""
         nn.init.normal_(self.weight, std=self.init_std)
 
     def forward(self) -> Tensor:
-        """The scores of this rank's heads [H]."""
+        """Return the sink logits of this rank's heads [H]."""
         return self.weight
 
 
 @final
 @dataclass(frozen=True)
 class HeadParallel(TensorStyle):
-    """A module with a part for each attention head, split like the heads: weight [H, ...] is `Shard(0)`."""
+    """Tensor-parallel style that shards a module's `weight` [H, ...] by attention heads, as `Shard(0)`."""
 
     def placements(self) -> Mapping[str, Placement]:
         """See `d9d_dist.TensorStyle.placements`."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing as functions over a module and over a model's layers: less memory for more computation."""
+"""Activation checkpointing of a module or of a model's layers: saves memory at the cost of recomputation."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -12,16 +12,16 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from d9d_dist.errors import UserError
 
 CheckpointPolicy: TypeAlias = Literal["none", "full", "selective"]
-"""What is kept of a forward pass: everything; the inputs alone; the inputs and the results of costly operators."""
+"""What the forward pass saves: all activations; only the inputs; the inputs and the outputs of expensive operators."""
 
 Operator: TypeAlias = Callable[..., Any]
-"""An operator of torch, such as `torch.ops.aten.mm.default`."""
+"""A torch operator, such as `torch.ops.aten.mm.default`."""
 
 
 def costly_operators() -> frozenset[Operator]:
-    """Operators whose results the policy "selective" keeps: matrix products, attention, and collectives.
+    """Return the operators whose outputs the policy "selective" saves: matrix products, attention and collectives.
 
-    Norms, activations and everything else that only reads and writes memory is computed again.
+    All other operators, such as norms and activation functions, are memory-bound and recomputed.
     """
     aten = torch.ops.aten
     operators: set[Operator] = {
@@ -51,19 +51,19 @@ def costly_operators() -> frozenset[Operator]:
 def checkpoint_activations(
     module: nn.Module, *, policy: CheckpointPolicy = "full", keep: Collection[Operator] | None = None
 ) -> None:
-    """Change what `module` keeps between its forward and its backward pass; never what it computes.
+    """Enable activation checkpointing for a module, in place.
 
-    The module is changed in place: no wrapper, so the names of parameters stay. Call it on each layer of a model, after
-    `parallelize_tensor`, before compiling and before `parallelize_hsdp`.
+    The results do not change. The module is not wrapped, so parameter names stay the same. Call it on each layer of a
+    model, after `parallelize_tensor` and before compilation and `parallelize_hsdp`.
 
     Args:
-        module: The module whose forward pass is to be run again during its backward pass.
-        policy: `"full"` keeps the inputs alone; `"selective"` also the results of some operators, which are then not
-            computed again; `"none"` leaves the module as it is.
-        keep: The operators of `"selective"`; None for `costly_operators()`.
+        module: Module whose forward pass is recomputed during its backward pass.
+        policy: `"full"` saves only the inputs; `"selective"` also saves the outputs of the operators in `keep`;
+            `"none"` does nothing.
+        keep: Operators whose outputs `"selective"` saves; None for `costly_operators()`.
 
     Raises:
-        UserError: If there is no such policy, or operators are given for another one.
+        UserError: If the policy is unknown, or `keep` is given for a policy other than `"selective"`.
     """
     if keep is not None and policy != "selective":
         raise UserError(f"keep = {sorted(map(str, keep))} with policy = {policy!r}; expected policy = 'selective'.")
@@ -71,7 +71,7 @@ def checkpoint_activations(
         case "none":
             return
         case "full":
-            # The instance's forward hides the class's; hooks around it (FSDP's too) are left out of the second run.
+            # An instance attribute shadows the class's forward. Module hooks, FSDP's too, do not run in the recompute.
             module.forward = partial(_checkpointed, module.forward)
         case "selective":
             operators = costly_operators() if keep is None else frozenset(keep)
@@ -88,16 +88,17 @@ def checkpoint_layers(
     every: int = 1,
     keep: Collection[Operator] | None = None,
 ) -> None:
-    """Checkpoint every n-th layer of a model, or of the part of it that a pipeline stage has.
+    """Enable activation checkpointing for every n-th layer of a model or pipeline stage.
 
     Args:
-        layers: Layers by their index in the whole model, so that every layout checkpoints the same ones.
+        layers: Layers keyed by their global index, so that the choice does not depend on the pipeline layout.
         policy: See `checkpoint_activations`.
-        every: The layers whose index it divides are checkpointed, the others keep everything.
+        every: Checkpoint the layers whose index is a multiple of it; the other layers save all activations.
         keep: See `checkpoint_activations`.
 
     Raises:
-        UserError: If `every` is below 1, or the policy does not fit.
+        UserError: If `every` is below 1, the policy is unknown, or `keep` is given for a policy other than
+            `"selective"`.
     """
     if every < 1:
         raise UserError(f"every = {every}; expected 1 (each layer) or more.")
@@ -107,7 +108,7 @@ def checkpoint_layers(
 
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # A function of our own: torch.compile skips a module whose forward is torch's checkpoint itself.
+    # torch.compile skips modules whose forward is torch.utils.checkpoint.checkpoint itself, hence this function.
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 

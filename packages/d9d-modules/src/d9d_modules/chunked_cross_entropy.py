@@ -1,18 +1,22 @@
-"""Cross entropy straight from hidden states, without ever holding the logits of all tokens.
+"""Fused linear cross entropy: computes losses from hidden states without materializing all logits.
 
-At a vocabulary of 150k the logits of a batch are the largest tensor of a training step. Here they exist one tile at a
-time. Forward goes over tiles of tokens and, for each, over blocks of the vocabulary. It keeps a running log-sum-exp
-and, beside it, the running mean of the weight's rows under the softmax, which is the gradient of the hidden states but
-for the label's own row: attention with the rows of the weight as keys and values, computed as "FlashAttention",
-arXiv:2205.14135, algorithm 1, computes it. Backward goes over blocks of the vocabulary, makes their logits once more,
-and has with them the whole gradient of those rows.
+With a vocabulary of 150k the logits of a batch are the largest tensor of a training step. This implementation holds
+one tile of logits at a time.
 
-So each gradient is summed up in one place, in float32 (float64 for float64); nothing as large as the weight is kept;
-and the two can be had apart: that of the hidden states is finished in forward, for a gradient of 1 of each loss, and
-backward only scales it. "Cut Your Losses", arXiv:2411.09009, does the same in one kernel. All in all it takes 8 T D V
-operations, as any method that makes the logits twice, beside 6 where they are held.
+Forward iterates over tiles of tokens and, for each tile, over blocks of the vocabulary. It keeps a running log-sum-exp
+and the running mean of the weight rows under the softmax. That mean, minus the row of the label, is the gradient of the
+hidden states. The algorithm is attention with the weight rows as keys and values: "FlashAttention", arXiv:2205.14135,
+algorithm 1.
 
-Shape legend: T tokens (t of a tile), D hidden size, V vocabulary (v of a block); lse: log-sum-exp of the logits.
+Backward iterates over blocks of the vocabulary, recomputes their logits, and computes the gradient of the block's rows
+over all tokens. The gradient of the hidden states comes from forward, for an upstream gradient of 1 per loss; backward
+only scales it. Therefore the two gradients can be computed at different times (split backward).
+
+Gradients are accumulated in float32 (float64 for float64 input). No buffer of the size of the weight is saved between
+forward and backward. The cost is 8 T D V floating-point operations, as for any method that recomputes the logits; it is
+6 T D V if the logits are kept. "Cut Your Losses", arXiv:2411.09009, does the same in one kernel.
+
+Shape legend: T tokens (t in a tile), D hidden size, V vocabulary (v in a block). lse: log-sum-exp of the logits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,10 +35,10 @@ from d9d_dist.split_backward import GradientSlot, take_weight
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
 
 _TILE_LOGITS = 2**22
-"""Logits alive at once, 16 MiB in float32: enough to keep a device busy."""
+"""Number of logits in a tile (16 MiB in float32), enough to saturate a device."""
 
 _TILE_TOKENS = 2**10
-"""Tokens of a tile in forward."""
+"""Number of tokens in a tile in the forward pass."""
 
 
 def linear_cross_entropy(
@@ -45,21 +49,21 @@ def linear_cross_entropy(
     loss: CrossEntropy = PLAIN_CROSS_ENTROPY,
     softcap: float | None = None,
 ) -> Tensor:
-    """Losses of the logits `hidden @ concat(weights).T`.
+    """Compute the losses of the logits `hidden @ concat(weights).T`.
 
-    With a mesh in the loss, the weights are this rank's part of the vocabulary, labels count in all of it, and the
-    gradient of the hidden states is this rank's part of a sum. Forward then issues two all-reduces for each 1,024
-    tokens, of one and of three numbers a token; backward none.
+    If `loss.mesh` is set, the weights are this rank's vocabulary shard and the labels are global token ids. The
+    gradient of the hidden states is then this rank's partial sum. Forward issues two all-reduces per 1,024 tokens, of
+    one and three values per token; backward issues none.
 
     Args:
         hidden_TD: Hidden states [T, D].
-        weights_VD: Rows of the vocabulary [V_i, D], one tensor after the other, in the dtype of the hidden states.
-        labels_T: Token ids [T], int64: `IGNORED_LABEL` or within the vocabulary, which is not checked here.
-        loss: What is computed.
-        softcap: Takes `softcap * tanh(x / softcap)` for each logit `x`; None leaves them as they are.
+        weights_VD: Weight rows [V_i, D] to concatenate, in the dtype of the hidden states.
+        labels_T: Token ids [T], int64: within the vocabulary (not checked here) or `IGNORED_LABEL`.
+        loss: Cross entropy to compute.
+        softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
 
     Returns:
-        Losses [T] in nats, 0 where ignored: float32, or float64 for float64 input.
+        Losses [T] in nats, 0 for ignored labels: float32, or float64 for float64 input.
     """
     with_gradient = torch.is_grad_enabled() and hidden_TD.requires_grad
     taken = [take_weight(weight_VD, hidden_TD) for weight_VD in weights_VD]
@@ -112,7 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Tile(NamedTuple):
-    """Tokens after forward; `unit` [t, D] is the gradient of their hidden states for a gradient of 1 of each loss."""
+    """Forward results of a tile; `unit` [t, D] is the gradient of its hidden states for an upstream gradient of 1."""
 
     losses_t: Tensor
     lse_t: Tensor
@@ -145,7 +149,7 @@ def _forward_tile(hidden_tD: Tensor, labels_t: Tensor, vocabulary: "_Vocabulary"
 def _weight_gradient(
     vocabulary: "_Vocabulary", index: int, *, hidden_TD: Tensor, labels_T: Tensor, lse_T: Tensor, scale_T: Tensor
 ) -> Tensor:
-    """The gradient [V_i, D] of one of the weights, for a gradient `scale_T` of the losses."""
+    """Compute the gradient [V_i, D] of the weight at `index`, given the gradient `scale_T` of the losses."""
     loss, smoothing = vocabulary.loss, vocabulary.loss.label_smoothing
     softmax_scale_T1 = (scale_T * (1.0 + 2.0 * loss.z_loss * lse_T)).unsqueeze(-1)
     gradient_VD = torch.empty_like(vocabulary.weights_VD[index])
@@ -167,12 +171,12 @@ def _weight_gradient(
 
 @final
 class _Vocabulary:
-    """The rows that this rank has, and the logits that they give.
+    """Vocabulary rows of this rank and the computation of their logits.
 
     Attributes:
-        weights_VD: The rows.
-        loss: The loss.
-        size: The number of rows on all ranks.
+        weights_VD: Weight rows of this rank.
+        loss: Cross entropy to compute.
+        size: Number of vocabulary rows over all ranks.
     """
 
     def __init__(self, weights_VD: Sequence[Tensor], loss: CrossEntropy, softcap: float | None) -> None:
@@ -183,23 +187,23 @@ class _Vocabulary:
         self.size = num_ranks * sum(sizes)
 
     def blocks(self, index: int, *, num_tokens: int) -> Iterator[tuple[int, Tensor]]:
-        """Blocks of rows of one weight, each with the token id of its first; a tile of logits for so many tokens."""
+        """Yield blocks of rows of one weight with their first token id; each gives one tile of logits."""
         weight_VD = self.weights_VD[index]
         size = max(1, _TILE_LOGITS // max(1, num_tokens))
         for start in range(0, len(weight_VD), size):
             yield self._firsts[index] + start, weight_VD[start : start + size]
 
     def logits(self, hidden_TD: Tensor, rows_vD: Tensor) -> Tensor:
-        """Logits [T, v] after the soft-cap, in at least float32."""
+        """Compute logits [T, v] after the soft-cap, in at least float32."""
         x_Tv = F.linear(hidden_TD, rows_vD).to(_wide(hidden_TD))
         return x_Tv if self._softcap is None else x_Tv.div_(self._softcap).tanh_().mul_(self._softcap)
 
     def slope(self, x: Tensor) -> Tensor | None:
-        """The derivative of the soft-cap where it is `x`; None for 1, everywhere."""
+        """Return the derivative of the soft-cap for capped logits `x`; None without a soft-cap (derivative 1)."""
         return None if self._softcap is None else 1.0 - (x / self._softcap).square()
 
     def label_rows(self, labels_T: Tensor) -> Tensor:
-        """The row of each label [T, D]; zeros for those that other ranks have."""
+        """Return the weight row of each label [T, D]; zeros for labels in another rank's shard."""
         rows_TD = torch.zeros_like(self.weights_VD[0][:1])
         for first, weight_VD in zip(self._firsts, self.weights_VD, strict=True):
             own_T1, is_own_T1 = _within(labels_T - first, len(weight_VD))
@@ -209,14 +213,15 @@ class _Vocabulary:
 
 @final
 class _SoftmaxSums:
-    """Sums over the vocabulary for each token of a tile, to which one block after the other is added.
+    """Running sums over the vocabulary blocks for each token of a tile.
 
     Attributes:
         lse_t: Log-sum-exp of the logits.
-        label_t: The logit of the label; 0 as long as it was in no block.
-        total_t: Sum of the logits; 0 if not asked for.
-        mean_tD: Mean under the softmax of the rows of the weight, each times the slope of the soft-cap at its logit.
-        total_tD: Sum of these rows; [1, D] without a soft-cap, 0 if not asked for.
+        label_t: Logit of the label; 0 until the label's block is added.
+        total_t: Sum of the logits; 0 unless `with_totals`.
+        mean_tD: Mean of the weight rows under the softmax, each row multiplied by the soft-cap's derivative.
+        total_tD: Sum of the weight rows, each multiplied by the soft-cap's derivative; [1, D] without a soft-cap, 0
+            unless `with_totals`.
     """
 
     def __init__(self, hidden_tD: Tensor, *, with_gradient: bool, with_totals: bool) -> None:
@@ -227,14 +232,14 @@ class _SoftmaxSums:
         self.total_tD = torch.zeros_like(hidden_tD[:1], dtype=self.lse_t.dtype)
 
     def add(self, vocabulary: _Vocabulary, rows_vD: Tensor, labels_t: Tensor) -> None:
-        """Add a block of rows; labels count from its first one."""
+        """Add a block of rows; `labels_t` are relative to the block's first token id."""
         x_tv = vocabulary.logits(self._hidden_tD, rows_vD)
         own_t1, is_own_t1 = _within(labels_t, len(rows_vD))
         self.label_t += (x_tv.gather(-1, own_t1) * is_own_t1).squeeze(-1)
         if self._with_totals:
             self.total_t += x_tv.sum(dim=-1)
         log_p_tv = x_tv.log_softmax(dim=-1)
-        # Of the largest logit, where the difference is exact; of a far smaller one, it would lose its last digits.
+        # lse = x - log_p holds for every logit. At the largest one, cancellation loses the fewest digits.
         block_lse_t = x_tv.amax(dim=-1) - log_p_tv.amax(dim=-1)
         before_t, self.lse_t = self.lse_t, torch.logaddexp(self.lse_t, block_lse_t)
         if self._with_gradient:
@@ -242,7 +247,7 @@ class _SoftmaxSums:
             self._add_rows(rows_vD, log_p_tv.exp_(), vocabulary.slope(x_tv), (block_lse_t - self.lse_t).exp_())
 
     def _add_rows(self, rows_vD: Tensor, p_tv: Tensor, slope_tv: Tensor | None, share_t: Tensor) -> None:
-        """Of a block's rows, the mean under its own softmax counts by its share of the whole softmax."""
+        """Add the block's mean row, weighted by `share_t`, the block's share of the softmax mass so far."""
         if slope_tv is not None:
             p_tv *= slope_tv
         self.mean_tD.addcmul_(_wide_product(p_tv, rows_vD), share_t.unsqueeze(-1))
@@ -251,7 +256,7 @@ class _SoftmaxSums:
             self.total_tD = self.total_tD + sum_D
 
     def add_over_ranks(self, mesh: DeviceMesh) -> None:
-        """Make sums of numbers those over all ranks; of the mean of rows, this rank's part is left."""
+        """All-reduce the scalar sums over the ranks; rescale `mean_tD`, which stays this rank's partial sum."""
         largest_t = self.lse_t.clone()
         dist.all_reduce(largest_t, op=dist.ReduceOp.MAX, group=mesh.get_group())
         sums_3t = torch.stack(((self.lse_t - largest_t).exp_(), self.label_t, self.total_t))
@@ -263,7 +268,7 @@ class _SoftmaxSums:
 
 
 def _within(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Ids [T, 1], 0 for those outside of `range(size)`; and which are within."""
+    """Return `ids` as [T, 1], with 0 for ids outside `range(size)`, and a mask [T, 1] of the ids inside."""
     is_within = (ids >= 0) & (ids < size)
     return ids.masked_fill(~is_within, 0).unsqueeze(-1), is_within.unsqueeze(-1)
 
@@ -273,8 +278,8 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _wide_product(p_tv: Tensor, rows_vD: Tensor) -> Tensor:
-    """Product [t, D], made in the dtype of the rows and given in that of `p`; not rounded in between if possible."""
+    """Multiply in the dtype of the rows, return [t, D] in the dtype of `p`; accelerators skip the rounding between."""
     narrow_tv = p_tv.to(rows_vD.dtype)
     if p_tv.dtype == rows_vD.dtype or p_tv.device.type in ("cpu", "meta"):
-        return (narrow_tv @ rows_vD).to(p_tv.dtype)  # these devices have no product with an output of another dtype
+        return (narrow_tv @ rows_vD).to(p_tv.dtype)  # torch.mm has no out_dtype on these devices
     return torch.mm(narrow_tv, rows_vD, out_dtype=p_tv.dtype)

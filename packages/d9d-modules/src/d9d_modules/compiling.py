@@ -1,4 +1,4 @@
-"""`torch.compile` for each layer of a model by itself."""
+"""Regional compilation: `torch.compile` for each layer of a model."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ from torch import nn
 
 
 def compile_layers(layers: nn.ModuleDict, **options: Any) -> None:
-    """Compile each layer in place, so the names of parameters stay.
+    """Compile each layer in place; parameter names stay the same.
 
-    Layers that are alike share one compiled graph, so a model of a hundred layers compiles as fast as one of two; and
-    between them FSDP can gather the next layer's parameters. Call it after `parallelize_tensor` and
+    Identical layers share one compiled graph, so compile time does not grow with the number of layers. FSDP can
+    all-gather the parameters of the next layer between graphs. Call it after `parallelize_tensor` and
     `checkpoint_layers`, before `parallelize_hsdp`.
 
     Args:
-        layers: The layers.
-        **options: Those of `torch.compile`, such as `backend` or `dynamic`.
+        layers: Layers to compile.
+        **options: Options of `torch.compile`, such as `backend` or `dynamic`.
     """
     for layer in layers.values():
         layer.compile(**options)

@@ -1,6 +1,6 @@
-"""Short causal convolution: each feature mixes its last few positions, so that linear attention need not do that.
+"""Short causal depthwise convolution for linear-attention layers.
 
-Shape legend: B batch, L length, D features, W width of the window.
+Shape legend: B batch, L length, D features, W kernel width.
 """
 
 from typing import final
@@ -15,13 +15,13 @@ from d9d_modules._document_starts import document_starts
 
 @final
 class CausalConvolution(nn.Module):
-    """`causal_convolution` with a weight [D, W] that starts like that of a `torch.nn.Conv1d`.
+    """`causal_convolution` with a learnable weight [D, W], initialized like a depthwise `torch.nn.Conv1d`.
 
-    Features do not mix, so tensor parallelism can give each rank those of its heads (`HeadParallel`).
+    Features are independent, so tensor parallelism can shard the weight by heads (`HeadParallel`).
 
     Args:
         num_features: Size of the last dim of input and output.
-        width: How many positions are mixed: each one and those before it.
+        width: Kernel width: each output depends on its position and the `width - 1` before it.
     """
 
     def __init__(self, num_features: int, *, width: int = 4) -> None:
@@ -30,7 +30,7 @@ class CausalConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight uniformly from between -1/sqrt(width) and 1/sqrt(width)."""
+        """Draw the weight uniformly from [-1/sqrt(width), 1/sqrt(width)]."""
         bound = self.weight.shape[1] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
@@ -40,16 +40,16 @@ class CausalConvolution(nn.Module):
 
 
 def causal_convolution(x_BLD: Tensor, weight_DW: Tensor, *, documents_BL: Tensor | None = None) -> Tensor:
-    """`y[t] = sum over i < W of weight[:, W - 1 - i] * x[t - i]`, where positions before the first one are zero.
+    """Compute `y[t] = sum over i < W of weight[:, W - 1 - i] * x[t - i]`, with zeros before the first position.
 
     Args:
-        x_BLD: What is convolved [B, L, D]; any floating-point dtype.
-        weight_DW: The weight [D, W]; its last column belongs to the position itself.
-        documents_BL: Which document each position belongs to [B, L], integers: positions of other documents count as
-            zero. None: each row is one document.
+        x_BLD: Input [B, L, D]; any floating-point dtype.
+        weight_DW: Weight [D, W]; its last column multiplies the current position.
+        documents_BL: Document id of each position [B, L], integer: positions of other documents count as zero. None:
+            each row is one document.
 
     Returns:
-        A tensor of the shape and dtype of `x_BLD`, rounded once.
+        Tensor with the shape and dtype of `x_BLD`, rounded once.
 
     Raises:
         UserError: If the last dim of `x_BLD` is not D.
@@ -57,16 +57,16 @@ def causal_convolution(x_BLD: Tensor, weight_DW: Tensor, *, documents_BL: Tensor
     if x_BLD.shape[-1] != len(weight_DW):
         raise UserError(
             f"a causal convolution of {len(weight_DW)} features got a tensor of shape {tuple(x_BLD.shape)}; expected "
-            f"{len(weight_DW)} as its last dim."
+            f"a last dim of {len(weight_DW)}."
         )
-    if documents_BL is not None or x_BLD.shape[1] == 0:  # which torch's own has not, and does not take
+    if documents_BL is not None or x_BLD.shape[1] == 0:  # F.conv1d supports neither documents nor empty rows
         return _by_shifts(x_BLD, weight_DW, documents_BL)
     padded_BDL = F.pad(x_BLD.transpose(1, 2), (weight_DW.shape[1] - 1, 0))
     return F.conv1d(padded_BDL, weight_DW.unsqueeze(1), groups=len(weight_DW)).transpose(1, 2)
 
 
 def _by_shifts(x_BLD: Tensor, weight_DW: Tensor, documents_BL: Tensor | None) -> Tensor:
-    """The sum of the equation, term by term."""
+    """Compute the convolution as a sum of `width` shifted products."""
     dtype = torch.promote_types(x_BLD.dtype, torch.float32)
     (length, width), weight_DW = (x_BLD.shape[1], weight_DW.shape[1]), weight_DW.to(dtype)
     padded_BLD = F.pad(x_BLD.to(dtype), (0, 0, width - 1, 0))

@@ -1,4 +1,4 @@
-"""The decay of a recurrent state: how much of it each head keeps, as the input says.
+"""Input-dependent decay of the recurrent state of linear attention.
 
 Shape legend: B batch, L length, H heads.
 """
@@ -21,11 +21,11 @@ _SMALLEST_STEP, _LARGEST_STEP = 0.001, 0.1
 
 @final
 class DecayGate(nn.Module):
-    """`log(alpha) = -exp(log_rate) * softplus(x + bias)`, one of each for every head: below 0, so alpha is below 1.
+    """Decay gate `log(alpha) = -exp(log_rate) * softplus(x + bias)`, with one rate and bias per head; alpha < 1.
 
-    That of Mamba-2 (arXiv:2405.21060), which "Gated Delta Networks" (arXiv:2412.06464), section 3.3, takes over; so are
-    the initial values. Computed in float32, or float64 for float64 input, where a product of many alphas is exact
-    enough.
+    Formula and initialization are those of Mamba-2 (arXiv:2405.21060), as used by "Gated Delta Networks"
+    (arXiv:2412.06464), section 3.3. It computes in float32 (float64 for float64 input), because products of many alphas
+    need that precision.
 
     Args:
         num_heads: Number of heads.
@@ -39,13 +39,13 @@ class DecayGate(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw rates uniformly up to 16, and biases so that `softplus(bias)` is log-uniform from 0.001 to 0.1."""
-        nn.init.uniform_(self.log_rate, 0.01, _LARGEST_RATE).log_()  # never from 0, of which there is no logarithm
+        """Draw rates uniformly from [0.01, 16], and biases so that `softplus(bias)` is log-uniform in [0.001, 0.1]."""
+        nn.init.uniform_(self.log_rate, 0.01, _LARGEST_RATE).log_()  # the lower bound avoids log(0)
         step = nn.init.uniform_(self.bias, math.log(_SMALLEST_STEP), math.log(_LARGEST_STEP)).exp_()
-        step.add_(torch.log(-torch.expm1(-step)))  # the inverse of softplus
+        step.add_(torch.log(-torch.expm1(-step)))  # inverse of softplus
 
     def forward(self, x_BLH: Tensor) -> Tensor:
-        """The logarithms of the decays [B, L, H], float32 or float64, of what a projection gives for each head."""
+        """Return the logarithms of the decays [B, L, H], float32 or float64, for gate inputs [B, L, H]."""
         dtype = torch.promote_types(x_BLH.dtype, torch.float32)
         return -self.log_rate.to(dtype).exp() * F.softplus(x_BLH.to(dtype) + self.bias)
 
@@ -53,7 +53,7 @@ class DecayGate(nn.Module):
 @final
 @dataclass(frozen=True)
 class DecayParallel(TensorStyle):
-    """A `DecayGate` split like the heads: both of its parameters [H] are `Shard(0)`."""
+    """Tensor-parallel style that shards both parameters [H] of a `DecayGate` by heads, as `Shard(0)`."""
 
     def placements(self) -> Mapping[str, Placement]:
         """See `d9d_dist.TensorStyle.placements`."""

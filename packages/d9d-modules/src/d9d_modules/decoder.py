@@ -1,4 +1,4 @@
-"""One layer of a pre-norm decoder, open at both of its blocks: any attention, any feed-forward."""
+"""Pre-norm decoder layer with pluggable attention and feed-forward blocks."""
 
 from typing import final
 
@@ -10,13 +10,13 @@ from d9d_modules.rope import RotaryTables
 
 @final
 class DecoderLayer(nn.Module):
-    """`h = x + attention(norm(x))`, then `h + feed_forward(norm(h))`.
+    """Pre-norm decoder layer: `h = x + attention(norm(x))`, then `h + feed_forward(norm(h))`.
 
     Args:
         hidden_size: Size of the last dim of input and output.
-        attention: Called with hidden states [B, L, D], the rotary tables, and `documents_BL` by name where there are
-            documents; returns [B, L, D].
-        feed_forward: Called with hidden states [B, L, D]; returns [B, L, D].
+        attention: Attention block, called with hidden states [B, L, D] and the rotary tables; returns [B, L, D].
+            For packed sequences it also receives the keyword argument `documents_BL`.
+        feed_forward: Feed-forward block, called with hidden states [B, L, D]; returns [B, L, D].
         norm_eps: Epsilon of both RMS norms.
     """
 
@@ -30,16 +30,16 @@ class DecoderLayer(nn.Module):
         self.feed_forward = feed_forward
 
     def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, documents_BL: Tensor | None = None) -> Tensor:
-        """Map hidden states to the same shape and dtype.
+        """Apply the layer to hidden states; shape and dtype are unchanged.
 
         Args:
             x_BLD: Hidden states [B, L, D].
-            rotary: Tables of the positions.
-            documents_BL: Which document each position belongs to [B, L], integers; None: each row is one.
+            rotary: Rotary tables of the positions.
+            documents_BL: Document id of each position [B, L], integer; None: each row is one document.
         """
-        # An attention that knows nothing of documents serves as long as there are none.
+        # Attention blocks without a `documents_BL` argument work as long as no sequences are packed.
         documents = {} if documents_BL is None else {"documents_BL": documents_BL}
         attention_BLD = self.attention(self.attention_norm(x_BLD), rotary, **documents)
-        # Autocast and attention blocks of one's own may compute in another dtype than that of the residual stream.
+        # With autocast, or a custom attention block, the output dtype may differ from the residual stream's.
         normed_BLD, attended_BLD = self.feed_forward_norm(attention_BLD.to(x_BLD.dtype), x_BLD)
         return attended_BLD + self.feed_forward(normed_BLD)

@@ -1,4 +1,4 @@
-"""The gated delta rule: linear attention whose state is a memory that decays, is corrected, and is read.
+"""Gated delta rule: linear attention with a decaying state that is updated by error correction.
 
 Shape legend: B batch, L length, G query/key heads, H value heads, R = H / G, K features of a key, V of a value.
 """
@@ -17,7 +17,7 @@ from d9d_modules._sequential_delta_rule import sequential_delta_rule
 from d9d_modules.attention_backends.visibility import check_documents
 
 DeltaRuleBackend: TypeAlias = Literal["sequential", "chunked", "fla"]
-"""The equation position by position; matrix products over chunks of positions; the kernels of `fla-core`."""
+"""Implementation: a loop over positions; matrix products over chunks of positions; the kernels of `fla-core`."""
 
 
 def gated_delta_rule(
@@ -33,32 +33,32 @@ def gated_delta_rule(
     backend: DeltaRuleBackend | None = None,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """For each position, `S = alpha * S; S = S + outer(k, beta * (v - k @ S)); out = scale * q @ S`, head by head.
+    """Apply the gated delta rule to each head.
 
-    "Gated Delta Networks" (arXiv:2412.06464), equation 10, with the state S [K, V] transposed. Computed in float32, or
-    float64 for float64 values, the state too; the kernels of `fla-core` multiply matrices in the dtype of the values.
-    Memory is linear in the length. Issues no collectives.
+    For each position: `S = alpha * S; S = S + outer(k, beta * (v - k @ S)); out = scale * q @ S`. This is "Gated Delta
+    Networks" (arXiv:2412.06464), equation 10, with the state S [K, V] transposed. State and arithmetic are float32
+    (float64 for float64 values); the kernels of `fla-core` multiply matrices in the dtype of the values. Memory is
+    linear in the sequence length. Issues no collectives.
 
     Args:
         q_BLGK: Queries [B, L, G, K].
-        k_BLGK: Keys [B, L, G, K], of length 1 or less, or the state may grow without bounds.
-        v_BLHV: Values [B, L, H, V]; each key head serves H / G consecutive value heads.
-        log_decay_BLH: The logarithm of alpha [B, L, H]: finite, 0 or less.
-        beta_BLH: How much of what is known of a key is replaced [B, L, H], from 0 to 1.
-        documents_BL: Which document each position belongs to [B, L], integers: each starts from a state of zeros. An id
-            that comes again after another one starts a document anew. None: each row is one document.
-        initial_state_BHKV: The state before the first position [B, H, K, V], that of each row's first document; None
-            for zeros.
-        scale: What queries are multiplied by; None for 1/sqrt(K).
-        backend: How it is computed; None for `"fla"` where that is installed and able, else `"chunked"`.
-        chunk_size: Positions of a chunk; only `"chunked"` looks at it.
+        k_BLGK: Keys [B, L, G, K] with an L2 norm of at most 1; otherwise the state may diverge.
+        v_BLHV: Values [B, L, H, V]; H / G consecutive value heads share a key head.
+        log_decay_BLH: Logarithm of alpha [B, L, H]: finite, at most 0.
+        beta_BLH: Write strength [B, L, H], from 0 to 1.
+        documents_BL: Document id of each position [B, L], integer; the state is reset to zeros at document starts. A
+            document id that reappears after another id starts a new document. None: each row is one document.
+        initial_state_BHKV: State before the first position of each row [B, H, K, V]; None for zeros.
+        scale: Factor of the queries; None for 1/sqrt(K).
+        backend: Implementation; None selects `"fla"` if it is installed and supports the call, else `"chunked"`.
+        chunk_size: Number of positions in a chunk; used only by `"chunked"`.
 
     Returns:
-        What was read [B, L, H, V], in the dtype of `v_BLHV`, and the state after the last position [B, H, K, V], in
-        float32 or float64.
+        Output [B, L, H, V] in the dtype of `v_BLHV`, and the state after the last position [B, H, K, V] in float32 or
+        float64.
 
     Raises:
-        UserError: If shapes or dtypes do not fit, or the backend is unknown or cannot serve.
+        UserError: If shapes or dtypes do not match, or the backend is unknown or does not support the call.
     """
     _check_inputs(q_BLGK, k_BLGK, v_BLHV, log_decay_BLH=log_decay_BLH, beta_BLH=beta_BLH)
     _check_state(initial_state_BHKV, (len(v_BLHV), v_BLHV.shape[2], k_BLGK.shape[3], v_BLHV.shape[3]))
@@ -67,7 +67,7 @@ def gated_delta_rule(
         raise UserError(f"chunk_size = {chunk_size}; expected 1 position or more.")
     scale = q_BLGK.shape[-1] ** -0.5 if scale is None else scale
     starts_BL = None if documents_BL is None else document_starts(documents_BL)
-    chosen = _chosen(backend, v_BLHV, key_dim=q_BLGK.shape[-1])
+    chosen = _select_backend(backend, v_BLHV, key_dim=q_BLGK.shape[-1])
     if chosen == "fla":
         return fla_delta_rule(
             q_BLGK,
@@ -97,7 +97,7 @@ def gated_delta_rule(
     return out_BLGRV.flatten(2, 3).to(v_BLHV.dtype), state_BGRKV.flatten(1, 2)
 
 
-def _chosen(backend: DeltaRuleBackend | None, v_BLHV: Tensor, *, key_dim: int) -> DeltaRuleBackend:
+def _select_backend(backend: DeltaRuleBackend | None, v_BLHV: Tensor, *, key_dim: int) -> DeltaRuleBackend:
     match backend:
         case "sequential" | "chunked":
             return backend
@@ -105,11 +105,11 @@ def _chosen(backend: DeltaRuleBackend | None, v_BLHV: Tensor, *, key_dim: int) -
             require_fla(why_not_fla(v_BLHV, key_dim=key_dim))
             return "fla"
         case None:
-            # Not for the subclasses of tensors, such as those that only know their shape.
+            # fla does not support tensor subclasses such as fake tensors.
             is_able = type(v_BLHV) is Tensor and why_not_fla(v_BLHV, key_dim=key_dim) is None
             return "fla" if is_able else "chunked"
         case _:
-            raise UserError(f"got backend = {backend!r}; expected 'sequential', 'chunked', 'fla', or None to choose.")
+            raise UserError(f"backend = {backend!r}; expected 'sequential', 'chunked', 'fla', or None to select one.")
 
 
 def _check_inputs(q_BLGK: Tensor, k_BLGK: Tensor, v_BLHV: Tensor, *, log_decay_BLH: Tensor, beta_BLH: Tensor) -> None:
@@ -122,13 +122,15 @@ def _check_inputs(q_BLGK: Tensor, k_BLGK: Tensor, v_BLHV: Tensor, *, log_decay_B
         )
     if v_BLHV.shape[2] % q_BLGK.shape[2]:
         raise UserError(
-            f"got {q_BLGK.shape[2]} key heads and {v_BLHV.shape[2]} value heads; each key head must serve equally many "
-            "value heads: use a number of key heads that divides that of value heads."
+            f"got {q_BLGK.shape[2]} key heads and {v_BLHV.shape[2]} value heads; value heads are divided evenly among "
+            "key heads: use a number of key heads that divides the number of value heads."
         )
     if not q_BLGK.dtype == k_BLGK.dtype == v_BLHV.dtype:
-        raise UserError(f"got dtypes {q_BLGK.dtype}, {k_BLGK.dtype} and {v_BLHV.dtype}; expected the same of q, k, v.")
+        raise UserError(
+            f"got dtypes {q_BLGK.dtype}, {k_BLGK.dtype} and {v_BLHV.dtype}; expected one dtype for q, k and v."
+        )
 
 
 def _check_state(initial_state_BHKV: Tensor | None, expected: tuple[int, int, int, int]) -> None:
     if initial_state_BHKV is not None and initial_state_BHKV.shape != expected:
-        raise UserError(f"got an initial state of the shape {tuple(initial_state_BHKV.shape)}; expected {expected}.")
+        raise UserError(f"got an initial state of shape {tuple(initial_state_BHKV.shape)}; expected {expected}.")

@@ -1,4 +1,4 @@
-"""Token embedding: where token ids become vectors."""
+"""Token embeddings."""
 
 from collections.abc import Mapping
 from typing import final
@@ -13,7 +13,7 @@ from d9d_modules._vocabulary_splits import register_splits
 
 @final
 class TokenEmbedding(nn.Embedding):
-    """A `torch.nn.Embedding` that starts from `Normal(0, init_std)` instead of `Normal(0, 1)`.
+    """`torch.nn.Embedding` initialized from `Normal(0, init_std)` instead of `Normal(0, 1)`.
 
     Args:
         vocab_size: Number of token ids.
@@ -32,18 +32,19 @@ class TokenEmbedding(nn.Embedding):
 
 @final
 class SplitTokenEmbedding(nn.Module):
-    """Token embedding of one vocabulary in named splits, a parameter each, whose ids follow one another.
+    """Token embedding whose vocabulary is divided into named splits with one parameter each.
 
-    To train new tokens only, freeze the others: `embedding.weight_orig.requires_grad_(False)`.
+    The token ids of the splits are consecutive. To train only new tokens, freeze the other splits:
+    `embedding.weight_orig.requires_grad_(False)`.
 
     Args:
-        vocab_sizes: Number of token ids of each split, such as `{"orig": 32000, "special": 8}`: ids from 32000 on are
-            special. The parameter of the split `special` is `weight_special`; that of the only one is `weight`.
+        vocab_sizes: Number of token ids of each split, such as `{"orig": 32000, "special": 8}`, where `special` has the
+            ids from 32000. The parameter of the split `special` is `weight_special`; a single split is named `weight`.
         hidden_size: Size of each vector.
         init_std: Standard deviation of the initial weights.
 
     Raises:
-        UserError: If there is no split, or a name is none that a parameter can have.
+        UserError: If there is no split, a split has no tokens, or its name is not a Python identifier.
     """
 
     def __init__(self, vocab_sizes: Mapping[str, int], hidden_size: int, *, init_std: float = 0.02) -> None:
@@ -59,10 +60,11 @@ class SplitTokenEmbedding(nn.Module):
             nn.init.normal_(self.get_parameter(name), std=self.init_std)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The vectors [..., hidden_size] of token ids [...], int64.
+        """Look up the vectors [..., hidden_size] of token ids [...], int64.
 
         Raises:
-            UserError: If an id is out of range; on an accelerator the device fails instead, later.
+            UserError: If an id on the CPU is out of range. On accelerators an out-of-range id raises an asynchronous
+                device error instead.
         """
         check_token_ids(ids, self.vocab_size, what="token ids")
         first, vectors = 0, None

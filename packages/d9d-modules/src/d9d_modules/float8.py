@@ -1,12 +1,13 @@
-"""Linear layers that multiply in float8, through torchao: twice the rate of bfloat16 on accelerators that have it.
+"""Float8 training of linear layers with torchao: twice the matmul rate of bfloat16 on accelerators with float8 units.
 
-A product in float8 rounds both its factors, each with scales of its own (Micikevicius et al.: "FP8 Formats for Deep
-Learning", arXiv:2209.05433). What shares a scale decides in which layouts the rounding is that of one process:
+A float8 matmul rounds both operands, each with its own scales (Micikevicius et al.: "FP8 Formats for Deep Learning",
+arXiv:2209.05433). The recipe sets the granularity of the scales, and thus whether results depend on the parallel
+layout:
 
-- "rowwise_with_gw_hp": one for each token and for each row of a weight; what adds up over tokens, the gradient of the
-  weight, is not rounded. The same under data, context and pipeline parallelism.
-- "rowwise": the weight's gradient is rounded too, with scales over the tokens of a rank.
-- "tensorwise": one for all tokens of a rank. The fastest, and the coarsest.
+- "rowwise_with_gw_hp": one scale per token and per weight row. The weight-gradient matmul, which sums over tokens, is
+  not quantized. Results are the same under data, context and pipeline parallelism.
+- "rowwise": the weight-gradient matmul runs in float8 too, with scales over the tokens of a rank.
+- "tensorwise": one scale per tensor, over all tokens of a rank. The fastest and least accurate.
 """
 
 from dataclasses import replace
@@ -21,10 +22,10 @@ from torch import nn
 from d9d_dist import DistributedContext, UserError
 
 Float8Recipe: TypeAlias = Literal["rowwise_with_gw_hp", "rowwise", "tensorwise"]
-"""What shares a scale; the names are torchao's."""
+"""Granularity of the float8 scales; torchao's recipe names."""
 
 _MULTIPLE = 16
-"""What both sizes of a weight have to be multiples of: the tiles of float8 units."""
+"""Required divisor of both dims of a weight: the tile size of float8 units."""
 
 _MARK = "_d9d_float8"
 
@@ -37,42 +38,44 @@ _LEAST_CAPABILITY: dict[Float8Recipe, tuple[int, int]] = {
 
 @final
 class Float8(BaseModel):
-    """How linear layers multiply in float8."""
+    """Configuration of float8 linear layers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    recipe: Float8Recipe = Field("rowwise_with_gw_hp", description="What shares a scale; the first is the most exact.")
+    recipe: Float8Recipe = Field(
+        "rowwise_with_gw_hp", description="Granularity of the float8 scales; rowwise_with_gw_hp is the most accurate."
+    )
     emulate: bool = Field(
         False,
-        description="Whether to round to float8, but multiply in float32: what it does to a model can be seen on any "
-        "device, slowly.",
+        description="Round to float8 but multiply in float32: shows the numerical effect on any device, but is slow.",
     )
 
 
 def multiply_in_float8(module: nn.Module, float8: Float8, ctx: DistributedContext) -> list[str]:
-    """Let the linear layers within a module multiply in float8, in place; names and initial values stay.
+    """Convert the linear layers of a module to float8 matmuls, in place.
 
-    Those layers are instances of `torch.nn.Linear` whose sizes are multiples of 16; others are left as they are, and so
-    are grouped experts and routers. Master weights, their gradients and what is saved keep their dtype. Call it before
-    anything else is done to the module; compile it afterwards, which fuses the rounding with what is around.
+    It converts instances of `torch.nn.Linear` whose in and out features are multiples of 16. Other modules, such as
+    grouped experts and routers, do not change. Parameter names, initial values and the dtype of weights, gradients and
+    checkpoints stay the same. Call it before any parallelization; compile afterwards to fuse the rounding with
+    neighboring operators.
 
     Args:
-        module: A part of a model, usually its layers: embeddings and heads are better left out.
-        float8: How.
-        ctx: The job's context: its device, and its layout.
+        module: Module to convert, usually the decoder layers. Embeddings and heads should stay in high precision.
+        float8: Recipe and emulation.
+        ctx: Distributed context of the job; its device and its tensor-parallel degree are checked.
 
     Returns:
-        The names of these layers.
+        Names of the converted layers.
 
     Raises:
-        UserError: If torchao is not installed, the job's device does not multiply in float8, there is no such layer,
-            one multiplies in float8 already, or tensor-parallel ranks share weights out.
+        UserError: If torchao is not installed, the device has no float8 units, the tensor-parallel degree is above 1, a
+            layer is already converted, or no layer can be converted.
     """
     _check_can_multiply(float8, ctx.device)
     if (tp := ctx.size("dense", "tp")) > 1:
         raise UserError(
-            f"float8 was asked for beside {tp} tensor-parallel ranks; expected one: scales would follow from a rank's "
-            "part of a weight, and numbers from the layout. Set mesh.tensor_parallel = 1, or leave float8 out."
+            f"float8 is enabled with tensor-parallel degree {tp}; expected 1, because scales of weight shards would "
+            "make results depend on the layout. Set mesh.tensor_parallel = 1, or disable float8."
         )
     found = {
         name: linear
@@ -81,13 +84,12 @@ def multiply_in_float8(module: nn.Module, float8: Float8, ctx: DistributedContex
     }
     if again := [name for name, linear in found.items() if _MARK in vars(linear)]:
         raise UserError(
-            f"{again[0]} multiplies in float8 already; expected to be asked once. Leave out this call, or the one "
-            "before it."
+            f"{again[0]} is already converted to float8; expected one conversion. Remove one of the two calls."
         )
     if not found:
         raise UserError(
-            f"{type(module).__name__} has no linear layer for float8; expected one whose sizes are multiples of "
-            f"{_MULTIPLE}. Change the sizes, or leave float8 out."
+            f"{type(module).__name__} has no linear layer for float8; expected at least one whose in and out features "
+            f"are multiples of {_MULTIPLE}. Change the sizes, or disable float8."
         )
     for linear in found.values():
         _convert(linear, float8)
@@ -95,7 +97,7 @@ def multiply_in_float8(module: nn.Module, float8: Float8, ctx: DistributedContex
 
 
 def _convert(linear: nn.Linear, float8: Float8) -> None:
-    """Give a layer torchao's forward; it stays an instance of its class, which knows its initial values."""
+    """Add torchao's float8 linear as a base class; the layer keeps its own class and `reset_parameters`."""
     torchao: Any = import_module("torchao.float8")
     config = replace(torchao.Float8LinearConfig.from_recipe_name(float8.recipe), emulate=float8.emulate)
     converted = torchao.convert_to_float8_training(linear, config=config)
@@ -115,7 +117,6 @@ def _check_can_multiply(float8: Float8, device: torch.device) -> None:
     if not isinstance(capability, tuple) or capability < least:
         found = device.type if capability is None else f"{device.type} of capability {capability}"
         raise UserError(
-            f"float8 with the recipe {float8.recipe!r} was asked for on {found}; expected an accelerator of compute "
-            f"capability {least[0]}.{least[1]} or more. Leave float8 out, or set float8.emulate = true to see what it "
-            "does to the numbers, slowly."
+            f"float8 recipe {float8.recipe!r} is enabled on {found}; expected an accelerator of compute capability "
+            f"{least[0]}.{least[1]} or higher. Disable float8, or set float8.emulate = true to emulate it (slow)."
         )

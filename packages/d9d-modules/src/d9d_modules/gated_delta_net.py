@@ -1,4 +1,4 @@
-"""Gated DeltaNet: linear attention by the gated delta rule, in the place of an attention layer.
+"""Gated DeltaNet: a linear-attention layer based on the gated delta rule.
 
 Shape legend: B batch, L length, D hidden size, G query/key heads, H value heads, K features of a key, V of a value.
 """
@@ -27,31 +27,35 @@ from d9d_modules.linear import Linear
 from d9d_modules.rope import RotaryTables
 
 _NORM_EPS = 1e-6
-"""Keeps queries and keys of zeros from being divided by zero."""
+"""Epsilon of the L2 norm of queries and keys."""
 
 
 @final
 class GatedDeltaNet(nn.Module):
-    """The token mixer of "Gated Delta Networks" (arXiv:2412.06464), figure 1, as in Qwen3-Next.
+    """Token mixer of "Gated Delta Networks" (arXiv:2412.06464), figure 1, as in Qwen3-Next.
 
-    Queries, keys and values are projected, mixed over a few positions, and given to `gated_delta_rule`, with queries
-    and keys of length 1; what it reads is normalised and gated. Time and memory are linear in the length.
+    Queries, keys and values are projected, convolved with a short causal kernel and passed to `gated_delta_rule`;
+    queries and keys are L2-normalized. The output is RMS-normalized and gated. Time and memory are linear in the
+    sequence length.
 
-    For tensor parallelism see `gated_delta_tensor_plan`. There is no context parallelism: `parallelize_context` refuses
-    a model with such a layer. It would need parts of a row that are in one piece on each rank, in the order of ranks,
-    where `ContextSplit` balances causal attention with two; the last `conv_width - 1` positions of the rank before;
-    and the state there, which is an affine function of that of the rank before it (a matrix [K, K] and a state [K, V]
-    for each head), so that a scan over ranks gives it.
+    For tensor parallelism see `gated_delta_tensor_plan`. Context parallelism is not supported: `parallelize_context`
+    rejects models with this layer. Support would need three things:
+
+    - One contiguous part of each row per rank, in rank order. `ContextSplit` assigns two parts per rank to balance
+      causal attention.
+    - The last `conv_width - 1` positions of the previous rank.
+    - The final state of the previous rank. It is an affine function of the state before (per head a matrix [K, K] and a
+      state [K, V]), so a scan over ranks can compute it.
 
     Args:
         hidden_size: Size of the last dim of input and output.
         num_key_heads: Number of query and key heads; divides `num_value_heads`.
-        num_value_heads: Number of value heads, each with a state of its own.
-        key_dim: Size of one query or key.
-        value_dim: Size of one value.
-        conv_width: Positions that the convolutions of queries, keys and values mix.
-        norm_eps: Epsilon of the RMS norm of what is read.
-        backend: How the rule is computed; see `gated_delta_rule`.
+        num_value_heads: Number of value heads; each has its own state.
+        key_dim: Size of one query or key head.
+        value_dim: Size of one value head.
+        conv_width: Kernel width of the causal convolutions of queries, keys and values.
+        norm_eps: Epsilon of the RMS norm of the output.
+        backend: Implementation of the delta rule; see `gated_delta_rule`.
         init_std: Standard deviation of the initial projection weights.
 
     Raises:
@@ -74,8 +78,8 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         if num_key_heads < 1 or num_value_heads < 1 or num_value_heads % num_key_heads:
             raise UserError(
-                f"num_key_heads = {num_key_heads}, num_value_heads = {num_value_heads}; each key head must serve "
-                "equally many value heads: use a num_key_heads that divides num_value_heads."
+                f"num_key_heads = {num_key_heads}, num_value_heads = {num_value_heads}; value heads are divided evenly "
+                "among key heads: use a num_key_heads that divides num_value_heads."
             )
         self.key_dim, self.value_dim = key_dim, value_dim
         self.backend: DeltaRuleBackend | None = backend
@@ -96,27 +100,27 @@ class GatedDeltaNet(nn.Module):
     @property
     def why_whole_rows(self) -> str:
         """See `d9d_dist.NeedsWholeRows`."""
-        return "takes its state through a row from the first position to the last"
+        return "carries a recurrent state through the whole row"
 
     def forward(
         self, x_BLD: Tensor, rotary: RotaryTables | None = None, *, documents_BL: Tensor | None = None
     ) -> Tensor:
-        """Let each position read what those before it in its row, and itself, have left in the state.
+        """Compute causal linear attention.
 
         Args:
             x_BLD: Hidden states [B, L, D].
-            rotary: Not looked at, since a recurrence knows the order: here for layers that are called like attention.
-            documents_BL: Which document each position belongs to [B, L], integers, for rows into which several are
-                packed; an id that comes again after another one starts a document anew. None: each row is one.
+            rotary: Ignored: a recurrence needs no positions. Present so that the layer can replace an attention layer.
+            documents_BL: Document id of each position [B, L], integer, for packed sequences. A document id that
+                reappears after another id starts a new document. None: each row is one document.
 
         Returns:
-            What was read [B, L, D], in the dtype of `x_BLD`.
+            Output of the layer [B, L, D], in the dtype of `x_BLD`.
 
         Raises:
-            UserError: If documents do not fit, or the backend cannot serve.
+            UserError: If the shape of `documents_BL` does not match, or the backend does not support the call.
         """
         check_documents(documents_BL, x_BLD.shape[:2])
-        # Numbers of heads are inferred, so that tensor-parallel projections may give only this rank's heads.
+        # Infer the numbers of heads: tensor-parallel projections return only this rank's heads.
         q_BLGK, k_BLGK, v_BLHV = (
             F.silu(conv(projection(x_BLD), documents_BL=documents_BL)).unflatten(-1, (-1, head_dim))
             for projection, conv, head_dim in (
@@ -127,8 +131,8 @@ class GatedDeltaNet(nn.Module):
         )
         beta_BLH = self.beta_proj(x_BLD)
         read_BLHV, _ = gated_delta_rule(
-            _of_length_one(q_BLGK),
-            _of_length_one(k_BLGK),
+            _l2_normalized(q_BLGK),
+            _l2_normalized(k_BLGK),
             v_BLHV,
             log_decay_BLH=self.decay_gate(self.decay_proj(x_BLD)),
             beta_BLH=beta_BLH.to(torch.promote_types(beta_BLH.dtype, torch.float32)).sigmoid(),
@@ -142,15 +146,15 @@ class GatedDeltaNet(nn.Module):
 def gated_delta_tensor_plan(
     name: str, *, key_dim: int, value_dim: int, sequence_parallel: bool = False
 ) -> dict[str, TensorStyle]:
-    """The part of a plan for `parallelize_tensor` that splits a `GatedDeltaNet` by heads.
+    """Return the `parallelize_tensor` plan entries that shard a `GatedDeltaNet` by heads.
 
-    The degree divides both numbers of heads.
+    The tensor-parallel degree must divide both numbers of heads.
 
     Args:
-        name: What the layer is called in the model, as in `layers.*.attention`.
-        key_dim: That of the layer.
-        value_dim: That of the layer.
-        sequence_parallel: Whether hidden states come and go with a part of the sequence on each rank, or equal on all.
+        name: Module path of the layer in the model, such as `layers.*.attention`.
+        key_dim: Key dim of the layer.
+        value_dim: Value dim of the layer.
+        sequence_parallel: If True, the layer's input and output are sharded along the sequence; else replicated.
     """
     activation = Shard(1) if sequence_parallel else Replicate()
     keys, values = ColumnParallel(input=None, head_dim=key_dim), ColumnParallel(input=None, head_dim=value_dim)
@@ -170,7 +174,7 @@ def gated_delta_tensor_plan(
     }
 
 
-def _of_length_one(x: Tensor) -> Tensor:
-    """`x / sqrt(sum(x ** 2) + eps)` over the last dim, rounded once."""
+def _l2_normalized(x: Tensor) -> Tensor:
+    """Return `x / sqrt(sum(x ** 2) + eps)` over the last dim, rounded once."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + _NORM_EPS)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""RMS norm of what a recurrence gives, times a gate: its scale is not bounded, unlike that of attention."""
+"""Gated RMS norm for the output of a recurrence, whose magnitude is unbounded, unlike that of softmax attention."""
 
 from typing import final
 
@@ -11,10 +11,10 @@ from d9d_modules.swiglu import silu_mul
 
 @final
 class GatedRMSNorm(nn.Module):
-    """`silu(gate) * x / sqrt(mean(x ** 2) + eps) * weight` over the last dim, normalised before it is gated.
+    """Gated RMS norm `silu(gate) * x / sqrt(mean(x ** 2) + eps) * weight` over the last dim.
 
-    As in "Gated Delta Networks" (arXiv:2412.06464), figure 1; on an accelerator by the Triton kernels of `rms_norm` and
-    `silu_mul`.
+    The norm is applied before the gate, as in "Gated Delta Networks" (arXiv:2412.06464), figure 1. On accelerators it
+    uses the Triton kernels of `rms_norm` and `silu_mul`.
 
     Args:
         size: Size of the last dim.
@@ -28,9 +28,9 @@ class GatedRMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weight to ones."""
+        """Fill the weight with ones."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Normalise `x` [..., size] and multiply it with the SiLU of `gate`, of the same shape and dtype."""
+        """Normalize `x` [..., size] and multiply by `silu(gate)`; `gate` has the shape and dtype of `x`."""
         return silu_mul(gate, rms_norm(x, self.weight, eps=self.eps))

@@ -1,4 +1,4 @@
-"""Sampling from a language model, to read what it has learned."""
+"""Text generation: sample tokens from a language model."""
 
 from collections.abc import Callable
 
@@ -21,28 +21,28 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Continue each row of `input_ids`, one token at a time.
+    """Sample a continuation of each prompt, one token at a time.
 
-    The whole context is computed again for each token: there is no key/value cache. A sharded model works too if all
-    its ranks call this together with equal arguments and equally seeded generators; the collectives are those of its
-    forward pass.
+    There is no key/value cache: each new token recomputes the whole context. The function issues only the collectives
+    of the model's forward pass. For a sharded model, call it on all ranks with equal arguments and equally seeded
+    generators.
 
     Args:
-        model: Maps token ids [B, L] to logits [B, L, V]; put it into evaluation mode first if that makes a difference.
-        input_ids: Prompts [B, L], int64, L >= 1, all of one length.
+        model: Maps token ids [B, L] to logits [B, L, V]. Call `eval()` first if the model has a training mode.
+        input_ids: Prompts [B, L], int64, L >= 1, all of the same length.
         max_new_tokens: Number of tokens to add to each row.
-        max_context: The model sees at most this many of the latest tokens; their positions start at 0.
-        pad_to_multiple_of: The model sees rows filled up on the right to a multiple of this length, which causal
-            attention does not notice: what context and tensor parallelism share out must divide.
-        temperature: Divides the logits; 0 takes the likeliest token each time.
-        top_k: Draw among this many likeliest tokens only; None for all.
-        generator: Source of randomness, on the device of the logits; None for torch's default.
+        max_context: Maximum context length. Longer rows are truncated on the left, and positions restart at 0.
+        pad_to_multiple_of: Pad rows on the right to a multiple of this length, as context and tensor parallelism need.
+            With causal attention the padding does not change the results.
+        temperature: Divisor of the logits; 0 selects greedy decoding.
+        top_k: Sample only from this many most likely tokens; None samples from all.
+        generator: Random generator on the device of the logits; None for torch's default.
 
     Returns:
         Prompts with their continuations [B, L + max_new_tokens].
 
     Raises:
-        UserError: If the prompt is not [B, L] with L >= 1, or an option is out of its range.
+        UserError: If `input_ids` is not [B, L] with L >= 1, or an option is out of range.
     """
     _check_options(input_ids, max_context=max_context, temperature=temperature, top_k=top_k)
     if pad_to_multiple_of < 1:
@@ -57,7 +57,7 @@ def generate(
 
 
 def _choose(logits_BV: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """One token for each row [B, 1]."""
+    """Sample one token per row [B, 1]."""
     if temperature == 0:
         return logits_BV.argmax(dim=-1, keepdim=True)
     if top_k is not None:
@@ -72,6 +72,6 @@ def _check_options(input_ids: Tensor, *, max_context: int, temperature: float, t
     if max_context < 1:
         raise UserError(f"max_context = {max_context}; expected at least 1 token.")
     if temperature < 0:
-        raise UserError(f"temperature = {temperature}; expected 0 (the likeliest token) or more.")
+        raise UserError(f"temperature = {temperature}; expected 0 (greedy decoding) or more.")
     if top_k is not None and top_k < 1:
         raise UserError(f"top_k = {top_k}; expected at least 1, or None for all tokens.")

@@ -1,7 +1,7 @@
-"""Multi-head latent attention: keys and values of all heads are made from one small vector for each position.
+"""Multi-head latent attention (MLA): keys and values of all heads come from one low-rank latent vector per position.
 
-Shape legend: B batch, L length, D hidden size, H heads, C latent size, N features of a head without position, R
-features that are rotated, V value features of a head, K = max(N + R, V).
+Shape legend: B batch, L length, D hidden size, H heads, C latent size, N non-rotated features of a head, R rotated
+features, V value features of a head, K = max(N + R, V).
 """
 
 from collections.abc import Sequence
@@ -23,31 +23,31 @@ from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, check_tab
 
 @final
 class MultiHeadLatentAttention(nn.Module):
-    """The MLA of DeepSeek-V2 (arXiv:2405.04434), equations 37 to 47, and DeepSeek-V3 (arXiv:2412.19437), 1 to 11.
+    """MLA of DeepSeek-V2 (arXiv:2405.04434), equations 37 to 47, and DeepSeek-V3 (arXiv:2412.19437), 1 to 11.
 
-    Keys and values are expanded for every head, as in training; nothing is absorbed into the queries. Queries and keys
-    have N features of their own and R that are rotated; the rotated part of the key is one for all heads.
+    Keys and values are expanded for every head; weights are not absorbed into the queries. Each query and key head has
+    N features without position and R rotated features. All heads share the rotated features of the key.
 
     For tensor parallelism see `latent_attention_tensor_plan`.
 
     Args:
         hidden_size: Size of the last dim of input and output.
         num_heads: Number of heads.
-        kv_rank: Size of the latent vector that keys and values are made from.
-        q_rank: Size of the one that queries are made from; None makes them from the input.
-        head_dim: N, features of a query or key without position.
-        rotary_dim: R, those that are rotated; even.
-        value_dim: V, features of a value.
+        kv_rank: Size of the latent vector of keys and values.
+        q_rank: Size of the latent vector of queries; None projects queries directly from the input.
+        head_dim: N, number of non-rotated features of a query or key head.
+        rotary_dim: R, number of rotated features; even.
+        value_dim: V, number of features of a value head.
         norm_eps: Epsilon of the RMS norms of the latent vectors.
-        rotary_layout: Which features are rotated together.
-        options: Sliding window, softmax scale and softcap; None for none of them. A scale of None is 1/sqrt(N + R);
-            with YaRN, DeepSeek multiplies that by `YarnScaling.temperature(mscale_all_dim) ** 2`.
+        rotary_layout: Which two features form a rotated pair.
+        options: Sliding window, softmax scale and softcap; None for plain causal attention. The default scale is
+            1/sqrt(N + R). With YaRN, DeepSeek multiplies it by `YarnScaling.temperature(mscale_all_dim) ** 2`.
         backends: See `GroupedQueryAttention`.
         init_std: Standard deviation of the initial projection weights.
 
     Attributes:
-        attention_function: See `GroupedQueryAttention`. Queries, keys and values come to it with the same number of
-            features, the fewer filled up with zeros.
+        attention_function: See `GroupedQueryAttention`. Queries, keys and values are zero-padded to the same head dim
+            K.
 
     Raises:
         UserError: If a name in `backends` is unknown.
@@ -87,27 +87,28 @@ class MultiHeadLatentAttention(nn.Module):
         self.o_proj = Linear(num_heads * value_dim, hidden_size, init_std=init_std)
         options = AttentionOptions() if options is None else options
         if options.scale is None and value_dim > head_dim + rotary_dim:
-            options = replace(options, scale=(head_dim + rotary_dim) ** -0.5)  # not that of the filled-up queries
+            options = replace(options, scale=(head_dim + rotary_dim) ** -0.5)  # the default would use the padded dim
         self.attention_function: Attention = chosen_attention(options, backends=backends)
 
     def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, documents_BL: Tensor | None = None) -> Tensor:
-        """Let each position attend to itself and to those before it in its row.
+        """Compute causal self-attention.
 
         Args:
             x_BLD: Hidden states [B, L, D].
-            rotary: Tables of the positions, of R / 2 pairs.
-            documents_BL: Which document each position belongs to [B, L], integers; None: each row is one.
+            rotary: Rotary tables of the positions, with R / 2 pairs.
+            documents_BL: Document id of each position [B, L], integer; None: each row is one document.
 
         Returns:
-            The attended values [B, L, D], in the dtype of `x_BLD`.
+            Output of the layer [B, L, D], in the dtype of `x_BLD`.
 
         Raises:
-            UserError: If tables or documents do not fit, or no backend serves what the layer needs.
+            UserError: If the shape of `rotary` or `documents_BL` does not match, or no allowed backend supports the
+                call.
         """
         check_tables(rotary, x_BLD.shape[:2], rotary_dim=self.rotary_dim)
         check_documents(documents_BL, x_BLD.shape[:2])
         q_BLHK, (k_BLHK, v_BLHV) = self._queries(x_BLD, rotary), self._keys_and_values(x_BLD, rotary)
-        # Backends and context-parallel forms take one head dim; zeros change neither scores nor the values in front.
+        # Attention functions take one head dim. Zero-padding changes neither scores nor the first V output features.
         missing = v_BLHV.shape[-1] - q_BLHK.shape[-1]
         v_BLHK = F.pad(v_BLHV, (0, max(-missing, 0)))
         q_BLHK, k_BLHK = (F.pad(x, (0, missing)) if missing > 0 else x for x in (q_BLHK, k_BLHK))
@@ -122,7 +123,7 @@ class MultiHeadLatentAttention(nn.Module):
             assert self.q_norm is not None
             assert self.q_up_proj is not None
             features = self.q_up_proj(self.q_norm(self.q_down_proj(x_BLD)))
-        # The number of heads is inferred, so that a tensor-parallel projection may give only this rank's heads.
+        # Infer the number of heads: a tensor-parallel projection returns only this rank's heads.
         q_BLHNR = features.unflatten(-1, (-1, self.head_dim + self.rotary_dim))
         q_BLHN, q_BLHR = q_BLHNR.split([self.head_dim, self.rotary_dim], dim=-1)
         return torch.cat((q_BLHN, apply_rotary(q_BLHR, rotary, layout=self.rotary_layout)), dim=-1)
@@ -139,16 +140,17 @@ class MultiHeadLatentAttention(nn.Module):
 def latent_attention_tensor_plan(
     name: str, *, head_dim: int, rotary_dim: int, value_dim: int, sequence_parallel: bool = False
 ) -> dict[str, TensorStyle]:
-    """The part of a plan for `parallelize_tensor` that splits a `MultiHeadLatentAttention` by heads.
+    """Return the `parallelize_tensor` plan entries that shard a `MultiHeadLatentAttention` by heads.
 
-    The degree divides the number of heads. What makes the latent vectors is whole on every rank.
+    The tensor-parallel degree must divide the number of heads. The projections to the latent vectors and their norms
+    are replicated.
 
     Args:
-        name: What the layer is called in the model, as in `layers.*.attention`.
+        name: Module path of the layer in the model, such as `layers.*.attention`.
         head_dim: N of the layer.
         rotary_dim: R of the layer.
         value_dim: V of the layer.
-        sequence_parallel: Whether hidden states come and go with a part of the sequence on each rank, or equal on all.
+        sequence_parallel: If True, the layer's input and output are sharded along the sequence; else replicated.
     """
     activation = Shard(1) if sequence_parallel else Replicate()
     queries = ColumnParallel(input=None, head_dim=head_dim + rotary_dim)

@@ -1,6 +1,6 @@
-"""A linear layer that decoders are made of: without bias, initialised from a normal distribution.
+"""Bias-free linear layer with normal initialization.
 
-It stays a `torch.nn.Linear`, so that whatever targets those (LoRA, quantisation, tensor parallelism) finds it.
+It subclasses `torch.nn.Linear`, so LoRA, quantization and tensor parallelism recognize it.
 """
 
 from typing import final
@@ -10,7 +10,7 @@ from torch import nn
 
 @final
 class Linear(nn.Linear):
-    """`x @ weight.T` with `weight ~ Normal(0, init_std)` instead of torch's Kaiming-uniform start.
+    """`torch.nn.Linear` without bias, initialized from `Normal(0, init_std)` instead of Kaiming uniform.
 
     Args:
         in_features: Size of the last dim of the input.

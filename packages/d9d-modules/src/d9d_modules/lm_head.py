@@ -1,4 +1,4 @@
-"""From hidden states to logits or, better, straight to per-token losses without ever holding all logits.
+"""Language-model head: maps hidden states to logits, or to per-token losses without materializing all logits.
 
 Shape legend: B batch, L length, T = B * L tokens, D hidden size, V vocabulary.
 """
@@ -20,28 +20,29 @@ from d9d_modules.chunked_cross_entropy import linear_cross_entropy
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
 
 LossBackend: TypeAlias = Literal["chunked", "cut_cross_entropy"]
-"""Who computes losses: our own `linear_cross_entropy`, or the package `cut-cross-entropy`."""
+"""Implementation of the cross entropy: `linear_cross_entropy` of this package, or the package `cut-cross-entropy`."""
 
 
 @final
 class LanguageModelHead(nn.Module):
-    """The projection to the vocabulary, `logits = hidden @ weight.T`, and the loss on top of it.
+    """Projection to the vocabulary, `logits = hidden @ weight.T`, and per-token loss.
 
     Args:
         hidden_size: Size of the last dim of the hidden states.
         vocab_size: Number of token ids.
-        softcap: `c` of `c * tanh(x / c)`, which takes the place of each logit `x`; None for none.
-        token_loss: Maps logits [T, V] and labels [T] to losses [T]; a `CrossEntropy` with numbers for z-loss or label
+        softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
+        token_loss: Maps logits [T, V] and labels [T] to losses [T]. Pass a `CrossEntropy` to set z-loss or label
             smoothing.
-        loss_backend: Who computes it; None for the fastest that can. See `language_model_head`.
+        loss_backend: Implementation of a cross entropy; None selects the fastest one that supports the call. See
+            `language_model_head`.
         init_std: Standard deviation of the initial weight [V, D].
 
     Attributes:
-        token_loss: The loss. Where the vocabulary is shared out to ranks (`d9d_dist.VocabParallelHead`), its form over
-            them takes its place: that of a `CrossEntropy` never holds the logits either.
+        token_loss: Per-token loss. `d9d_dist.VocabParallelHead` replaces it by its vocabulary-parallel version while it
+            shards the vocabulary; a `CrossEntropy` then still materializes no full logits.
 
     Raises:
-        UserError: If the soft-cap is not above 0.
+        UserError: If `softcap` is not above 0.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class LanguageModelHead(nn.Module):
         nn.init.normal_(self.weight, std=self.init_std)
 
     def forward(self, hidden_BLD: Tensor, *, labels: Tensor | None = None) -> Tensor:
-        """See `language_model_head`, which this calls with the weight and the loss of this module."""
+        """Call `language_model_head` with the weight and the loss of this module."""
         return language_model_head(
             hidden_BLD,
             self.weight,
@@ -83,21 +84,22 @@ class LanguageModelHead(nn.Module):
 
 @final
 class SplitLanguageModelHead(nn.Module):
-    """A `LanguageModelHead` whose vocabulary is in named splits, a parameter each; logits are in their order.
+    """`LanguageModelHead` whose vocabulary is divided into named splits with one parameter each.
 
-    To train new tokens only, freeze the others: `head.weight_orig.requires_grad_(False)`. Nothing is computed for a
-    weight that needs no gradient.
+    The logits of the splits are concatenated in order. To train only new tokens, freeze the other splits:
+    `head.weight_orig.requires_grad_(False)`. No gradient is computed for frozen weights.
 
     Args:
         hidden_size: Size of the last dim of the hidden states.
         vocab_sizes: Number of token ids of each split, such as `{"orig": 32000, "special": 8}`. The parameter of the
-            split `special` is `weight_special`; that of the only one is `weight`.
+            split `special` is `weight_special`; a single split is named `weight`.
         softcap: See `LanguageModelHead`.
-        loss: What is computed where labels are given.
+        loss: Loss to compute if labels are given.
         init_std: Standard deviation of the initial weights.
 
     Raises:
-        UserError: If there is no split, a name is none that a parameter can have, or the soft-cap is not above 0.
+        UserError: If there is no split, a split has no tokens, its name is not a Python identifier, or `softcap` is not
+            above 0.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class SplitLanguageModelHead(nn.Module):
             nn.init.normal_(self.get_parameter(name), std=self.init_std)
 
     def forward(self, hidden_BLD: Tensor, *, labels: Tensor | None = None) -> Tensor:
-        """See `language_model_head`, which this calls with the weights and the loss of this module."""
+        """Call `language_model_head` with the weights and the loss of this module."""
         weights_VD = [weight for name in self._names if (weight := self._parameters[name]) is not None]
         return language_model_head(
             hidden_BLD,
@@ -146,28 +148,28 @@ def language_model_head(
     softcap: float | None = None,
     backend: LossBackend | None = None,
 ) -> Tensor:
-    """Per-token losses where labels are given, else logits.
+    """Compute per-token losses if labels are given, else logits.
 
     Args:
         hidden_BLD: Hidden states [B, L, D].
-        weight_VD: Projection to the vocabulary [V, D], or several, one after the other.
-        labels: The token to predict at each position [B, L], int64; `IGNORED_LABEL` leaves a position out.
-        vocab_size: Number of token ids, of which the weight may be this rank's part; None for its rows. Labels have to
-            be below.
-        token_loss: Maps logits [T, V] and labels [T] to losses [T], each of the logits of its token alone. A
-            `CrossEntropy`, and `d9d_dist.token_cross_entropy`, are computed by `linear_cross_entropy`, any other from
-            the logits of some tokens at a time.
-        softcap: `c` of `c * tanh(x / c)`, which takes the place of each logit `x`; None for none.
-        backend: Who computes a cross entropy. None takes Cut Cross Entropy where it is installed and can, unless
-            deterministic algorithms are asked for, which it has none of; else `"chunked"`.
+        weight_VD: Projection to the vocabulary [V, D], or a sequence of tensors [V_i, D] to concatenate.
+        labels: Token to predict at each position [B, L], int64; `IGNORED_LABEL` ignores a position.
+        vocab_size: Size of the whole vocabulary, an exclusive upper bound of the labels. Set it if `weight_VD` is a
+            vocabulary shard; None uses the number of rows of `weight_VD`.
+        token_loss: Maps logits [T, V] and labels [T] to losses [T]; the loss of a token depends only on its own logits.
+            A `CrossEntropy` and `d9d_dist.token_cross_entropy` are computed by `linear_cross_entropy`. Any other loss
+            is computed from the logits of one chunk of tokens at a time.
+        softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
+        backend: Implementation of a cross entropy. None selects Cut Cross Entropy if it is installed and supports the
+            call, else `"chunked"`. With deterministic algorithms enabled None always selects `"chunked"`.
 
     Returns:
-        Without labels the logits [B, L, V] in the dtype of the product. With labels the loss of each [B, L], in nats, 0
-        where ignored: float32, or float64 for float64 input. Not summed and not averaged.
+        Without labels, the logits [B, L, V] in the dtype of the product. With labels, the loss of each token [B, L] in
+        nats, 0 for ignored positions, without reduction: float32, or float64 for float64 input.
 
     Raises:
-        UserError: If the labels do not have the shape [B, L], one of them is out of range (on an accelerator the device
-            fails instead, later), or the backend that is asked for cannot serve.
+        UserError: If the labels do not have the shape [B, L], a label on the CPU is out of range, or `backend` does not
+            support the call. On accelerators an out-of-range label raises an asynchronous device error instead.
     """
     weights_VD = [weight_VD] if isinstance(weight_VD, Tensor) else list(weight_VD)
     if labels is None:
@@ -176,7 +178,7 @@ def language_model_head(
     if labels.shape != hidden_BLD.shape[:-1]:
         raise UserError(
             f"labels have shape {tuple(labels.shape)}; expected {tuple(hidden_BLD.shape[:-1])}, one label for each "
-            f"position: shift labels against inputs before the model, and fill up with {IGNORED_LABEL}."
+            f"position: shift the labels before the model, and pad them with {IGNORED_LABEL}."
         )
     num_rows = sum(len(weight) for weight in weights_VD)
     check_token_ids(labels, vocab_size or num_rows, what="labels", ignored=IGNORED_LABEL)

@@ -1,4 +1,4 @@
-"""One vector for a sequence: what classifiers and text embeddings make of the hidden states of its tokens.
+"""Pooling of token hidden states into one vector per sequence, for classifiers and text embeddings.
 
 Shape legend: B batch, L length, D hidden size.
 """
@@ -11,23 +11,23 @@ from torch import Tensor
 from d9d_dist.errors import UserError
 
 Pooling: TypeAlias = Literal["last", "mean", "first"]
-"""The hidden state of the last token, the mean over all tokens, or that of the first (where encoders put `[CLS]`)."""
+"""Hidden state of the last token, mean over all tokens, or hidden state of the first token (`[CLS]` in encoders)."""
 
 
 def pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None, *, pooling: Pooling) -> Tensor:
-    """Pool each row over its tokens; padding may be on either side.
+    """Pool each row over its tokens. Padding may be on either side.
 
     Args:
         hidden_BLD: Hidden states [B, L, D].
-        mask_BL: Where there is a token [B, L], bool or 0 and 1; None for everywhere.
-        pooling: What is taken.
+        mask_BL: Token mask [B, L], bool or 0 and 1; None if there is no padding.
+        pooling: Pooling method.
 
     Returns:
-        A vector for each row [B, D], in the dtype of the hidden states; zeros for a row without tokens. A mean is
+        One vector per row [B, D] in the dtype of the hidden states; zeros for a row without tokens. The mean is
         computed in at least float32.
 
     Raises:
-        UserError: If the mask does not have the shape [B, L], or there is no such pooling.
+        UserError: If the mask does not have the shape [B, L], or the pooling method is unknown.
     """
     if mask_BL is None:
         mask_BL = torch.ones(hidden_BLD.shape[:2], dtype=torch.bool, device=hidden_BLD.device)
@@ -47,11 +47,11 @@ def pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None, *, pooling: Pooling)
 
 
 def masked_mean(hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-    """The mean [B, D] over the tokens of each row, computed in at least float32; zeros for a row without tokens.
+    """Return the mean over the tokens of each row [B, D], computed in at least float32; zeros without tokens.
 
     Args:
         hidden_BLD: Hidden states [B, L, D].
-        mask_BL: Where there is a token [B, L], bool.
+        mask_BL: Token mask [B, L], bool.
     """
     weight_BL1 = mask_BL.to(torch.promote_types(hidden_BLD.dtype, torch.float32)).unsqueeze(-1)
     sum_BD = (hidden_BLD * weight_BL1).sum(dim=1)
@@ -59,19 +59,19 @@ def masked_mean(hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
 
 
 def check_mask(mask_BL: Tensor, hidden_BLD: Tensor) -> None:
-    """Refuse a mask that does not fit.
+    """Check the shape of a token mask.
 
     Raises:
         UserError: If the mask does not have the shape [B, L].
     """
     if mask_BL.shape != hidden_BLD.shape[:-1]:
         raise UserError(
-            f"the mask has shape {tuple(mask_BL.shape)}; expected {tuple(hidden_BLD.shape[:-1])}, one number for each "
-            "token: 1 where there is one, 0 for padding."
+            f"the mask has shape {tuple(mask_BL.shape)}; expected {tuple(hidden_BLD.shape[:-1])}, one value for each "
+            "position: 1 for a token, 0 for padding."
         )
 
 
 def _token_at(hidden_BLD: Tensor, index_B: Tensor, is_token_BL: Tensor) -> Tensor:
-    """One token of each row; argmax gives the first of equals, and 0 for a row without tokens."""
+    """Return the hidden state at `index_B` of each row [B, D]; zeros for a row without tokens."""
     rows_B = torch.arange(len(hidden_BLD), device=hidden_BLD.device)
     return hidden_BLD[rows_B, index_B] * is_token_BL.any(dim=1, keepdim=True)

@@ -1,9 +1,9 @@
-"""Rotary position embedding, so that attention sees how far apart two tokens are.
+"""Rotary position embedding (RoPE).
 
-Which two features are rotated together is the layout. Half (that of most Hugging Face checkpoints): feature `i` with
-feature `i + rotary_dim / 2`. Interleaved (that of the paper, of DeepSeek and of GPT-J): feature `2 i` with `2 i + 1`.
+The layout defines which two features form a rotated pair. "half" (most Hugging Face checkpoints) pairs feature `i` with
+`i + rotary_dim / 2`. "interleaved" (the paper, DeepSeek, GPT-J) pairs feature `2 i` with `2 i + 1`.
 
-Shape legend: B batch, L length, H heads, K head dim, R rotated pairs, `rotary_dim / 2`.
+Shape legend: B batch, L length, H heads, K head dim, R rotated pairs (`rotary_dim / 2`).
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from d9d_dist.errors import UserError
 from d9d_modules.rope_scaling import RotaryScaling, plain_frequencies
 
 RotaryLayout: TypeAlias = Literal["half", "interleaved"]
-"""Which two features make up a rotated pair."""
+"""Pairing of the rotated features; see the module docstring."""
 
 
 @final
 class RotaryTables(NamedTuple):
-    """Cosine and sine of the angle of every position and pair, each [B, L, R] in float32.
+    """Cosine and sine of the rotation angles, each [B, L, R] in float32.
 
-    B is 1 where all rows of a batch share their positions.
+    B is 1 if all rows of the batch have the same positions.
     """
 
     cos: Tensor
@@ -40,25 +40,27 @@ def rotary_tables(
     length: int | None = None,
     max_positions: int | None = None,
 ) -> RotaryTables:
-    """Angles `position * theta ** (-2 i / rotary_dim)` of "RoFormer" (arXiv:2104.09864), equation 15.
+    """Compute cosine and sine of `position * theta ** (-2 i / rotary_dim)`: "RoFormer" (arXiv:2104.09864), equation 15.
 
-    No host synchronisation: the values of position ids are checked only where they are on the CPU.
+    No host-device synchronization: the values of `position_ids` are checked only for CPU tensors.
 
     Args:
-        position_ids: Positions [B, L], integer, from 0.
+        position_ids: Positions [B, L], integer, at least 0.
         head_dim: Size of one attention head; even.
         theta: Base of the geometric series of wavelengths.
-        rotary_dim: How many features of a head are rotated, the first ones; even; None for all.
-        scaling: Changes the frequencies for long sequences; None for those of the equation.
-        length: The longest sequence, for a scaling that depends on it. None takes the largest position id of this call:
-            give it where batches are split (data or context parallel, microbatches), or results depend on the split.
-        max_positions: Position ids are to be below it; None for any.
+        rotary_dim: Number of leading features of each head to rotate; even. None rotates all.
+        scaling: RoPE scaling for long sequences; None keeps the frequencies of the equation.
+        length: Longest sequence length, for scalings that depend on it. None uses the largest position id of this call
+            plus 1. Set it if batches are split (data or context parallelism, microbatches); otherwise results depend on
+            the split.
+        max_positions: Exclusive upper bound of the position ids; None for no bound.
 
     Returns:
-        Tables in float32 whatever the model computes in: half precision cannot tell distant positions apart.
+        Tables in float32 for every model dtype: half precision cannot distinguish distant positions.
 
     Raises:
-        UserError: If a size is odd or out of range, or the position ids are not of this kind.
+        UserError: If `head_dim` or `rotary_dim` is odd or out of range, `position_ids` is not an integer tensor [B, L],
+            or a position id on the CPU is out of range.
     """
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     check_rotary_sizes(head_dim, rotary_dim)
@@ -75,15 +77,16 @@ def rotary_tables(
 
 
 def apply_rotary(x_BLHK: Tensor, tables: RotaryTables, *, layout: RotaryLayout = "half") -> Tensor:
-    """Rotate each pair of features by the angle of its position; features beyond the first 2 R stay as they are.
+    """Rotate each pair of features by the angle of its position. Features beyond the first 2 R are unchanged.
 
     Args:
         x_BLHK: Queries or keys [B, L, H, K].
-        tables: Tables of the same positions, of at most `K / 2` pairs.
-        layout: Which features make up a pair.
+        tables: Rotary tables of the same positions, with at most `K / 2` pairs.
+        layout: Which two features form a rotated pair.
 
     Returns:
-        The rotated tensor, of the shape and dtype of `x_BLHK`; computed in the wider of its dtype and the tables'.
+        Rotated tensor with the shape and dtype of `x_BLHK`. The arithmetic uses the wider dtype of `x_BLHK` and the
+        tables.
     """
     cos, sin = tables.cos.unsqueeze(-2), tables.sin.unsqueeze(-2)
     rotary_dim = 2 * cos.shape[-1]
@@ -99,40 +102,40 @@ def apply_rotary(x_BLHK: Tensor, tables: RotaryTables, *, layout: RotaryLayout =
 
 
 def check_tables(tables: RotaryTables, positions: Sequence[int], *, rotary_dim: int) -> None:
-    """Check that tables are those of a layer's positions.
+    """Check the shape of the rotary tables passed to a layer.
 
     Args:
-        tables: The tables that the layer was given.
-        positions: Its batch and length, B and L.
-        rotary_dim: How many features of a head it rotates.
+        tables: Rotary tables passed to the layer.
+        positions: Batch size B and sequence length L of the layer's input.
+        rotary_dim: Number of features of a head that the layer rotates.
 
     Raises:
-        UserError: If there is not one angle for each position and pair.
+        UserError: If the tables are neither [B, L, rotary_dim / 2] nor [1, L, rotary_dim / 2].
     """
     batch, length = positions
     if tables.cos.shape not in ((batch, length, rotary_dim // 2), (1, length, rotary_dim // 2)):
         raise UserError(
-            f"got rotary tables of the shape {tuple(tables.cos.shape)} for {batch} x {length} positions; expected one "
-            f"row for each position, of {rotary_dim // 2} pairs: make them by rotary_tables, from its position_ids and "
-            f"with the layer's rotary_dim = {rotary_dim}."
+            f"got rotary tables of shape {tuple(tables.cos.shape)} for {batch} x {length} positions; expected one "
+            f"row of {rotary_dim // 2} pairs per position: build them with rotary_tables from the position_ids, with "
+            f"rotary_dim = {rotary_dim}."
         )
 
 
 def _longest(position_ids: Tensor, length: int | None) -> Tensor:
-    """Length of the longest sequence, a scalar on the device of the positions."""
+    """Return the longest sequence length as a scalar tensor on the device of `position_ids`."""
     if length is None and position_ids.numel():
         return position_ids.max() + 1
     return torch.full((), length or 0, device=position_ids.device)
 
 
 def check_rotary_sizes(head_dim: int, rotary_dim: int) -> None:
-    """Refuse heads whose features cannot be rotated in pairs.
+    """Check that the features of a head can be rotated in pairs.
 
     Raises:
-        UserError: If one size is odd, or more is to be rotated than there is.
+        UserError: If `head_dim` or `rotary_dim` is odd, or `rotary_dim` is not between 2 and `head_dim`.
     """
     if head_dim % 2:
-        raise UserError(f"head_dim = {head_dim}; rotary positions rotate pairs of features: use an even head_dim.")
+        raise UserError(f"head_dim = {head_dim}; RoPE rotates pairs of features: use an even head_dim.")
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise UserError(
             f"rotary_dim = {rotary_dim}; expected an even number of features from 2 to head_dim = {head_dim}."
@@ -145,7 +148,7 @@ def _check_positions(position_ids: Tensor, max_positions: int | None) -> None:
             f"position_ids have shape {tuple(position_ids.shape)} and dtype {position_ids.dtype}; expected integers "
             "[batch, length]."
         )
-    # Looking at values elsewhere would wait for the device, and tensors of other types (fake ones) have none.
+    # Reading values on another device would synchronize with it. Fake tensors have no values.
     if position_ids.device.type != "cpu" or type(position_ids) is not Tensor or torch.compiler.is_compiling():
         return
     if position_ids.numel() == 0:
@@ -154,6 +157,6 @@ def _check_positions(position_ids: Tensor, max_positions: int | None) -> None:
     if low < 0 or (max_positions is not None and high >= max_positions):
         expected = "0 or more" if max_positions is None else f"from 0 to {max_positions - 1}"
         raise UserError(
-            f"position_ids go from {low.item()} to {high.item()}; expected {expected}. Split or truncate longer "
-            "rows, scale the positions, or raise the maximum (max_position_embeddings)."
+            f"position_ids range from {low.item()} to {high.item()}; expected {expected}. Split or truncate longer "
+            "rows, use a RoPE scaling, or raise max_position_embeddings."
         )

@@ -1,8 +1,8 @@
-"""How rotary frequencies are changed so that a model reads sequences longer than those that it was first trained on.
+"""RoPE scalings: extend a model to sequences longer than in its pretraining.
 
-Each scaling is a frozen dataclass: what it makes of the frequencies `theta ** (-2 i / rotary_dim)` is its one method.
+Each scaling is a frozen dataclass that computes the scaled frequencies and the attention factor.
 
-Shape legend: R rotated pairs, half the rotated features.
+Shape legend: R rotated pairs, half the number of rotated features.
 """
 
 import math
@@ -16,26 +16,26 @@ from d9d_dist.errors import UserError
 
 
 class RotaryScaling(Protocol):
-    """The frequencies of rotary positions, and what their cosines and sines are multiplied by."""
+    """Interface of a RoPE scaling: scaled frequencies and a factor for cosine and sine."""
 
     @property
     def attention_factor(self) -> float:
-        """Multiplies cosine and sine, and so queries and keys each; scores grow by its square."""
+        """Factor of the cosine and sine tables. Attention scores scale with its square."""
         ...
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
-        """Angle between neighbouring positions [R], float32, in radians.
+        """Return the rotation angle per position of each pair [R], float32, in radians.
 
         Args:
             theta: Base of the geometric series of wavelengths.
             rotary_dim: Number of rotated features, 2 R.
-            length: Length of the longest sequence, a scalar on the device of the result.
+            length: Longest sequence length, a scalar tensor on the device of the result.
         """
         ...
 
 
 def plain_frequencies(theta: float | Tensor, *, rotary_dim: int, device: torch.device) -> Tensor:
-    """`theta ** (-2 i / rotary_dim)` [R] in float32: "RoFormer" (arXiv:2104.09864), section 3.2.2."""
+    """Return `theta ** (-2 i / rotary_dim)` [R] in float32: "RoFormer" (arXiv:2104.09864), section 3.2.2."""
     exponents_R = torch.arange(0, rotary_dim, 2, device=device).float() / rotary_dim
     return 1.0 / theta**exponents_R
 
@@ -43,26 +43,26 @@ def plain_frequencies(theta: float | Tensor, *, rotary_dim: int, device: torch.d
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
-    """Positions closer together by a factor: "Position Interpolation" (arXiv:2306.15595), equation 4.
+    """Linear scaling, which divides all frequencies by a factor: "Position Interpolation" (arXiv:2306.15595), eq. 4.
 
     Attributes:
-        kind: Tells the scalings apart in a configuration.
-        factor: How many times longer sequences become; above 0.
+        kind: Discriminator of the scaling in a configuration.
+        factor: Ratio of the new to the pretraining sequence length; above 0.
 
     Raises:
-        UserError: If the factor is not above 0.
+        UserError: If `factor` is not above 0.
     """
 
     kind: Literal["linear"] = "linear"
     factor: float
 
     def __post_init__(self) -> None:
-        """Refuse factors that no scaling can have."""
+        """Validate `factor`."""
         _require_positive(self, factor=self.factor)
 
     @property
     def attention_factor(self) -> float:
-        """See `RotaryScaling`; 1."""
+        """See `RotaryScaling`. Always 1."""
         return 1.0
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
@@ -73,14 +73,15 @@ class LinearScaling:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicNtkScaling:
-    """A base that grows with the length beyond the first training: YaRN (arXiv:2309.00071), sections 3.1 and 3.3.
+    """Dynamic NTK scaling, whose base grows with the sequence length: YaRN (arXiv:2309.00071), sections 3.1 and 3.3.
 
-    As `transformers` has it: `theta * (factor * length / original - (factor - 1)) ** (rotary_dim / (rotary_dim - 2))`.
+    The base is `theta * (factor * length / original - (factor - 1)) ** (rotary_dim / (rotary_dim - 2))`, as in
+    `transformers`.
 
     Attributes:
-        kind: Tells the scalings apart in a configuration.
-        factor: How strongly the base grows; above 0.
-        original_max_positions: Longest sequence of the first training; shorter ones are not scaled.
+        kind: Discriminator of the scaling in a configuration.
+        factor: Growth rate of the base; above 0.
+        original_max_positions: Longest sequence of the pretraining. Sequences up to this length are not scaled.
 
     Raises:
         UserError: If a value is not above 0.
@@ -91,19 +92,19 @@ class DynamicNtkScaling:
     original_max_positions: int
 
     def __post_init__(self) -> None:
-        """Refuse values that no scaling can have."""
+        """Validate the fields."""
         _require_positive(self, factor=self.factor, original_max_positions=self.original_max_positions)
 
     @property
     def attention_factor(self) -> float:
-        """See `RotaryScaling`; 1."""
+        """See `RotaryScaling`. Always 1."""
         return 1.0
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
         """See `RotaryScaling`.
 
         Raises:
-            UserError: If there are only 2 rotated features, for which the base is not defined.
+            UserError: If `rotary_dim` is 2, for which the base is undefined.
         """
         if rotary_dim <= 2:
             raise UserError(f"{rotary_dim} rotated features with dynamic NTK scaling; expected at least 4.")
@@ -115,18 +116,19 @@ class DynamicNtkScaling:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """Long wavelengths are interpolated, short ones are kept: "YaRN" (arXiv:2309.00071), section 3.2 and equation 22.
+    """YaRN, which interpolates long wavelengths and keeps short ones (arXiv:2309.00071, section 3.2 and equation 22).
 
     Attributes:
-        kind: Tells the scalings apart in a configuration.
-        factor: How many times longer sequences become; above 0.
-        original_max_positions: Longest sequence of the first training.
-        beta_fast: Wavelengths that turn at least this often within it are kept (the paper's beta).
-        beta_slow: Those that turn at most this often are interpolated fully (its alpha).
-        mscale: Weight of the temperature's logarithm (DeepSeek-V2, arXiv:2405.04434); 0 for the paper's temperature.
-        mscale_all_dim: The same weight of what it is divided by; 0 for the paper's temperature.
-        fixed_attention_factor: Takes the place of the one computed from the factor; None computes it.
-        truncate: Whether the two borders are rounded to whole pairs, outwards.
+        kind: Discriminator of the scaling in a configuration.
+        factor: Ratio of the new to the pretraining sequence length; above 0.
+        original_max_positions: Longest sequence of the pretraining.
+        beta_fast: Pairs with at least this many rotations within `original_max_positions` are kept (the paper's beta).
+        beta_slow: Pairs with at most this many rotations are fully interpolated (the paper's alpha).
+        mscale: Weight in the numerator of the attention factor, see `temperature` (DeepSeek-V2, arXiv:2405.04434).
+            If it or `mscale_all_dim` is 0, the paper's attention factor is used.
+        mscale_all_dim: Weight in the denominator of the attention factor.
+        fixed_attention_factor: Overrides the computed attention factor; None computes it.
+        truncate: If True, round the two boundaries outward to whole pairs.
 
     Raises:
         UserError: If a value is not above 0, or `beta_fast` is below `beta_slow`.
@@ -143,7 +145,7 @@ class YarnScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse values that no scaling can have."""
+        """Validate the fields."""
         _require_positive(
             self,
             factor=self.factor,
@@ -153,12 +155,12 @@ class YarnScaling:
         )
         if self.beta_fast < self.beta_slow:
             raise UserError(
-                f"beta_fast = {self.beta_fast}, beta_slow = {self.beta_slow}; expected the fast one to be the larger."
+                f"beta_fast = {self.beta_fast}, beta_slow = {self.beta_slow}; expected beta_fast >= beta_slow."
             )
 
     @property
     def attention_factor(self) -> float:
-        """See `RotaryScaling`; the square root of 1/t in equation 22."""
+        """See `RotaryScaling`. By default sqrt(1/t) of equation 22."""
         if self.fixed_attention_factor is not None:
             return self.fixed_attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -166,7 +168,7 @@ class YarnScaling:
         return self.temperature(1.0)
 
     def temperature(self, weight: float) -> float:
-        """`0.1 * weight * ln(factor) + 1`, equation 22 for a weight of 1; 1 where nothing is lengthened.
+        """Return `0.1 * weight * ln(factor) + 1`, or 1 if `factor` is at most 1; weight 1 gives equation 22.
 
         DeepSeek multiplies the softmax scale of its attention by the square of `temperature(mscale_all_dim)`.
         """
@@ -179,28 +181,28 @@ class YarnScaling:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rotary_dim - 1)
-        width = high - low or 0.001  # as transformers and the paper's code have it where both borders are one
+        width = high - low or 0.001  # if both boundaries coincide; same value as transformers and the paper's code
         ramp_R = ((torch.arange(rotary_dim // 2, device=length.device).float() - low) / width).clamp(0, 1)
         return kept_R / self.factor * ramp_R + kept_R * (1 - ramp_R)
 
     def _pair_that_turns(self, turns: float, theta: float, rotary_dim: int) -> float:
-        """Index of the pair that turns so often within the original length."""
+        """Return the fractional index of the pair that makes `turns` rotations within `original_max_positions`."""
         return rotary_dim * math.log(self.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
-    """Wavelengths are divided by length into kept, interpolated and in between: Llama 3.1 (arXiv:2407.21783, 3.4.2).
+    """Llama 3.1 scaling: keeps short wavelengths, interpolates long ones, blends between (arXiv:2407.21783, 3.4.2).
 
-    The formula is that of the released model code; the paper has only the larger base.
+    The formula comes from the released model code; the paper mentions only the larger base.
 
     Attributes:
-        kind: Tells the scalings apart in a configuration.
-        factor: How many times longer sequences become; above 0.
-        low_freq_factor: Wavelengths above `original_max_positions / low_freq_factor` are interpolated fully.
+        kind: Discriminator of the scaling in a configuration.
+        factor: Ratio of the new to the pretraining sequence length; above 0.
+        low_freq_factor: Wavelengths above `original_max_positions / low_freq_factor` are fully interpolated.
         high_freq_factor: Wavelengths below `original_max_positions / high_freq_factor` are kept.
-        original_max_positions: Longest sequence of the first training.
+        original_max_positions: Longest sequence of the pretraining.
 
     Raises:
         UserError: If a value is not above 0, or `high_freq_factor` is not above `low_freq_factor`.
@@ -213,7 +215,7 @@ class Llama3Scaling:
     original_max_positions: int
 
     def __post_init__(self) -> None:
-        """Refuse values that no scaling can have."""
+        """Validate the fields."""
         _require_positive(
             self,
             factor=self.factor,
@@ -223,13 +225,13 @@ class Llama3Scaling:
         )
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
-                f"low_freq_factor = {self.low_freq_factor}, high_freq_factor = {self.high_freq_factor}; expected the "
-                "high one to be the larger."
+                f"low_freq_factor = {self.low_freq_factor}, high_freq_factor = {self.high_freq_factor}; expected "
+                "high_freq_factor > low_freq_factor."
             )
 
     @property
     def attention_factor(self) -> float:
-        """See `RotaryScaling`; 1."""
+        """See `RotaryScaling`. Always 1."""
         return 1.0
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
@@ -244,18 +246,18 @@ class Llama3Scaling:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRopeScaling:
-    """Each frequency is divided by a factor of its own, found by search: "LongRoPE" (arXiv:2402.13753), section 3.
+    """LongRoPE, which divides each frequency by a searched factor (arXiv:2402.13753, section 3).
 
     Attributes:
-        kind: Tells the scalings apart in a configuration.
-        short_factors: R factors, for sequences up to `original_max_positions`.
-        long_factors: R factors, for longer ones.
-        factor: How many times longer sequences become; decides the attention factor.
-        original_max_positions: Longest sequence of the first training; above 1.
-        fixed_attention_factor: Takes the place of the one computed from the factor; None computes it.
+        kind: Discriminator of the scaling in a configuration.
+        short_factors: R factors for sequences up to `original_max_positions`.
+        long_factors: R factors for longer sequences.
+        factor: Ratio of the new to the pretraining sequence length; determines the attention factor.
+        original_max_positions: Longest sequence of the pretraining; above 1.
+        fixed_attention_factor: Overrides the attention factor computed from `factor`; None computes it.
 
     Raises:
-        UserError: If there are not equally many short and long factors, or a value is not above 0.
+        UserError: If `short_factors` and `long_factors` differ in length, or a value is out of range.
     """
 
     kind: Literal["longrope"] = "longrope"
@@ -266,7 +268,7 @@ class LongRopeScaling:
     fixed_attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values that no scaling can have."""
+        """Validate the fields."""
         _require_positive(
             self,
             factor=self.factor,
@@ -276,18 +278,18 @@ class LongRopeScaling:
         )
         if self.original_max_positions < 2:
             raise UserError(
-                f"LongRopeScaling got original_max_positions = {self.original_max_positions}; expected above 1, of "
-                "which the logarithm scales attention."
+                f"LongRopeScaling got original_max_positions = {self.original_max_positions}; expected at least 2: "
+                "the attention factor divides by its logarithm."
             )
         if len(self.short_factors) != len(self.long_factors):
             raise UserError(
-                f"{len(self.short_factors)} short_factors and {len(self.long_factors)} long_factors; expected one of "
-                "each for every rotated pair."
+                f"got {len(self.short_factors)} short_factors and {len(self.long_factors)} long_factors; expected one "
+                "of each per rotated pair."
             )
 
     @property
     def attention_factor(self) -> float:
-        """See `RotaryScaling`; `sqrt(1 + ln(factor) / ln(original_max_positions))`."""
+        """See `RotaryScaling`. By default `sqrt(1 + ln(factor) / ln(original_max_positions))`."""
         if self.fixed_attention_factor is not None:
             return self.fixed_attention_factor
         return 1.0 if self.factor <= 1 else math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_positions))
@@ -296,12 +298,12 @@ class LongRopeScaling:
         """See `RotaryScaling`.
 
         Raises:
-            UserError: If there is not one factor for each rotated pair.
+            UserError: If the number of factors is not `rotary_dim / 2`.
         """
         if len(self.short_factors) != rotary_dim // 2:
             raise UserError(
-                f"{len(self.short_factors)} factors of LongRoPE for {rotary_dim} rotated features; expected one for "
-                f"each pair of features, {rotary_dim // 2}."
+                f"LongRopeScaling has {len(self.short_factors)} factors for {rotary_dim} rotated features; expected "
+                f"one per pair of features, {rotary_dim // 2}."
             )
         short_R, long_R = (
             torch.tensor(factors, dtype=torch.float32, device=length.device)
@@ -313,5 +315,5 @@ class LongRopeScaling:
 
 def _require_positive(scaling: RotaryScaling, **values: float) -> None:
     for name, value in values.items():
-        if not value > 0:  # NaN is not
+        if not value > 0:  # also rejects NaN
             raise UserError(f"{type(scaling).__name__} got {name} = {value}; expected above 0.")

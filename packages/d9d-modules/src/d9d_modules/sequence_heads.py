@@ -1,4 +1,4 @@
-"""Heads that give one result for a sequence: scores of classes, or the embedding of a text.
+"""Heads with one output per sequence: classification and text embedding.
 
 Shape legend: B batch, L length, D hidden size, C classes, E embedding size.
 """
@@ -15,12 +15,12 @@ from d9d_modules.pooling import Pooling, pool
 
 @final
 class ClassificationHead(nn.Module):
-    """`pool(hidden) @ weight.T`: a score for each class.
+    """Sequence classification head: logits `pool(hidden) @ weight.T`.
 
     Args:
         hidden_size: Size of the last dim of the hidden states.
         num_classes: Number of classes.
-        pooling: How tokens become one vector. A causal model has seen the whole text at its last token alone.
+        pooling: Pooling method. In a causal model only the last token attends to the whole text.
         init_std: Standard deviation of the initial weight [C, D].
     """
 
@@ -37,19 +37,19 @@ class ClassificationHead(nn.Module):
         return "pools whole rows"
 
     def forward(self, hidden_BLD: Tensor, *, mask_BL: Tensor | None = None) -> Tensor:
-        """Logits [B, C] of hidden states [B, L, D]; the mask [B, L] says where there is a token (see `pool`)."""
+        """Compute logits [B, C] of hidden states [B, L, D]; `mask_BL` [B, L] is the token mask of `pool`."""
         return self.score(pool(hidden_BLD, mask_BL, pooling=self.pooling))
 
 
 @final
 class EmbeddingHead(nn.Module):
-    """A vector for each text: pooled hidden states, projected if asked for, of length 1 if asked for.
+    """Text embedding head: pooled hidden states, optionally projected and L2-normalized.
 
     Args:
         hidden_size: Size of the last dim of the hidden states.
-        embedding_size: Size of the vectors; None for the hidden size, without a projection.
-        pooling: How tokens become one vector.
-        normalize: Whether vectors are scaled to length 1, so that their products are cosines.
+        embedding_size: Size of the embeddings; None for the hidden size without a projection.
+        pooling: Pooling method.
+        normalize: If True, scale embeddings to unit L2 norm, so that dot products are cosine similarities.
         init_std: Standard deviation of the initial projection.
     """
 
@@ -73,10 +73,10 @@ class EmbeddingHead(nn.Module):
         return "pools whole rows"
 
     def forward(self, hidden_BLD: Tensor, *, mask_BL: Tensor | None = None) -> Tensor:
-        """Embeddings of hidden states [B, L, D]; the mask [B, L] says where there is a token (see `pool`).
+        """Compute embeddings of hidden states [B, L, D]; `mask_BL` [B, L] is the token mask of `pool`.
 
         Returns:
-            Vectors [B, E]: in the dtype of the hidden states, or of unit length in float32 (float64 for float64).
+            Embeddings [B, E]: in the dtype of the hidden states, or, if normalized, in float32 (float64 for float64).
         """
         pooled_BD = pool(hidden_BLD, mask_BL, pooling=self.pooling)
         embedding_BE = pooled_BD if self.projection is None else self.projection(pooled_BD)

@@ -12,11 +12,11 @@ from d9d_modules.linear import Linear
 
 @final
 class SwiGLU(nn.Module):
-    """`down(silu(gate(x)) * up(x))` ("GLU Variants Improve Transformer", arXiv:2002.05202, equation 6).
+    """SwiGLU block `down(silu(gate(x)) * up(x))` ("GLU Variants Improve Transformer", arXiv:2002.05202, equation 6).
 
     Args:
         hidden_size: Size of the last dim of input and output.
-        intermediate_size: Size of the gated space between.
+        intermediate_size: Output size of the gate and up projections.
         init_std: Standard deviation of the initial weights.
     """
 
@@ -27,27 +27,29 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, init_std=init_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `x` [..., hidden_size] to the same shape."""
+        """Apply the block to `x` [..., hidden_size]; the shape is unchanged."""
         return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`; on an accelerator one Triton kernel forward and one backward, rounded once.
+    """Compute `silu(gate) * up`.
+
+    On accelerators forward and backward are one fused Triton kernel each, computed in float32 and rounded once.
 
     Args:
-        gate: A tensor of any shape and floating-point dtype.
-        up: A tensor of the same shape and dtype.
+        gate: Tensor of any shape and floating-point dtype.
+        up: Tensor of the same shape and dtype.
 
     Returns:
-        A tensor of that shape and dtype.
+        Tensor of the same shape and dtype.
 
     Raises:
         UserError: If shapes or dtypes differ.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise UserError(
-            f"gate has shape {tuple(gate.shape)} and dtype {gate.dtype}, up {tuple(up.shape)} and {up.dtype}; expected "
-            "the same of both."
+            f"gate has shape {tuple(gate.shape)} and dtype {gate.dtype}, up has {tuple(up.shape)} and {up.dtype}; "
+            "expected the same shape and dtype."
         )
     if has_kernel(gate):
         from d9d_modules import _triton_silu_mul  # noqa: PLC0415  (Triton is optional)

@@ -1,4 +1,4 @@
-"""Every backend that runs on this machine gives what the eager one gives, forward and backward."""
+"""Every backend that runs on this machine agrees with the eager one, forward and backward."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +104,7 @@ def test_sdpa(case: Case) -> None:
     _compare(SdpaBackend(), case, "cpu")
 
 
-# Each case is compiled anew, though by no more than a tracer. torch has no backward for it on the CPU.
+# Each case is traced again, without code generation. torch has no backward of it on the CPU.
 @pytest.mark.parametrize(
     "case",
     [

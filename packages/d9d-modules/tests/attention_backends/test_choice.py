@@ -46,7 +46,7 @@ def _torch_backends() -> list[AttentionBackend]:
         (_request("cuda", has_documents=True, has_sinks=True, dtype=torch.float64), "eager"),
     ],
 )
-def test_the_first_that_serves_fast_or_else_the_first_that_serves(request_: AttentionRequest, name: str) -> None:
+def test_selects_the_first_fast_backend_else_the_first_supported(request_: AttentionRequest, name: str) -> None:
     assert choose_backend(request_, _torch_backends()).name == name
 
 
@@ -62,12 +62,12 @@ def test_no_backend_at_all_lists_every_reason() -> None:
         AttentionOptions(softcap=3.0), backends=["flash4", "flex", "sdpa"], environment=NO_ENVIRONMENT
     )
     message = (
-        r"no attention backend that may be used serves causal attention with a softcap of 3\.0 \(head dim 8, "
+        r"no allowed attention backend supports causal attention with a softcap of 3\.0 \(head dim 8, "
         r"torch\.float32, cpu, with backward\):\n"
-        r"- flash4 (is not installed: pip install .*|does not compute on cpu)\n"
+        r"- flash4 (is not installed: pip install .*|does not support cpu)\n"
         r"- flex has no backward on cpu\n"
         r"- sdpa has no softcap\n"
-        r"Allow another backend, or leave `backends` and D9D_ATTENTION unset: eager serves everything\."
+        r"Allow another backend, or unset `backends` and D9D_ATTENTION: eager supports every request\."
     )
     with pytest.raises(UserError, match=message):
         attend(q, q, q)
@@ -79,7 +79,7 @@ def test_a_window_longer_than_the_row_needs_no_mask() -> None:
     )
     rows = torch.randn(1, 5, 2, 8)
     assert attend(rows[:, :4], rows[:, :4], rows[:, :4]).shape == (1, 4, 2, 8)
-    with pytest.raises(UserError, match=r"a window of 4, sinks .*\n- sdpa gives no log-sum-exp"):
+    with pytest.raises(UserError, match=r"a window of 4, sinks .*\n- sdpa returns no log-sum-exp"):
         attend(rows, rows, rows)
 
 
@@ -118,7 +118,7 @@ def test_empty_rows(batch: int, length: int, key_length: int, has_sinks: bool) -
 
 
 class _Own:
-    """A user's own backend."""
+    """Custom backend of a user."""
 
     name = "own"
 
@@ -151,7 +151,7 @@ def test_a_backend_of_your_own_and_a_name_after_it() -> None:
     assert not torch.equal(attend(wide, wide, wide), 2 * wide)
 
 
-def test_the_environment_takes_the_place_of_the_argument() -> None:
+def test_the_environment_overrides_the_argument() -> None:
     environment = {"D9D_ATTENTION": " flex, eager,"}
     attend = chosen_attention(AttentionOptions(), backends=["sdpa"], environment=environment)
     assert [backend.name for backend in attend.backends] == ["flex", "eager"]
@@ -167,7 +167,7 @@ def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.Monke
     assert [backend.name for backend in chosen_attention(AttentionOptions()).backends] == ["eager"]
 
 
-def test_unknown_names_are_refused() -> None:
+def test_unknown_names_raise() -> None:
     known = "flash4, flash2, sdpa, eager, flex"
     with pytest.raises(UserError, match=rf"D9D_ATTENTION names 'fast', 'best'; expected some of {known}\."):
         chosen_attention(AttentionOptions(), environment={"D9D_ATTENTION": "fast,sdpa,best"})
@@ -175,9 +175,9 @@ def test_unknown_names_are_refused() -> None:
         chosen_attention(AttentionOptions(), backends=[], environment=NO_ENVIRONMENT)
 
 
-def test_sinks_are_those_of_the_heads_that_are_here() -> None:
+def test_number_of_sinks_must_match_the_heads() -> None:
     attend = chosen_attention(AttentionOptions(), sinks=lambda: torch.zeros(4), environment=NO_ENVIRONMENT)
     assert attend(*(torch.randn(1, 3, heads, 8) for heads in (4, 2, 2))).shape == (1, 3, 4, 8)
     attend.of_heads(slice(0, 2))(*(torch.randn(1, 3, heads, 8) for heads in (2, 2, 2)))
-    with pytest.raises(UserError, match=r"got sinks of the shape \(4,\) for 2 heads; .* Split them as the query heads"):
+    with pytest.raises(UserError, match=r"got sinks of shape \(4,\) for 2 heads; .* Shard them like the query heads"):
         attend(*(torch.randn(1, 3, heads, 8) for heads in (2, 2, 2)))

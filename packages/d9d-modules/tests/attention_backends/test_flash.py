@@ -1,4 +1,4 @@
-"""The packages themselves need their GPUs; here stands-ins take the calls, and give what the eager backend gives."""
+"""The packages need GPUs, so stand-ins take the calls and compute with the eager backend."""
 
 import sys
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def _packages() -> dict[str, ModuleType]:
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("options", [AttentionOptions(), AttentionOptions(window=3, scale=0.3, softcap=2.0)])
 @pytest.mark.parametrize("length", [9, 4])
-def test_calls_mean_the_same_to_the_package(
+def test_package_calls_have_the_same_meaning(
     make: Callable[[], AttentionBackend], has_documents: bool, options: AttentionOptions, length: int
 ) -> None:
     q, k, v = (torch.randn(2, n, heads, 8, dtype=torch.float64) for n, heads in ((length, 4), (9, 2), (9, 2)))
@@ -77,12 +77,12 @@ def test_calls_mean_the_same_to_the_package(
 
 
 @pytest.mark.parametrize("make", BOTH)
-def test_a_document_in_two_pieces_is_refused(make: Callable[[], AttentionBackend]) -> None:
+def test_a_non_contiguous_document_raises(make: Callable[[], AttentionBackend]) -> None:
     q = torch.randn(1, 3, 1, 8)
     documents = torch.tensor([[0, 1, 0]])
     with (
         patch.dict(sys.modules, _packages()),
-        pytest.raises(UserError, match=r"document ids that occur again .* use the backend flex, sdpa or eager"),
+        pytest.raises(UserError, match=r"a document id that reappears .* use the backend flex, sdpa or eager"),
     ):
         make().attend(q, q, q, options=AttentionOptions(), documents_BS=documents, sinks_H=None)
 
@@ -109,7 +109,7 @@ def test_a_missing_package_is_named_with_its_command() -> None:
 
 
 @pytest.mark.parametrize("make", BOTH)
-def test_what_both_refuse(make: Callable[[], AttentionBackend]) -> None:
+def test_what_both_reject(make: Callable[[], AttentionBackend]) -> None:
     everything: dict[str, Any] = {
         "options": AttentionOptions(window=4, softcap=2.0),
         "has_documents": True,
@@ -117,12 +117,12 @@ def test_what_both_refuse(make: Callable[[], AttentionBackend]) -> None:
     }
     assert _rejection(make, _request(**everything)) is None
     for device in ("cpu", "meta", "mps"):
-        assert _rejection(make, _request(device=torch.device(device))) == f"does not compute on {device}"
-    with patch("torch.xpu.get_device_capability", return_value={}):  # other devices say other things
-        assert _rejection(make, _request(device=torch.device("xpu"))) == "does not compute on xpu"
-    assert _rejection(make, _request(dtype=torch.float32)) == ("computes in bfloat16 and float16, not in torch.float32")
-    assert "and a multiple of 8, not 20" in str(_rejection(make, _request(head_dim=20)))
-    assert "needs a head dim of at most" in str(_rejection(make, _request(head_dim=264)))
+        assert _rejection(make, _request(device=torch.device(device))) == f"does not support {device}"
+    with patch("torch.xpu.get_device_capability", return_value={}):  # other devices return other types
+        assert _rejection(make, _request(device=torch.device("xpu"))) == "does not support xpu"
+    assert _rejection(make, _request(dtype=torch.float32)) == ("supports bfloat16 and float16, not torch.float32")
+    assert "needs a head dim that is a multiple of 8 and at most" in str(_rejection(make, _request(head_dim=20)))
+    assert "a multiple of 8 and at most" in str(_rejection(make, _request(head_dim=264)))
     assert "needs a device of compute capability" in str(_rejection(make, _request(), capability=7))
     assert make().is_fast(_request())
     assert not make().is_fast(_request(has_documents=True))
@@ -131,5 +131,5 @@ def test_what_both_refuse(make: Callable[[], AttentionBackend]) -> None:
 def test_only_the_newer_one_has_sinks() -> None:
     assert _rejection(Flash4Backend, _request(has_sinks=True)) is None
     assert _rejection(Flash2Backend, _request(has_sinks=True)) == (
-        "gives no gradient for its log-sum-exp, which sinks need"
+        "does not differentiate its log-sum-exp, as sinks need"
     )

@@ -20,12 +20,12 @@ def _request(device: str, dtype: torch.dtype, *, head_dim: int = 64, needs_gradi
     )
 
 
-def test_what_it_refuses() -> None:
+def test_rejections() -> None:
     flex = FlexBackend()
     assert flex.rejection(_request("cpu", torch.float32)) == "has no backward on cpu"
     assert flex.rejection(_request("cpu", torch.float64, needs_gradient=False)) is None
     assert flex.rejection(_request("cuda", torch.bfloat16)) is None
-    assert flex.rejection(_request("cuda", torch.float64)) == "does not compute in torch.float64 on cuda"
+    assert flex.rejection(_request("cuda", torch.float64)) == "does not support torch.float64 on cuda"
     assert flex.rejection(_request("cuda", torch.float32, head_dim=8)) == "needs a head dim of at least 16, not 8"
     assert flex.is_fast(_request("cuda", torch.bfloat16))
     assert not flex.is_fast(_request("cpu", torch.float32, needs_gradient=False))
@@ -34,7 +34,7 @@ def test_what_it_refuses() -> None:
 @pytest.mark.parametrize("window", [None, 100, 130])
 @pytest.mark.parametrize(("length", "key_length"), [(300, 300), (512, 512), (200, 500), (1, 129)])
 @pytest.mark.parametrize("documents", [None, "packed", "scattered"])
-def test_blocks_are_those_that_torch_finds_by_a_whole_mask(
+def test_block_mask_equals_that_of_torch(
     length: int, key_length: int, window: int | None, documents: str | None
 ) -> None:
     ids = None if documents is None else torch.randint(0, 60, (2, key_length))
@@ -50,7 +50,7 @@ def test_blocks_are_those_that_torch_finds_by_a_whole_mask(
         assert torch.equal(ours.kv_num_blocks, theirs.kv_num_blocks)
 
 
-def test_a_full_block_is_not_asked_for_single_positions() -> None:
+def test_full_blocks_skip_the_mask_function() -> None:
     mask = block_mask(512, 512, window=None, documents_BS=torch.zeros(1, 512, dtype=torch.int64), device=CPU)
     assert mask.kv_num_blocks.tolist() == [[[1, 1, 1, 1]]]
     assert mask.full_kv_num_blocks is not None

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
         ({"softcap": 0.0}, r"softcap = 0\.0; expected above 0, or None\."),
     ],
 )
-def test_options_out_of_range_are_refused(options: dict[str, float], message: str) -> None:
+def test_options_out_of_range_raise(options: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
         AttentionOptions(**options)  # ty: ignore[invalid-argument-type]
 
@@ -27,13 +27,13 @@ def test_plain_is_without_any_option() -> None:
         assert not options.is_plain
 
 
-def test_a_window_that_is_not_reached_is_none() -> None:
+def test_a_window_that_covers_the_row_is_dropped() -> None:
     options = AttentionOptions(window=4, scale=0.5)
     assert options.within(4) == AttentionOptions(scale=0.5)
     assert options.within(5) is options
 
 
-def test_a_request_says_what_the_call_needs() -> None:
+def test_a_request_describes_the_call() -> None:
     q, k, v = (torch.randn(1, length, 2, 8, dtype=torch.float64) for length in (3, 5, 5))
     request = request_of(q, k, v, options=AttentionOptions(window=2), has_documents=True, has_sinks=False)
     assert request == AttentionRequest(

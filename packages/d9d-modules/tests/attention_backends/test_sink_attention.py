@@ -15,7 +15,7 @@ def test_gradients_by_finite_differences() -> None:
     assert torch.autograd.gradcheck(sink_attention, _inputs())
 
 
-def test_a_split_backward_leaves_the_sinks_for_later() -> None:
+def test_a_split_backward_defers_the_sinks_gradient() -> None:
     *inputs, sinks = _inputs()
     split = SplitBackward()
     with split.forward():

@@ -26,7 +26,7 @@ def test_runs_are_the_lengths_of_documents() -> None:
     assert document_runs(torch.tensor([[4, 4, 0, 0, 0, 9], [1, 1, 1, 1, 1, 1]])) == [[2, 3, 1], [6]]
 
 
-def test_a_document_in_two_pieces_has_no_run() -> None:
+def test_a_non_contiguous_document_has_no_run() -> None:
     assert document_runs(torch.tensor([[0, 0, 1], [0, 1, 0]])) is None
 
 

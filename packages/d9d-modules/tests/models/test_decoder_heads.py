@@ -44,7 +44,7 @@ def _ids() -> Tensor:
     return torch.randint(1, 16, (2, 8))
 
 
-def test_several_heads_have_a_loss_each() -> None:
+def test_each_head_has_its_own_loss() -> None:
     model = DecoderWithHeads(PARAMS, heads=HEADS).double()
     assert model.backbone.embedding is not None
     assert model.get_parameter("heads.text.weight") is model.backbone.embedding.weight
@@ -93,22 +93,22 @@ def test_heads_without_a_language_model_tie_nothing() -> None:
     assert last.backbone.embedding is None
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_input_raises() -> None:
     model = DecoderWithHeads(PARAMS, heads=HEADS)
     input_ids = _ids()
-    with pytest.raises(UserError, match=r"labels name the head 'topics'; expected some of text, topic, vector"):
+    with pytest.raises(UserError, match=r"got labels for unknown head 'topics'; expected one of text, topic, vector"):
         model(input_ids, labels={"topics": torch.tensor([0, 1])})
-    with pytest.raises(UserError, match=r"got labels for 'vector', an EmbeddingHead, which has no loss of its own"):
+    with pytest.raises(UserError, match=r"got labels for 'vector', an EmbeddingHead, which has no loss; expected none"):
         model(input_ids, labels={"vector": torch.tensor([0, 1])})
-    with pytest.raises(UserError, match=r"labels of classes have shape \(2, 8\); expected \(2,\)"):
+    with pytest.raises(UserError, match=r"class labels have shape \(2, 8\); expected \(2,\)"):
         model(input_ids, labels={"topic": input_ids})
-    with pytest.raises(UserError, match=r"got labels of classes from 3 to 3; expected .* within 0 \.\.\. 2"):
+    with pytest.raises(UserError, match=r"got class labels from 3 to 3; expected .* within 0 \.\.\. 2"):
         model(input_ids, labels={"topic": torch.tensor([3, 1])})
-    with pytest.raises(UserError, match=r"heads are named nothing; expected at least one"):
+    with pytest.raises(UserError, match=r"got head names none; expected at least one"):
         DecoderWithHeads(PARAMS, heads={})
-    with pytest.raises(UserError, match=r"heads are named 'a\.b'; expected at least one, and names that"):
+    with pytest.raises(UserError, match=r"got head names 'a\.b'; expected at least one, each a Python"):
         DecoderWithHeads(PARAMS, heads={"a.b": decoder_lm_head})
-    with pytest.raises(UserError, match=r"heads are named 'forward'; expected at least one, and names that"):
+    with pytest.raises(UserError, match=r"got head names 'forward'; expected at least one, each a Python"):
         DecoderWithHeads(PARAMS, heads={"forward": decoder_lm_head})
     other: Any = {"other": lambda _: nn.Identity()}
     with pytest.raises(UserError, match=r"the head 'other' is a Identity; expected a LanguageModelHead"):

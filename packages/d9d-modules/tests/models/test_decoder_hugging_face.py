@@ -1,4 +1,4 @@
-"""Against an independent implementation: `transformers`' Qwen3 and Llama."""
+"""Comparison with an independent implementation: `transformers`' Qwen3 and Llama."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -117,7 +117,7 @@ def decoder_params(
         rope_theta=draw(st.sampled_from([100.0, 10_000.0, 1_000_000.0])),
         rope_scaling=scaling,
         rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
-        # A dynamic scaling begins where the positions of the first training end.
+        # Dynamic NTK scaling starts beyond the pretraining length.
         max_position_embeddings=MAX_POSITIONS if isinstance(scaling, DynamicNtkScaling) else 64,
         **sliding,
     )
@@ -144,7 +144,7 @@ def _norm(norm: Any, x: Tensor) -> Tensor:
 
 
 def _take_rotary_tables(rotary: Any, params: DecoderParams) -> None:
-    """Both round their tables to float32, and not to the same side: see that they agree, then take one."""
+    """Check that both rotary tables agree up to float32 rounding, then use one for both models."""
     own_forward = rotary.forward
 
     def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,7 +277,7 @@ def test_what_was_imported_is_exported_bit_for_bit(tmp_path: Path, name: str, ti
     _assert_same_bits(exported.state_dict(), original.state_dict())
     input_ids = torch.randint(0, params.vocab_size, (2, 9))
     assert torch.equal(exported(input_ids).logits, original(input_ids).logits)
-    # And what transformers saves of it is read again.
+    # A checkpoint saved by transformers is read back.
     exported.save_pretrained(tmp_path / "again")
     again = DecoderForCausalLM(params).to(dtype)
     load_model_state(again, tmp_path / "again", mapper)

@@ -40,7 +40,7 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 3, [0] * 8])
 
 
 def _train(params: Qwen3Params | Llama3Params, degrees: dict[str, int], options: dict[str, Any]) -> dict[str, Tensor]:
-    """Gradients of one step over packed rows, as full tensors."""
+    """Return the gradients of one step over packed rows, as full tensors."""
     with MeshConfig(**degrees).build() as ctx:
         with torch.device("meta"):
             model = DecoderForCausalLM(params).double()
@@ -72,7 +72,7 @@ def test_layouts_give_the_gradients_of_one_process(params: Qwen3Params | Llama3P
             assert_trees_close(gradients, expected, rtol=1e-11)
 
 
-def test_each_block_is_compiled_where_asked_for() -> None:
+def test_each_block_is_compiled_if_enabled() -> None:
     (compiled,) = run_ranks(_compiled, world_size=1)
     assert compiled == [False, False, True, True]
 
@@ -88,13 +88,13 @@ def _compiled() -> list[bool]:
     return found
 
 
-def test_every_second_block_is_checkpointed_where_asked_for() -> None:
+def test_every_second_block_is_checkpointed_if_enabled() -> None:
     (checkpointed,) = run_ranks(_checkpointed, world_size=1)
     assert checkpointed == [True, False]
 
 
 def _checkpointed() -> list[bool]:
-    """For each block, whether its backward pass runs it again."""
+    """Return for each block whether its backward pass recomputes it."""
     with MeshConfig().build() as ctx:
         model = DecoderForCausalLM(QWEN3)
         plan = decoder_tensor_plan(QWEN3)
@@ -115,13 +115,13 @@ def _pooled() -> str:
             parallelize_decoder(model, ctx, plan=plan)
         except UserError as error:
             return str(error)
-    return "parallelised"
+    return "parallelized"
 
 
-def test_rows_that_are_pooled_are_not_shared_out() -> None:
+def test_pooled_heads_reject_context_parallelism() -> None:
     message = (
-        "head pools whole rows, and 2 context-parallel ranks share each row out; expected one. Set the mesh's "
-        "context-parallel degrees to 1."
+        "head pools whole rows, but 2 context-parallel ranks each hold a part of a row; expected 1 rank. Set the "
+        "mesh's context-parallel degrees to 1."
     )
     assert run_ranks(_pooled, world_size=2) == [message] * 2
 
@@ -129,25 +129,25 @@ def test_rows_that_are_pooled_are_not_shared_out() -> None:
 LONG = LongRopeScaling(short_factors=(1.0,) * 3, long_factors=(2.0, 3.0, 4.0), factor=4.0, original_max_positions=4)
 
 
-def _share_rows_out(params: Llama3Params) -> None:
+def _apply_context_parallelism(params: Llama3Params) -> None:
     with MeshConfig(context_parallel_shard=2).build() as ctx:
         with torch.device("meta"):
             model = DecoderForCausalLM(params)
         parallelize_decoder(model, ctx, plan=decoder_tensor_plan(params))
 
 
-def _refuses_to_share_rows_out(params: Llama3Params) -> None:
+def _rejects_context_parallelism(params: Llama3Params) -> None:
     with pytest.raises(
-        UserError, match=r"backbone, a DecoderModel, scales rotary positions by the longest one of a row "
+        UserError, match=r"backbone, a DecoderModel, scales rotary positions by the longest row of a batch "
     ):
-        _share_rows_out(params)
+        _apply_context_parallelism(params)
 
 
 @pytest.mark.parametrize(
     "scaling", [LONG, DynamicNtkScaling(factor=4.0, original_max_positions=4)], ids=["long", "ntk"]
 )
-def test_a_scaling_by_the_length_of_rows_needs_to_know_it(scaling: LongRopeScaling | DynamicNtkScaling) -> None:
-    run_ranks(_refuses_to_share_rows_out, Llama3Params(**SIZES, rope_scaling=scaling))
+def test_a_length_dependent_scaling_requires_rope_length(scaling: LongRopeScaling | DynamicNtkScaling) -> None:
+    run_ranks(_rejects_context_parallelism, Llama3Params(**SIZES, rope_scaling=scaling))
     fixed = Llama3Params(**SIZES, rope_scaling=scaling, rope_length=8)
     alone, *_ = run_ranks(_train, fixed, {}, {}, world_size=1)
     for gradients in run_ranks(_train, fixed, {"context_parallel_shard": 2}, {}):

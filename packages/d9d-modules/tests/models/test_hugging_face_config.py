@@ -16,17 +16,19 @@ def test_values_are_read_with_their_type() -> None:
 
 
 def test_a_missing_value_is_named() -> None:
-    with pytest.raises(UserError, match=r"config\.json has no 'size'; expected a int: is this the right checkpoint"):
+    with pytest.raises(
+        UserError, match=r"config\.json has no 'size'; expected a value of type int: is this the right checkpoint"
+    ):
         config_value({}, "size", int)
 
 
 @pytest.mark.parametrize(("value", "kind"), [("3", int), (3.5, int), (True, int), (1, bool), (True, float)])
-def test_a_mistyped_value_is_refused(value: object, kind: type[int] | type[float] | type[bool]) -> None:
-    with pytest.raises(UserError, match=rf"config\.json has key = {value!r}; expected a {kind.__name__}"):
+def test_a_mistyped_value_raises(value: object, kind: type[int] | type[float] | type[bool]) -> None:
+    with pytest.raises(UserError, match=rf"config\.json has key = {value!r}; expected a value of type {kind.__name__}"):
         config_value({"key": value}, "key", kind)
 
 
-def test_an_unsupported_value_is_refused() -> None:
+def test_an_unsupported_value_raises() -> None:
     require_value({"hidden_act": "silu"}, "hidden_act", "silu")
     require_value({}, "hidden_act", "silu")
     with pytest.raises(UserError, match=r"config\.json has hidden_act = 'gelu'; only 'silu' is supported"):
@@ -38,29 +40,29 @@ def test_an_unsupported_value_is_refused() -> None:
 @pytest.mark.parametrize(
     ("value", "minimum", "message"),
     [
-        (0, None, "key = 0; expected a int above 0"),
-        (-2, 0, "key = -2; expected a int of at least 0"),
-        (0.0, None, r"key = 0\.0; expected a float above 0"),
-        (float("nan"), None, "key = nan; expected a float above 0"),
-        (float("inf"), 0.0, r"key = inf; expected a float of at least 0\.0"),
+        (0, None, "key = 0; expected a value of type int above 0"),
+        (-2, 0, "key = -2; expected a value of type int of at least 0"),
+        (0.0, None, r"key = 0\.0; expected a value of type float above 0"),
+        (float("nan"), None, "key = nan; expected a value of type float above 0"),
+        (float("inf"), 0.0, r"key = inf; expected a value of type float of at least 0\.0"),
     ],
 )
-def test_a_number_out_of_range_is_refused(value: float, minimum: float | None, message: str) -> None:
+def test_a_number_out_of_range_raises(value: float, minimum: float | None, message: str) -> None:
     assert config_value({"key": 0}, "key", int, minimum=0) == 0
     with pytest.raises(UserError, match=rf"config\.json has {message}"):
         config_value({"key": value}, "key", type(value), minimum=minimum)
 
 
-def test_a_number_is_no_flag() -> None:
+def test_a_number_is_not_a_flag() -> None:
     with pytest.raises(UserError, match=r"config\.json has attention_bias = 0; only False is supported"):
         require_value({"attention_bias": 0}, "attention_bias", supported=False)
     with pytest.raises(UserError, match=r"config\.json has step = True; only 1 is supported"):
         require_value({"step": True}, "step", 1)
 
 
-def test_an_unknown_entry_is_refused_by_name() -> None:
+def test_an_unknown_entry_raises_with_its_name() -> None:
     require_known_keys({"size": 1, "dtype": "float16"}, used=["size"], irrelevant={"dtype": "a reason"})
-    with pytest.raises(UserError, match=r"config\.json has alibi = True, extra = None; expected only entries"):
+    with pytest.raises(UserError, match=r"config\.json has alibi = True, extra = None; expected only known entries"):
         require_known_keys({"size": 1, "alibi": True, "extra": None}, used=["size"], irrelevant={})
 
 

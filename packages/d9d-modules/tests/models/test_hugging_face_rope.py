@@ -77,7 +77,7 @@ def test_theta_is_found_in_either_place(config: dict[str, Any]) -> None:
     assert rope_from_hugging_face(config) == (5000.0, None)
 
 
-def test_what_is_left_out_follows_from_the_lengths() -> None:
+def test_missing_entries_default_to_the_lengths() -> None:
     yarn = {"type": "yarn", "factor": None, "original_max_position_embeddings": 32}
     config = {"rope_theta": 5000.0, "max_position_embeddings": 128, "rope_scaling": yarn}
     assert rope_from_hugging_face(config)[1] == YarnScaling(factor=4.0, original_max_positions=32)
@@ -107,9 +107,9 @@ def test_a_scaling_is_found_in_either_place(places: dict[str, Any]) -> None:
     [
         (
             {"rope_theta": 5e3, "rope_scaling": YARN},
-            r"has rope_scaling = .*yarn.* and rope_parameters = .*default.*; expected one of them",
+            r"has rope_scaling = .*yarn.* and rope_parameters = .*default.*; expected only one of them",
         ),
-        ({"rope_theta": 1e4}, r"config\.json has rope_theta = 10000\.0, but rope_parameters counts"),
+        ({"rope_theta": 1e4}, r"config\.json has rope_theta = 10000\.0, but rope_parameters uses"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e3, "mscale_all_dim": 1.0}},
             r"rope_parameters of config\.json, of rope_type 'linear', has mscale_all_dim = 1\.0; expected only",
@@ -124,7 +124,7 @@ def test_a_scaling_is_found_in_either_place(places: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_would_be_dropped_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_ignored_entries_raise(changes: dict[str, Any], message: str) -> None:
     config = {"max_position_embeddings": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}, **changes}
     with pytest.raises(UserError, match=message):
         rope_from_hugging_face(config)
@@ -150,12 +150,12 @@ def test_what_would_be_dropped_is_refused(changes: dict[str, Any], message: str)
         ),
     ],
 )
-def test_what_cannot_be_read_is_refused(config: dict[str, Any], message: str) -> None:
+def test_invalid_rope_entries_raise(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         rope_from_hugging_face(config)
 
 
-def test_a_length_that_cannot_be_written_is_refused() -> None:
+def test_an_unrepresentable_length_raises() -> None:
     scaling = DynamicNtkScaling(factor=2.0, original_max_positions=32)
-    with pytest.raises(UserError, match=r"original_max_positions = 32 .* max_position_embeddings = 64; .* to be equal"):
+    with pytest.raises(UserError, match=r"original_max_positions = 32, .* max_position_embeddings = 64; .* be equal"):
         llama3_hugging_face_config(_params(scaling))

@@ -51,7 +51,7 @@ def test_the_scaling_changes_what_is_computed() -> None:
     assert not torch.allclose(scaled(input_ids), plain(input_ids), atol=1e-4)
 
 
-def test_built_on_meta_and_materialised_it_is_complete() -> None:
+def test_materialize_after_construction_on_meta_sets_all_parameters() -> None:
     with torch.device("meta"):
         model = Llama3ForCausalLM(PARAMS)
         assert model(torch.empty(2, 3, dtype=torch.int64)).shape == (2, 3, 19)
@@ -66,6 +66,6 @@ def test_built_on_meta_and_materialised_it_is_complete() -> None:
         ({"num_kv_heads": 3}, r"num_kv_heads = 3 does not divide num_heads = 4; use one of 1, 2, 4\."),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_sizes_raise(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         replace(PARAMS, **changes)

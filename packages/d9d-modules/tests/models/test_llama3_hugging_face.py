@@ -1,4 +1,4 @@
-"""Names and `config.json` against `transformers`' Llama; `test_decoder_hugging_face` has what they compute."""
+"""Names and `config.json` compared with `transformers`' Llama; `test_decoder_hugging_face` compares results."""
 
 import json
 from dataclasses import replace
@@ -39,11 +39,11 @@ def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
     params = replace(PARAMS, **changes)
     written = json.loads(json.dumps(llama3_hugging_face_config(params)))
     assert llama3_params_from_hugging_face(written) == params
-    # As `transformers` writes it itself.
+    # The file that `transformers` writes itself.
     assert llama3_params_from_hugging_face(LlamaConfig.from_dict(written).to_diff_dict()) == params
 
 
-def test_head_sizes_may_be_left_out() -> None:
+def test_head_sizes_are_optional() -> None:
     written = {**llama3_hugging_face_config(PARAMS), "head_dim": None}
     del written["num_key_value_heads"]
     params = llama3_params_from_hugging_face(written)
@@ -60,7 +60,7 @@ def test_head_sizes_may_be_left_out() -> None:
         ({"hidden_size": None}, r"config\.json has no 'hidden_size'"),
     ],
 )
-def test_a_config_that_cannot_be_served_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_an_unsupported_config_raises(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         llama3_params_from_hugging_face({**llama3_hugging_face_config(PARAMS), **changes})
 

@@ -100,20 +100,20 @@ def test_positions_default_to_a_count_from_zero() -> None:
     assert not torch.equal(model(input_ids), model(input_ids, position_ids=2 * counted))
 
 
-def test_packed_documents_are_as_if_alone() -> None:
+def test_packed_documents_equal_separate_rows() -> None:
     model = Qwen3ForCausalLM(replace(PARAMS, sliding_window=2, sliding_layers=(1, 3))).double()
     first, second = torch.randint(0, 19, (2, 4)), torch.randint(0, 19, (2, 3))
     alone = torch.cat((model(first), model(second)), dim=1)
     packed = torch.cat((first, second), dim=1)
     documents_BL = torch.tensor([7, 7, 7, 7, 2, 2, 2]).expand(2, 7)
-    # Positions count on: only distances within a document matter.
+    # Positions continue over documents: only distances within a document matter.
     torch.testing.assert_close(model(packed, documents_BL=documents_BL), alone, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(model(packed), alone, atol=1e-2)
     with pytest.raises(UserError, match=r"documents"):
         model(packed, documents_BL=documents_BL[:, 1:])
 
 
-def test_padding_on_the_left_is_a_document_of_its_own() -> None:
+def test_left_padding_is_masked_by_its_own_document_id() -> None:
     model = Qwen3ForCausalLM(PARAMS).double()
     text = torch.randint(0, 19, (2, 4))
     padded = torch.cat((torch.zeros(2, 2, dtype=torch.int64), text), dim=1)
@@ -121,14 +121,14 @@ def test_padding_on_the_left_is_a_document_of_its_own() -> None:
     torch.testing.assert_close(model(padded, documents_BL=mask_BL)[:, 2:], model(text), rtol=1e-6, atol=1e-6)
 
 
-def test_only_sliding_layers_forget() -> None:
+def test_only_sliding_layers_have_a_window() -> None:
     ids = torch.randint(0, 19, (1, 8))
     changed = ids.clone()
     changed[0, 0] = (changed[0, 0] + 1) % 19
     reach = {"all": (0, 1, 2, 3, 4), "some": (0, 2)}
     for layers, reaches in (("all", False), ("some", True)):
         model = Qwen3ForCausalLM(replace(PARAMS, sliding_window=2, sliding_layers=reach[layers]))
-        # Five layers, each looking one position back, see five back: the last position is seven from the first.
+        # Five layers with a window of two see five positions back; the last position is seven after the first.
         assert torch.allclose(model(ids)[:, 7], model(changed)[:, 7], rtol=0, atol=0) is not reaches, layers
 
 
@@ -157,7 +157,7 @@ def test_a_tied_head_is_the_embedding() -> None:
     assert torch.equal(model(torch.tensor([[1]])), torch.zeros(1, 1, 19))
 
 
-def test_another_feed_forward_takes_the_place_of_the_dense_one() -> None:
+def test_a_custom_feed_forward_replaces_the_dense_one() -> None:
     built: list[int] = []
 
     def feed_forward(index: int) -> nn.Module:
@@ -171,7 +171,7 @@ def test_another_feed_forward_takes_the_place_of_the_dense_one() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_built_on_meta_and_materialised_it_is_complete(tied: bool) -> None:
+def test_materialize_after_construction_on_meta_sets_all_parameters(tied: bool) -> None:
     params = replace(PARAMS, tie_word_embeddings=tied, hidden_size=64, initializer_range=0.05)
     with torch.device("meta"):
         model = Qwen3ForCausalLM(params)
@@ -217,11 +217,11 @@ def test_checkpointed_layers_give_the_same_gradients() -> None:
         ({"sliding_window": 2}, r"sliding_window = 2, sliding_layers = \(\); expected both or neither"),
         ({"sliding_layers": (1,)}, r"sliding_window = None, sliding_layers = \(1,\); expected both or neither"),
         ({"sliding_window": 0, "sliding_layers": (1,)}, r"sliding_window = 0; expected a number above 0, or None"),
-        ({"sliding_window": 2, "sliding_layers": (5,)}, r"sliding_layers names layer 5; expected indices from 0 to 4"),
-        ({"head_dim": 5}, r"head_dim = 5; rotary positions rotate pairs of features: use an even one"),
+        ({"sliding_window": 2, "sliding_layers": (5,)}, r"sliding_layers contains 5; expected indices from 0 to 4"),
+        ({"head_dim": 5}, r"head_dim = 5; RoPE rotates pairs of features: use an even head_dim"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_sizes_raise(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         replace(PARAMS, **changes)
 
@@ -239,7 +239,7 @@ def test_the_first_and_the_last_stage_of_a_tied_model_have_one_parameter_under_o
     torch.testing.assert_close(last(hidden), expected)
 
 
-def test_inputs_that_do_not_fit_are_refused() -> None:
+def test_invalid_inputs_raise() -> None:
     first, last = (Qwen3ForCausalLM(PARAMS, StageInfo(index, 2)) for index in range(2))
     ids = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(UserError, match=r"the first stage got \(2, 3\) of torch\.float32; expected token ids"):
@@ -258,16 +258,18 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         last(torch.zeros(2, 3, 12), labels=torch.zeros(2, 4, dtype=torch.int64))
 
 
-def test_positions_out_of_range_are_refused() -> None:
+def test_positions_out_of_range_raise() -> None:
     short = replace(PARAMS, max_position_embeddings=4)
     ids = torch.zeros(2, 5, dtype=torch.int64)
     position_ids = torch.arange(5).unsqueeze(0)
     for index, hidden in enumerate((ids[:, :4], torch.zeros(2, 4, PARAMS.hidden_size))):
         stage = Qwen3ForCausalLM(short, StageInfo(index, 2))
         stage(hidden, position_ids=position_ids[:, :4])
-        with pytest.raises(UserError, match=r"position_ids go from 1 to 4; expected from 0 to 3\. Split or truncate"):
+        with pytest.raises(
+            UserError, match=r"position_ids range from 1 to 4; expected from 0 to 3\. Split or truncate"
+        ):
             stage(hidden, position_ids=position_ids[:, 1:])
-        with pytest.raises(UserError, match=r"position_ids go from -1 to 2; expected from 0 to 3\."):
+        with pytest.raises(UserError, match=r"position_ids range from -1 to 2; expected from 0 to 3\."):
             stage(hidden, position_ids=position_ids[:, :4] - 1)
     with pytest.raises(UserError, match=r"got rows of 5 tokens; expected at most max_position_embeddings = 4\."):
         Qwen3ForCausalLM(short)(ids)
@@ -276,7 +278,7 @@ def test_positions_out_of_range_are_refused() -> None:
 
 
 def _sharded_run(params: Qwen3Params, input_ids: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Gradients of the summed loss, as full tensors, and a greedy continuation."""
+    """Return the gradients of the summed loss, as full tensors, and a greedy continuation."""
     with MeshConfig(data_parallel_shard=2).build() as ctx:
         mesh = ctx.mesh_for("dense")["dp_cp_shard"]
         with torch.device("meta"):

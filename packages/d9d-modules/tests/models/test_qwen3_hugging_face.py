@@ -1,4 +1,4 @@
-"""Against an independent implementation: `transformers`' Qwen3."""
+"""Comparison with an independent implementation: `transformers`' Qwen3."""
 
 import json
 from dataclasses import replace
@@ -81,7 +81,7 @@ def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
     params = _params(**changes)
     written = json.loads(json.dumps(qwen3_hugging_face_config(params)))
     assert qwen3_params_from_hugging_face(written) == params
-    # As `transformers` writes it itself.
+    # The file that `transformers` writes itself.
     assert qwen3_params_from_hugging_face(Qwen3Config.from_dict(written).to_diff_dict()) == params
 
 
@@ -94,14 +94,14 @@ def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
         ({"use_sliding_window": True, "max_window_layers": 2}, r"config\.json has no 'sliding_window'"),
         (
             {"use_sliding_window": True, "layer_types": ["full_attention"]},
-            r"layer_types = .*; expected a list of 3",
+            r"layer_types = .*; expected a list of num_hidden_layers = 3 items",
         ),
         ({"rope_scaling": {"rope_type": "proportional"}}, r"config\.json asks for rope_type 'proportional'"),
         ({"head_dim": None}, r"config\.json has no 'head_dim'"),
         ({"num_key_value_heads": 3}, r"num_kv_heads = 3 does not divide num_heads = 4"),
     ],
 )
-def test_a_config_that_cannot_be_served_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_an_unsupported_config_raises(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         qwen3_params_from_hugging_face({**qwen3_hugging_face_config(_params()), **changes})
 

@@ -39,7 +39,7 @@ def _train(params: Qwen3Params) -> tuple[torch.Tensor, dict[str, torch.Tensor], 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_two_ranks_equal_one_and_only_norms_are_whole(tied: bool) -> None:
+def test_two_ranks_equal_one_and_only_norms_are_replicated(tied: bool) -> None:
     params = replace(PARAMS, tie_word_embeddings=tied)
     ((logits, gradients, _),) = run_ranks(_train, params, world_size=1)
     for ours, found, whole in run_ranks(_train, params):
@@ -57,7 +57,7 @@ def _too_many() -> str:
     return "trained"
 
 
-def test_heads_are_never_cut() -> None:
+def test_heads_are_never_split() -> None:
     message = (
         "the tp degree = 4 does not divide dim 0 of backbone.layers.0.attention.k_proj.weight, which is 2 blocks of 6. "
         "Use a degree that divides 2."

@@ -222,7 +222,7 @@ def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
                 "rope_parameters": None,
                 "rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0},
             },
-            r"rope_scaling of config\.json, of rope_type 'linear', has mscale_all_dim = 1\.0; expected only entries",
+            r"rope_scaling of config\.json, of rope_type 'linear', has mscale_all_dim = 1\.0; expected only known",
         ),
     ],
 )

@@ -299,10 +299,10 @@ def test_the_sparse_step_names_dense_layers() -> None:
         ({"num_experts": None}, r"config\.json has no 'num_experts'"),
         ({"mlp_only_layers": "0"}, r"config\.json has mlp_only_layers = '0'; expected a list of layer indices"),
         ({"mlp_only_layers": [3]}, r"config\.json has mlp_only_layers = \[3\]; expected .* from 0 to 2"),
-        ({"decoder_sparse_step": 0}, r"config\.json has decoder_sparse_step = 0; expected a int above 0"),
+        ({"decoder_sparse_step": 0}, r"config\.json has decoder_sparse_step = 0; expected a value of type int above 0"),
         ({"attention_dropout": 0.1}, r"config\.json has attention_dropout = 0\.1; only 0\.0 is supported"),
         ({"num_local_experts": 5}, r"config\.json has num_experts = 4 and num_local_experts = 5; expected one number"),
-        ({"shared_expert_gate": True}, r"config\.json has shared_expert_gate = True; expected only entries"),
+        ({"shared_expert_gate": True}, r"config\.json has shared_expert_gate = True; expected only known entries"),
         (
             {"output_router_logits": True, "router_aux_loss_coef": 0.01},
             r"output_router_logits = True, .* router_aux_loss_coef = 0\.01; expected False\. .*"

@@ -1,4 +1,4 @@
-"""Attention backends behind one protocol: what a layer needs is matched against what each of them can do."""
+"""Attention backends behind one protocol, selected by the features that a call needs."""
 
 from d9d_modules.attention_backends.backend import AttentionBackend
 from d9d_modules.attention_backends.choice import (

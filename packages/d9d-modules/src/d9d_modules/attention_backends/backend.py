@@ -1,4 +1,4 @@
-"""The contract of an attention backend: what it can serve, and the computation."""
+"""Protocol of attention backends."""
 
 from typing import Protocol
 
@@ -8,24 +8,27 @@ from d9d_modules.attention_backends.request import AttentionOptions, AttentionRe
 
 
 class AttentionBackend(Protocol):
-    """One way to compute attention. Issues no collectives.
+    """Implementation of causal attention. Issues no collectives.
 
     Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
     """
 
     @property
     def name(self) -> str:
-        """What it is called in arguments, in the environment variable and in messages."""
+        """Name used in arguments, in the environment variable `D9D_ATTENTION` and in error messages."""
         ...
 
     def rejection(self, request: AttentionRequest) -> str | None:
-        """Why it cannot serve a request, as the end of a sentence that starts with its name; None if it can."""
+        """Return why the backend does not support a request, or None if it does.
+
+        The reason completes a sentence that starts with the backend's name, such as "has no softcap".
+        """
         ...
 
     def is_fast(self, request: AttentionRequest) -> bool:
-        """Whether it serves without a mask or scores [L, S] in memory, and without waiting for the device.
+        """Return True if it needs no [L, S] mask or scores in memory and no host-device synchronization.
 
-        Asked only for requests that it can serve.
+        Called only for supported requests.
         """
         ...
 
@@ -39,19 +42,19 @@ class AttentionBackend(Protocol):
         documents_BS: Tensor | None,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        """Serve a request.
+        """Compute attention.
 
         Args:
             q_BLHK: Queries [B, L, H, K] of the *last* L of the S positions.
-            k_BSGK: Keys [B, S, G, K]; each serves H / G query heads.
+            k_BSGK: Keys [B, S, G, K]; H / G query heads share a key head.
             v_BSGK: Values [B, S, G, K].
             options: Window, scale and softcap.
-            documents_BS: Which document each position belongs to [B, S], integers: a position attends within its
-                document only. None: each row is one document.
-            sinks_H: A score for each head [H] that takes part in the softmax beside those of the keys and has no value
-                ("gpt-oss", arXiv:2508.10925, section 2.2); not scaled, not capped. None: no sinks.
+            documents_BS: Document id of each position [B, S], integer: a position attends only within its document.
+                None: each row is one document.
+            sinks_H: Sink logit of each head [H], added to the softmax denominator ("gpt-oss", arXiv:2508.10925, section
+                2.2); neither scaled nor soft-capped. None: no sinks.
 
         Returns:
-            The attended values [B, L, H, K], in the dtype of the queries.
+            Attention output [B, L, H, K], in the dtype of the queries.
         """
         ...

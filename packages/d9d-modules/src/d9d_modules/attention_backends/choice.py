@@ -1,4 +1,4 @@
-"""Which backend computes a layer's attention: the first that serves it fast, or what the user or the environment says.
+"""Selection of the attention backend: the first fast one, or the first one allowed by the user or the environment.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
 """
@@ -19,30 +19,30 @@ from d9d_modules.attention_backends.request import AttentionOptions, AttentionRe
 from d9d_modules.attention_backends.sdpa import SdpaBackend
 
 AttentionBackendName: TypeAlias = Literal["eager", "sdpa", "flex", "flash2", "flash4"]
-"""The backends that come with this package."""
+"""Names of the backends in this package."""
 
 BACKEND_VARIABLE = "D9D_ATTENTION"
-"""Environment variable that takes the place of every layer's `backends`: names separated by commas."""
+"""Environment variable that overrides `backends` of every layer: comma-separated names."""
 
 
 def default_attention_backends() -> tuple[AttentionBackend, ...]:
-    """All backends of this package, in the order in which `choose_backend` prefers them."""
-    # FlexAttention comes last, because where it is not fast, on the CPU, it is the slowest.
+    """Return all backends of this package in the order of preference of `choose_backend`."""
+    # FlexAttention is last: on the CPU it is the slowest backend.
     return Flash4Backend(), Flash2Backend(), SdpaBackend(), EagerBackend(), FlexBackend()
 
 
 def choose_backend(
     request: AttentionRequest, backends: Sequence[AttentionBackend], *, in_given_order: bool = False
 ) -> AttentionBackend:
-    """The first backend that serves a request fast, or else the first that serves it at all.
+    """Return the first backend that is fast for a request, or else the first that supports it.
 
     Args:
-        request: What is asked for.
-        backends: What there is to choose from.
-        in_given_order: Take the first that serves it, fast or not.
+        request: Features that the call needs.
+        backends: Candidates in order of preference.
+        in_given_order: If True, return the first backend that supports the request, even if a later one is fast.
 
     Raises:
-        UserError: If none serves it; the message says why, for each.
+        UserError: If no backend supports the request. The message lists the reason of each backend.
     """
     serving = [backend for backend in backends if backend.rejection(request) is None]
     if not in_given_order:
@@ -51,22 +51,22 @@ def choose_backend(
         return serving[0]
     reasons = "".join(f"\n- {backend.name} {backend.rejection(request)}" for backend in backends)
     raise UserError(
-        f"no attention backend that may be used serves {request}:{reasons}\n"
-        f"Allow another backend, or leave `backends` and {BACKEND_VARIABLE} unset: eager serves everything."
+        f"no allowed attention backend supports {request}:{reasons}\n"
+        f"Allow another backend, or unset `backends` and {BACKEND_VARIABLE}: eager supports every request."
     )
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ChosenAttention:
-    """A `d9d_dist.Attention` that chooses its backend for each call, by what the call needs and what is installed.
+    """`d9d_dist.Attention` that selects a backend for each call.
 
     Attributes:
         options: Window, scale and softcap.
-        sinks: Gives a score for each head of the queries [H]; None for none. Asked in each call, because parallelism
-            puts this rank's part of a parameter in its place only while a layer runs.
-        backends: What there is to choose from.
-        in_given_order: Whether the first of them that serves a call is taken, or the first that does so fast.
+        sinks: Returns the sink logits of the query heads [H]; None for no sinks. It is evaluated in each call, because
+            parallelism replaces a parameter by this rank's shard only while the layer runs.
+        backends: Candidates in order of preference.
+        in_given_order: If True, use the first backend that supports a call; if False, prefer fast backends.
     """
 
     options: AttentionOptions
@@ -76,7 +76,7 @@ class ChosenAttention:
 
     @property
     def is_plain(self) -> bool:
-        """Whether `d9d_dist.sdpa_attention` computes the same, and by a backend that may be used."""
+        """True if `d9d_dist.sdpa_attention` is equivalent and SDPA is an allowed choice."""
         return (
             self.options.is_plain
             and self.sinks is None
@@ -84,21 +84,21 @@ class ChosenAttention:
         )
 
     def of_heads(self, heads: slice) -> "ChosenAttention":
-        """See `d9d_dist.AttentionOfHeads`: with the sinks of some of the heads."""
+        """See `d9d_dist.AttentionOfHeads`. Selects the sinks of these heads."""
         sinks = self.sinks
         return self if sinks is None else replace(self, sinks=lambda: sinks()[heads])
 
     def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
-        """See `d9d_dist.Attention`; with the options and sinks of this layer. No collectives.
+        """Compute attention with the layer's options and sinks; see `d9d_dist.Attention`. Issues no collectives.
 
         Raises:
-            UserError: If no backend serves the call, or there are not as many sinks as heads.
+            UserError: If no backend supports the call, or the numbers of sinks and query heads differ.
         """
         sinks_H = None if self.sinks is None else self.sinks()
         if sinks_H is not None and sinks_H.shape != q_BLHK.shape[2:3]:
             raise UserError(
-                f"got sinks of the shape {tuple(sinks_H.shape)} for {q_BLHK.shape[2]} heads; expected one for each "
-                "head of this rank. Split them as the query heads are split (tensor parallelism: `HeadParallel`)."
+                f"got sinks of shape {tuple(sinks_H.shape)} for {q_BLHK.shape[2]} heads; expected one for each "
+                "query head of this rank. Shard them like the query heads (tensor parallelism: `HeadParallel`)."
             )
         options = self.options.within(k_BSGK.shape[1])
         request = request_of(
@@ -110,7 +110,7 @@ class ChosenAttention:
             has_sinks=sinks_H is not None,
         )
         if q_BLHK.numel() == 0:
-            # torch's flash kernel for CPUs divides by the length, which ends the process.
+            # torch's CPU flash kernel divides by the length and crashes the process on empty tensors.
             backend: AttentionBackend = EagerBackend()
         else:
             backend = choose_backend(request, self.backends, in_given_order=self.in_given_order)
@@ -124,17 +124,18 @@ def chosen_attention(
     backends: Sequence[AttentionBackendName | AttentionBackend] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ChosenAttention:
-    """The attention function of a layer.
+    """Create the attention function of a layer.
 
     Args:
         options: Window, scale and softcap.
-        sinks: Gives a score for each head of the queries [H]; None for none.
-        backends: Backends that may be used, the preferred first, by name or your own; None for all that are installed.
-        environment: Where the variable `D9D_ATTENTION` is looked up, which takes the place of `backends`; None for that
-            of the process.
+        sinks: Returns the sink logits of the query heads [H]; None for no sinks.
+        backends: Allowed backends in order of preference, as names or objects; None allows all of this package and
+            prefers fast ones.
+        environment: Mapping in which `D9D_ATTENTION` is looked up; None for `os.environ`. The variable overrides
+            `backends`.
 
     Raises:
-        UserError: If a name is not that of a backend, or there is none.
+        UserError: If a backend name is unknown, or `backends` is empty.
     """
     variable = (os.environ if environment is None else environment).get(BACKEND_VARIABLE, "")
     names = tuple(name.strip() for name in variable.split(",") if name.strip())

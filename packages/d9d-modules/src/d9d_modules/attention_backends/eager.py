@@ -1,4 +1,4 @@
-"""Attention as the equation has it: complete, and what every other backend is compared with.
+"""Eager attention: the reference implementation, which supports every feature.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, N = H / G, K head dim.
 """
@@ -14,9 +14,9 @@ from d9d_modules.attention_backends.visibility import visible
 
 @final
 class EagerBackend:
-    """`softmax(q k^T * scale) v`, "Attention Is All You Need" (arXiv:1706.03762), equation 1, at least in float32.
+    """`softmax(q k^T * scale) v`, "Attention Is All You Need" (arXiv:1706.03762), equation 1, in at least float32.
 
-    Serves everything and holds the scores [B, H, L, S].
+    It supports every request and materializes the scores [B, H, L, S].
     """
 
     @property
@@ -25,12 +25,12 @@ class EagerBackend:
         return "eager"
 
     def rejection(self, request: AttentionRequest) -> str | None:
-        """See `AttentionBackend`; never."""
+        """See `AttentionBackend`. Always None."""
         del request
         return None
 
     def is_fast(self, request: AttentionRequest) -> bool:
-        """See `AttentionBackend`; never."""
+        """See `AttentionBackend`. Always False."""
         del request
         return False
 

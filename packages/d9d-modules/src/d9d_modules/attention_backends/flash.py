@@ -1,4 +1,4 @@
-"""Attention through the FlashAttention packages, which are installed apart.
+"""Attention with the optional FlashAttention packages.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim, N documents.
 """
@@ -19,10 +19,10 @@ from d9d_modules.attention_backends.visibility import document_runs
 
 @final
 class Flash2Backend:
-    """FlashAttention 2 (arXiv:2307.08691), the package `flash-attn`, from 2.6.
+    """FlashAttention 2 (arXiv:2307.08691), package `flash-attn` 2.6 or later.
 
-    Packed documents go to its variable-length form, whose lengths are read from the document ids: that waits for the
-    device, so it is not the first choice for them.
+    Packed documents use its variable-length function. Reading the lengths from the document ids synchronizes with the
+    device, so `is_fast` is False for packed documents.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Flash2Backend:
         if not self._is_installed:
             return "is not installed: pip install flash-attn --no-build-isolation"
         if request.has_sinks:
-            return "gives no gradient for its log-sum-exp, which sinks need"
+            return "does not differentiate its log-sum-exp, as sinks need"
         return _rejection(request, oldest_capability=8, largest_head_dim=256)
 
     def is_fast(self, request: AttentionRequest) -> bool:
@@ -58,7 +58,7 @@ class Flash2Backend:
         """See `AttentionBackend`.
 
         Raises:
-            UserError: If the positions of a document are not next to each other.
+            UserError: If a document's positions are not contiguous.
         """
         assert sinks_H is None, "a request with sinks is rejected"
         package: Any = import_module("flash_attn")
@@ -76,9 +76,9 @@ class Flash2Backend:
 
 @final
 class Flash4Backend:
-    """FlashAttention 4 for Hopper and later, the package `flash-attn-4`.
+    """FlashAttention 4 for Hopper and later GPUs, package `flash-attn-4`.
 
-    Packed documents as with `Flash2Backend`.
+    It handles packed documents like `Flash2Backend`.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Flash4Backend:
         """See `AttentionBackend`.
 
         Raises:
-            UserError: If the positions of a document are not next to each other.
+            UserError: If a document's positions are not contiguous.
         """
         package: Any = import_module("flash_attn.cute")
         settings = {
@@ -129,12 +129,15 @@ class Flash4Backend:
 
 
 def _deterministic() -> dict[str, bool]:
-    """Their backward pass adds in any order otherwise. Left out where nobody asks: not every release knows it."""
+    """Return the option for a deterministic backward, if torch's deterministic algorithms are enabled.
+
+    Otherwise return no option, because not every release supports it.
+    """
     return {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
 
 
 def _is_installed(distribution: str) -> bool:
-    # The two packages share a folder, and importing one of them just to see whether it is there may need its device.
+    # Check the metadata: both packages share the folder flash_attn, and importing them may require a GPU.
     try:
         version(distribution)
     except PackageNotFoundError:
@@ -145,18 +148,18 @@ def _is_installed(distribution: str) -> bool:
 def _rejection(request: AttentionRequest, *, oldest_capability: int, largest_head_dim: int) -> str | None:
     capability = _compute_capability(request.device)
     if capability is None:
-        return f"does not compute on {request.device.type}"
+        return f"does not support {request.device.type}"
     if request.dtype not in {torch.bfloat16, torch.float16}:
-        return f"computes in bfloat16 and float16, not in {request.dtype}"
+        return f"supports bfloat16 and float16, not {request.dtype}"
     if request.head_dim % 8 or request.head_dim > largest_head_dim:
-        return f"needs a head dim of at most {largest_head_dim} and a multiple of 8, not {request.head_dim}"
+        return f"needs a head dim that is a multiple of 8 and at most {largest_head_dim}, not {request.head_dim}"
     if capability < oldest_capability:
-        return f"needs a device of compute capability {oldest_capability}.0, not {capability}"
+        return f"needs a device of compute capability {oldest_capability}.0 or later, not {capability}"
     return None
 
 
 def _compute_capability(device: torch.device) -> int | None:
-    """The generation of a device, of the only kind that has such a number and that the packages are for."""
+    """Return the major compute capability of a CUDA device; None for other devices."""
     if device.type in {"cpu", "meta"}:
         return None
     module: Any = torch.get_device_module(device)
@@ -167,7 +170,7 @@ def _compute_capability(device: torch.device) -> int | None:
 def _by_lengths(
     kernel: Callable[..., Any], q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, documents_BS: Tensor, **settings: Any
 ) -> Any:
-    """The result of a variable-length kernel, whose first tensor is shaped like the queries."""
+    """Call a variable-length kernel and return its output in the shape of the queries."""
     query_ends, key_ends = _cumulative_lengths(documents_BS, q_BLHK.shape[1])
     out = kernel(
         q_BLHK.flatten(0, 1),
@@ -183,12 +186,12 @@ def _by_lengths(
 
 
 def _cumulative_lengths(documents_BS: Tensor, length: int) -> tuple[list[int], list[int]]:
-    """Where the documents of all rows end [N + 1]: in the queries, the last ones of each row, and the keys."""
+    """Return the cumulative document lengths [N + 1] over all rows, for the queries and for the keys."""
     runs = document_runs(documents_BS)
     if runs is None:
         raise UserError(
-            "got document ids that occur again after those of another document in the same row; FlashAttention expects "
-            "the positions of a document next to each other. Sort them, or use the backend flex, sdpa or eager."
+            "got a document id that reappears after another document in the same row; FlashAttention expects "
+            "contiguous documents. Sort the positions by document, or use the backend flex, sdpa or eager."
         )
     before = documents_BS.shape[1] - length
     query_ends, key_ends = [0], [0]

@@ -1,4 +1,4 @@
-"""Attention through FlexAttention: one kernel for windows, packed documents, softcap and sinks, and no masks.
+"""Attention with FlexAttention: supports windows, packed documents, softcap and sinks without an [L, S] mask.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim, I query blocks, J key
 blocks.
@@ -15,17 +15,17 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from d9d_modules.attention_backends.request import AttentionOptions, AttentionRequest
 
 BLOCK = 128
-"""Positions in a block that the kernel computes or leaves out as a whole."""
+"""Number of positions in a block, the unit that the kernel computes or skips."""
 
 SMALLEST_HEAD_DIM = 16
-"""Below it the accelerators' matrix units, and so the kernel, have no tile."""
+"""Smallest head dim of the compiled kernel: the tile size of the matrix units."""
 
 
 @final
 class FlexBackend:
     """`torch.nn.attention.flex_attention`, compiled on accelerators (arXiv:2412.05496).
 
-    On the CPU torch has no backward for it, and computes the forward with all scores in memory.
+    On the CPU torch implements no backward, and the forward materializes all scores.
     """
 
     @property
@@ -38,7 +38,7 @@ class FlexBackend:
         if not _is_compiled_for(request.device):
             return f"has no backward on {request.device.type}" if request.needs_gradient else None
         if request.dtype not in {torch.float32, torch.bfloat16, torch.float16}:
-            return f"does not compute in {request.dtype} on {request.device.type}"
+            return f"does not support {request.dtype} on {request.device.type}"
         if request.head_dim < SMALLEST_HEAD_DIM:
             return f"needs a head dim of at least {SMALLEST_HEAD_DIM}, not {request.head_dim}"
         return None
@@ -60,7 +60,7 @@ class FlexBackend:
         """See `AttentionBackend`."""
         q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
         if not _is_compiled_for(q_BLHK.device):
-            # Where torch has no backward, it refuses tensors that require a gradient even if none is recorded.
+            # Without a backward, torch rejects tensors that require a gradient even if gradients are disabled.
             q_BHLK, k_BGSK, v_BGSK = q_BHLK.detach(), k_BGSK.detach(), v_BGSK.detach()
         out_BHLK, aux = _kernel(q_BLHK.device)(
             q_BHLK,
@@ -79,7 +79,7 @@ class FlexBackend:
             return_aux=AuxRequest(lse=sinks_H is not None),
         )
         if sinks_H is not None:
-            # Exact: a sink is one more key, without a value, so it takes a share of every output.
+            # Exact: a sink is one more key whose value is zero, so it only scales the output.
             sinks_H1 = sinks_H.to(aux.lse.dtype).unsqueeze(-1)
             out_BHLK = (out_BHLK * torch.sigmoid(aux.lse - sinks_H1).unsqueeze(-1)).to(q_BLHK.dtype)
         return out_BHLK.transpose(1, 2)
@@ -88,10 +88,10 @@ class FlexBackend:
 def block_mask(
     length: int, key_length: int, *, window: int | None, documents_BS: Tensor | None, device: torch.device
 ) -> BlockMask:
-    """Who attends to whom, by blocks, made from the blocks' borders: no tensor [L, S], no host synchronisation.
+    """Build the block mask from block boundaries, without an [L, S] tensor or a host-device synchronization.
 
-    A block is left out if its positions are too late or too early for all its queries, or if the ranges of the document
-    ids of both do not meet. Inside the blocks that are left, the kernel asks for single positions.
+    A block pair is skipped if causality or the window masks it completely, or if the document-id ranges of queries and
+    keys are disjoint. Within the remaining partial blocks the kernel evaluates the mask per position.
     """
     before = key_length - length
 
@@ -105,7 +105,7 @@ def block_mask(
             seen = seen & (documents_BS[batch, query] == documents_BS[batch, key])
         return seen
 
-    # Blocks that reach beyond the end are never full; torch has it so too.
+    # Like in torch, blocks that extend beyond the sequence are never full blocks.
     first_query_I1 = torch.arange(before, key_length, BLOCK, device=device).unsqueeze(-1)
     last_query_I1 = first_query_I1 + (BLOCK - 1)
     first_key_J = torch.arange(0, key_length, BLOCK, device=device)
@@ -131,14 +131,14 @@ def block_mask(
 
 
 def _block_ranges(documents_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest id in each block [B, I]."""
+    """Return the lowest and the highest document id of each block, both [B, I]."""
     missing = -documents_BL.shape[1] % BLOCK
     blocks = torch.cat((documents_BL, documents_BL[:, -1:].expand(-1, missing)), dim=1).unflatten(1, (-1, BLOCK))
     return blocks.amin(dim=-1), blocks.amax(dim=-1)
 
 
 def _listed(blocks_BIJ: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key blocks there are for each query block [B, 1, I], and their indices, first [B, 1, I, J]."""
+    """Return the number of key blocks per query block [B, 1, I], and their indices, listed first, [B, 1, I, J]."""
     indices_BIJ = blocks_BIJ.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
     return blocks_BIJ.sum(dim=-1, dtype=torch.int32).unsqueeze(1), indices_BIJ.to(torch.int32).unsqueeze(1)
 
@@ -156,7 +156,7 @@ def _is_compiled_for(device: torch.device) -> bool:
 
 
 def _kernel(device: torch.device) -> Callable[..., tuple[Tensor, Any]]:
-    # Inside a compiled block it is compiled with it.
+    # Inside a compiled region the outer torch.compile compiles it.
     return _compiled() if _is_compiled_for(device) and not torch.compiler.is_compiling() else flex_attention
 
 

@@ -1,4 +1,4 @@
-"""What a layer asks of attention, so that it can be matched against what backends can do."""
+"""Attention options of a layer, and the features of a call that decide which backends support it."""
 
 from dataclasses import dataclass, field, replace
 from typing import final
@@ -12,14 +12,14 @@ from d9d_dist.errors import UserError
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """How a layer attends: causal softmax attention, with these changes.
+    """Options of causal softmax attention.
 
     Attributes:
-        window: A position attends to so many positions, itself and those right before it ("Longformer",
-            arXiv:2004.05150, section 3.1, one-sided); None: to all before it.
-        scale: Multiplies the products of queries and keys; None: 1/sqrt(head dim).
-        softcap: Scores become `softcap * tanh(score / softcap)` ("Gemma 2", arXiv:2408.00118, section 2); None: as they
-            are.
+        window: Sliding-window size: a position attends to itself and the `window - 1` positions before it
+            ("Longformer", arXiv:2004.05150, section 3.1, one-sided). None: to all positions before it.
+        scale: Softmax scale, the factor of the query-key products; None for 1/sqrt(head dim).
+        softcap: Soft-cap of the scores, `softcap * tanh(score / softcap)` ("Gemma 2", arXiv:2408.00118, section 2);
+            None disables it.
 
     Raises:
         UserError: If an option is not above 0.
@@ -30,34 +30,34 @@ class AttentionOptions:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse options that no attention can have."""
+        """Validate the options."""
         for name, value in (("window", self.window), ("scale", self.scale), ("softcap", self.softcap)):
             if value is not None and value <= 0:
                 raise UserError(f"{name} = {value}; expected above 0, or None.")
 
     def within(self, key_length: int) -> "AttentionOptions":
-        """The same for rows of this length: a window that none of them reaches is none."""
+        """Return the options for rows of `key_length` positions, without a window that covers the whole row."""
         return replace(self, window=None) if self.window is not None and self.window >= key_length else self
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is the attention of `d9d_dist.Attention`, with nothing changed."""
+        """True if all options have their defaults, that is, plain causal attention as in `d9d_dist.Attention`."""
         return self.window is None and self.scale is None and self.softcap is None
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRequest:
-    """Everything on which it can depend whether a backend serves a call, and no values of tensors.
+    """Features of an attention call that decide which backends support it. Holds no tensors.
 
     Attributes:
-        options: How the layer attends.
-        has_sinks: Whether there is a sink for each head.
-        has_documents: Whether several documents are packed into a row.
-        is_prefix: Whether the queries are the last of more positions than there are queries.
-        needs_gradient: Whether a backward pass may follow.
-        dtype: Of queries, keys and values.
-        device: Where they are.
+        options: Window, scale and softcap.
+        has_sinks: True if each head has an attention sink.
+        has_documents: True if rows contain packed documents.
+        is_prefix: True if there are more keys than queries, so that the queries are the last positions of the row.
+        needs_gradient: True if a backward pass may follow.
+        dtype: Dtype of queries, keys and values.
+        device: Device of queries, keys and values.
         head_dim: Size of one head.
     """
 
@@ -71,7 +71,7 @@ class AttentionRequest:
     head_dim: int
 
     def __str__(self) -> str:
-        """What is asked for, in words."""
+        """Describe the request for error messages."""
         options = self.options
         details = [
             *([] if options.window is None else [f"a window of {options.window}"]),
@@ -93,7 +93,7 @@ def request_of(
     has_documents: bool,
     has_sinks: bool,
 ) -> AttentionRequest:
-    """The request that a call of an attention function makes."""
+    """Build the request of an attention call from its tensors."""
     return AttentionRequest(
         options=options,
         has_sinks=has_sinks,

@@ -1,4 +1,4 @@
-"""Attention through torch's own kernels, on every device that torch runs on.
+"""Attention with torch's scaled dot product attention, on every device.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
 """
@@ -21,8 +21,9 @@ from d9d_modules.attention_backends.visibility import document_runs, visible
 class SdpaBackend:
     """`torch.nn.functional.scaled_dot_product_attention`.
 
-    A window is served by a mask [L, S], packed documents by a mask [B, 1, L, S]; on the CPU, where looking at their ids
-    waits for no device, by one call for each document instead. Sinks are served where there is neither.
+    A window uses a mask [L, S], packed documents a mask [B, 1, L, S]. On the CPU, where reading document ids needs no
+    synchronization, packed documents use one call per document instead. Sinks are supported without window and packed
+    documents.
     """
 
     @property
@@ -35,7 +36,7 @@ class SdpaBackend:
         if request.options.softcap is not None:
             return "has no softcap"
         if request.has_sinks and (request.options.window is not None or request.has_documents):
-            return "gives no log-sum-exp, which sinks need, where there is a window or packed documents"
+            return "returns no log-sum-exp for a window or packed documents, as sinks need"
         return None
 
     def is_fast(self, request: AttentionRequest) -> bool:
@@ -62,14 +63,14 @@ class SdpaBackend:
             return sink_attention(_scaled(q_BLHK, options), k_BSGK, v_BSGK, sinks_H)
         if documents_BS is None:
             return _one_document(q_BLHK, k_BSGK, v_BSGK, options)
-        runs = document_runs(documents_BS) if _can_be_read(documents_BS) else None
+        runs = document_runs(documents_BS) if _is_host_readable(documents_BS) else None
         if runs is not None:
             return _by_document(q_BLHK, k_BSGK, v_BSGK, runs, options)
         return _masked(q_BLHK, k_BSGK, v_BSGK, options, documents_BS)
 
 
-def _can_be_read(documents_BS: Tensor) -> bool:
-    """Whether looking at values costs nothing: they are there, on the CPU, and nothing is being traced."""
+def _is_host_readable(documents_BS: Tensor) -> bool:
+    """Return True if the values can be read without synchronization: a CPU tensor outside of torch.compile tracing."""
     on_cpu = documents_BS.device.type == "cpu" and type(documents_BS) is Tensor
     return on_cpu and documents_BS.numel() > 0 and not torch.compiler.is_compiling()
 
@@ -101,7 +102,7 @@ def _one_document(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, options: Atten
 
 
 def _scaled(q_BLHK: Tensor, options: AttentionOptions) -> Tensor:
-    """Queries for kernels whose scale is 1/sqrt(K)."""
+    """Scale the queries so that kernels with the fixed scale 1/sqrt(K) compute `options.scale`."""
     return q_BLHK if options.scale is None else q_BLHK * (options.scale * math.sqrt(q_BLHK.shape[-1]))
 
 

@@ -1,8 +1,8 @@
-"""Attention with sinks through flash kernels that know none: a sink is one more key whose value is zero.
+"""Attention sinks with flash kernels that do not support them: a sink is one more key whose value is zero.
 
-With `lse`, the softmax's log-sum-exp over the keys, the sink leaves the share `sigmoid(lse - sink)` to the keys. A
-flash kernel's backward takes the output and the log-sum-exp of the whole softmax, of which it computes its keys' part;
-given those with the sink in them, it is right as it is.
+Let `lse` be the log-sum-exp of the scores over the keys. With the sink the softmax mass of the keys is
+`sigmoid(lse - sink)`, so forward multiplies the output by it. The backward of a flash kernel takes the output and the
+log-sum-exp of the whole softmax. Given those with the sink included, it computes correct gradients without changes.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
 """
@@ -18,9 +18,10 @@ from d9d_dist.context_parallel.blocks import AttentionBlock, MergedBlocks, defau
 
 
 def sink_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sinks_H: Tensor) -> Tensor:
-    """Causal attention [B, L, H, K] of the last L of S positions, scale 1/sqrt(K), with a sink for each head.
+    """Compute causal attention [B, L, H, K] of the last L of S positions, with scale 1/sqrt(K) and a sink per head.
 
-    Saves the inputs, the output and the log-sum-exp. The sinks' gradient counts as one of weights in a split backward.
+    Saves the inputs, the output and the log-sum-exp for backward. A split backward defers the gradient of the sinks,
+    like that of a weight.
     """
     q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
     sinks_H, slot = take_weight(sinks_H, q_BHLK, k_BGSK, v_BGSK)
@@ -57,17 +58,17 @@ class _SinkAttention(torch.autograd.Function):
             strict=True,
         )
 
-        def of_sinks() -> Tensor:
+        def sinks_gradient() -> Tensor:
             row_BHL = (gradients[0] * out_BHLK).sum(dim=-1, dtype=lse_BHL.dtype)
             weights_BHL = (sinks_H.to(lse_BHL.dtype).unsqueeze(-1) - lse_BHL).exp()
             return -(weights_BHL * row_BHL).sum(dim=(0, 2)).to(sinks_H.dtype)
 
         grad_k, grad_v = torch.cat(grads_k[::-1], dim=2), torch.cat(grads_v[::-1], dim=2)
-        return sum(grads_q[1:], start=grads_q[0]), grad_k, grad_v, ctx.slot.give(of_sinks), None
+        return sum(grads_q[1:], start=grads_q[0]), grad_k, grad_v, ctx.slot.give(sinks_gradient), None
 
 
 def _blocks(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> list[AttentionBlock]:
-    """What lies at the queries' positions, and what lies before them if there is anything."""
+    """Split the keys: a causal block at the queries' positions, then a full block of earlier keys, if any."""
     before = k_BGSK.shape[2] - q_BHLK.shape[2]
     own = AttentionBlock(q_BHLK, k_BGSK[:, :, before:], v_BGSK[:, :, before:], causal=True)
     if not before:

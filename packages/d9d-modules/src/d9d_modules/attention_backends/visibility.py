@@ -1,4 +1,4 @@
-"""Who attends to whom, as a mask, for backends that know no better; and where packed documents begin and end.
+"""Dense attention masks, and the boundaries of packed documents.
 
 Shape legend: B batch, L query length, S key length, H query heads.
 """
@@ -15,7 +15,7 @@ from d9d_dist.errors import UserError
 def visible(
     length: int, key_length: int, *, window: int | None, documents_BS: Tensor | None, device: torch.device
 ) -> Tensor:
-    """The keys that each of the last L of S positions sees, boolean: [L, S], or [B, 1, L, S] with documents."""
+    """Return a boolean mask of keys visible to the last L of S positions: [L, S], or [B, 1, L, S] with documents."""
     before = key_length - length
     queries_L1 = torch.arange(before, key_length, device=device).unsqueeze(-1)
     keys_S = torch.arange(key_length, device=device)
@@ -29,28 +29,28 @@ def visible(
 
 
 def check_documents(documents_BL: Tensor | None, positions: Sequence[int]) -> None:
-    """Check that document ids are those of a layer's positions.
+    """Check the document ids passed to a layer.
 
     Args:
-        documents_BL: What the layer was given.
-        positions: Its batch and length, B and L.
+        documents_BL: Document ids passed to the layer; None is valid.
+        positions: Batch size B and sequence length L of the layer's input.
 
     Raises:
-        UserError: If there is not one integer for each position.
+        UserError: If it is not an integer tensor [B, L].
     """
     if documents_BL is None:
         return
     if documents_BL.shape != tuple(positions) or documents_BL.is_floating_point():
         raise UserError(
-            f"got documents of the shape {tuple(documents_BL.shape)} and dtype {documents_BL.dtype}; expected integers "
-            f"{tuple(positions)}, the document of each position."
+            f"got documents_BL of shape {tuple(documents_BL.shape)} and dtype {documents_BL.dtype}; expected integers "
+            f"of shape {tuple(positions)}, the document id of each position."
         )
 
 
 def document_runs(documents_BS: Tensor) -> list[list[int]] | None:
-    """The lengths of each row's documents in their order, or None if one is not in one piece.
+    """Return the document lengths of each row in order, or None if a document is not contiguous.
 
-    Reads values: waits for the device where the tensor is not on the CPU.
+    It reads tensor values, so it synchronizes with the device unless the tensor is on the CPU.
     """
     starts_BS = F.pad(documents_BS[:, 1:] != documents_BS[:, :-1], (1, 0), value=True)
     runs: list[list[int]] = []
@@ -63,14 +63,14 @@ def document_runs(documents_BS: Tensor) -> list[list[int]] | None:
 
 
 def documents_of_lengths(cumulative_lengths: Tensor, *, batch: int, length: int) -> Tensor:
-    """Document ids [B, L] of rows that were packed one after another. No host synchronisation.
+    """Return document ids [B, L] for cumulative document lengths. No host-device synchronization.
 
     Args:
-        cumulative_lengths: Where documents end in the B * L positions, from 0 on: [N + 1], integer, growing, as
-            variable-length kernels take them (`cu_seqlens`). A document that ends in a later row is cut at the rows'
-            border. What is not covered at the end is a document too (padding).
-        batch: Number of rows.
-        length: Positions in a row.
+        cumulative_lengths: Cumulative lengths (`cu_seqlens` of variable-length kernels) over the B * L positions of all
+            rows: [N + 1], integer, increasing, starting with 0. A document that crosses a row boundary is cut there.
+            Positions after the last document form one more document (padding).
+        batch: Number of rows B.
+        length: Number of positions per row L.
     """
     positions = torch.arange(batch * length, device=cumulative_lengths.device)
     ids = torch.searchsorted(cumulative_lengths.to(positions.dtype).contiguous(), positions, right=True)

@@ -1,1 +1,1 @@
-"""The catalogue: one file for each model family, one for its Hugging Face layout."""
+"""Model families: one file for each family and one for its Hugging Face layout."""

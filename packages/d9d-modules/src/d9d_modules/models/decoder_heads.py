@@ -1,4 +1,4 @@
-"""Several named heads on one decoder, so that it can learn several things at once.
+"""Decoder with several named heads, for multi-task training.
 
 Shape legend: B batch, L length, D hidden size.
 """
@@ -17,7 +17,7 @@ from d9d_modules.models.decoder_pooled import classify, drop_tied_embedding
 from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
 
 Head: TypeAlias = LanguageModelHead | ClassificationHead | EmbeddingHead
-"""A head that `DecoderWithHeads` can have."""
+"""Head types that `DecoderWithHeads` supports."""
 
 HeadFactory: TypeAlias = Callable[[DecoderModel], Head]
 """Builds a head for the last stage of a backbone; for a language model, `decoder_lm_head`."""
@@ -25,7 +25,7 @@ HeadFactory: TypeAlias = Callable[[DecoderModel], Head]
 
 @final
 class DecoderWithHeads(nn.Module):
-    """One backbone with several named heads on its last stage, each with a loss of its own.
+    """Backbone with several named heads on its last stage, each with its own loss.
 
         model = DecoderWithHeads(params, heads={
             "text": decoder_lm_head,
@@ -34,12 +34,12 @@ class DecoderWithHeads(nn.Module):
         losses = model(input_ids, labels={"text": next_ids, "topic": topics})    # {"text": [B, L], "topic": [B]}
 
     Args:
-        params: Sizes of the whole model.
-        stage: Which part to build.
-        heads: Builds each head, by its name.
+        params: Hyperparameters of the whole model.
+        stage: Pipeline stage to build.
+        heads: Head factories by head name.
 
     Raises:
-        UserError: If there is no head, or a name is none that a submodule can have.
+        UserError: If `heads` is empty, or a name is not a valid submodule name.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class DecoderWithHeads(nn.Module):
         self.backbone = DecoderModel(params, stage)
         self.heads = nn.ModuleDict()
         for name, build in heads.items():
-            # Without a head under each name, a tensor-parallel plan would name what the stage does not have.
+            # Register None on the other stages, so that the names of a tensor-parallel plan exist on each stage.
             self.heads.register_module(name, build(self.backbone) if stage.is_last else None)
         if not any(isinstance(head, LanguageModelHead) for head in self.heads.values()):
             drop_tied_embedding(self.backbone)
 
     @property
     def layers(self) -> nn.ModuleDict:
-        """The decoder layers of this stage, by their index in the whole model."""
+        """Decoder layers of this stage, keyed by their global index."""
         return self.backbone.layers
 
     def forward(
@@ -74,23 +74,23 @@ class DecoderWithHeads(nn.Module):
         Args:
             hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
             position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
-            documents_BL: Which document each position belongs to [B, L]; see `DecoderModel.forward`.
-            mask_BL: Where there is a token [B, L], for heads that pool; None for everywhere.
-            labels: What heads are to predict, by their names: [B, L] of a language model, [B] of a classifier, int64;
-                -100 leaves a position or row out. Only the last stage looks at them.
+            documents_BL: Document id of each position [B, L]; see `DecoderModel.forward`.
+            mask_BL: Token mask [B, L] for heads that pool; None if there is no padding.
+            labels: Labels by head name, int64: [B, L] for a language-model head, [B] for a classification head. Label
+                -100 ignores a position or row. Used only on the last stage.
 
         Returns:
-            On the last stage, by name: a head's losses ([B, L] or [B], in nats) if it has labels, else its logits or
-            vectors. Hidden states [B, L, D] on every other stage.
+            On the last stage, a dict by head name: the losses ([B, L] or [B], in nats) of heads with labels, and the
+            logits or embeddings of the others. On other stages, hidden states [B, L, D].
 
         Raises:
-            UserError: If the input is not what this stage takes, something else does not fit it, or there are labels
-                for a head that is not there or has no loss.
+            UserError: If `hidden` is not a valid input of this stage, another argument does not match it, or labels
+                name an unknown head or one without a loss.
         """
         labels = {} if labels is None else labels
         unknown = [name for name in labels if name not in self.heads]
         if unknown:
-            raise UserError(f"labels name the head {unknown[0]!r}; expected some of {', '.join(self.heads)}.")
+            raise UserError(f"got labels for unknown head {unknown[0]!r}; expected one of {', '.join(self.heads)}.")
         hidden_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL)
         if not self.backbone.stage.is_last:
             return hidden_BLD
@@ -109,14 +109,14 @@ def _output(name: str, head: nn.Module, hidden_BLD: Tensor, *, mask_BL: Tensor |
         case EmbeddingHead():
             if labels is not None:
                 raise UserError(
-                    f"got labels for {name!r}, an EmbeddingHead, which has no loss of its own; expected none. Compute "
-                    "the loss of its vectors in the task."
+                    f"got labels for {name!r}, an EmbeddingHead, which has no loss; expected none. Compute the loss of "
+                    "its embeddings in the task."
                 )
             return head(hidden_BLD, mask_BL=mask_BL)
         case _:
             raise UserError(
                 f"the head {name!r} is a {type(head).__name__}; expected a LanguageModelHead, a ClassificationHead or "
-                "an EmbeddingHead. Put another one around the backbone in a module of your own."
+                "an EmbeddingHead. For other heads, write your own module around the backbone."
             )
 
 
@@ -124,6 +124,6 @@ def _check_names(heads: Mapping[str, HeadFactory]) -> None:
     wrong = [name for name in heads if not name.isidentifier() or name in dir(nn.ModuleDict)]
     if wrong or not heads:
         raise UserError(
-            f"heads are named {', '.join(map(repr, wrong)) or 'nothing'}; expected at least one, and names that "
-            "submodules can have."
+            f"got head names {', '.join(map(repr, wrong)) or 'none'}; expected at least one, each a Python identifier "
+            "that is not an attribute of nn.ModuleDict."
         )

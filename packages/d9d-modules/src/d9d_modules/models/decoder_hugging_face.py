@@ -1,4 +1,4 @@
-"""Decoders in the Hugging Face layout: names of tensors, and what every family's `config.json` has, both ways."""
+"""Hugging Face layout of decoders: state mappers, and the `config.json` entries that all families share."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -9,7 +9,7 @@ from d9d_modules.models.hugging_face_rope import ROPE_ENTRIES, rope_to_hugging_f
 from d9d_state import JsonValue, StateMapper, parallel, rename, repeat, scope
 
 FeedForwardMapper: TypeAlias = Callable[[int], StateMapper]
-"""Maps the feed-forward block of the layer with the given index; names start below `mlp.` and `feed_forward.`."""
+"""Returns the mapper of the feed-forward block at a global layer index; names are relative to `mlp.`/`feed_forward.`"""
 
 DECODER_ENTRIES = (
     "attention_bias",
@@ -30,22 +30,22 @@ DECODER_ENTRIES = (
     "vocab_size",
     *ROPE_ENTRIES,
 )
-"""The entries of a `config.json` that all families read."""
+"""Entries of `config.json` that all families read."""
 
 DECODER_KEYS = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
 }
-"""Entry by the field of a decoder that has another name."""
+"""Names of `config.json` entries by decoder field, where the names differ."""
 
 
 def decoder_from_hugging_face(params: DecoderParams, *, feed_forward: FeedForwardMapper | None = None) -> StateMapper:
-    """Mapper from a Hugging Face checkpoint on disk to `DecoderForCausalLM`; its `inverse()` exports.
+    """Build the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`; its `inverse()` exports.
 
     Args:
-        params: Sizes of the model.
-        feed_forward: Maps the blocks that the model's `feed_forward` builds; None for a `SwiGLU`.
+        params: Hyperparameters of the model.
+        feed_forward: Returns the mapper of each custom feed-forward block; None for `SwiGLU`.
     """
     return parallel(
         decoder_backbone_from_hugging_face(params, feed_forward=feed_forward),
@@ -54,19 +54,19 @@ def decoder_from_hugging_face(params: DecoderParams, *, feed_forward: FeedForwar
 
 
 def decoder_classifier_from_hugging_face(params: DecoderParams) -> StateMapper:
-    """Mapper from a `...ForSequenceClassification` of `transformers` to `DecoderForClassification`."""
+    """Build the mapper from a Hugging Face `...ForSequenceClassification` checkpoint to `DecoderForClassification`."""
     return parallel(decoder_backbone_from_hugging_face(params), rename("score.weight", "head.score.weight"))
 
 
 def decoder_backbone_from_hugging_face(
     params: DecoderParams, *, prefix: str = "model.", feed_forward: FeedForwardMapper | None = None
 ) -> StateMapper:
-    """Mapper to the backbone alone, for heads that a checkpoint does not have.
+    """Build the mapper of the backbone only, for models whose heads are not in the checkpoint.
 
     Args:
-        params: Sizes of the model.
-        prefix: What the names on disk begin with; empty in checkpoints of text embeddings, which have no head.
-        feed_forward: Maps the blocks that the model's `feed_forward` builds; None for a `SwiGLU`.
+        params: Hyperparameters of the model.
+        prefix: Prefix of the tensor names in the checkpoint; empty for text-embedding checkpoints, which have no head.
+        feed_forward: Returns the mapper of each custom feed-forward block; None for `SwiGLU`.
     """
     layer = scope(prefix + "layers.{i}.", "backbone.layers.{i}.", _attention_and_norms(has_qk_norm=params.has_qk_norm))
     feed_forward = feed_forward or (lambda _: swiglu_from_hugging_face())
@@ -82,16 +82,16 @@ def decoder_backbone_from_hugging_face(
 
 
 def swiglu_from_hugging_face() -> StateMapper:
-    """Mapper of one dense feed-forward block, names starting at its projections."""
+    """Build the mapper of one `SwiGLU` block, with names relative to the block."""
     names = [f"{projection}_proj.weight" for projection in ("gate", "up", "down")]
     return parallel(*(rename(name, name) for name in names))
 
 
 def decoder_hugging_face_config(params: DecoderParams) -> dict[str, JsonValue]:
-    """The entries of `config.json` that all families have.
+    """Return the entries of `config.json` that all families share.
 
     Raises:
-        UserError: If the layout has no place for the scaling of the positions.
+        UserError: If `config.json` cannot represent the RoPE scaling.
     """
     return {
         "vocab_size": params.vocab_size,
@@ -113,10 +113,10 @@ def decoder_hugging_face_config(params: DecoderParams) -> dict[str, JsonValue]:
 
 
 def require_plain_decoder(config: HuggingFaceConfig) -> None:
-    """Refuse what the decoder of no family has, such as biases of attention, or dropout.
+    """Reject features that no decoder family implements, such as attention biases and dropout.
 
     Raises:
-        UserError: Naming the entry.
+        UserError: If an entry enables such a feature; the message names the entry.
     """
     require_value(config, "hidden_act", "silu")
     require_value(config, "attention_bias", supported=False)

@@ -1,6 +1,6 @@
-"""The decoder that the dense families have in common; what differs between them is in their `DecoderParams`.
+"""Decoder shared by the dense families, which differ only in their `DecoderParams`.
 
-Each pipeline stage builds only its own layers, under the names that they have in the whole model.
+Each pipeline stage builds only its own layers. Parameter names are the same as in the whole model.
 
 Shape legend: B batch, L length, D hidden size, V vocabulary.
 """
@@ -29,18 +29,18 @@ FeedForwardFactory: TypeAlias = Callable[[int], nn.Module]
 """Builds the feed-forward block of the layer with the given global index."""
 
 WHOLE_MODEL = StageInfo()
-"""The stage of a model that is not split."""
+"""Stage of a model without pipeline parallelism."""
 
 
 @final
 class DecoderModel(nn.Module):
-    """The backbone, or one pipeline stage of it: token embedding, decoder layers, final norm.
+    """Backbone, or one pipeline stage of it: token embedding, decoder layers, final norm.
 
     Args:
-        params: Sizes of the whole model.
-        stage: Which part to build; the embedding belongs to the first stage, the final norm to the last. A last stage
-            whose head is tied has the embedding too, for the head to use: one parameter, on two stages.
-        feed_forward: Builds each layer's feed-forward block; None for a `SwiGLU`.
+        params: Hyperparameters of the whole model.
+        stage: Pipeline stage to build. The first stage has the embedding, the last stage the final norm. With weight
+            tying the last stage has a copy of the embedding too, for the head.
+        feed_forward: Builds each layer's feed-forward block; None for `SwiGLU`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.params = params
         self.stage = stage
-        # A dynamic scaling is for what is beyond.
+        # Dynamic NTK scaling extends positions beyond max_position_embeddings.
         is_bounded = not isinstance(params.rope_scaling, DynamicNtkScaling)
         self._max_positions = params.max_position_embeddings if is_bounded else None
         self.embedding = (
@@ -69,20 +69,20 @@ class DecoderModel(nn.Module):
 
         Args:
             hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
-            position_ids: Positions [B, L] or [1, L], integer, below `max_position_embeddings` (but with dynamic NTK
-                scaling); None counts from 0 in each row. Where tensor-parallel ranks pass on their parts of the
-                sequence, later stages cannot count: pass the positions.
-            documents_BL: Which document each position belongs to [B, L], integers, for rows into which several are
-                packed: a position attends within its document only. It does not change the positions. Padding on the
-                left of a row is kept out in the same way, as a document of its own. None: each row is one document.
+            position_ids: Positions [B, L] or [1, L], integer, below `max_position_embeddings` unless dynamic NTK
+                scaling is used; None counts from 0 in each row. Pass them explicitly if stages exchange hidden states
+                sharded along the sequence (sequence parallelism), because later stages then do not know L.
+            documents_BL: Document id of each position [B, L], integer, for packed sequences: a position attends only
+                within its document. The positions do not restart at document starts. To mask left padding, give it its
+                own document id. None: each row is one document.
 
         Returns:
-            Hidden states [B, L, D], normalised on the last stage.
+            Hidden states [B, L, D], after the final norm on the last stage.
 
         Raises:
-            UserError: If the input is not what this stage takes, positions or documents do not fit it, or token ids or
-                positions are out of range; on an accelerator the device fails for ids instead, later, and for positions
-                nothing does.
+            UserError: If `hidden` is not a valid input of this stage, `position_ids` or `documents_BL` do not match it,
+                or token ids or positions on the CPU are out of range. On accelerators an out-of-range token id raises
+                an asynchronous device error, and an out-of-range position is not detected.
         """
         self._check_inputs(hidden, position_ids)
         if position_ids is None:
@@ -106,8 +106,8 @@ class DecoderModel(nn.Module):
         scaling = self.params.rope_scaling
         if self.params.rope_length is None and isinstance(scaling, DynamicNtkScaling | LongRopeScaling):
             return (
-                f"scales rotary positions by the longest one of a row ({type(scaling).__name__} without rope_length, "
-                "which fixes it)"
+                f"scales rotary positions by the longest row of a batch ({type(scaling).__name__}; set rope_length to "
+                "fix the length)"
             )
         return None
 
@@ -119,34 +119,34 @@ class DecoderModel(nn.Module):
             check_token_ids(hidden, self.params.vocab_size, what="token ids")
         elif hidden.dim() != 3 or hidden.shape[-1] != self.params.hidden_size:
             raise UserError(
-                f"stage {self.stage.index} got {got}; expected the hidden states of the stage before it, "
+                f"stage {self.stage.index} got {got}; expected the hidden states of the previous stage, "
                 f"[batch, length, {self.params.hidden_size}]."
             )
         batch, length = hidden.shape[:2]
         if position_ids is None and self._max_positions is not None and length > self._max_positions:
             raise UserError(
                 f"got rows of {length} tokens; expected at most max_position_embeddings = {self._max_positions}. Split "
-                "or truncate longer rows, or raise it."
+                "or truncate longer rows, or raise max_position_embeddings."
             )
         if not self.stage.is_first and position_ids is not None:
-            length = position_ids.shape[-1]  # hidden states may be a tensor-parallel rank's part of the sequence
+            length = position_ids.shape[-1]  # hidden states may be sharded along the sequence
         if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
             raise UserError(
                 f"position_ids have shape {tuple(position_ids.shape)}; expected {(batch, length)} or {(1, length)}, "
-                f"one position for each token."
+                f"one position per token."
             )
 
 
 @final
 class DecoderForCausalLM(nn.Module):
-    """The backbone with a language-model head on its last stage.
+    """Backbone with a language-model head on its last stage.
 
-    The weight of a tied head is the embedding's, one parameter in two places.
+    With weight tying, the head and the embedding share one parameter.
 
     Args:
-        params: Sizes of the whole model.
-        stage: Which part to build.
-        feed_forward: Builds each layer's feed-forward block; None for a `SwiGLU`.
+        params: Hyperparameters of the whole model.
+        stage: Pipeline stage to build.
+        feed_forward: Builds each layer's feed-forward block; None for `SwiGLU`.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class DecoderForCausalLM(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleDict:
-        """The decoder layers of this stage, by their index in the whole model."""
+        """Decoder layers of this stage, keyed by their global index."""
         return self.backbone.layers
 
     def forward(
@@ -174,27 +174,27 @@ class DecoderForCausalLM(nn.Module):
         Args:
             hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
             position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
-            documents_BL: Which document each position belongs to [B, L], integers; see `DecoderModel.forward`.
-            labels: The token to predict at each position [B, L], int64, shifted by the caller; -100 leaves a position
-                out. Only the last stage looks at them.
+            documents_BL: Document id of each position [B, L], integer; see `DecoderModel.forward`.
+            labels: Token to predict at each position [B, L], int64, already shifted; -100 ignores a position. Used only
+                on the last stage.
 
         Returns:
-            On the last stage the loss of each token [B, L] in nats (float32, or float64 for a float64 model) if labels
-            are given, else the logits [B, L, V]; hidden states [B, L, D] on every other stage.
+            On the last stage, the loss of each token [B, L] in nats (float32, or float64 for a float64 model) if labels
+            are given, else the logits [B, L, V]. On other stages, hidden states [B, L, D].
 
         Raises:
-            UserError: If the input is not what this stage takes, or positions, documents or labels do not fit it.
+            UserError: If `hidden` is not a valid input of this stage, or another argument does not match it.
         """
         hidden_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL)
         return hidden_BLD if self.lm_head is None else self.lm_head(hidden_BLD, labels=labels)
 
 
 def decoder_lm_head(backbone: DecoderModel) -> LanguageModelHead:
-    """The language-model head for the last stage of a backbone; a tied one shares the weight of its embedding."""
+    """Build the language-model head of a last stage; with weight tying it shares the embedding's parameter."""
     params = backbone.params
     head = LanguageModelHead(params.hidden_size, params.vocab_size, init_std=params.initializer_range)
     if params.tie_word_embeddings:
-        assert backbone.embedding is not None  # the last stage of a tied model has it
+        assert backbone.embedding is not None  # the last stage has it if weights are tied
         head.weight = backbone.embedding.get_parameter("weight")
     return head
 

@@ -1,4 +1,4 @@
-"""The order of parallelisms for a decoder, as straight-line code: copy it and change it."""
+"""Parallelization of a decoder as straight-line code, to copy and change."""
 
 from collections.abc import Mapping
 
@@ -32,27 +32,28 @@ def parallelize_decoder(
     float8: Float8 | None = None,
     precision: Precision | None = None,
 ) -> None:
-    """Parallelise a decoder of any family, or one pipeline stage of it, in place.
+    """Parallelize a decoder of any family, or one pipeline stage of it, in place.
 
-    Float8, tensor and sequence parallel over `tp`, context parallel over `cp`, then block by block activation
-    checkpointing, compilation, and data parallel: sharded over `dp_cp_shard`, replicated over the rest. An axis of one
-    rank changes nothing. Collective over all ranks of the job, as `parallelize_hsdp` is.
+    The steps, in order: float8 conversion, tensor and sequence parallelism over `tp`, context parallelism over `cp`,
+    activation checkpointing and compilation of each layer, and HSDP. HSDP shards over `dp_cp_shard` and replicates over
+    the other data-parallel axes. An axis of one rank has no effect. Call it on all ranks: `parallelize_hsdp` is a
+    collective.
 
     Args:
-        model: The model, on `meta`; its blocks are `backbone.layers`.
-        ctx: The job's meshes.
-        plan: How the model is tensor parallel, e.g. `qwen3_tensor_plan(params)`.
-        context_method: How context-parallel ranks see each other's keys and values.
-        checkpointing: What each block keeps for its backward pass.
-        checkpoint_every: Which blocks that is for: those whose index in the whole model it divides; the others keep
-            everything.
-        compile_blocks: Whether each block is compiled.
-        float8: How linear layers of blocks multiply in float8; None for not at all.
-        precision: dtypes of computation and reduction; None for those of the parameters.
+        model: Model on the `meta` device, with its layers in `backbone.layers`.
+        ctx: Distributed context with the meshes of the job.
+        plan: Tensor-parallel plan, such as `qwen3_tensor_plan(params)`.
+        context_method: How context-parallel ranks exchange keys and values.
+        checkpointing: Activation checkpointing policy of the layers.
+        checkpoint_every: Checkpoint the layers whose global index is a multiple of it; the other layers save all
+            activations.
+        compile_blocks: If True, compile each layer with `torch.compile`.
+        float8: Float8 configuration of the linear layers; None disables float8.
+        precision: Dtypes of computation and gradient reduction; None for those of the parameters.
 
     Raises:
-        UserError: If the plan does not fit the model or the degrees, a head pools rows that context-parallel ranks
-            share out, or `multiply_in_float8` refuses float8.
+        UserError: If the plan does not match the model or the parallel degrees, a pooling head is used with context
+            parallelism, or `multiply_in_float8` rejects the model or the device.
     """
     dense, cp = ctx.mesh_for("dense"), ctx.mesh_for("batch")["cp"]
     dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
@@ -76,6 +77,6 @@ def _check_rows_are_whole(plan: Mapping[str, TensorStyle], context_size: int) ->
     pooling = [name for name, style in plan.items() if isinstance(style, WholeRows)]
     if pooling and context_size > 1:
         raise UserError(
-            f"{pooling[0]} pools whole rows, and {context_size} context-parallel ranks share each row out; expected "
-            "one. Set the mesh's context-parallel degrees to 1."
+            f"{pooling[0]} pools whole rows, but {context_size} context-parallel ranks each hold a part of a row; "
+            "expected 1 rank. Set the mesh's context-parallel degrees to 1."
         )

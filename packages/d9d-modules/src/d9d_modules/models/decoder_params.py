@@ -1,4 +1,4 @@
-"""What a decoder has to know of its family: the sizes that all families share, and where they differ."""
+"""Hyperparameters of a decoder that all families share, and the properties in which families differ."""
 
 from typing import Annotated, Protocol, TypeAlias
 
@@ -16,11 +16,11 @@ from d9d_modules.rope_scaling import (
 RopeScaling: TypeAlias = Annotated[
     LinearScaling | YarnScaling | Llama3Scaling | LongRopeScaling | DynamicNtkScaling, Field(discriminator="kind")
 ]
-"""The scalings of rotary positions that a configuration can name, such as `{kind = "linear", factor = 2.0}`."""
+"""RoPE scaling in a configuration, selected by `kind`, such as `{kind = "linear", factor = 2.0}`."""
 
 
 class DecoderParams(Protocol):
-    """The sizes of a decoder; the dataclass of a family, such as `Qwen3Params`, says what each is."""
+    """Hyperparameters of a decoder, implemented by the dataclass of each family, such as `Qwen3Params`."""
 
     @property
     def vocab_size(self) -> int:
@@ -54,12 +54,12 @@ class DecoderParams(Protocol):
 
     @property
     def intermediate_size(self) -> int:
-        """Size between the projections of the feed-forward block."""
+        """Intermediate size of the feed-forward block."""
         ...
 
     @property
     def tie_word_embeddings(self) -> bool:
-        """Whether a language-model head uses the weight of the token embedding."""
+        """True if the language-model head shares the weight of the token embedding."""
         ...
 
     @property
@@ -69,17 +69,17 @@ class DecoderParams(Protocol):
 
     @property
     def rope_scaling(self) -> RopeScaling | None:
-        """Changes the wavelengths for long sequences; None for those of the base."""
+        """RoPE scaling for long sequences; None for no scaling."""
         ...
 
     @property
     def rope_length(self) -> int | None:
-        """The longest sequence, for a scaling that depends on it; None for the longest of each call."""
+        """Longest sequence length, for scalings that depend on it; None uses the longest row of each call."""
         ...
 
     @property
     def rms_norm_eps(self) -> float:
-        """Epsilon of every norm."""
+        """Epsilon of all RMS norms."""
         ...
 
     @property
@@ -89,24 +89,24 @@ class DecoderParams(Protocol):
 
     @property
     def max_position_embeddings(self) -> int:
-        """Longest sequence that the model is meant for: positions are below it; written to exported configurations."""
+        """Exclusive upper bound of the positions; written to exported configurations."""
         ...
 
     @property
     def has_qk_norm(self) -> bool:
-        """Whether queries and keys are normalised, head by head."""
+        """True if each query and key head has an RMS norm (QK norm)."""
         ...
 
     def window(self, index: int) -> int | None:
-        """To how many positions those of the layer with this index attend; None: to all before them."""
+        """Return the sliding-window size of the layer with this global index; None for full causal attention."""
         ...
 
 
 def check_decoder_params(params: DecoderParams) -> None:
-    """Refuse sizes that no decoder can have.
+    """Validate the hyperparameters that all families share.
 
     Raises:
-        UserError: Naming the field, its value, and what it may be.
+        UserError: If a field is out of range; the message names the field, its value and the valid values.
     """
     for name, value in (
         ("vocab_size", params.vocab_size),
@@ -131,4 +131,4 @@ def check_decoder_params(params: DecoderParams) -> None:
             f"use one of {', '.join(fitting)}."
         )
     if params.head_dim % 2:
-        raise UserError(f"head_dim = {params.head_dim}; rotary positions rotate pairs of features: use an even one.")
+        raise UserError(f"head_dim = {params.head_dim}; RoPE rotates pairs of features: use an even head_dim.")

@@ -1,6 +1,6 @@
-"""The decoder with one result for a row: scores of classes, or the embedding of a text.
+"""Decoders with one output per row: sequence classification and text embedding.
 
-Heads belong to the last stage. They pool a row and need all of it, so context parallelism is not for them.
+The heads are on the last stage. They pool whole rows, so they do not support context parallelism.
 
 Shape legend: B batch, L length, D hidden size, C classes, E embedding size.
 """
@@ -23,13 +23,13 @@ from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
 
 @final
 class DecoderForClassification(nn.Module):
-    """The backbone with a `ClassificationHead` on its last stage.
+    """Backbone with a `ClassificationHead` on its last stage.
 
     Args:
-        params: Sizes of the whole model.
-        stage: Which part to build.
+        params: Hyperparameters of the whole model.
+        stage: Pipeline stage to build.
         num_classes: Number of classes.
-        pooling: How the tokens of a row become one vector.
+        pooling: Pooling method.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DecoderForClassification(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleDict:
-        """The decoder layers of this stage, by their index in the whole model."""
+        """Decoder layers of this stage, keyed by their global index."""
         return self.backbone.layers
 
     def forward(
@@ -62,17 +62,17 @@ class DecoderForClassification(nn.Module):
         Args:
             hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
             position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
-            documents_BL: Which document each position belongs to [B, L]; see `DecoderModel.forward`. Where padding is
-                on the left, give the mask here too.
-            mask_BL: Where there is a token [B, L], bool or 0 and 1; None for everywhere.
-            labels: The class of each row [B], int64; -100 leaves a row out. Only the last stage looks at them.
+            documents_BL: Document id of each position [B, L]; see `DecoderModel.forward`. With left padding, pass the
+                token mask here as well, so that tokens do not attend to padding.
+            mask_BL: Token mask [B, L], bool or 0 and 1; None if there is no padding.
+            labels: Class of each row [B], int64; -100 ignores a row. Used only on the last stage.
 
         Returns:
-            On the last stage the loss of each row [B] in nats (float32, or float64 for a float64 model) if labels are
-            given, else its logits [B, C]; hidden states [B, L, D] on every other stage.
+            On the last stage, the loss of each row [B] in nats (float32, or float64 for a float64 model) if labels are
+            given, else the logits [B, C]. On other stages, hidden states [B, L, D].
 
         Raises:
-            UserError: If the input is not what this stage takes, or something else does not fit it.
+            UserError: If `hidden` is not a valid input of this stage, or another argument does not match it.
         """
         hidden_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL)
         return hidden_BLD if self.head is None else classify(self.head, hidden_BLD, mask_BL=mask_BL, labels_B=labels)
@@ -80,14 +80,14 @@ class DecoderForClassification(nn.Module):
 
 @final
 class DecoderForEmbedding(nn.Module):
-    """The backbone with an `EmbeddingHead` on its last stage; how vectors are compared is for the task to say.
+    """Backbone with an `EmbeddingHead` on its last stage. The task computes the loss of the embeddings.
 
     Args:
-        params: Sizes of the whole model.
-        stage: Which part to build.
-        embedding_size: Size of the vectors; None for the hidden size, without a projection.
-        pooling: How the tokens of a row become one vector.
-        normalize: Whether vectors are scaled to length 1.
+        params: Hyperparameters of the whole model.
+        stage: Pipeline stage to build.
+        embedding_size: Size of the embeddings; None for the hidden size without a projection.
+        pooling: Pooling method.
+        normalize: If True, scale embeddings to unit L2 norm.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class DecoderForEmbedding(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleDict:
-        """The decoder layers of this stage, by their index in the whole model."""
+        """Decoder layers of this stage, keyed by their global index."""
         return self.backbone.layers
 
     def forward(
@@ -126,20 +126,20 @@ class DecoderForEmbedding(nn.Module):
         documents_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
     ) -> Tensor:
-        """Run this stage; arguments are those of `DecoderForClassification.forward`.
+        """Run this stage.
 
         Args:
             hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
             position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
-            documents_BL: Which document each position belongs to [B, L].
-            mask_BL: Where there is a token [B, L], bool or 0 and 1; None for everywhere.
+            documents_BL: Document id of each position [B, L]; see `DecoderForClassification.forward`.
+            mask_BL: Token mask [B, L], bool or 0 and 1; None if there is no padding.
 
         Returns:
-            On the last stage a vector for each row [B, E], in at least float32 if normalised; hidden states [B, L, D]
-            on every other stage.
+            On the last stage, the embedding of each row [B, E], in at least float32 if normalized. On other stages,
+            hidden states [B, L, D].
 
         Raises:
-            UserError: If the input is not what this stage takes, or something else does not fit it.
+            UserError: If `hidden` is not a valid input of this stage, or another argument does not match it.
         """
         hidden_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL)
         return hidden_BLD if self.head is None else self.head(hidden_BLD, mask_BL=mask_BL)
@@ -148,26 +148,26 @@ class DecoderForEmbedding(nn.Module):
 def classify(
     head: ClassificationHead, hidden_BLD: Tensor, *, mask_BL: Tensor | None, labels_B: Tensor | None
 ) -> Tensor:
-    """Logits of a classification head [B, C], or its losses [B] where labels [B] are given.
+    """Return the logits [B, C] of a classification head, or its losses [B] if labels [B] are given.
 
     Raises:
-        UserError: If mask or labels do not fit, or a label is none of the classes.
+        UserError: If the shape of mask or labels does not match, or a label on the CPU is out of range.
     """
     logits_BC = head(hidden_BLD, mask_BL=mask_BL)
     if labels_B is None:
         return logits_BC
     if labels_B.shape != logits_BC.shape[:1]:
         raise UserError(
-            f"labels of classes have shape {tuple(labels_B.shape)}; expected {tuple(logits_BC.shape[:1])}, one class "
-            "for each row."
+            f"class labels have shape {tuple(labels_B.shape)}; expected {tuple(logits_BC.shape[:1])}, one class per "
+            "row."
         )
-    check_token_ids(labels_B, logits_BC.shape[1], what="labels of classes", ignored=IGNORED_LABEL)
+    check_token_ids(labels_B, logits_BC.shape[1], what="class labels", ignored=IGNORED_LABEL)
     wide_BC = logits_BC.to(torch.promote_types(logits_BC.dtype, torch.float32))
     return F.cross_entropy(wide_BC, labels_B, reduction="none", ignore_index=IGNORED_LABEL)
 
 
 def drop_tied_embedding(backbone: DecoderModel) -> None:
-    """Without a language-model head nothing is tied: the embedding is on the first stage alone."""
+    """Remove the embedding from a last stage that needs none, because it has no tied language-model head."""
     if not backbone.stage.is_first:
         backbone.embedding = None
 

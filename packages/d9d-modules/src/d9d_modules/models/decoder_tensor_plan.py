@@ -1,4 +1,4 @@
-"""How a decoder is tensor parallel: heads, features and vocabulary are split, and the sequence between them."""
+"""Tensor-parallel plans of decoders: shard heads, features and vocabulary, with sequence parallelism between blocks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,15 +22,16 @@ from d9d_modules.attention import attention_tensor_plan
 from d9d_modules.models.decoder_params import DecoderParams
 
 SEQUENCE = Shard(1)
-"""Hidden states [B, L, D] of which each rank has a part of the sequence."""
+"""Placement of hidden states [B, L, D] sharded along the sequence."""
 
 
 @final
 @dataclass(frozen=True)
 class WholeRows(TensorStyle):
-    """A head that pools: it gets whole rows of what arrives split along the sequence, and is the same on every rank.
+    """Tensor-parallel style of a pooling head: replicated parameters, sequence-sharded input.
 
-    The first positional argument [B, L / tp, ...] is all-gathered; backward each rank takes its part.
+    Forward all-gathers the first positional argument [B, L / tp, ...] to whole rows; backward takes this rank's shard
+    of the gradient.
     """
 
     has_partial_gradients: ClassVar[bool] = False
@@ -43,15 +44,15 @@ class WholeRows(TensorStyle):
 def decoder_tensor_plan(
     params: DecoderParams, *, lm_heads: Sequence[str] = ("lm_head",), pooled_heads: Sequence[str] = ()
 ) -> dict[str, TensorStyle]:
-    """The plan for `parallelize_tensor` of a decoder with any heads.
+    """Return the `parallelize_tensor` plan of a decoder with any heads.
 
-    Between the blocks each rank has L / tp tokens (sequence parallel); the degree divides L, the number of key/value
-    heads, the intermediate size and the vocabulary.
+    Between the blocks each rank holds L / tp tokens (sequence parallelism). The tensor-parallel degree must divide L,
+    the number of key/value heads, the intermediate size and the vocabulary size.
 
     Args:
-        params: The sizes of the model.
-        lm_heads: Names of the language-model heads, such as `heads.text` of a `DecoderWithHeads`.
-        pooled_heads: Names of the heads that pool, such as `head` of a `DecoderForClassification`.
+        params: Hyperparameters of the model.
+        lm_heads: Module paths of the language-model heads, such as `heads.text` of a `DecoderWithHeads`.
+        pooled_heads: Module paths of the pooling heads, such as `head` of a `DecoderForClassification`.
     """
     feed_forward = "backbone.layers.*.feed_forward"
     return {
@@ -66,12 +67,12 @@ def decoder_tensor_plan(
 def decoder_attention_tensor_plan(
     params: DecoderParams, *, lm_heads: Sequence[str] = ("lm_head",), pooled_heads: Sequence[str] = ()
 ) -> dict[str, TensorStyle]:
-    """The plan without feed-forward blocks, which compute on their part of the sequence with whole parameters.
+    """Return the plan without feed-forward blocks, which then run on L / tp tokens with replicated parameters.
 
     Args:
-        params: The sizes of the model.
-        lm_heads: Names of the language-model heads.
-        pooled_heads: Names of the heads that pool.
+        params: Hyperparameters of the model.
+        lm_heads: Module paths of the language-model heads.
+        pooled_heads: Module paths of the pooling heads.
     """
     return {
         "backbone.embedding": VocabParallelEmbedding(output=SEQUENCE),

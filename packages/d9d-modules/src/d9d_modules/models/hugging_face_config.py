@@ -1,4 +1,4 @@
-"""Reading a Hugging Face `config.json`: a missing, mistyped or unsupported entry is named, never guessed."""
+"""Strict reading of a Hugging Face `config.json`: missing, mistyped or unsupported entries raise an error."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 from d9d_dist.errors import UserError
 
 HuggingFaceConfig: TypeAlias = Mapping[str, object]
-"""The parsed `config.json` of a checkpoint."""
+"""Parsed `config.json` of a checkpoint."""
 
 T = TypeVar("T", int, float, bool)
 
@@ -20,44 +20,46 @@ def config_value(
     """Read one number or flag of a configuration.
 
     Args:
-        config: The parsed `config.json`.
+        config: Parsed `config.json`.
         key: Name of the entry.
-        kind: Type to expect; an integer is a float too.
-        default: Stands for a missing entry; None if it may not be missing.
-        minimum: Smallest number allowed; None allows finite numbers above 0.
+        kind: Expected type; an int is accepted as a float.
+        default: Value of a missing entry; None if the entry is required.
+        minimum: Smallest valid number; None requires a number above 0. Numbers must be finite.
 
     Raises:
         UserError: If the entry is missing without a default, of another type, or out of range.
     """
     value = config.get(key, default)
     if value is None:
-        raise UserError(f"config.json has no {key!r}; expected a {kind.__name__}: is this the right checkpoint?")
+        raise UserError(
+            f"config.json has no {key!r}; expected a value of type {kind.__name__}: is this the right checkpoint?"
+        )
     if kind is float and type(value) is int:
         value = float(value)
     if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
-        raise UserError(f"config.json has {key} = {value!r}; expected a {kind.__name__}.")
+        raise UserError(f"config.json has {key} = {value!r}; expected a value of type {kind.__name__}.")
     if kind is not bool:
         is_in_range = value > 0 if minimum is None else value >= minimum
         if not (is_in_range and math.isfinite(value)):
             bound = "above 0" if minimum is None else f"of at least {minimum}"
-            raise UserError(f"config.json has {key} = {value!r}; expected a {kind.__name__} {bound}.")
+            raise UserError(f"config.json has {key} = {value!r}; expected a value of type {kind.__name__} {bound}.")
     return value
 
 
 def require_value(
     config: HuggingFaceConfig, key: str, supported: object, *, required: bool = False, where: str = "config.json"
 ) -> None:
-    """Refuse a configuration that asks for what is not implemented.
+    """Check that an entry has the only value that is implemented.
 
     Args:
-        config: The parsed `config.json`.
+        config: Parsed `config.json`.
         key: Name of the entry.
-        supported: The only value that is implemented.
-        required: Whether the entry must be there; if not, a missing one counts as supported.
-        where: What errors call the configuration.
+        supported: The only supported value.
+        required: If True, a missing entry is an error; if False, it counts as supported.
+        where: Name of the configuration in error messages.
 
     Raises:
-        UserError: If the entry has another value, or a flag is a number.
+        UserError: If the entry has another value, or is a number instead of a bool or vice versa.
     """
     if key not in config and not required:
         return
@@ -69,35 +71,35 @@ def require_value(
 def require_known_keys(
     config: HuggingFaceConfig, *, used: Collection[str], irrelevant: Mapping[str, str], where: str = "config.json"
 ) -> None:
-    """Refuse a configuration with an entry that would be dropped.
+    """Check that a configuration has no unknown entries, which would be silently ignored.
 
     Args:
-        config: The parsed `config.json`, or one object of it.
+        config: Parsed `config.json`, or one object in it.
         used: Entries that the caller reads.
-        irrelevant: Entries that do not change the model, each with the reason.
-        where: What errors call the configuration.
+        irrelevant: Reasons by entry, for entries that do not change the model.
+        where: Name of the configuration in error messages.
 
     Raises:
-        UserError: Naming every other entry.
+        UserError: If there are unknown entries; the message names all of them.
     """
     unknown = {key: value for key, value in config.items() if key not in used and key not in irrelevant}
     if unknown:
         entries = ", ".join(f"{key} = {value!r}" for key, value in unknown.items())
         raise UserError(
-            f"{where} has {entries}; expected only entries whose effect on the model is known. Delete an entry from "
-            "the mapping before you pass it if the model does not depend on that entry."
+            f"{where} has {entries}; expected only known entries. If an entry does not affect the model, delete it "
+            "from the mapping before passing it."
         )
 
 
 @contextmanager
 def config_keys_in_errors(keys: Mapping[str, str]) -> Generator[None]:
-    """Name the entries of a `config.json` in errors about the sizes that were read from it.
+    """Append the names of `config.json` entries to errors about fields that were read from them.
 
     Args:
-        keys: Entry by the field that it became, where the names differ.
+        keys: Names of `config.json` entries by field name.
 
     Raises:
-        UserError: The error of the body, with the entries of the fields that it mentions.
+        UserError: The error of the body, extended by the entry names of the fields that it mentions.
     """
     try:
         yield

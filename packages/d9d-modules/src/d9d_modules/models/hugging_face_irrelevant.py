@@ -1,9 +1,9 @@
-"""Entries of a Hugging Face `config.json` that do not change what a decoder computes, each with the reason."""
+"""Entries of a Hugging Face `config.json` that do not affect a decoder, with the reasons."""
 
 from collections.abc import Mapping
 
 _REASONS = {
-    "says who wrote the file, and where it came from": (
+    "provenance of the file": (
         "_commit_hash",
         "_name_or_path",
         "architectures",
@@ -13,8 +13,8 @@ _REASONS = {
         "unsloth_fixed",
         "unsloth_version",
     ),
-    "the model's dtype is chosen where the model is built": ("dtype", "torch_dtype"),
-    "names a kernel or the form of the output, not the result": (
+    "the caller sets the model's dtype": ("dtype", "torch_dtype"),
+    "selects a kernel or the output format, which does not change the result": (
         "_attn_implementation",
         "_attn_implementation_autoset",
         "_experts_implementation",
@@ -28,14 +28,14 @@ _REASONS = {
         "torchscript",
         "use_cache",
     ),
-    "a special token for tokenizers and generation; the weight of padding is trained as any other": (
+    "a special token of tokenizer and generation; the padding embedding is trained like any other": (
         "bos_token_id",
         "decoder_start_token_id",
         "eos_token_id",
         "pad_token_id",
         "sep_token_id",
     ),
-    "a setting of generation, which transformers reads from generation_config.json": (
+    "a generation setting, which transformers reads from generation_config.json": (
         "bad_words_ids",
         "begin_suppress_tokens",
         "diversity_penalty",
@@ -64,7 +64,7 @@ _REASONS = {
         "top_p",
         "typical_p",
     ),
-    "describes the head of a classifier, which the caller builds": (
+    "describes the classification head, which the caller builds": (
         "classifier_dropout",
         "finetuning_task",
         "id2label",
@@ -76,10 +76,10 @@ _REASONS = {
 }
 
 IRRELEVANT: Mapping[str, str] = {key: reason for reason, keys in _REASONS.items() for key in keys}
-"""Reason by entry, of the entries that every family may have."""
+"""Irrelevant entries of all families, with the reason of each."""
 
 QWEN3_IRRELEVANT: Mapping[str, str] = IRRELEVANT
-"""Those of Qwen3."""
+"""Irrelevant entries of Qwen3, with the reason of each."""
 
 LLAMA3_IRRELEVANT: Mapping[str, str] = IRRELEVANT
-"""Those of Llama 3."""
+"""Irrelevant entries of Llama 3, with the reason of each."""

@@ -1,4 +1,4 @@
-"""Rotary positions in a Hugging Face `config.json`: their base, and how they are scaled, both ways."""
+"""RoPE base and scaling in a Hugging Face `config.json`: reading and writing."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ ROPE_ENTRIES = (
     "rope_scaling",
     "rope_theta",
 )
-"""The entries of a `config.json` that `rope_from_hugging_face` reads."""
+"""Entries of `config.json` that `rope_from_hugging_face` reads."""
 
 _SCALING_ENTRIES = {
     "default": (),
@@ -35,17 +35,18 @@ _SCALING_ENTRIES = {
     "llama3": ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings"),
     "longrope": ("attention_factor", "factor", "long_factor", "original_max_position_embeddings", "short_factor"),
 }
-"""What each `rope_type` reads, beside the type and the base."""
+"""Entries that each `rope_type` reads, in addition to the type and the base."""
 
 
 def rope_from_hugging_face(config: HuggingFaceConfig) -> tuple[float, RopeScaling | None]:
-    """Read the base of the rotary wavelengths, and their scaling, from whichever place they are written in.
+    """Read the RoPE base and the RoPE scaling from a `config.json`.
 
-    `transformers` takes `rope_scaling` where there is one, then `rope_parameters`, and looks for the base beside it.
+    Like `transformers`, it prefers `rope_scaling` to `rope_parameters`. The base is read from the same object, or from
+    the top level.
 
     Raises:
-        UserError: If the base or a value of the scaling is missing, there is no such scaling, an entry is not one of
-            its scaling, or two places contradict each other.
+        UserError: If the base or a scaling value is missing, the scaling is unknown, an entry does not belong to the
+            scaling, or two places contradict each other.
     """
     places = {key: _entries(config, key) for key in ("rope_scaling", "rope_parameters")}
     require_value(config, "partial_rotary_factor", 1.0)
@@ -53,35 +54,35 @@ def rope_from_hugging_face(config: HuggingFaceConfig) -> tuple[float, RopeScalin
     rope = places[chosen]
     if "rope_theta" not in rope and config.get("rope_theta") is None:
         raise UserError(
-            f"config.json has no 'rope_theta' for {chosen} = {rope}, for which transformers takes 10000.0; expected "
-            f"the base of the rotary wavelengths. Write it into {chosen}."
+            f"config.json has no 'rope_theta' for {chosen} = {rope}; expected the RoPE base, which transformers "
+            f"defaults to 10000.0. Write it into {chosen}."
         )
     theta = config_value(rope if "rope_theta" in rope else config, "rope_theta", float)
     scaling = _scaling(rope, config, chosen)
     for other in others:
         if _scaling(places[other], config, other) != scaling:
             raise UserError(
-                f"config.json has {chosen} = {rope} and {other} = {places[other]}; expected one of them, or the "
-                "same in both. Write rope_theta and the scaling into rope_parameters, and delete rope_scaling."
+                f"config.json has {chosen} = {rope} and {other} = {places[other]}; expected only one of them, or equal "
+                "values. Write rope_theta and the scaling into rope_parameters, and delete rope_scaling."
             )
     for place, entries in (("config.json", config), *places.items()):
         written = entries.get("rope_theta")
         if written is not None and written != theta:
             raise UserError(
-                f"{place} has rope_theta = {written!r}, but {chosen} counts with {theta}; expected one base. Write it "
-                "into rope_parameters alone."
+                f"{place} has rope_theta = {written!r}, but {chosen} uses {theta}; expected one base. Write it only "
+                "into rope_parameters."
             )
     return theta, scaling
 
 
 def rope_to_hugging_face(params: DecoderParams) -> dict[str, JsonValue]:
-    """Write the entries of a `config.json` that say how positions are rotated.
+    """Return the RoPE entries of a `config.json`.
 
-    Both forms are written: that of `transformers` 5 (`rope_parameters`), and the one that its earlier versions and
-    inference engines read.
+    They include both formats: `rope_parameters` of `transformers` 5, and `rope_theta` with `rope_scaling`, which
+    earlier versions and inference engines read.
 
     Raises:
-        UserError: If the layout has no place for a value.
+        UserError: If `config.json` cannot represent the scaling.
     """
     scaling = None if params.rope_scaling is None else _written(params.rope_scaling, params)
     return {
@@ -95,7 +96,7 @@ def rope_to_hugging_face(params: DecoderParams) -> dict[str, JsonValue]:
 
 
 def _entries(config: HuggingFaceConfig, key: str) -> dict[str, object]:
-    """One object of the configuration without its nulls, which are entries that are left out."""
+    """Return the object at `key` without null entries, which count as missing."""
     written = config.get(key)
     if written is None:
         return {}
@@ -163,9 +164,9 @@ def _written(scaling: RopeScaling, params: DecoderParams) -> dict[str, JsonValue
         case DynamicNtkScaling():
             if scaling.original_max_positions != params.max_position_embeddings:
                 raise UserError(
-                    f"original_max_positions = {scaling.original_max_positions} of the dynamic NTK scaling, "
-                    f"max_position_embeddings = {params.max_position_embeddings}; a config.json has one number for "
-                    "both: expected them to be equal."
+                    f"the dynamic NTK scaling has original_max_positions = {scaling.original_max_positions}, the model "
+                    f"max_position_embeddings = {params.max_position_embeddings}; config.json has one entry for both: "
+                    "expected them to be equal."
                 )
             return {"rope_type": "dynamic", "factor": scaling.factor}
         case YarnScaling():
@@ -200,16 +201,16 @@ def _written(scaling: RopeScaling, params: DecoderParams) -> dict[str, JsonValue
 
 
 def _original_length(rope: HuggingFaceConfig, config: HuggingFaceConfig) -> int:
-    """Length of the first training: with the scaling, or that of the model."""
+    """Return the pretraining sequence length: the scaling's entry, else `max_position_embeddings`."""
     key = "original_max_position_embeddings"
     length = config_value(rope if key in rope else config, key if key in rope else "max_position_embeddings", int)
-    # Where both places have it, versions of transformers disagree about which one counts.
+    # If both places have the entry, versions of transformers disagree on which one applies.
     require_value(config, key, length)
     return length
 
 
 def _factor(rope: HuggingFaceConfig, config: HuggingFaceConfig) -> float:
-    """The factor, or what follows from both lengths where it is left out."""
+    """Return the scaling factor, by default the ratio of the maximum to the pretraining sequence length."""
     if "factor" in rope:
         return config_value(rope, "factor", float)
     return config_value(config, "max_position_embeddings", int) / _original_length(rope, config)

@@ -1,7 +1,7 @@
-"""Llama 3, arXiv:2407.21783, 3.1 and 3.2 included: grouped-query attention, rotary positions, SwiGLU, RMS norm.
+"""Llama 3 (arXiv:2407.21783), including 3.1 and 3.2: grouped-query attention, RoPE, SwiGLU, RMS norm.
 
-The models are those of `decoder_model`, `decoder_pooled` and `decoder_heads`, under the names of the family. Releases
-from 3.1 on have a `Llama3Scaling`; the small ones of 3.2 tie their head.
+The model classes are aliases of those in `decoder_model`, `decoder_pooled` and `decoder_heads`. Releases from 3.1 on
+use `Llama3Scaling`; the small 3.2 models tie the language-model head to the embedding.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from d9d_modules.models.decoder_pooled import DecoderForClassification, DecoderF
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Params:
-    """The sizes of a Llama 3 model.
+    """Hyperparameters of a Llama 3 model.
 
     Attributes:
         vocab_size: Number of token ids.
@@ -25,16 +25,15 @@ class Llama3Params:
         num_heads: Number of query heads.
         num_kv_heads: Number of key/value heads; divides `num_heads`.
         head_dim: Size of one head; even.
-        intermediate_size: Size between the projections of the feed-forward block.
-        tie_word_embeddings: Whether the head uses the weight of the token embedding.
+        intermediate_size: Intermediate size of the feed-forward block.
+        tie_word_embeddings: If True, the language-model head shares the weight of the token embedding.
         rope_theta: Base of the rotary wavelengths.
-        rope_scaling: Changes the wavelengths for long sequences; None for those of the base, as in 3.0.
-        rope_length: The longest sequence, for a scaling that depends on it (dynamic NTK, LongRoPE). None takes the
-            longest of each call, as `transformers` does: results then depend on how a batch is split.
-        rms_norm_eps: Epsilon of every norm.
+        rope_scaling: RoPE scaling for long sequences; None for no scaling, as in Llama 3.0.
+        rope_length: Longest sequence length, for scalings that depend on it (dynamic NTK, LongRoPE). None uses the
+            longest row of each call, like `transformers`; results then depend on how a batch is split.
+        rms_norm_eps: Epsilon of all RMS norms.
         initializer_range: Standard deviation of the initial weights.
-        max_position_embeddings: Longest sequence that the model is meant for: positions are below it. Written to
-            exported configurations.
+        max_position_embeddings: Exclusive upper bound of the positions; written to exported configurations.
     """
 
     vocab_size: int
@@ -53,33 +52,33 @@ class Llama3Params:
     max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no model can have.
+        """Validate the hyperparameters.
 
         Raises:
-            UserError: Naming the field, its value, and what it may be.
+            UserError: If a field is out of range; the message names the field, its value and the valid values.
         """
         check_decoder_params(self)
 
     @property
     def has_qk_norm(self) -> bool:
-        """See `DecoderParams`; never."""
+        """See `DecoderParams`. Always False."""
         return False
 
     def window(self, index: int) -> None:
-        """See `DecoderParams`; none."""
+        """See `DecoderParams`. Always None: Llama 3 has no sliding windows."""
 
 
 Llama3Model: TypeAlias = DecoderModel
-"""The backbone."""
+"""Llama 3 backbone."""
 
 Llama3ForCausalLM: TypeAlias = DecoderForCausalLM
-"""The backbone with a language-model head."""
+"""Llama 3 backbone with a language-model head."""
 
 Llama3ForClassification: TypeAlias = DecoderForClassification
-"""The backbone with scores of classes for each row."""
+"""Llama 3 backbone with a classification head."""
 
 Llama3ForEmbedding: TypeAlias = DecoderForEmbedding
-"""The backbone with a vector for each row."""
+"""Llama 3 backbone with a text-embedding head."""
 
 Llama3WithHeads: TypeAlias = DecoderWithHeads
-"""The backbone with several named heads."""
+"""Llama 3 backbone with several named heads."""

@@ -1,4 +1,4 @@
-"""Llama 3 in the Hugging Face layout: names of tensors and `config.json`, both ways."""
+"""Hugging Face layout of Llama 3: state mapper and `config.json`, in both directions."""
 
 from d9d_modules.models.decoder_hugging_face import (
     DECODER_ENTRIES,
@@ -20,27 +20,27 @@ from d9d_modules.models.llama3 import Llama3Params
 from d9d_state import JsonValue, StateMapper
 
 LLAMA3_ENTRIES = (*DECODER_ENTRIES, "mlp_bias")
-"""The entries that `llama3_params_from_hugging_face` reads."""
+"""Entries of `config.json` that `llama3_params_from_hugging_face` reads."""
 
 _MAY_BE_NULL = ("head_dim", "num_key_value_heads")
 
 
 def llama3_from_hugging_face(params: Llama3Params) -> StateMapper:
-    """Mapper from a Hugging Face checkpoint on disk to `Llama3ForCausalLM`; its `inverse()` exports.
+    """Build the mapper from a Hugging Face checkpoint to `Llama3ForCausalLM`; its `inverse()` exports.
 
     Args:
-        params: Sizes of the model.
+        params: Hyperparameters of the model.
     """
     return decoder_from_hugging_face(params)
 
 
 def llama3_hugging_face_config(params: Llama3Params) -> dict[str, JsonValue]:
-    """The `config.json` with which `transformers` and inference engines load an exported `Llama3ForCausalLM`.
+    """Return the `config.json` of an exported `Llama3ForCausalLM` for `transformers` and inference engines.
 
     `transformers` loads only models whose number of heads divides the hidden size.
 
     Raises:
-        UserError: If the layout has no place for the scaling of the positions.
+        UserError: If `config.json` cannot represent the RoPE scaling.
     """
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -51,16 +51,16 @@ def llama3_hugging_face_config(params: Llama3Params) -> dict[str, JsonValue]:
 
 
 def llama3_params_from_hugging_face(config: HuggingFaceConfig) -> Llama3Params:
-    """Sizes from the parsed `config.json` of a Llama 3 checkpoint.
+    """Read the hyperparameters from the parsed `config.json` of a Llama 3 checkpoint.
 
     Raises:
-        UserError: If it describes another family, lacks a size, or asks for what is not implemented.
+        UserError: If it describes another family, lacks an entry, or needs an unsupported feature.
     """
     require_value(config, "model_type", "llama", required=True)
     require_known_keys(config, used=LLAMA3_ENTRIES, irrelevant=LLAMA3_IRRELEVANT)
     require_plain_decoder(config)
     require_value(config, "mlp_bias", supported=False)
-    # The head sizes may be left out, or null.
+    # head_dim and num_key_value_heads may be missing or null.
     config = {key: value for key, value in config.items() if value is not None or key not in _MAY_BE_NULL}
     hidden_size = config_value(config, "hidden_size", int)
     num_heads = config_value(config, "num_attention_heads", int)

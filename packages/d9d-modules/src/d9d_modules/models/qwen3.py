@@ -1,6 +1,6 @@
-"""Qwen3 (dense), arXiv:2505.09388: grouped-query attention with QK norm, rotary positions, SwiGLU, RMS norm.
+"""Qwen3, dense (arXiv:2505.09388): grouped-query attention with QK norm, RoPE, SwiGLU, RMS norm.
 
-The models are those of `decoder_model`, `decoder_pooled` and `decoder_heads`, under the names of the family.
+The model classes are aliases of those in `decoder_model`, `decoder_pooled` and `decoder_heads`.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from d9d_modules.models.decoder_pooled import DecoderForClassification, DecoderF
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3Params:
-    """The sizes of a Qwen3 model.
+    """Hyperparameters of a Qwen3 model.
 
     Attributes:
         vocab_size: Number of token ids.
@@ -26,18 +26,18 @@ class Qwen3Params:
         num_heads: Number of query heads.
         num_kv_heads: Number of key/value heads; divides `num_heads`.
         head_dim: Size of one head; even.
-        intermediate_size: Size between the projections of the feed-forward block.
-        tie_word_embeddings: Whether the head uses the weight of the token embedding.
+        intermediate_size: Intermediate size of the feed-forward block.
+        tie_word_embeddings: If True, the language-model head shares the weight of the token embedding.
         rope_theta: Base of the rotary wavelengths.
-        rope_scaling: Changes the wavelengths for long sequences; None for those of the base.
-        rope_length: The longest sequence, for a scaling that depends on it (dynamic NTK, LongRoPE). None takes the
-            longest of each call, as `transformers` does: results then depend on how a batch is split.
-        sliding_window: To how many positions those of `sliding_layers` attend, themselves included; None for none.
-        sliding_layers: Indices of the layers with a sliding window; all others attend to everything before.
-        rms_norm_eps: Epsilon of every norm.
+        rope_scaling: RoPE scaling for long sequences; None for no scaling.
+        rope_length: Longest sequence length, for scalings that depend on it (dynamic NTK, LongRoPE). None uses the
+            longest row of each call, like `transformers`; results then depend on how a batch is split.
+        sliding_window: Window size of the layers in `sliding_layers`, including the current position; None if no layer
+            has a window.
+        sliding_layers: Indices of the layers with a sliding window; the other layers use full causal attention.
+        rms_norm_eps: Epsilon of all RMS norms.
         initializer_range: Standard deviation of the initial weights.
-        max_position_embeddings: Longest sequence that the model is meant for: positions are below it. Written to
-            exported configurations.
+        max_position_embeddings: Exclusive upper bound of the positions; written to exported configurations.
     """
 
     vocab_size: int
@@ -58,29 +58,29 @@ class Qwen3Params:
     max_position_embeddings: int = 32768
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no model can have.
+        """Validate the hyperparameters.
 
         Raises:
-            UserError: Naming the field, its value, and what it may be.
+            UserError: If a field is out of range; the message names the field, its value and the valid values.
         """
         check_decoder_params(self)
         if (self.sliding_window is None) is not (not self.sliding_layers):
             raise UserError(
                 f"sliding_window = {self.sliding_window}, sliding_layers = {self.sliding_layers}; expected both or "
-                "neither: a size, and the layers that have it."
+                "neither: the window size, and the indices of the layers that use it."
             )
         if self.sliding_window is not None and self.sliding_window <= 0:
             raise UserError(f"sliding_window = {self.sliding_window}; expected a number above 0, or None.")
         outside = [index for index in self.sliding_layers if index not in range(self.num_layers)]
         if outside:
             raise UserError(
-                f"sliding_layers names layer {outside[0]}; expected indices from 0 to {self.num_layers - 1}, since "
+                f"sliding_layers contains {outside[0]}; expected indices from 0 to {self.num_layers - 1}, since "
                 f"num_layers = {self.num_layers}."
             )
 
     @property
     def has_qk_norm(self) -> bool:
-        """See `DecoderParams`; always."""
+        """See `DecoderParams`. Always True."""
         return True
 
     def window(self, index: int) -> int | None:
@@ -89,21 +89,21 @@ class Qwen3Params:
 
 
 Qwen3Model: TypeAlias = DecoderModel
-"""The backbone."""
+"""Qwen3 backbone."""
 
 Qwen3ForCausalLM: TypeAlias = DecoderForCausalLM
-"""The backbone with a language-model head."""
+"""Qwen3 backbone with a language-model head."""
 
 Qwen3ForClassification: TypeAlias = DecoderForClassification
-"""The backbone with scores of classes for each row."""
+"""Qwen3 backbone with a classification head."""
 
 Qwen3ForEmbedding: TypeAlias = DecoderForEmbedding
-"""The backbone with a vector for each row."""
+"""Qwen3 backbone with a text-embedding head."""
 
 Qwen3WithHeads: TypeAlias = DecoderWithHeads
-"""The backbone with several named heads."""
+"""Qwen3 backbone with several named heads."""
 
 
 def qwen3_lm_head(backbone: Qwen3Model) -> LanguageModelHead | None:
-    """The head that belongs to a stage of the backbone: None on all but the last."""
+    """Build the language-model head if the backbone is a last stage; return None for other stages."""
     return decoder_lm_head(backbone) if backbone.stage.is_last else None

@@ -1,4 +1,4 @@
-"""Qwen3 in the Hugging Face layout: names of tensors and `config.json`, both ways."""
+"""Hugging Face layout of Qwen3: state mapper and `config.json`, in both directions."""
 
 from dataclasses import replace
 
@@ -24,24 +24,24 @@ from d9d_modules.models.qwen3 import Qwen3Params
 from d9d_state import JsonValue, StateMapper
 
 QWEN3_ENTRIES = (*DECODER_ENTRIES, "layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
-"""The entries that `qwen3_params_from_hugging_face` reads."""
+"""Entries of `config.json` that `qwen3_params_from_hugging_face` reads."""
 
 
 def qwen3_from_hugging_face(params: Qwen3Params, *, feed_forward: FeedForwardMapper | None = None) -> StateMapper:
-    """Mapper from a Hugging Face checkpoint on disk to `Qwen3ForCausalLM`; its `inverse()` exports.
+    """Build the mapper from a Hugging Face checkpoint to `Qwen3ForCausalLM`; its `inverse()` exports.
 
     Args:
-        params: Sizes of the model.
-        feed_forward: Maps the blocks that the model's `feed_forward` builds; None for the family's SwiGLU.
+        params: Hyperparameters of the model.
+        feed_forward: Returns the mapper of each custom feed-forward block; None for `SwiGLU`.
     """
     return decoder_from_hugging_face(params, feed_forward=feed_forward)
 
 
 def qwen3_hugging_face_config(params: Qwen3Params) -> dict[str, JsonValue]:
-    """The `config.json` with which `transformers` and inference engines load an exported `Qwen3ForCausalLM`.
+    """Return the `config.json` of an exported `Qwen3ForCausalLM` for `transformers` and inference engines.
 
     Raises:
-        UserError: If the layout has no place for the scaling of the positions.
+        UserError: If `config.json` cannot represent the RoPE scaling.
     """
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -52,10 +52,10 @@ def qwen3_hugging_face_config(params: Qwen3Params) -> dict[str, JsonValue]:
 
 
 def qwen3_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3Params:
-    """Sizes from the parsed `config.json` of a Qwen3 checkpoint.
+    """Read the hyperparameters from the parsed `config.json` of a Qwen3 checkpoint.
 
     Raises:
-        UserError: If it describes another family, lacks a size, or asks for what is not implemented.
+        UserError: If it describes another family, lacks an entry, or needs an unsupported feature.
     """
     require_value(config, "model_type", "qwen3", required=True)
     require_known_keys(config, used=QWEN3_ENTRIES, irrelevant=QWEN3_IRRELEVANT)
@@ -67,10 +67,10 @@ def qwen3_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3Params:
 
 
 def decoder_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3Params:
-    """The part of the configuration that the dense and the sparse family share: all but sliding windows.
+    """Read the hyperparameters that dense and sparse Qwen3 share: all except the sliding windows.
 
     Raises:
-        UserError: If it lacks a size, or asks for what is not implemented.
+        UserError: If `config.json` lacks an entry or needs an unsupported feature.
     """
     require_plain_decoder(config)
     theta, scaling = rope_from_hugging_face(config)
@@ -93,21 +93,20 @@ def decoder_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3Params:
 
 
 def sliding_window_of(config: HuggingFaceConfig) -> int:
-    """Read the size of a window that the configuration uses.
+    """Read the sliding-window size of a configuration that enables sliding windows.
 
     Raises:
-        UserError: If it is missing, or no size.
+        UserError: If the entry is missing or not a positive integer.
     """
     if config.get("sliding_window") is None:
         raise UserError(
-            "config.json has no 'sliding_window', but use_sliding_window = True; expected the number of positions that "
-            "a position attends to."
+            "config.json has no 'sliding_window', but use_sliding_window = True; expected the window size in positions."
         )
     return config_value(config, "sliding_window", int)
 
 
 def _sliding_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers with a window: those whose type says so, or, without types, those from `max_window_layers` on."""
+    """Return the layers with a sliding window: by `layer_types`, or else all layers from `max_window_layers` on."""
     is_sliding = config_value(config, "use_sliding_window", bool, default=False)
     types = config.get("layer_types")
     if types is None:
@@ -116,19 +115,19 @@ def _sliding_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, ..
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != num_layers or any(each not in known for each in types):
         raise UserError(
-            f"config.json has layer_types = {types!r}; expected a list of {num_layers}, as num_hidden_layers says, "
+            f"config.json has layer_types = {types!r}; expected a list of num_hidden_layers = {num_layers} items, "
             f"each one of {', '.join(known)}."
         )
     if not is_sliding and known[1] in types:
         raise UserError(
             f"config.json has layer_types = {types!r} and use_sliding_window = False; expected no {known[1]!r}, or "
-            "use_sliding_window = True and a sliding_window."
+            "use_sliding_window = True with a sliding_window."
         )
     return tuple(index for index, each in enumerate(types) if each == "sliding_attention")
 
 
 def _sliding_entries(params: Qwen3Params) -> dict[str, JsonValue]:
-    """All three always, so that none is left from the file that the weights came with."""
+    """Return all three entries, also without windows, to override those of the original `config.json`."""
     if params.sliding_window is None:
         return {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
     return {
