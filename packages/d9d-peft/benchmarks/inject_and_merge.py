@@ -2,9 +2,9 @@
 
     uv run python packages/d9d-peft/benchmarks/inject_and_merge.py --output inject_and_merge.json
 
-Both ways make the same factors, initialise them, and freeze the rest. They run in one process, in pairs of which each
-comes first in turn, so whatever else the machine does meets both; compare ratios, not seconds. Merging runs in a
-process of its own, whose highest memory before and after is asked of the system.
+Both methods create the same factors, initialize them, and freeze all other parameters. They run alternately in one
+process, so other load on the machine affects both; compare ratios, not seconds. Merging runs in a separate process,
+whose peak memory is read before and after.
 """
 
 import argparse
