@@ -273,13 +273,13 @@ def _experts_of_a_rank_are_counted_backwards() -> AbstractContextManager[object]
 
 
 def _with_arrived_weights(change: Callable[[Tensor, Tensor], Tensor]) -> AbstractContextManager[object]:
-    real = d9d_moe.all_to_all.dispatch_some
+    real = d9d_moe.all_to_all.dispatch_local
 
     def changed(rows_MD: Tensor, here: Routing, *, num_experts: int, num_rows: int) -> LocalDispatched:
         weights_MA = change(here.probabilities, here.indices < num_experts)
         return real(rows_MD, here._replace(probabilities=weights_MA), num_experts=num_experts, num_rows=num_rows)
 
-    return mock.patch.object(d9d_moe.all_to_all, "dispatch_some", changed)
+    return mock.patch.object(d9d_moe.all_to_all, "dispatch_local", changed)
 
 
 def _weights_count_twice() -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""Bytes that an all-to-all dispatch moves between ranks, against the fewest that its routing allows.
+"""Bytes that an all-to-all dispatch sends between ranks, compared with the minimum for the routing.
 
     uv run --group test python packages/d9d-moe/benchmarks/all_to_all.py --output all_to_all.json
 
@@ -24,12 +24,12 @@ from d9d_moe import AllToAllDispatcher, Routing
 
 
 def main() -> None:
-    """Count, print JSON, and write it if asked to."""
+    """Count, print the results as JSON, and optionally write them to a file."""
     parser = argparse.ArgumentParser(description="Bytes that cross ranks, against the fewest.")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=512, help="of each rank")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per rank")
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _count(routing_name: str, sizes: dict[str, int]) -> dict[str, int]:
-    """Bytes that this rank sends in forward and backward, and the fewest."""
+    """Return the bytes that this rank sends in forward and backward, and the minimum."""
     sent = {"moved": 0, "metadata": 0}
     real = dist.all_to_all_single
 
@@ -69,7 +69,7 @@ def _count(routing_name: str, sizes: dict[str, int]) -> dict[str, int]:
         homes_TA = routing.indices // (sizes["experts"] // ctx.world_size)
         is_there_TR = torch.zeros(sizes["tokens"], ctx.world_size, dtype=torch.bool).scatter_(1, homes_TA, value=True)
         is_there_TR[:, ctx.rank] = False
-    row_bytes = 4 * tokens[0].nbytes  # there and back, twice; what a rank sends back, others have sent it
+    row_bytes = 4 * tokens[0].nbytes  # dispatch and combine, forward and backward
     return {
         **sent,
         "bound": int(is_there_TR.sum()) * row_bytes,
@@ -78,7 +78,7 @@ def _count(routing_name: str, sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _routing(name: str, sizes: dict[str, int], *, seed: int) -> Routing:
-    """Each token's experts, drawn evenly, or so that the n-th has a share of about 1 / n."""
+    """Draw the experts of each token, uniformly or with a share of the n-th expert proportional to about 1 / n."""
     draws = torch.Generator().manual_seed(seed)
     shares = torch.ones(sizes["experts"]) if name == "balanced" else 1.0 / torch.arange(1, sizes["experts"] + 1)
     indices = torch.multinomial(shares.expand(sizes["tokens"], -1), sizes["top_k"], generator=draws)

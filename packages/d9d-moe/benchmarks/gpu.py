@@ -1,4 +1,4 @@
-"""What part of the machine's own speed experts reach: grouped products, permutations, and a stack of layers.
+"""Speed of grouped products, permutations and a stack of layers, relative to the peak rates of the device.
 
     uv run --group test python packages/d9d-moe/benchmarks/gpu.py --output gpu.json
 
@@ -25,7 +25,7 @@ from d9d_moe.permute import combine_rows, inverse_permutation, take_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is measured.
+    """Sizes of the measurements.
 
     Attributes:
         tokens: Tokens of a forward pass.
@@ -53,7 +53,7 @@ TINY = Sizes(tokens=32, experts=8, top_k=2, hidden=16, intermediate=16, layers=2
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table.
+    """Row of the table.
 
     Attributes:
         what: What is computed.
@@ -69,10 +69,10 @@ class Row:
 
 
 def main() -> None:
-    """Measure, print the table, and write JSON if asked to."""
+    """Measure, print the table, and optionally write JSON."""
     parser = argparse.ArgumentParser(description="Experts against the machine's own speed, and against their peers.")
-    parser.add_argument("--device", help="by default the accelerator")
-    parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
+    parser.add_argument("--device", help="default: the accelerator")
+    parser.add_argument("--tiny", action="store_true", help="use small sizes, to test the script")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
     device = torch.device(args.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 class Bench:
-    """The measurements on one device, in bfloat16."""
+    """Measurements on one device, in bfloat16."""
 
     def __init__(self, device: torch.device, sizes: Sizes) -> None:
         self.device, self.sizes = device, sizes
@@ -101,7 +101,7 @@ class Bench:
         self._rate = 2 * side**3 / self._seconds(lambda: square @ square)
 
     def rows(self) -> Iterator[Row]:
-        """All lines of the table."""
+        """Yield all rows of the table."""
         for name, counts in (("balanced", self._balanced()), ("Zipf", self._zipf())):
             yield from self._products(name, counts)
         yield from self._permutations()
@@ -112,7 +112,7 @@ class Bench:
         return torch.full((sizes.experts,), sizes.tokens * sizes.top_k // sizes.experts, device=self.device)
 
     def _zipf(self) -> Tensor:
-        """The n-th expert has a share of 1 / n."""
+        """Return counts in which the n-th expert's share is proportional to 1 / n."""
         total = self.sizes.tokens * self.sizes.top_k
         shares = 1.0 / torch.arange(1, self.sizes.experts + 1)
         counts = (shares / shares.sum() * total).long()
@@ -196,7 +196,7 @@ class Bench:
         return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
 
     def _seconds(self, function: Callable[[], object]) -> float:
-        """Median time of one call."""
+        """Return the median time of a call in seconds."""
         function()
         return statistics.median(self._measure(function) for _ in range(self.sizes.repeats))
 
@@ -215,7 +215,7 @@ class Bench:
 
 
 class _Stack(nn.Module):
-    """Layers one after the other, each added to what it got."""
+    """Sequence of layers with residual connections."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()

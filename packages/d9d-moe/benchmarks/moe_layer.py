@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer, forward and backward, against `transformers`: its grouped products, and its loop.
+"""Forward and backward of a mixture-of-experts layer, vs. the grouped products and the loop of `transformers`.
 
     uv run --group test python packages/d9d-moe/benchmarks/moe_layer.py --output moe_layer.json
 
@@ -21,7 +21,7 @@ from d9d_moe import MoeFeedForward, TopKRouter
 
 
 def main() -> None:
-    """Measure, print JSON, and write it if asked to."""
+    """Measure, print the results as JSON, and optionally write them to a file."""
     parser = argparse.ArgumentParser(description="Time of a mixture-of-experts layer, forward and backward.")
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--top-k", type=int, default=8)
@@ -53,13 +53,13 @@ def main() -> None:
 
 
 def our_layer(args: argparse.Namespace) -> MoeFeedForward:
-    """The layer of this package."""
+    """Build the layer of d9d-moe."""
     router = TopKRouter(args.hidden_size, num_experts=args.experts, top_k=args.top_k)
     return MoeFeedForward(args.hidden_size, args.intermediate_size, router=router)
 
 
 def their_layer(args: argparse.Namespace, implementation: str) -> nn.Module:
-    """That of `transformers`."""
+    """Build the layer of `transformers`."""
     config = Qwen3MoeConfig(
         hidden_size=args.hidden_size,
         moe_intermediate_size=args.intermediate_size,
@@ -73,7 +73,7 @@ def their_layer(args: argparse.Namespace, implementation: str) -> nn.Module:
 
 @torch.no_grad()
 def copy_weights(ours: MoeFeedForward, theirs: nn.Module) -> None:
-    """Give their layer our weights."""
+    """Copy the weights of the d9d-moe layer to the layer of `transformers`."""
     theirs.get_parameter("gate.weight").copy_(ours.get_parameter("router.weight"))
     fused = torch.cat((ours.experts.gate_proj.weight, ours.experts.up_proj.weight), dim=1)
     theirs.get_parameter("experts.gate_up_proj").copy_(fused)
@@ -81,7 +81,7 @@ def copy_weights(ours: MoeFeedForward, theirs: nn.Module) -> None:
 
 
 def step(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Forward and backward; output and gradient of the input."""
+    """Run forward and backward; return the output and the input gradient."""
     layer.zero_grad()
     x = x.detach().requires_grad_()
     y = layer(x)
@@ -91,14 +91,14 @@ def step(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]
 
 
 def largest_difference(layers: dict[str, nn.Module], x: Tensor, gradient: Tensor) -> float:
-    """Of outputs and gradients, relative to the largest number."""
+    """Return the largest difference of outputs and gradients, relative to the largest value."""
     expected, *others = [step(layer, x, gradient) for layer in layers.values()]
     pairs = [pair for other in others for pair in zip(other, expected, strict=True)]
     return max(((got - wanted).abs().max() / wanted.abs().max()).item() for got, wanted in pairs)
 
 
 def times(layers: dict[str, nn.Module], x: Tensor, gradient: Tensor, repeats: int) -> dict[str, float]:
-    """Median milliseconds of each, and the ratios of ours, round by round."""
+    """Return median milliseconds of each layer, and the median ratios of d9d-moe, measured in interleaved rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in layers}
     names = list(layers)
     for index in range(repeats):

@@ -18,7 +18,7 @@ NUM_EXPERTS, SIZE = 8, 3
 @final
 @dataclass(frozen=True)
 class Case:
-    """What all ranks have, in float64.
+    """Inputs of all ranks, in float64.
 
     Attributes:
         num_tokens: Of each rank.
@@ -33,7 +33,7 @@ class Case:
     seed: int = 0
 
     def of_rank(self, rank: int) -> tuple[Tensor, Routing, Tensor]:
-        """Tokens of a rank, where they go, and the gradient of what comes back."""
+        """Return the tokens of a rank, their routing, and the output gradient."""
         draws = torch.Generator().manual_seed(100 * self.seed + rank)
         num_tokens = self.num_tokens[rank]
         tokens, gradient = torch.randn(2, num_tokens, SIZE, generator=draws, dtype=torch.float64)
@@ -47,7 +47,7 @@ def _scales() -> Tensor:
 
 
 def _run(case: Case) -> tuple[dict[str, Tensor], list[int]]:
-    """What comes back and all gradients; bytes that this rank sends to others in each all-to-all."""
+    """Return outputs and all gradients, and the bytes that this rank sends to other ranks in each all-to-all."""
     sent = []
     real = dist.all_to_all_single
 
@@ -89,7 +89,7 @@ def _cases(draw: st.DrawFn) -> Case:
 @example(case=Case((5, 5, 5, 5), 1, (5,)))  # all to one expert
 @example(case=Case((3, 0, 7, 9), 5, tuple(range(NUM_EXPERTS))))  # more experts of a token than a rank has
 @example(case=Case((0, 0), 2, (0, 1)))
-def test_tokens_go_once_to_each_rank_and_come_back_as_if_all_experts_were_here(case: Case) -> None:
+def test_each_token_is_sent_once_per_rank_and_outputs_match_local_dispatch(case: Case) -> None:
     num_ranks = len(case.num_tokens)
     found, crossed = zip(*run_ranks(_run, case, world_size=num_ranks), strict=True)
     expected_scales = torch.zeros(NUM_EXPERTS, SIZE, dtype=torch.float64)
@@ -97,13 +97,13 @@ def test_tokens_go_once_to_each_rank_and_come_back_as_if_all_experts_were_here(c
         expected = _through(LocalDispatcher(), case, rank, _scales())
         expected_scales += expected.pop("scales")
         assert_trees_close({name: ours[name] for name in expected}, expected, rtol=1e-12)
-    # Each rank has the gradients of its own experts, summed over the tokens of all ranks.
+    # Each rank has the gradients of its experts, summed over the tokens of all ranks.
     torch.testing.assert_close(torch.cat([ours["scales"] for ours in found]), expected_scales)
     _assert_fewest_bytes(case, crossed)
 
 
 def _assert_fewest_bytes(case: Case, crossed: tuple[list[int], ...]) -> None:
-    """Each token once to each other rank that has an expert of it, and back; in backward again."""
+    """Check that each token is sent once to each other rank with one of its experts and back, also in backward."""
     num_ranks = len(crossed)
     crossing_RR = torch.zeros(num_ranks, num_ranks, dtype=torch.int64)
     for rank in range(num_ranks):

@@ -26,7 +26,7 @@ NUM_EXPERTS, TOP_K, SIZE = 8, 3, 4
 
 
 class Event:
-    """Counts how often something waited for it."""
+    """Event that counts its waits."""
 
     waited = 0
 
@@ -35,7 +35,7 @@ class Event:
 
 
 class StandIn:
-    """Does what `deep_ep.Buffer` does, in its words, over torch's collectives and in any dtype."""
+    """Implementation of the interface of `deep_ep.Buffer` with torch's collectives, for any dtype."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -81,7 +81,7 @@ class StandIn:
 
 
 def _case(kind: str, rank: int) -> tuple[Tensor, Routing, Tensor]:
-    """Tokens of a rank, where they go, and the gradient of what comes back; float64."""
+    """Return the tokens of a rank, their routing, and the output gradient, in float64."""
     draws = torch.Generator().manual_seed(10 + rank)
     num_tokens = {"random": 3 + 2 * rank, "no tokens": 4 * rank, "one rank": 5, "every rank": 5}[kind]
     tokens, gradient = torch.randn(2, num_tokens, SIZE, generator=draws, dtype=torch.float64)
@@ -121,7 +121,7 @@ def _run() -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_tokens_travel_there_and_back(num_ranks: int) -> None:
+def test_dispatch_and_combine_match_local_dispatch(num_ranks: int) -> None:
     for kind, *found in zip(KINDS, *run_ranks(_run, world_size=num_ranks), strict=True):
         expected_scales = torch.zeros(NUM_EXPERTS, SIZE, dtype=torch.float64)
         for rank, ours in enumerate(found):
@@ -132,7 +132,7 @@ def test_tokens_travel_there_and_back(num_ranks: int) -> None:
 
 
 def _layer(degree: int) -> dict[str, Tensor]:
-    """Output and gradients of a layer that is recomputed, over ranks that have parts of the tokens."""
+    """Return output and gradients of a layer with activation checkpointing, with the tokens split over ranks."""
     with MeshConfig(data_parallel_shard=-1, expert_parallel=degree).build() as ctx:
         with torch.device("meta"):
             router = TopKRouter(SIZE, num_experts=NUM_EXPERTS, top_k=TOP_K, init_std=1.0)
@@ -149,7 +149,7 @@ def _layer(degree: int) -> dict[str, Tensor]:
         return {"y": y.detach(), **experts}
 
 
-def test_a_layer_computes_what_it_computes_alone() -> None:
+def test_layer_on_several_ranks_matches_one_rank() -> None:
     (expected,) = run_ranks(_layer, 1, world_size=1)
     assert len(expected) == 4
     found = run_ranks(_layer, 2, world_size=2)
@@ -157,7 +157,7 @@ def test_a_layer_computes_what_it_computes_alone() -> None:
         torch.testing.assert_close({**ours, "y": torch.cat([each["y"] for each in found])}, expected)
 
 
-# --- its buffers, and what it lacks
+# --- buffers and unsupported cases
 
 
 @dataclass
@@ -208,23 +208,23 @@ def _buffer(num_ranks: int, device: str = "meta") -> Any:
 
 
 @pytest.mark.usefixtures("installed")
-def test_buffers_are_as_large_as_both_ways_need_within_a_node_and_between_nodes() -> None:
+def test_buffer_sizes_are_the_maximum_of_dispatch_and_combine() -> None:
     assert _buffer(8).sizes == (5 * 128 * 8, 0)
     assert _buffer(16).sizes == (5 * 128 * 8, 5 * 128 * 16)
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_degree_without_kernels_is_refused() -> None:
+def test_unsupported_degree_is_refused() -> None:
     with pytest.raises(UserError, match=r"expert_parallel = 6: Unsupported number of EP ranks: 6\. Use another degree"):
         _buffer(6)
 
 
-def test_a_cpu_is_refused() -> None:
+def test_cpu_is_refused() -> None:
     with pytest.raises(UserError, match=r"dispatch = 'deep_ep' on a CPU; .* Use dispatch = 'all_to_all'"):
         _buffer(8, "cpu")
 
 
-def test_the_install_command_is_named() -> None:
+def test_missing_package_error_has_install_command() -> None:
     with pytest.raises(UserError, match=r"deep_ep is not installed\. Install it: pip install .*DeepEP"):
         _buffer(8)
 

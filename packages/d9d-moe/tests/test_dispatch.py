@@ -8,7 +8,7 @@ from d9d_moe import LocalDispatcher, Routing
 
 
 def _routing(num_tokens: int, num_experts: int, top_k: int, *, used: int) -> Routing:
-    """Random choices among the first `used` experts only."""
+    """Return a random routing to the first `used` experts."""
     indices = torch.stack([torch.randperm(max(used, top_k))[:top_k] for _ in range(num_tokens)])
     assert indices.max() < num_experts
     return Routing(indices, torch.rand(num_tokens, top_k, dtype=torch.float64))
@@ -32,7 +32,7 @@ def test_rows_are_sorted_by_expert_in_token_order(data: st.DataObject, num_token
 
 
 @pytest.mark.parametrize(("num_experts", "top_k", "used"), [(4, 2, 4), (6, 2, 2), (3, 1, 1), (3, 3, 3)])
-def test_the_way_there_and_back_is_a_weighted_sum(num_experts: int, top_k: int, used: int) -> None:
+def test_dispatch_and_combine_compute_a_weighted_sum(num_experts: int, top_k: int, used: int) -> None:
     tokens = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
     routing = _routing(9, num_experts, top_k, used=used)
     probabilities = routing.probabilities.requires_grad_()
@@ -60,7 +60,7 @@ def test_half_precision_is_summed_in_float32() -> None:
     assert combined.item() == 1.25  # 256 + 1 is 256 in bfloat16, and the first weight is 1
 
 
-def test_no_tokens_give_no_rows() -> None:
+def test_zero_tokens_give_zero_rows() -> None:
     routing = Routing(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
     tokens = torch.zeros(0, 5, requires_grad=True)
     dispatched = LocalDispatcher().dispatch(tokens, routing, num_experts=3)

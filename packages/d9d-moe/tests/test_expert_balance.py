@@ -37,7 +37,7 @@ def test_backward_counts_each_microbatch_once() -> None:
     assert take_expert_counts(model)["0"].eq(0).all()
 
 
-def test_evaluation_and_replays_count_nothing() -> None:
+def test_evaluation_and_forward_without_backward_are_not_counted() -> None:
     model, x = _model(), torch.randn(5, 8)
     with torch.no_grad():
         model(x)
@@ -51,7 +51,7 @@ FROZEN = {"router": ["0.router.weight"], "all": ["0.router", "0.experts"], "all 
 
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("is_recomputed", [False, True])
-def test_what_is_frozen_counts_too(frozen: str, is_recomputed: bool) -> None:
+def test_frozen_layers_are_counted(frozen: str, is_recomputed: bool) -> None:
     model, x, head = _model(), torch.randn(5, 8), nn.Linear(8, 1)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(tuple(FROZEN[frozen])))
@@ -64,20 +64,20 @@ def test_what_is_frozen_counts_too(frozen: str, is_recomputed: bool) -> None:
     assert take_expert_counts(model)["0"].eq(0).all()
 
 
-def test_what_is_frozen_within_a_recomputed_part_counts_once() -> None:
+def test_frozen_layer_with_activation_checkpointing_is_counted_once() -> None:
     model, x = _model(), torch.randn(5, 8)
     part = nn.Sequential(model.requires_grad_(False), nn.Linear(8, 8))
     checkpoint(part, x, use_reentrant=False).sum().backward()
     assert torch.equal(take_expert_counts(model)["0"], _expected(model, x))
 
 
-def test_recomputation_counts_once() -> None:
+def test_activation_checkpointing_is_counted_once() -> None:
     model, x = _model(), torch.randn(5, 8, requires_grad=True)
     checkpoint(model, x, use_reentrant=False).sum().backward()
     assert torch.equal(take_expert_counts(model)["0"], _expected(model, x))
 
 
-def test_a_split_backward_counts_once_and_its_weights_wait() -> None:
+def test_split_backward_counts_once_and_defers_weight_gradients() -> None:
     model, x = _model(), torch.randn(5, 8, requires_grad=True)
     split = SplitBackward()
     with split.forward():
@@ -93,7 +93,7 @@ def test_a_split_backward_counts_once_and_its_weights_wait() -> None:
     torch.testing.assert_close(got, {name: parameter.grad for name, parameter in model.named_parameters()})
 
 
-def test_the_bias_moves_against_the_load() -> None:
+def test_bias_decreases_for_overloaded_experts() -> None:
     model = _model()
     update_selection_bias(model, {"0": torch.tensor([10, 0, 5, 5])}, rate=0.1)
     bias = model.get_buffer("0.router.selection_bias")
@@ -102,7 +102,7 @@ def test_the_bias_moves_against_the_load() -> None:
         update_selection_bias(model, {}, rate=-1)
 
 
-def test_routers_without_a_bias_are_passed_over() -> None:
+def test_routers_without_a_bias_are_skipped() -> None:
     model = nn.Sequential(MoeFeedForward(8, 8, router=TopKRouter(8, num_experts=4, top_k=2)))
     model(torch.randn(5, 8)).sum().backward()
     counts = take_expert_counts(model)
@@ -111,7 +111,7 @@ def test_routers_without_a_bias_are_passed_over() -> None:
     assert take_expert_counts(nn.Linear(2, 2)) == {}
 
 
-def test_the_bias_evens_the_load_out() -> None:
+def test_bias_updates_balance_the_load() -> None:
     torch.manual_seed(0)
     model, x = _model(), torch.randn(256, 8) + 1.0
     for _ in range(200):
@@ -137,7 +137,7 @@ def _following_model() -> nn.Sequential:
     return nn.Sequential(MoeFeedForward(8, 8, router=router, losses=losses))
 
 
-def test_the_load_of_a_step_is_handed_to_the_next() -> None:
+def test_global_load_is_the_load_of_the_previous_step() -> None:
     model, x = _following_model(), torch.randn(3, 5, 8)
     load = model.get_buffer("0.global_load")
     assert load.eq(1).all()
@@ -158,7 +158,7 @@ def test_the_load_of_a_step_is_handed_to_the_next() -> None:
 
 
 @pytest.mark.parametrize("taken", [True, False, torch.tensor(True), torch.tensor(False)])
-def test_a_step_that_is_left_out_is_counted_and_moves_nothing(taken: Tensor | bool) -> None:
+def test_skipped_step_changes_no_bias_and_no_load(taken: Tensor | bool) -> None:
     model, x = _following_model(), torch.randn(3, 5, 8)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     sum(part.sum() for part in model(x)).backward()
@@ -168,7 +168,7 @@ def test_a_step_that_is_left_out_is_counted_and_moves_nothing(taken: Tensor | bo
 
 
 def _expected_before(model: nn.Module, before: dict[str, Tensor], x: Tensor) -> Tensor:
-    """What the router chose with the bias that it had."""
+    """Return the tokens per expert with the buffers from before the update."""
     now = model.get_buffer("0.router.selection_bias").clone()
     model.get_buffer("0.router.selection_bias").copy_(before["0.router.selection_bias"])
     expected = _expected(model, x)
@@ -185,19 +185,19 @@ def _refusal() -> str:
         return ""
 
 
-def test_several_ranks_that_do_not_know_each_other_are_refused() -> None:
+def test_several_ranks_without_token_groups_are_refused() -> None:
     for message in run_ranks(_refusal, world_size=2):
-        assert "0 counts the tokens of its own rank alone, but there are 2 ranks" in message
+        assert "0 counts only the tokens of its own rank, but there are 2 ranks" in message
         assert "Call parallelize_expert_parallel(model, ctx), also with a degree of 1" in message
 
 
-def test_a_bias_of_half_precision_is_refused() -> None:
+def test_half_precision_bias_is_refused() -> None:
     model = _model().bfloat16()
     with pytest.raises(UserError, match=r"the selection bias of 0 is torch.bfloat16; expected float32"):
         balance_experts(model)
 
 
-def test_losses_of_the_global_batch_even_the_load_out() -> None:
+def test_global_batch_losses_balance_the_load() -> None:
     torch.manual_seed(0)
     router = TopKRouter(8, num_experts=4, top_k=1, init_std=1.0)
     losses = RouterLosses(balance=1.0, scope="global_batch")

@@ -25,12 +25,12 @@ def _refusals() -> list[str]:
     return messages
 
 
-def test_what_cannot_be_is_refused_on_all_ranks() -> None:
+def test_invalid_options_are_refused_on_all_ranks() -> None:
     for messages in run_ranks(_refusals, world_size=2):
         uneven, deep_ep, unknown = messages
         assert "mesh.expert_parallel = 2 does not divide the 5 experts of 0. Use a degree that divides 5." in uneven
         assert "dispatch = 'deep_ep' on a CPU" in deep_ep
-        assert "dispatch = 'pigeons'; expected one of all_to_all, deep_ep, or a function." in unknown
+        assert "dispatch = 'pigeons'; expected one of all_to_all, deep_ep, or a function that builds" in unknown
 
 
 def _names_and_shapes() -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -55,7 +55,7 @@ def test_experts_keep_their_global_names_and_shapes() -> None:
 
 
 def _dtypes_of_experts(degrees: Sequence[int]) -> list[tuple[torch.dtype, torch.dtype]]:
-    """In what the experts compute, and what comes out, where rows are float32, on every way that experts are held."""
+    """Return the dtypes of computation and output for float32 rows, for each expert-parallel degree."""
     seen = []
     for degree, shard_replicas in product(degrees, (True, False)):
         with MeshConfig(data_parallel_shard=-1, expert_parallel=degree).build() as ctx:
@@ -69,7 +69,7 @@ def _dtypes_of_experts(degrees: Sequence[int]) -> list[tuple[torch.dtype, torch.
     return list(zip(seen[::2], seen[1::2], strict=True))
 
 
-def test_rows_are_cast_to_the_precision_on_every_way_that_experts_are_held() -> None:
+def test_rows_are_cast_to_the_precision_in_every_layout() -> None:
     for found in [
         *run_ranks(_dtypes_of_experts, [1, 2], world_size=2),
         *run_ranks(_dtypes_of_experts, [1], world_size=1),

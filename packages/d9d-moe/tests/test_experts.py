@@ -6,7 +6,7 @@ from d9d_moe import GroupedSwiGLU
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 6), (torch.float32, 8)])
-def test_each_expert_is_a_swiglu(dtype: torch.dtype, size: int) -> None:
+def test_each_expert_computes_swiglu(dtype: torch.dtype, size: int) -> None:
     experts = GroupedSwiGLU(3, size, 2 * size, init_std=1.0).to(dtype)
     counts = [2, 0, 4]
     rows = torch.randn(6, size, dtype=dtype)

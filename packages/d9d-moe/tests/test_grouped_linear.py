@@ -13,7 +13,7 @@ COUNTS = [[4, 0, 3, 5], [0, 0, 0, 12], [12, 0, 0, 0], [3, 3, 3, 3]]
 
 
 def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """One row at a time."""
+    """Compute the product of one row at a time."""
     groups = [group for group, count in enumerate(counts.tolist()) for _ in range(count)]
     return torch.stack([weight[group] @ row for row, group in zip(x, groups, strict=True)])
 
@@ -54,7 +54,7 @@ def test_values_and_gradients(
         (torch.float64, torch.float64),
     ],
 )
-def test_autocast_decides_as_for_a_linear_layer(rows_dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+def test_autocast_matches_a_linear_layer(rows_dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     counts = [4, 0, 3, 5]
     x = torch.randn(12, 16, dtype=rows_dtype, requires_grad=True)
     weight = torch.randn(4, 8, 16, dtype=weight_dtype, requires_grad=True)
@@ -81,7 +81,7 @@ def test_autocast_decides_as_for_a_linear_layer(rows_dtype: torch.dtype, weight_
         (torch.float32, 4, 8, 0, "eager"),
     ],
 )
-def test_the_kernel_is_chosen_where_it_can_serve(
+def test_kernel_is_chosen_for_supported_inputs(
     dtype: torch.dtype, num_inputs: int, num_outputs: int, num_rows: int, expected: GroupedMatmulBackend
 ) -> None:
     x = torch.randn(num_rows, num_inputs, dtype=dtype, requires_grad=True)
@@ -95,7 +95,7 @@ def test_the_kernel_is_chosen_where_it_can_serve(
     assert weight.grad[0].eq(0).all()
 
 
-def test_rows_that_are_not_contiguous_are_served() -> None:
+def test_noncontiguous_rows_are_supported() -> None:
     x = torch.randn(8, 6).T
     weight = torch.randn(2, 4, 8)
     counts = torch.tensor([2, 4])
@@ -112,7 +112,7 @@ def test_shapes_are_inferred_on_meta(dtype: torch.dtype) -> None:
     assert weight.grad is not None
 
 
-def test_the_module_multiplies_with_its_weight() -> None:
+def test_module_uses_its_weight() -> None:
     layer = GroupedLinear(3, 4, 8, init_std=1.0)
     assert layer.weight.shape == (3, 8, 4)
     x, counts = torch.randn(5, 4), torch.tensor([1, 0, 4])
@@ -127,7 +127,7 @@ def test_reset_parameters_draws_from_the_given_normal_distribution() -> None:
         layer.reset_parameters()
 
 
-def test_the_environment_names_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_selects_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, counts = torch.randn(3, 4), torch.randn(2, 8, 4), torch.tensor([1, 2])
     assert choose_backend(x, weight, environment={}) == "grouped_mm"
     assert choose_backend(x, weight, environment={BACKEND_VARIABLE: "eager"}) == "eager"
@@ -136,19 +136,19 @@ def test_the_environment_names_the_backend(monkeypatch: pytest.MonkeyPatch) -> N
         grouped_matmul(x, weight, counts)
 
 
-def test_a_backend_that_cannot_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, counts = torch.randn(3, 4), torch.randn(2, 8, 4), torch.tensor([1, 2])
     with pytest.raises(UserError, match=r"backend = 'triton'; expected one of grouped_mm, grouped_gemm, eager"):
         grouped_matmul(x, weight, counts, backend="triton")  # ty: ignore[invalid-argument-type]
     monkeypatch.setattr("d9d_moe.grouped_linear.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"which is not installed\. Install it: .*pip install .*grouped_gemm"):
+    with pytest.raises(UserError, match=r"grouped_gemm is not installed\. Install it: .*pip install .*grouped_gemm"):
         grouped_matmul(x, weight, counts, backend="grouped_gemm")
     monkeypatch.setattr("d9d_moe.grouped_linear.find_spec", lambda name: object())
     with pytest.raises(UserError, match=r"got torch\.float32 on cpu; expected torch\.bfloat16 on an accelerator"):
         grouped_matmul(x, weight, counts, backend="grouped_gemm")
 
 
-def test_a_frozen_weight_has_no_gradient() -> None:
+def test_frozen_weight_has_no_gradient() -> None:
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(2, 8, 4)
     grouped_matmul(x, weight, torch.tensor([1, 2])).sum().backward()
     assert x.grad is not None
@@ -156,7 +156,7 @@ def test_a_frozen_weight_has_no_gradient() -> None:
 
 
 def _gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, *, trans_a: bool = False, trans_b: bool = False) -> Tensor:
-    """What the library's function computes, refusing what it refuses."""
+    """Compute the result of the library's function, with the same checks of the arguments."""
     assert batch_sizes.device.type == "cpu"
     assert batch_sizes.dtype == torch.int64
     assert a.is_contiguous()
@@ -168,7 +168,7 @@ def _gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, *, trans_a: bool = False, tr
 
 
 @pytest.mark.parametrize("counts", COUNTS)
-def test_the_library_is_called_as_it_expects(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_gemm_gets_supported_arguments(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     package, backend = ModuleType("grouped_gemm"), ModuleType("grouped_gemm.backend")
     monkeypatch.setattr(backend, "gmm", _gmm, raising=False)
     monkeypatch.setitem(sys.modules, "grouped_gemm", package)

@@ -1,4 +1,4 @@
-"""Against an independent implementation: `load_balancing_loss_func` of `transformers`."""
+"""Comparison with an independent implementation: `load_balancing_loss_func` of `transformers`."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def _expected(logits: list[Tensor], mask: Tensor | None = None) -> Tensor:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("num_layers", [1, 2, 8])
-def test_the_loss_over_all_layers_is_that_of_transformers(num_layers: int, masked: bool) -> None:
+def test_loss_over_all_layers_matches_transformers(num_layers: int, masked: bool) -> None:
     routers, inputs = _routers(num_layers), torch.randn(num_layers, 3 * 7, 6, dtype=torch.float64)
     mask = torch.rand(3, 7) < 0.6 if masked else None
     mask_T = None if mask is None else mask.flatten()
@@ -51,7 +51,7 @@ def test_the_loss_over_all_layers_is_that_of_transformers(num_layers: int, maske
     losses_BL = JointBalance(_joint())(records.unflatten(0, (3, 7)))
     got = losses_BL.sum() / (21 if mask is None else mask.sum())
     expected = _expected([routing.logits for routing in routings if routing.logits is not None], mask)
-    # The peer counts in float32.
+    # transformers computes the counts in float32.
     torch.testing.assert_close(got.float(), expected.float(), rtol=1e-6, atol=0)
     weights = [router.weight for router in routers]
     for found, wanted in zip(
@@ -60,7 +60,7 @@ def test_the_loss_over_all_layers_is_that_of_transformers(num_layers: int, maske
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
     if mask is not None:
         assert losses_BL[~mask].eq(0).all()
-    # The definitions differ by more than a factor of top_k with more than one layer.
+    # With more than one layer the two definitions differ by more than a factor of top_k.
     own = sum(
         token_losses(each, RouterLosses(balance=0.3, scope="batch"), TokenGroups(), rows=3, mask_T=mask_T).sum()
         for each in routings
@@ -69,7 +69,7 @@ def test_the_loss_over_all_layers_is_that_of_transformers(num_layers: int, maske
     assert (ratio.item() == pytest.approx(1 / TOP_K, rel=1e-6)) is (num_layers == 1)
 
 
-def test_the_loss_of_sequences_is_that_of_each_row() -> None:
+def test_sequence_scope_computes_the_loss_per_row() -> None:
     routers, inputs = _routers(2), torch.randn(2, 3, 7, 6, dtype=torch.float64)
     routings = [router(x.flatten(0, 1)) for router, x in zip(routers, inputs, strict=True)]
     records = sum(token_records(routing, _joint("sequence")) for routing in routings)
@@ -90,7 +90,7 @@ def _of_a_rank(x: Tensor, weight: Tensor) -> Tensor:
         return balance(token_records(router(x[ctx.rank]), _joint()).unsqueeze(0)).detach()
 
 
-def test_ranks_count_together() -> None:
+def test_counts_are_summed_over_ranks() -> None:
     router, x = *_routers(1), torch.randn(2, 7, 6, dtype=torch.float64)
     expected = JointBalance(_joint())(token_records(router(x.flatten(0, 1)), _joint()).unflatten(0, (2, 7)))
     losses = torch.cat(run_ranks(_of_a_rank, x, router.weight.detach(), world_size=2))
@@ -116,7 +116,7 @@ PARAMS = Qwen3MoeParams(
 
 
 @pytest.mark.parametrize("dense_layers", [(), (0,), (2,), (0, 1, 2)])
-def test_stages_pass_records_on(dense_layers: tuple[int, ...]) -> None:
+def test_records_pass_through_pipeline_stages(dense_layers: tuple[int, ...]) -> None:
     params = replace(PARAMS, dense_layers=dense_layers)
     whole = Qwen3MoeForCausalLM(params).double()
     plain = Qwen3MoeForCausalLM(replace(params, router_losses=RouterLosses())).double()
@@ -143,7 +143,7 @@ def test_stages_pass_records_on(dense_layers: tuple[int, ...]) -> None:
     torch.testing.assert_close(whole(input_ids, labels=labels), without)
 
 
-def test_a_scope_that_no_stage_can_know_is_refused() -> None:
+def test_unsupported_scope_and_unknown_definition_are_refused() -> None:
     with pytest.raises(UserError, match=r'definition = "transformers" with scope = "global_batch".*expected scope'):
         RouterLosses(balance=1.0, definition="transformers", scope="global_batch")
     with pytest.raises(UserError, match=r"router_losses\.definition = 'sum'; expected one of per_layer, transformers"):

@@ -37,7 +37,7 @@ def _moe(
 
 
 def _dense_sum(moe: MoeFeedForward, x: Tensor) -> Tensor:
-    """Every expert on every token, weighed by a matrix that is zero where the router did not choose."""
+    """Apply all experts to all tokens, weighted by a matrix that is zero for experts that were not chosen."""
     tokens = x.flatten(0, -2)
     routing = moe.router(tokens)
     weights = torch.zeros(len(tokens), moe.num_experts, dtype=x.dtype)
@@ -50,7 +50,7 @@ def _dense_sum(moe: MoeFeedForward, x: Tensor) -> Tensor:
     return total.view_as(x)
 
 
-def test_autocast_reaches_the_experts_alone() -> None:
+def test_autocast_affects_only_the_experts() -> None:
     moe, x = _moe(16, 16, num_experts=4, top_k=2, init_std=0.5), torch.randn(5, 16)
     routing = moe.router(x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -67,14 +67,14 @@ def test_autocast_reaches_the_experts_alone() -> None:
 
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("top_k", [1, 2, 5])
-def test_matches_all_experts_weighed_by_the_router(top_k: int, renormalize: bool) -> None:
+def test_matches_dense_sum_over_experts_weighted_by_the_router(top_k: int, renormalize: bool) -> None:
     moe = _moe(6, 7, num_experts=5, top_k=top_k, renormalize=renormalize, init_std=0.7).double()
     x = torch.randn(2, 4, 6, dtype=torch.float64, requires_grad=True)
     got, expected = moe(x), _dense_sum(moe, x)
     torch.testing.assert_close(got, expected)
     inputs = (x, *moe.parameters())
     gradient = torch.randn_like(x)
-    # With one renormalised expert, the weight is 1 whatever the router says, so the loop gives it no gradient.
+    # With one renormalized expert the weight is always 1, so the router gets no gradient in the loop.
     wanted = torch.autograd.grad(expected, inputs, gradient)
     torch.testing.assert_close(torch.autograd.grad(got, inputs, gradient), wanted)
 
@@ -94,7 +94,7 @@ def test_all_tokens_to_one_expert() -> None:
     assert [bool(expert.any()) for expert in gradient] == [False, False, False, True, False]
 
 
-def test_no_tokens() -> None:
+def test_zero_tokens() -> None:
     moe = _moe(8, 8, num_experts=4, top_k=2)
     y = moe(torch.zeros(0, 3, 8))
     assert y.shape == (0, 3, 8)
@@ -102,7 +102,7 @@ def test_no_tokens() -> None:
     assert all(parameter.grad is not None and parameter.grad.eq(0).all() for parameter in moe.parameters())
 
 
-def test_recomputation_gives_the_same_gradients() -> None:
+def test_activation_checkpointing_gives_the_same_gradients() -> None:
     moe = _moe(8, 8, num_experts=4, top_k=2)
     x = torch.randn(5, 8, requires_grad=True)
     inputs = (x, *moe.parameters())
@@ -111,7 +111,7 @@ def test_recomputation_gives_the_same_gradients() -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-def test_the_dispatcher_is_the_one_passed_in() -> None:
+def test_custom_dispatcher_is_used() -> None:
     class Recording:
         def __init__(self) -> None:
             self.counts: list[int] = []
@@ -126,7 +126,7 @@ def test_the_dispatcher_is_the_one_passed_in() -> None:
     assert sum(recording.counts) == 10
 
 
-def test_built_on_meta_and_materialised_it_is_complete() -> None:
+def test_materialize_from_meta_draws_initial_weights() -> None:
     with torch.device("meta"):
         model = nn.Sequential(_moe(32, 48, num_experts=4, top_k=2, init_std=0.1))
     materialize(model, device=torch.device("cpu"), seed=0)
@@ -134,7 +134,7 @@ def test_built_on_meta_and_materialised_it_is_complete() -> None:
         assert abs(parameter.std().item() - 0.1) < 0.02, name
 
 
-def test_top_k_above_the_experts_is_refused() -> None:
+def test_top_k_above_num_experts_is_refused() -> None:
     with pytest.raises(UserError, match=r"top_k = 3; expected 1 <= top_k <= num_experts = 2"):
         _moe(4, 4, num_experts=2, top_k=3)
 
@@ -151,7 +151,7 @@ def test_shared_experts_see_every_token() -> None:
     torch.testing.assert_close(ungated(x), ungated.experts(x))
 
 
-def test_losses_come_beside_the_hidden_states() -> None:
+def test_returns_router_losses_with_hidden_states() -> None:
     router = TopKRouter(6, num_experts=4, top_k=2, init_std=1.0)
     moe = MoeFeedForward(6, 7, router=router, losses=RouterLosses(z=0.5)).double()
     x = torch.randn(2, 3, 6, dtype=torch.float64)
@@ -161,7 +161,7 @@ def test_losses_come_beside_the_hidden_states() -> None:
     torch.testing.assert_close(y.losses, 0.5 * (x @ router.weight.T).logsumexp(-1).square())
 
 
-def test_routing_costs_nothing_in_evaluation() -> None:
+def test_router_losses_are_zero_in_evaluation() -> None:
     moe = MoeFeedForward(
         8, 8, router=TopKRouter(8, num_experts=4, top_k=2), losses=RouterLosses(balance=1.0, z=1.0)
     ).eval()
@@ -174,12 +174,12 @@ def test_routing_costs_nothing_in_evaluation() -> None:
     assert torch.equal(trained.hidden, evaluated.hidden)
 
 
-def test_a_mask_of_another_shape_is_refused() -> None:
+def test_mask_of_wrong_shape_is_refused() -> None:
     with pytest.raises(UserError, match=r"the mask has shape \(2, 4\); expected \(2, 3\), one number for each token"):
         _moe(4, 4, num_experts=2, top_k=1)(torch.randn(2, 3, 4), mask_BL=torch.ones(2, 4))
 
 
-def test_shared_experts_compute_while_tokens_are_on_their_way_back() -> None:
+def test_shared_experts_overlap_with_combine() -> None:
     events: list[str] = []
 
     class Recorded:

@@ -1,4 +1,4 @@
-"""Permutations with weights against plain indexing; the kernels too: on an accelerator, and in Triton's interpreter.
+"""Weighted permutations against plain indexing. Kernels run on an accelerator, or in Triton's interpreter.
 
 The interpreter is chosen when Triton is imported, so it has a process of its own, which runs the tests of this file.
 """
@@ -17,7 +17,7 @@ from d9d_moe.permute import combine_rows, inverse_permutation, sum_rows, take_ro
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2**-6}
 SHAPES = [(4, 1, 16, 4), (0, 2, 5, 0), (3, 4, 2100, 12), (5, 3, 7, 9), (4, 2, 5, 0)]
-"""Tokens, places of each, size, and how many places are not empty."""
+"""Cases: number of tokens, slots per token, row size, number of slots that are not empty."""
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
@@ -54,7 +54,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 @pytest.mark.parametrize("dtype", [d for d in TOLERANCE if not (INTERPRETED and d == torch.float64)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_there_and_back(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+def test_take_and_combine_match_indexing(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int]
+) -> None:
     num_tokens, copies, size, num_rows = shape
     wide = torch.promote_types(dtype, torch.float32)
     x = torch.randn(num_tokens, size, device=device, dtype=dtype, requires_grad=True)
@@ -80,7 +82,7 @@ def test_there_and_back(device: torch.device, dtype: torch.dtype, shape: tuple[i
 
 
 def _combined(x: Tensor, weights: Tensor, scales: Tensor, order: Tensor, copies: int) -> Tensor:
-    """In float64, of the rows as they were rounded."""
+    """Compute the expected weighted sums in float64, from the rounded rows."""
     rows = x.double()[order // copies] * scales.double() * weights.double().flatten()[order].unsqueeze(1)
     return torch.zeros_like(x, dtype=torch.float64).index_add(0, order // copies, rows)
 

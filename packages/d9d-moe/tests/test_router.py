@@ -11,7 +11,7 @@ from d9d_moe import SigmoidRouter, TopKRouter
 
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("top_k", [1, 3, 5])
-def test_takes_the_largest_probabilities(renormalize: bool, top_k: int) -> None:
+def test_chooses_the_largest_probabilities(renormalize: bool, top_k: int) -> None:
     router = TopKRouter(6, num_experts=5, top_k=top_k, renormalize=renormalize, init_std=1.0).double()
     x = torch.randn(7, 6, dtype=torch.float64)
     indices, probabilities, logits, all_scores = router(x)
@@ -28,7 +28,7 @@ def test_takes_the_largest_probabilities(renormalize: bool, top_k: int) -> None:
         torch.testing.assert_close(probabilities[token], expected)
 
 
-def test_autocast_does_not_reach_the_router() -> None:
+def test_autocast_does_not_affect_the_router() -> None:
     router, x = TopKRouter(8, num_experts=4, top_k=2, init_std=1.0), torch.randn(5, 8)
     with torch.autocast("cpu", torch.bfloat16):
         routing = router(x)
@@ -64,14 +64,14 @@ def test_reset_parameters_draws_from_the_given_normal_distribution() -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, 5])
-def test_top_k_outside_the_experts_is_refused(top_k: int) -> None:
+def test_invalid_top_k_is_refused(top_k: int) -> None:
     with pytest.raises(UserError, match=rf"top_k = {top_k}; expected 1 <= top_k <= num_experts = 4"):
         TopKRouter(3, num_experts=4, top_k=top_k)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 2), (6, 5), (12, 3)])
-def test_sigmoid_routing_is_that_of_the_reference(num_groups: int, top_groups: int, renormalize: bool) -> None:
+def test_sigmoid_routing_matches_the_reference(num_groups: int, top_groups: int, renormalize: bool) -> None:
     top_k = 3 if num_groups == 12 else 2
     ours = SigmoidRouter(
         6,
@@ -111,11 +111,11 @@ def test_sigmoid_routing_is_that_of_the_reference(num_groups: int, top_groups: i
 
 
 def _grouped_choice(router: SigmoidRouter, x: torch.Tensor) -> torch.Tensor:
-    """Groups of one expert: the best groups are the best experts."""
+    """Return the expected choice for groups of one expert, where the best groups are the best experts."""
     return (x @ router.weight.T).sigmoid().topk(router.top_k).indices
 
 
-def test_the_bias_selects_and_never_weighs() -> None:
+def test_bias_affects_the_choice_but_not_the_weights() -> None:
     router = SigmoidRouter(4, num_experts=3, top_k=1, renormalize=False, init_std=1.0).double()
     x = torch.randn(5, 4, dtype=torch.float64)
     router.selection_bias[2] = 10.0
@@ -135,6 +135,6 @@ def test_the_bias_selects_and_never_weighs() -> None:
         ({"top_k": 9}, r"top_k = 9; expected 1 <= top_k <= num_experts = 8"),
     ],
 )
-def test_groups_that_do_not_fit_are_refused(sizes: dict[str, Any], message: str) -> None:
+def test_invalid_groups_are_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         SigmoidRouter(4, num_experts=8, **{**sizes, "top_k": sizes.get("top_k", 2)})

@@ -13,7 +13,7 @@ ALONE = TokenGroups()
 
 
 def _sequence_loss(scores_LE: Tensor, indices_LA: Tensor) -> Tensor:
-    """DeepSeek-V3, equations 17 to 20, without the factor."""
+    """Compute the loss of DeepSeek-V3, equations 17 to 20, without the factor."""
     length, num_experts = scores_LE.shape
     total = torch.zeros((), dtype=scores_LE.dtype)
     for expert in range(num_experts):
@@ -23,7 +23,7 @@ def _sequence_loss(scores_LE: Tensor, indices_LA: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
-def test_the_balance_of_sequences_is_that_of_the_equations(kind: str) -> None:
+def test_sequence_balance_loss_matches_the_paper(kind: str) -> None:
     sizes: dict[str, Any] = {"num_experts": 5, "top_k": 2, "init_std": 1.0}
     router = (TopKRouter(6, **sizes) if kind == "softmax" else SigmoidRouter(6, **sizes)).double()
     x = torch.randn(3, 7, 6, dtype=torch.float64)
@@ -39,7 +39,7 @@ def test_the_balance_of_sequences_is_that_of_the_equations(kind: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(got.sum(), router.weight)[0], wanted)
 
 
-def test_the_balance_of_a_batch_is_that_of_transformers() -> None:
+def test_batch_balance_loss_matches_transformers() -> None:
     router = TopKRouter(6, num_experts=5, top_k=2, init_std=1.0)
     routing = router(torch.randn(21, 6))
     assert routing.logits is not None
@@ -61,20 +61,20 @@ def _load_of_a_batch(num_tokens: int) -> Tensor:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
-def test_the_load_of_a_batch_counts_ranks_with_more_tokens_for_more(num_tokens: int) -> None:
+def test_batch_load_weights_ranks_by_number_of_tokens(num_tokens: int) -> None:
     counts = torch.bincount(torch.cat([torch.arange(num_tokens), torch.arange(2 * num_tokens)]) % 4, minlength=4)
     for load in run_ranks(_load_of_a_batch, num_tokens, world_size=2):
         torch.testing.assert_close(load[0], counts * 4 / counts.sum().clamp(min=1))
 
 
-def test_even_loads_cost_the_factor() -> None:
+def test_balance_loss_of_an_even_load_is_the_factor() -> None:
     indices = torch.arange(6).repeat(4).view(12, 2)
     routing = Routing(indices, torch.ones(12, 2), torch.zeros(12, 6), torch.full((12, 6), 1 / 6))
     torch.testing.assert_close(expert_load(routing, ALONE, scope="batch", rows=1), torch.ones(1, 6))
     torch.testing.assert_close(token_losses(routing, RouterLosses(balance=0.7), ALONE, rows=4), torch.full((12,), 0.7))
 
 
-def test_the_balance_of_the_global_batch_follows_the_load_that_it_is_given() -> None:
+def test_global_batch_balance_loss_uses_the_given_load() -> None:
     router = TopKRouter(6, num_experts=5, top_k=2, init_std=1.0)
     routing, load = router(torch.randn(12, 6)), torch.tensor([0.5, 2.0, 0.0, 1.5, 1.0])
     assert routing.scores is not None
@@ -82,22 +82,22 @@ def test_the_balance_of_the_global_batch_follows_the_load_that_it_is_given() -> 
     torch.testing.assert_close(got, (routing.scores @ load) * 0.3)
 
 
-def test_the_z_loss_is_the_square_of_the_normaliser() -> None:
+def test_z_loss_is_the_squared_logsumexp() -> None:
     routing = TopKRouter(6, num_experts=5, top_k=2, init_std=1.0)(torch.randn(4, 6))
     assert routing.logits is not None
     expected = 0.1 * routing.logits.exp().sum(-1).log().square()
     torch.testing.assert_close(token_losses(routing, RouterLosses(z=0.1), ALONE, rows=2), expected)
 
 
-def test_no_tokens_cost_nothing() -> None:
+def test_zero_tokens_have_zero_losses() -> None:
     routing = TopKRouter(6, num_experts=5, top_k=2)(torch.zeros(0, 6))
     losses = RouterLosses(balance=1.0, z=1.0)
     assert token_losses(routing, losses, ALONE, rows=2).shape == (0,)
     assert token_losses(routing, losses, ALONE, rows=0).shape == (0,)
 
 
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(UserError, match=r"router_losses\.balance = -1; expected 0 \(none\) or above"):
+def test_invalid_losses_are_refused() -> None:
+    with pytest.raises(UserError, match=r"router_losses\.balance = -1; expected 0 \(disabled\) or above"):
         RouterLosses(balance=-1)
     with pytest.raises(UserError, match=r"router_losses\.z = -0\.5"):
         RouterLosses(z=-0.5)
@@ -106,5 +106,5 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         RouterLosses(scope="rank")  # ty: ignore[invalid-argument-type]
     hashed = Routing(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
-    with pytest.raises(UserError, match="a router that gives no logits and scores"):
+    with pytest.raises(UserError, match="a router that returns no logits and scores"):
         token_losses(hashed, RouterLosses(z=1.0), ALONE, rows=1)

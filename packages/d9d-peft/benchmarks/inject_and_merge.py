@@ -1,10 +1,10 @@
-"""Injecting LoRA into many linear layers, against replacing them by hand: time; and merging them: memory.
+"""Time to inject LoRA into many linear layers, compared with manual replacement, and memory to merge the adapters.
 
     uv run python packages/d9d-peft/benchmarks/inject_and_merge.py --output inject_and_merge.json
 
-Both ways make the same factors, initialise them, and freeze the rest. They run in one process, in pairs of which each
-comes first in turn, so whatever else the machine does meets both; compare ratios, not seconds. Merging runs in a
-process of its own, whose highest memory before and after is asked of the system.
+Both methods create the same factors, initialize them, and freeze all other parameters. They run alternately in one
+process, so other load on the machine affects both; compare ratios, not seconds. Merging runs in a separate process,
+whose peak memory is read before and after.
 """
 
 import argparse
@@ -30,10 +30,10 @@ LINEARS_IN_BLOCK = 8
 
 
 def main() -> None:
-    """Measure, print JSON, and write it if asked to."""
+    """Measure, print the results as JSON, and optionally write them to a file."""
     parser = argparse.ArgumentParser(description="Time of injecting LoRA, memory of merging it.")
     parser.add_argument("--linears", type=int, default=2000)
-    parser.add_argument("--size", type=int, default=64, help="of each linear layer that is injected")
+    parser.add_argument("--size", type=int, default=64, help="size of each linear layer for the time of injection")
     parser.add_argument("--merged-linears", type=int, default=64)
     parser.add_argument("--merged-size", type=int, default=1024)
     parser.add_argument("--rank", type=int, default=8)
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def build(num_linears: int, size: int, device: torch.device) -> nn.Module:
-    """Blocks of linear layers."""
+    """Build blocks of linear layers."""
     with device:
         return nn.Sequential(
             *(
@@ -67,7 +67,7 @@ def build(num_linears: int, size: int, device: torch.device) -> nn.Module:
 
 
 class HandMade(nn.Module):
-    """What a person would write."""
+    """Manually written LoRA layer."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -78,12 +78,12 @@ class HandMade(nn.Module):
         nn.init.zeros_(self.lora_b)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer and its update."""
+        """Compute the output of the layer plus the update."""
         return self.base(x) + 2.0 * F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
 def replace_by_hand(model: nn.Module, rank: int) -> None:
-    """Replace every linear layer, and freeze the rest."""
+    """Replace all linear layers and freeze all other parameters."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             model.set_submodule(name, HandMade(module, rank))
@@ -92,7 +92,7 @@ def replace_by_hand(model: nn.Module, rank: int) -> None:
 
 
 def _times(num_linears: int, size: int, rank: int, device: torch.device, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each way, of pairs in turn; the first pair warms up."""
+    """Return the seconds of each method, measured alternately; the first pair is a warm-up and is dropped."""
     ways: dict[str, Callable[[nn.Module], object]] = {
         "inject": lambda model: inject(LoRA(nn.Linear, rank=rank), model),
         "by_hand": lambda model: replace_by_hand(model, rank),
@@ -109,8 +109,8 @@ def _times(num_linears: int, size: int, rank: int, device: torch.device, repeats
 
 
 def _merge_memory(num_linears: int, size: int, rank: int) -> dict[str, float]:
-    """How much more memory merging takes at its highest, in parts of the model's own."""
-    merge_(_injected(LINEARS_IN_BLOCK, size, rank))  # what the first product takes belongs to no model
+    """Return the peak of the extra memory of merging, relative to the memory of the model."""
+    merge_(_injected(LINEARS_IN_BLOCK, size, rank))  # warm-up: the first product allocates memory once
     model = _injected(num_linears, size, rank)
     model_bytes = sum(parameter.nbytes for parameter in model.parameters())
     before = _highest_bytes()

@@ -26,7 +26,7 @@ METHODS: dict[str, PeftMethod] = {
 
 
 def small(method: PeftMethod = METHODS["LoRA"], seed: int = 1) -> nn.Sequential:
-    """The same base weights on every call; what is trained depends on the seed."""
+    """Return a model with equal base weights on every call, and trained parameters that depend on the seed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4), nn.BatchNorm1d(4))
     inject(method, model)
@@ -45,7 +45,7 @@ FILES = ["adapter_config.json", "adapter_model.safetensors"]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_come_back_as_they_were_over_an_earlier_save(tmp_path: Path, method: str) -> None:
+def test_round_trip_replaces_an_earlier_save(tmp_path: Path, method: str) -> None:
     other, model = small(METHODS[method], seed=2), small(METHODS[method])
     save_adapters(other, tmp_path)
     save_adapters(model, tmp_path)
@@ -100,7 +100,7 @@ def test_each_expert_is_named_as_in_the_base_checkpoint(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-def test_experts_that_a_checkpoint_has_together_stay_together(tmp_path: Path) -> None:
+def test_experts_in_one_parameter_are_saved_as_one(tmp_path: Path) -> None:
     mapper = rename("experts.weight", "0.weight")
     model = grouped()
     save_adapters(model, tmp_path, mapper)
@@ -142,10 +142,10 @@ def rest(*taken: str) -> StateMapper:
             r"1\.weight comes from a\.weight, b\.weight of the base checkpoint",
         ),
         (Stack(LoRA("0"), DoRA("1")), rest(), "got adapters of LoRA and of DoRA; expected one kind"),
-        (FullTune("1"), rest(), r"got a model without adapters; expected one that inject\(\) was called on"),
+        (FullTune("1"), rest(), r"got a model without adapters; expected a model after inject\(\) with LoRA or DoRA"),
     ],
 )
-def test_refuses_what_the_files_cannot_hold(
+def test_refuses_tensors_that_files_cannot_hold(
     tmp_path: Path, method: PeftMethod, mapper: StateMapper, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -153,7 +153,7 @@ def test_refuses_what_the_files_cannot_hold(
     assert not (tmp_path / "adapters").exists()
 
 
-def test_refuses_stacked_experts_that_are_not_whole(tmp_path: Path) -> None:
+def test_refuses_stacked_experts_that_are_transposed(tmp_path: Path) -> None:
     turned = [transpose(f"{expert}.kernel", f"{expert}.weight") for expert in range(3)]
     mapper = stack([f"{expert}.weight" for expert in range(3)], "0.weight")
     with pytest.raises(UserError, match=r"0\.weight comes from 0\.kernel, 1\.kernel, 2\.kernel of the base"):
@@ -164,7 +164,7 @@ def full_disk(*_args: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_the_earlier_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_adapters(small(), tmp_path)
     before = {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
     monkeypatch.setattr(os, "fsync", full_disk)
@@ -174,7 +174,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 
 
 def shard_and_save(folder: Path, method: str, ctx: DistributedContext) -> dict[str, Tensor]:
-    """What is loaded after a save, of a model that each rank has a part of."""
+    """Save and load the adapters of a sharded model, and return its tensors."""
     model, loaded = small(METHODS[method]), small(METHODS[method], seed=2)
     for sharded in (model, loaded):
         fully_shard(sharded, mesh=ctx.mesh_for("flat"))
@@ -198,7 +198,7 @@ def save_sharded(folder: Path) -> Mapping[str, Mapping[str, Tensor]]:
         return loaded
 
 
-def test_sharded_adapters_are_saved_whole_and_all_ranks_learn_of_a_full_disk(tmp_path: Path) -> None:
+def test_sharded_adapters_are_gathered_and_all_ranks_raise_on_a_full_disk(tmp_path: Path) -> None:
     expected = {
         method: {name: parameter.detach() for name, parameter in small(METHODS[method]).named_parameters()}
         for method in METHODS
@@ -208,7 +208,7 @@ def test_sharded_adapters_are_saved_whole_and_all_ranks_learn_of_a_full_disk(tmp
 
 
 def save_stages(folder: Path) -> dict[str, Tensor]:
-    """Each of two pipeline ranks has a stage, with one of the layers."""
+    """Save and load from two pipeline ranks, each with one layer."""
     with MeshConfig(pipeline_parallel=2).build() as ctx:
         rank = ctx.coordinate("regular", "pp")
         model, loaded = (stages(small(METHODS["LoRA and norm"], seed), rank) for seed in (1, 2))
@@ -225,7 +225,7 @@ def stages(model: nn.Sequential, index: int) -> RankStages:
     return RankStages({index: nn.ModuleDict({name: model.get_submodule(name) for name in names})})
 
 
-def test_stages_are_saved_into_one_file_and_loaded_by_part(tmp_path: Path) -> None:
+def test_stages_are_saved_to_one_file_and_loaded_per_stage(tmp_path: Path) -> None:
     whole_model = small(METHODS["LoRA and norm"])
     first, second = run_ranks(save_stages, tmp_path, world_size=2)
     torch.testing.assert_close({**first, **second}, dict(whole_model.state_dict()), rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""The proof against Hugging Face `peft`: the same numbers, and adapters and merged weights that go both ways."""
+"""Comparison with Hugging Face `peft`: outputs, gradients, merged weights, and exchange of adapter files."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ from d9d_state import save_model_state, stack
 TOKENS = torch.arange(12).view(2, 6)
 TARGETS = r"self_attn\.(q|v)_proj|down_proj"
 OPTIONS: Any = {"rank": 4, "alpha": 6}
-# What is injected here, and what it is called there.
+# Methods of d9d, and the equivalent options of peft.
 METHODS: dict[str, tuple[PeftMethod, dict[str, Any]]] = {
     "LoRA": (LoRA(TARGETS, **OPTIONS), {}),
     "rsLoRA": (LoRA(TARGETS, rank_stabilized=True, **OPTIONS), {"use_rslora": True}),
@@ -32,7 +32,7 @@ METHODS: dict[str, tuple[PeftMethod, dict[str, Any]]] = {
 
 
 def qwen(dtype: torch.dtype = torch.float64) -> Qwen3ForCausalLM:
-    """A tiny Qwen3 with random weights, the same on every call."""
+    """Return a small Qwen3 with random weights, equal on every call."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -48,7 +48,7 @@ def ours(method: PeftMethod, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def perturb(model: nn.Module) -> None:
-    """Take what is trained away from its start."""
+    """Change the trained parameters from their initial values."""
     torch.manual_seed(1)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -69,7 +69,7 @@ def theirs(name: str) -> peft.PeftModel:
 
 
 def their_name(name: str) -> str:
-    """The name in `peft` of what is trained here."""
+    """Return the name in `peft` of a trained parameter."""
     layer, is_adapter, parameter = name.partition(".adapter.")
     if not is_adapter:
         module, _, parameter = name.rpartition(".")
@@ -83,7 +83,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", METHODS)
-def test_same_outputs_gradients_and_merged_weights_as_peft(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_outputs_gradients_and_merged_weights_match_peft(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     reference = theirs(name)
     reference.save_pretrained(str(tmp_path))
     reference = reference.to(dtype)
@@ -113,7 +113,7 @@ STACKS: dict[str, PeftMethod] = {
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_peft_loads_what_we_save(tmp_path: Path, name: str) -> None:
+def test_peft_loads_saved_adapters(tmp_path: Path, name: str) -> None:
     model = ours(STACKS[name])
     perturb(model)
     save_adapters(model, tmp_path)
@@ -122,7 +122,7 @@ def test_peft_loads_what_we_save(tmp_path: Path, name: str) -> None:
 
 
 class Nested(nn.Module):
-    """A layer whose name is the end of other layers' names."""
+    """Model with a layer whose name is a suffix of other layers' names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,9 @@ class Nested(nn.Module):
 
 
 @pytest.mark.parametrize("other", [{"rank": 2, "alpha": 9}, {"rank": 3, "alpha": 3}])
-def test_a_name_that_others_end_in_has_its_own_rank_and_scale(tmp_path: Path, other: dict[str, Any]) -> None:
+def test_layer_whose_name_is_a_suffix_of_others_has_its_own_rank_and_scale(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
     base = Nested().double()
     model = copy.deepcopy(base)
@@ -150,7 +152,7 @@ def test_a_name_that_others_end_in_has_its_own_rank_and_scale(tmp_path: Path, ot
 
 
 class Experts(nn.Module):
-    """Experts as a checkpoint has them: a linear layer each."""
+    """Experts as in a checkpoint: one linear layer per expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +162,7 @@ class Experts(nn.Module):
         return torch.cat([expert(rows) for expert, rows in zip(self.experts, x.split([3, 0, 4]), strict=True)])
 
 
-def test_peft_loads_what_we_save_of_stacked_experts_and_we_what_peft_saves(tmp_path: Path) -> None:
+def test_stacked_experts_are_exchanged_with_peft(tmp_path: Path) -> None:
     apart, together = Experts().double(), nn.ModuleDict({"experts": GroupedLinear(3, 6, 5).double()})
     mapper = stack([f"experts.{index}.weight" for index in range(3)], "experts.weight")
     together.load_state_dict(mapper.apply(apart.state_dict()))

@@ -26,14 +26,14 @@ def equation_5(linear: nn.Linear, adapter: DoraAdapter, x: Tensor) -> Tensor:
     return x @ (length / turned.norm(dim=1).detach() * turned.T) + linear.bias
 
 
-def test_starts_as_the_layer_it_is_in() -> None:
+def test_initial_adapter_has_no_effect() -> None:
     linear, _ = layer()
     x = torch.randn(3, 6, dtype=torch.float64)
     expected = nn.functional.linear(x, linear.weight, linear.bias)
     torch.testing.assert_close(linear(x), expected, rtol=1e-14, atol=1e-14)
 
 
-def test_is_equation_5_with_a_norm_that_is_a_constant_in_backward() -> None:
+def test_matches_equation_5_with_a_constant_norm_in_backward() -> None:
     linear, adapter = layer()
     perturb(adapter)
     x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
@@ -45,7 +45,7 @@ def test_is_equation_5_with_a_norm_that_is_a_constant_in_backward() -> None:
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-11, atol=1e-11)
 
 
-def test_starts_as_the_layer_even_if_its_weight_comes_later() -> None:
+def test_initial_adapter_has_no_effect_if_the_weight_is_loaded_later() -> None:
     linear, adapter = layer()
     nn.init.normal_(linear.weight, std=7.0)
     adapter.reset_parameters()
@@ -73,12 +73,12 @@ def test_a_low_precision_weight_is_merged_in_float32() -> None:
     torch.testing.assert_close(linear.weight.float(), expected, rtol=2**-8, atol=0)
 
 
-def test_low_precision_stays_low() -> None:
+def test_output_keeps_low_precision() -> None:
     linear, _ = layer(dtype=torch.bfloat16)
     assert linear(torch.randn(3, 6, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_dropout_acts_on_the_turn_only_and_only_while_training() -> None:
+def test_dropout_affects_only_the_update_in_training() -> None:
     linear, adapter = layer(DoRA(nn.Linear, rank=2, alpha=3.0, dropout=0.999999))
     perturb(adapter)
     x = torch.randn(3, 6, dtype=torch.float64)
@@ -89,7 +89,7 @@ def test_dropout_acts_on_the_turn_only_and_only_while_training() -> None:
     torch.testing.assert_close(linear(x), equation_5(linear, adapter, x))
 
 
-def test_backward_in_two_halves_gives_the_same_gradients() -> None:
+def test_split_backward_gives_the_same_gradients() -> None:
     linear, adapter = layer()
     perturb(adapter)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
@@ -104,7 +104,7 @@ def test_backward_in_two_halves_gives_the_same_gradients() -> None:
     torch.testing.assert_close([x.grad, *(p.grad for p in parameters)], list(expected), rtol=1e-12, atol=1e-12)
 
 
-def test_lengths_are_split_with_rows() -> None:
+def test_magnitudes_are_split_with_rows() -> None:
     _, adapter = layer()
     assert adapter.tensor_placements(Shard(0)) == {"lora_b": Shard(0), "magnitude_offset": Shard(0)}
     assert adapter.tensor_placements(Shard(1)) == {"lora_a": Shard(1)}
@@ -116,17 +116,17 @@ class Doubled(nn.Linear):
         return 2 * super().forward(input)
 
 
-def test_refuses_layers_that_compute_something_else() -> None:
+def test_refuses_layers_that_override_forward() -> None:
     with pytest.raises(
         UserError, match=r"DoRA got the pattern '0', which matches only 0 \(Doubled\); expected nn\.Lin"
     ):
         inject(DoRA("0"), nn.Sequential(Doubled(2, 2)))
 
 
-def test_says_what_it_is() -> None:
+def test_extra_repr_has_the_options() -> None:
     assert "(adapter): DoraAdapter(rank=2, alpha=3.0, dropout=0.0)" in repr(layer()[0])
 
 
-def test_refuses_a_rank_below_one() -> None:
-    with pytest.raises(UserError, match="DoRA got rank = 0; expected a whole number, at least 1"):
+def test_refuses_rank_zero() -> None:
+    with pytest.raises(UserError, match="DoRA got rank = 0; expected an integer of at least 1"):
         DoRA("q", rank=0)

@@ -12,17 +12,17 @@ def model() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("target", ["^0$", nn.Linear, (nn.Linear, nn.ReLU), r"^0\.0\.(weight|bias)$"])
-def test_claims_everything_inside_what_matches(target: Target) -> None:
+def test_claims_parameters_of_submodules(target: Target) -> None:
     plan = FullTune(target).plan(model())
     assert plan.claimed == plan.trainable == {"0.0.weight", "0.0.bias"}
     assert plan.adapters == {}
 
 
-def test_takes_the_model_itself_by_its_type() -> None:
+def test_type_target_matches_the_root_module() -> None:
     assert FullTune(nn.LayerNorm).plan(nn.LayerNorm(2)).trainable == {"weight", "bias"}
 
 
-def test_a_tied_parameter_is_trained_under_its_first_name() -> None:
+def test_tied_parameter_is_claimed_by_its_first_name() -> None:
     tied = nn.ModuleDict({"embedding": nn.Embedding(5, 4), "head": nn.Linear(4, 5)})
     tied["head"].register_parameter("weight", tied["embedding"].get_parameter("weight"))
     inject(FullTune("head"), tied)
@@ -33,7 +33,7 @@ def test_a_tied_parameter_is_trained_under_its_first_name() -> None:
     assert FullTune("head").plan(tied).claimed == {"embedding.weight", "head.bias"}
 
 
-def test_the_rows_of_new_tokens_are_trained_alone() -> None:
+def test_only_rows_of_new_tokens_are_trained() -> None:
     embedding = nn.ModuleDict({"tokens": SplitTokenEmbedding({"orig": 7, "new": 2}, 4)})
     inject(FullTune(r"tokens\.weight_new"), embedding)
     before = {name: tensor.clone() for name, tensor in embedding.state_dict().items()}
@@ -44,12 +44,14 @@ def test_the_rows_of_new_tokens_are_trained_alone() -> None:
 
 
 @pytest.mark.parametrize("target", ["absent", r"0\.1", nn.Embedding])
-def test_refuses_to_match_no_parameter(target: Target) -> None:
+def test_refuses_a_target_without_matches(target: Target) -> None:
     message = r"matches neither a parameter nor a module with parameters\. This model has 0\.0, 1\."
     with pytest.raises(UserError, match=message):
         inject(FullTune(target), model())
 
 
-def test_refuses_what_is_no_regular_expression() -> None:
-    with pytest.raises(UserError, match=r"FullTune got the pattern '\(', which is no regular expression: missing \)"):
+def test_refuses_an_invalid_regular_expression() -> None:
+    with pytest.raises(
+        UserError, match=r"FullTune got the pattern '\(', which is not a valid regular expression: missing \)"
+    ):
         FullTune("(")

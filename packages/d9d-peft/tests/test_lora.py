@@ -29,7 +29,7 @@ def without_adapter(linear: nn.Linear, x: Tensor) -> Tensor:
     return nn.functional.linear(x, linear.weight, linear.bias)
 
 
-def test_starts_as_the_layer_it_is_in() -> None:
+def test_initial_adapter_has_no_effect() -> None:
     linear, _ = layer()
     x = torch.randn(3, 6, dtype=torch.float64)
     assert torch.equal(linear(x), without_adapter(linear, x))
@@ -44,7 +44,7 @@ def test_adds_the_scaled_low_rank_update(stabilized: bool, scaling: float) -> No
     torch.testing.assert_close(linear(x), x @ weight.T + linear.bias, rtol=1e-12, atol=1e-12)
 
 
-def test_shapes_and_start() -> None:
+def test_shapes_and_initial_values() -> None:
     linear = nn.Linear(100, 50)
     adapter = LoraAdapter(linear, LowRank(rank=40, alpha=1.0))
     assert adapter.lora_a.shape == (40, 100)
@@ -53,7 +53,7 @@ def test_shapes_and_start() -> None:
     assert adapter.lora_a.abs().max().item() == pytest.approx(1 / math.sqrt(100), rel=1e-2)
 
 
-def test_reset_leaves_the_layer_alone() -> None:
+def test_reset_does_not_change_the_layer() -> None:
     linear, adapter = layer()
     weight = linear.weight.detach().clone()
     nn.init.ones_(adapter.lora_b)
@@ -62,7 +62,7 @@ def test_reset_leaves_the_layer_alone() -> None:
     assert torch.equal(linear.weight, weight)
 
 
-def test_dropout_acts_on_the_update_only_and_only_while_training() -> None:
+def test_dropout_affects_only_the_update_in_training() -> None:
     linear, adapter = layer(LoRA(nn.Linear, dropout=0.999999))
     nn.init.normal_(adapter.lora_b)
     x = torch.randn(4, 6, dtype=torch.float64)
@@ -76,7 +76,7 @@ class Doubled(nn.Linear):
         return 2 * super().forward(input)
 
 
-def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
+def test_layer_keeps_an_overridden_forward() -> None:
     doubled = Doubled(3, 2)
     inject(LoRA(Doubled, rank=1), doubled)
     x = torch.randn(4, 3)
@@ -86,7 +86,7 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
     torch.testing.assert_close(update, expected)
 
 
-def test_backward_in_two_halves_gives_the_same_gradients() -> None:
+def test_split_backward_gives_the_same_gradients() -> None:
     linear, adapter = layer()
     nn.init.normal_(adapter.lora_b)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
@@ -115,7 +115,7 @@ def test_backward_in_two_halves_gives_the_same_gradients() -> None:
         (torch.float32, torch.float64, torch.float64),
     ],
 )
-def test_adapters_are_float32_at_least_unless_asked_for(
+def test_adapters_are_at_least_float32_by_default(
     method: Any, base: torch.dtype, asked: torch.dtype | None, expected: torch.dtype
 ) -> None:
     linear = nn.Linear(6, 5, dtype=base)
@@ -127,7 +127,7 @@ def test_adapters_are_float32_at_least_unless_asked_for(
 
 
 @pytest.mark.parametrize("method", [LoRA, DoRA])
-def test_all_of_an_adapter_of_a_bfloat16_layer_is_trained(method: Any) -> None:
+def test_small_updates_train_the_adapter_of_a_bfloat16_layer(method: Any) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(64, 48, dtype=torch.bfloat16)
     inject(method(nn.Linear, rank=8), linear)
@@ -142,7 +142,7 @@ def test_all_of_an_adapter_of_a_bfloat16_layer_is_trained(method: Any) -> None:
     assert (a != before).all()
 
 
-def test_an_update_of_a_bfloat16_layer_is_computed_in_float32_and_rounded_once() -> None:
+def test_update_of_a_bfloat16_layer_is_computed_in_float32_and_rounded_once() -> None:
     torch.manual_seed(0)
     linear = nn.Linear(64, 48, dtype=torch.bfloat16)
     inject(LoRA(nn.Linear, rank=8), linear)
@@ -150,12 +150,12 @@ def test_an_update_of_a_bfloat16_layer_is_computed_in_float32_and_rounded_once()
     nn.init.normal_(b)
     x = torch.randn(32, 64, dtype=torch.bfloat16)
     exact = without_adapter(linear, x).double() + 2 * x.double() @ a.double().T @ b.double().T
-    # One rounding to bfloat16, half of its eps; the rest for the sums in float32.
+    # Half of the eps of bfloat16 for one rounding, and a margin for the float32 sums.
     torch.testing.assert_close(linear(x).double(), exact, rtol=2**-8 * 1.01, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, "float32"])
-def test_refuses_a_dtype_that_is_no_floating_point_one(dtype: Any) -> None:
+def test_refuses_a_dtype_that_is_not_floating_point(dtype: Any) -> None:
     with pytest.raises(
         UserError, match=r"LoRA got dtype = .*; expected a floating-point dtype, such as torch\.float32"
     ):
@@ -165,7 +165,7 @@ def test_refuses_a_dtype_that_is_no_floating_point_one(dtype: Any) -> None:
 COUNTS = torch.tensor([3, 0, 4])
 
 
-def test_each_group_of_rows_has_its_own_update() -> None:
+def test_each_group_has_its_own_update() -> None:
     grouped = GroupedLinear(3, 6, 5, init_std=0.5).double()
     inject(LoRA(GroupedLinear, rank=2, alpha=3.0), grouped)
     a, b = grouped.get_parameter("adapter.lora_a"), grouped.get_parameter("adapter.lora_b")
@@ -223,13 +223,13 @@ def test_factors_of_groups_are_split_with_the_groups() -> None:
     assert adapter.tensor_placements(Shard(2)) == {"lora_a": Shard(2)}
 
 
-def test_says_what_it_is() -> None:
+def test_extra_repr_has_the_options() -> None:
     method = LoRA(nn.Linear, rank=2, alpha=3.0, dropout=0.5, rank_stabilized=True)
     assert "(adapter): LoraAdapter(rank=2, alpha=3.0, dropout=0.5, rank_stabilized=True)" in repr(layer(method)[0])
 
 
 @pytest.mark.parametrize("target", ["attention", nn.Linear, (nn.Linear, nn.SiLU)])
-def test_takes_linear_layers_and_passes_others_over(
+def test_adapts_linear_layers_and_skips_others(
     target: str | type[nn.Module] | tuple[type[nn.Module], ...],
 ) -> None:
     model = nn.ModuleDict({"attention": Attention()})
@@ -262,46 +262,46 @@ def test_refuses_a_target_that_matches_other_modules_only(
 
 
 @pytest.mark.parametrize("rank", [0, 4.0, "4"])
-def test_refuses_a_rank_that_is_no_whole_number_from_one(rank: Any) -> None:
-    with pytest.raises(UserError, match=f"LoRA got rank = {rank!r}; expected a whole number, at least 1"):
+def test_refuses_an_invalid_rank(rank: Any) -> None:
+    with pytest.raises(UserError, match=f"LoRA got rank = {rank!r}; expected an integer of at least 1"):
         LoRA("q", rank=rank)
 
 
 @pytest.mark.parametrize("target", ["out_proj", "linear2", nn.Linear])
 @pytest.mark.parametrize("method", [LoRA, DoRA])
-def test_refuses_layers_whose_weight_is_used_without_calling_them(method: Any, target: Any) -> None:
+def test_refuses_layers_that_torch_does_not_call(method: Any, target: Any) -> None:
     model = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8))
     message = r"(LoRA|DoRA) got a target that matches 0\.\S+, whose weight nn\.\w+ uses without calling the layer"
     with pytest.raises(UserError, match=message):
         inject(method(target), model)
 
 
-def test_layers_in_attention_of_torch_that_are_called_are_adapted() -> None:
+def test_called_layer_next_to_torch_attention_is_adapted() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "q_proj": nn.Linear(4, 4)})
     inject(LoRA("q_proj"), model)
     assert "adapter" in dict(model["q_proj"].named_children())
 
 
 @pytest.mark.parametrize("alpha", [math.inf, math.nan])
-def test_refuses_a_scale_that_is_no_number(alpha: float) -> None:
+def test_refuses_a_nonfinite_alpha(alpha: float) -> None:
     with pytest.raises(UserError, match=f"LoRA got alpha = {alpha}; expected a finite number"):
         LoRA("q", alpha=alpha)
 
 
 @pytest.mark.parametrize("dropout", [-0.1, 1.0, math.nan])
-def test_refuses_a_dropout_that_is_no_probability(dropout: float) -> None:
+def test_refuses_an_invalid_dropout(dropout: float) -> None:
     with pytest.raises(UserError, match=r"LoRA got dropout = .*; expected 0 <= dropout < 1"):
         LoRA("q", dropout=dropout)
 
 
-def test_refuses_what_is_no_regular_expression() -> None:
+def test_refuses_an_invalid_regular_expression() -> None:
     with pytest.raises(
-        UserError, match=r"LoRA got the pattern '\*', which is no regular expression: nothing to repeat"
+        UserError, match=r"LoRA got the pattern '\*', which is not a valid regular expression: nothing to repeat"
     ):
         LoRA("*")
 
 
 @pytest.mark.parametrize("target", [(), 3, (nn.Linear, int)])
-def test_refuses_what_is_no_target(target: object) -> None:
-    with pytest.raises(UserError, match=r"LoRA got the target .*; expected a regular expression or types of modules"):
+def test_refuses_an_invalid_target(target: object) -> None:
+    with pytest.raises(UserError, match=r"LoRA got the target .*; expected a regular expression or module types"):
         LoRA(target)  # ty: ignore[invalid-argument-type]  (on purpose)

@@ -28,7 +28,7 @@ METHODS: dict[str, PeftMethod] = {
 
 
 def adapted(method: PeftMethod = METHODS["LoRA"], dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """A small model whose adapters are not at their start; the same on every call."""
+    """Return a small model with changed adapters, equal on every call."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 12, dtype=dtype), nn.Tanh(), nn.Linear(12, 4, dtype=dtype))
     inject(method, model)
@@ -42,7 +42,7 @@ X = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_merged_model_is_the_same_function(method: str) -> None:
+def test_merged_model_has_the_same_output(method: str) -> None:
     model = adapted(METHODS[method])
     before = model(X)
     merge_(model)
@@ -53,7 +53,7 @@ def test_the_merged_model_is_the_same_function(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_merging_twice_is_merging_once(method: str) -> None:
+def test_second_merge_has_no_effect(method: str) -> None:
     model = adapted(METHODS[method])
     merge_(model)
     once = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -69,14 +69,14 @@ def test_a_low_precision_weight_is_rounded_once() -> None:
     assert torch.equal(model.get_parameter("0.weight"), expected)
 
 
-def test_the_parameters_stay_the_same_objects_in_the_same_memory() -> None:
+def test_parameters_keep_identity_and_memory() -> None:
     model = adapted(METHODS["both"])
     before = [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()]
     merge_(model)
     assert [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()] == before
 
 
-def test_each_group_gets_its_own_update() -> None:
+def test_each_group_merges_its_own_update() -> None:
     grouped = GroupedLinear(3, 6, 5, init_std=0.5).double()
     inject(LoRA(GroupedLinear), grouped)
     nn.init.normal_(grouped.get_parameter("adapter.lora_b"))
@@ -88,22 +88,22 @@ def test_each_group_gets_its_own_update() -> None:
 
 
 def test_refuses_a_model_without_adapters() -> None:
-    with pytest.raises(UserError, match=r"merge_ got a model without adapters; expected one that inject\(\)"):
+    with pytest.raises(UserError, match=r"merge_ got a model without adapters; expected a model after inject\(\)"):
         merge_(nn.Linear(2, 2))
 
 
-def test_refuses_a_tied_weight_and_changes_nothing() -> None:
+def test_refuses_a_tied_weight_without_changes() -> None:
     model = adapted()
     model.append(nn.Linear(12, 4, bias=False))
     model[3].weight = model.get_parameter("2.weight")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(UserError, match=r"2\.weight is tied to a parameter of another module.*; untie them"):
+    with pytest.raises(UserError, match=r"2\.weight is tied to a parameter of another module.*\. Untie them"):
         merge_(model)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def traced(method: str, mesh: dict[str, int]) -> dict[str, Any]:
-    """Outputs, gradients and merged weights of a model in a layout, as whole tensors."""
+    """Return outputs, gradients and merged weights of a model in a parallel layout, as full tensors."""
     with MeshConfig(**mesh).build() as ctx:
         model = adapted(METHODS[method])
         dense = ctx.mesh_for("dense")
@@ -137,9 +137,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
 
 @pytest.mark.parametrize("method", ["LoRA", "DoRA"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_trains_and_merges_like_one_process(
-    layout: str, method: str, alone: dict[str, dict[str, Any]]
-) -> None:
+def test_layout_trains_and_merges_as_one_process(layout: str, method: str, alone: dict[str, dict[str, Any]]) -> None:
     mesh, world_size = LAYOUTS[layout]
     expected = alone[method]
     assert any(name.endswith("lora_b") for name in expected["gradients"])
@@ -149,13 +147,13 @@ def test_a_layout_trains_and_merges_like_one_process(
 
 
 def mixed(dtypes: tuple[torch.dtype, torch.dtype], method: Any) -> nn.Sequential:
-    """A frozen model of one dtype, with adapters of another."""
+    """Return a frozen model of one dtype with adapters of another dtype."""
     base, adapter = dtypes
     return adapted(method("0|2", rank=3, alpha=6, dtype=adapter), base)
 
 
 def traced_mixed(method: Any, dtypes: tuple[torch.dtype, torch.dtype], mesh: dict[str, int]) -> dict[str, Any]:
-    """Gradients of two microbatches of a model of two dtypes in a layout, and its weights after a step, merged."""
+    """Return the gradients of two microbatches, and the merged weights after a step, in a parallel layout."""
     with MeshConfig(**mesh).build() as ctx:
         model = mixed(dtypes, method)
         dense = ctx.mesh_for("dense")
@@ -175,7 +173,7 @@ def traced_mixed(method: Any, dtypes: tuple[torch.dtype, torch.dtype], mesh: dic
 
 
 MIXED = [
-    # What differs is the order of sums of the frozen layers, rounded to their dtype: 2**-8 and 2**-24.
+    # The layouts differ in the order of sums in the frozen layers, which round to their dtype: 2**-8 and 2**-24.
     (LoRA, (torch.bfloat16, torch.float32), 2**-5),
     (DoRA, (torch.bfloat16, torch.float32), 2**-5),
     (LoRA, (torch.float32, torch.float64), 1e-5),
@@ -185,7 +183,7 @@ MIXED = [
 
 @pytest.mark.parametrize(("method", "dtypes", "tolerance"), MIXED)
 @pytest.mark.parametrize("mesh", [{"data_parallel_shard": 2}, {"data_parallel_replicate": 2}, {"tensor_parallel": 2}])
-def test_a_layout_trains_adapters_of_another_dtype_like_one_process(
+def test_layout_trains_adapters_of_another_dtype_as_one_process(
     method: Any, dtypes: tuple[torch.dtype, torch.dtype], tolerance: float, mesh: dict[str, int]
 ) -> None:
     alone = run_ranks(traced_mixed, method, dtypes, {}, world_size=1)[0]
@@ -198,7 +196,7 @@ def test_a_layout_trains_adapters_of_another_dtype_like_one_process(
             assert got.dtype == dtypes[1]
             assert (got - expected).norm() <= tolerance * expected.norm(), name
             assert result["trained"][name].dtype == dtypes[1]
-        # The merged weights of one process that holds what this layout has trained.
+        # The expected merged weights: one process with the trained parameters of this layout.
         one = mixed(dtypes, method)
         with torch.no_grad():
             for name, parameter in one.named_parameters():
@@ -220,6 +218,6 @@ def fill_uneven() -> Tensor:
     return tensor.full_tensor()
 
 
-def test_parts_of_uneven_shards_are_found() -> None:
+def test_fill_supports_uneven_shards() -> None:
     for result in run_ranks(fill_uneven, world_size=3):
         assert torch.equal(result, torch.arange(8.0).view(4, 2))

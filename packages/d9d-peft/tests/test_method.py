@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks between an embedding and a head that share one weight."""
+    """Two blocks between an embedding and a tied head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def trainable(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def test_trains_what_the_method_says_and_nothing_else() -> None:
+def test_trains_only_the_parameters_of_the_plan() -> None:
     model = Model()
     inject(METHOD, model)
     assert trainable(model) == {
@@ -60,7 +60,7 @@ def test_trains_what_the_method_says_and_nothing_else() -> None:
     }
 
 
-def test_an_optimizer_step_changes_the_trainable_parameters_only() -> None:
+def test_optimizer_step_changes_only_trainable_parameters() -> None:
     model = Model()
     inject(METHOD, model)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -82,7 +82,7 @@ def test_allocates_nothing_on_meta() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_model_of_meta_is_materialised_and_loaded(tmp_path: Path) -> None:
+def test_meta_model_is_materialized_and_loaded(tmp_path: Path) -> None:
     original = Model()
     save_model_state(original, tmp_path)
     with torch.device("meta"):
@@ -95,13 +95,13 @@ def test_a_model_of_meta_is_materialised_and_loaded(tmp_path: Path) -> None:
     assert not model.get_parameter("blocks.0.up.adapter.lora_b").any()
 
 
-def test_new_parameters_take_dtype_and_device_from_the_layer() -> None:
+def test_new_parameters_have_dtype_and_device_of_the_layer() -> None:
     model = Model().to(torch.bfloat16)
     inject(METHOD, model)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-def test_loads_the_original_checkpoint_and_exports_it_again(tmp_path: Path) -> None:
+def test_original_checkpoint_round_trip(tmp_path: Path) -> None:
     original = Model()
     to_disk = scope("", "model.", identity_of(original))
     save_model_state(original, tmp_path / "original", to_disk)
@@ -119,7 +119,7 @@ def test_loads_the_original_checkpoint_and_exports_it_again(tmp_path: Path) -> N
     torch.testing.assert_close(exported.state_dict(), original.state_dict(), rtol=0, atol=0)
 
 
-def test_a_pipeline_stage_loads_its_part_of_the_original_checkpoint(tmp_path: Path) -> None:
+def test_pipeline_stage_loads_its_part_of_the_original_checkpoint(tmp_path: Path) -> None:
     original = Model()
     save_model_state(original, tmp_path, scope("", "model.", identity_of(original)))
     base_mapper = scope("model.", "", identity_of(original))
@@ -130,7 +130,7 @@ def test_a_pipeline_stage_loads_its_part_of_the_original_checkpoint(tmp_path: Pa
     assert torch.equal(stage.get_parameter("blocks.1.up.weight"), original.get_parameter("blocks.1.up.weight"))
 
 
-def test_a_tied_tensor_goes_by_its_first_name() -> None:
+def test_mapper_uses_the_first_name_of_a_tied_tensor() -> None:
     mapper = inject(LoRA("head", rank=2), model := Model())
     assert "embedding.weight" in mapper.inputs
     assert "head.weight" not in mapper.inputs
@@ -140,7 +140,7 @@ def test_a_tied_tensor_goes_by_its_first_name() -> None:
     assert first_names(model)["head.weight"] == "embedding.weight"
 
 
-def test_layers_stay_where_they_are_under_their_names() -> None:
+def test_layers_are_not_replaced_and_keep_their_names() -> None:
     model = Model()
     before = dict(model.named_parameters())
     layers = list(model.modules())
@@ -150,7 +150,7 @@ def test_layers_stay_where_they_are_under_their_names() -> None:
     assert set(layers) <= set(model.modules())
 
 
-def test_a_copy_of_a_model_has_adapters_of_its_own() -> None:
+def test_copied_model_has_its_own_adapters() -> None:
     model = Model().eval()
     inject(METHOD, model)
     copied = copy.deepcopy(model)
@@ -168,7 +168,7 @@ def test_compiles_like_the_model_without_adapters() -> None:
     torch.testing.assert_close(compiled(x), model(x))
 
 
-def test_optimizer_state_is_that_of_the_adapters_alone() -> None:
+def test_only_adapters_have_optimizer_state() -> None:
     model = Model()
     inject(METHOD, model)
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
@@ -180,7 +180,7 @@ def test_optimizer_state_is_that_of_the_adapters_alone() -> None:
 
 
 class Shift(Adapter):
-    """An adapter of somebody else's method: adds a trained constant."""
+    """Adapter of a custom method: adds a trained constant."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Shifts:
         return Plan(claimed=frozenset(f"{name}.bias" for name in adapters), adapters=adapters)
 
 
-def test_a_method_of_ones_own_is_injected_stacked_and_merged() -> None:
+def test_custom_method_is_injected_stacked_and_merged() -> None:
     model = Model().eval()
     before = model(TOKENS)
     inject(Stack(Shifts(), LoRA("down")), model)
@@ -219,7 +219,7 @@ def test_a_method_of_ones_own_is_injected_stacked_and_merged() -> None:
     torch.testing.assert_close(model(TOKENS), shifted)
 
 
-def test_a_part_of_a_model_need_not_have_what_a_method_is_for() -> None:
+def test_pipeline_stage_may_have_no_match() -> None:
     stage = nn.ModuleDict({"blocks": nn.ModuleDict({"1": Block()})})
     inject(Stack(LoRA(r"blocks\.0"), LoRA("down"), FullTune("head")), stage, is_part=True)
     assert trainable(stage) == {f"blocks.1.down.adapter.lora_{x}" for x in "ab"}
@@ -227,19 +227,19 @@ def test_a_part_of_a_model_need_not_have_what_a_method_is_for() -> None:
     assert not trainable(frozen)
 
 
-def test_all_that_a_stack_does_not_find_is_named_at_once() -> None:
+def test_error_of_a_stack_names_all_targets_without_matches() -> None:
     with pytest.raises(UserError, match=r"LoRA got the pattern 'q', .* FullTune got the target 'absent'"):
         inject(Stack(LoRA("q"), LoRA("up"), FullTune("absent")), Model())
 
 
-def test_refuses_to_be_injected_twice() -> None:
+def test_refuses_a_second_injection() -> None:
     model = Model()
     inject(LoRA("up"), model)
-    with pytest.raises(UserError, match=r"blocks\.0\.up has an adapter already; inject one Stack of methods"):
+    with pytest.raises(UserError, match=r"blocks\.0\.up already has an adapter; .* with a Stack of all methods"):
         inject(LoRA("down"), model)
 
 
-def test_refuses_the_model_in_place_of_the_method() -> None:
+def test_refuses_swapped_arguments() -> None:
     swapped: Any = (Model(), LoRA("up"))
     with pytest.raises(UserError, match=r"inject\(\) got a Model as its method; expected inject\(method, model\)"):
         inject(*swapped)
@@ -249,15 +249,15 @@ def sharded() -> None:
     with MeshConfig().build() as ctx:
         model = nn.Sequential(nn.Linear(2, 2))
         fully_shard(model, mesh=ctx.mesh_for("flat"))
-        with pytest.raises(UserError, match=r"0 is parallelised already; expected inject\(\) to come first"):
+        with pytest.raises(UserError, match=r"0 is already parallelized; expected a model before parallelization"):
             inject(LoRA("0"), model)
 
 
-def test_refuses_a_parallelised_model() -> None:
+def test_refuses_a_parallelized_model() -> None:
     run_ranks(sharded, world_size=1)
 
 
-def test_a_module_of_two_names_stays_one() -> None:
+def test_module_with_two_names_gets_one_adapter() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     model.append(model[0])
     mapper = inject(LoRA("0|2", rank=1), model)
@@ -269,7 +269,7 @@ def test_a_module_of_two_names_stays_one() -> None:
 @pytest.mark.parametrize(
     "method", [LoRA("absent"), Stack(LoRA("up"), FullTune("absent")), Stack(LoRA("up"), LoRA("up"))]
 )
-def test_a_method_that_does_not_fit_changes_nothing(method: PeftMethod) -> None:
+def test_failed_injection_does_not_change_the_model(method: PeftMethod) -> None:
     model = Model()
     names = list(model.state_dict())
     with pytest.raises(UserError):

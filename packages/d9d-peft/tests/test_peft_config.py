@@ -1,4 +1,4 @@
-"""Every entry of `adapter_config.json`, edited: what we load equals what `peft` reloads, or the entry is refused."""
+"""Each entry of `adapter_config.json` with changed values: d9d loads the same model as `peft`, or refuses the entry."""
 
 import dataclasses
 import json
@@ -17,10 +17,10 @@ from d9d_peft import FullTune, LoRA, Stack, inject, load_adapters
 
 METHOD = Stack(LoRA(r"self_attn\.(q|v)_proj|down_proj", rank=4, alpha=6), FullTune(r"model\.norm$"))
 TOLERANCE = 1e-5
-"""Both compute in float32, in another order."""
+"""Tolerance for float32 sums in a different order."""
 
 
-# For each field of peft's LoraConfig: edited values, those that are loaded, then those that are refused.
+# For each field of peft's LoraConfig: changed values that are loaded, then changed values that are refused.
 EDITS: dict[str, tuple[list[Any], list[Any]]] = {
     "task_type": (["CAUSAL_LM", "FEATURE_EXTRACTION"], []),
     "peft_type": ([], ["LOHA", "ADALORA", None, 3]),
@@ -85,7 +85,7 @@ EDITS: dict[str, tuple[list[Any], list[Any]]] = {
     "kasa_config": ([], [{}]),
     "ensure_weight_tying": ([], [True]),
 }
-# Entries that peft does not know, and several at once.
+# Entries that peft does not have, and combinations of entries.
 OTHERS: list[tuple[dict[str, Any], str | None]] = [
     ({"new_option": None, "new_switch": False}, None),
     ({"new_option": 3}, "new_option"),
@@ -103,7 +103,7 @@ OTHERS: list[tuple[dict[str, Any], str | None]] = [
 
 
 def qwen() -> Qwen3ForCausalLM:
-    """A tiny Qwen3 with random weights, the same on every call; float32, which PiSSA needs."""
+    """Return a small Qwen3 with random weights, equal on every call, in float32 as PiSSA requires."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -119,7 +119,7 @@ def logits(model: nn.Module) -> Tensor:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter that `peft` saved."""
+    """Folder of an adapter that `peft` saved."""
     folder = tmp_path_factory.mktemp("saved")
     config = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"], modules_to_save=["model.norm"]
@@ -152,23 +152,23 @@ def check_equal(folder: Path) -> None:
     torch.testing.assert_close(loaded_logits(folder), logits(reference), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_every_entry_of_peft_is_edited() -> None:
+def test_all_entries_of_peft_are_tested() -> None:
     assert EDITS.keys() == {field.name for field in dataclasses.fields(peft.LoraConfig)}
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, (values, _) in EDITS.items() for value in values])
-def test_an_edited_entry_means_what_it_means_to_peft(saved: Path, tmp_path: Path, name: str, value: Any) -> None:
+def test_edited_entry_gives_the_output_of_peft(saved: Path, tmp_path: Path, name: str, value: Any) -> None:
     check_equal(edited(saved, tmp_path, {name: value}))
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, (_, values) in EDITS.items() for value in values])
-def test_an_edited_entry_is_refused_by_name(saved: Path, tmp_path: Path, name: str, value: Any) -> None:
+def test_unsupported_entry_is_refused_by_name(saved: Path, tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(UserError, match=rf"adapter_config\.json.*\b{name}\b"):
         loaded_logits(edited(saved, tmp_path, {name: value}))
 
 
 @pytest.mark.parametrize(("entries", "refused"), OTHERS)
-def test_edited_entries_mean_what_they_mean_to_peft(
+def test_combined_entries_give_the_output_of_peft(
     saved: Path, tmp_path: Path, entries: dict[str, Any], refused: str | None
 ) -> None:
     folder = edited(saved, tmp_path, entries)
@@ -180,7 +180,7 @@ def test_edited_entries_mean_what_they_mean_to_peft(
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_an_entry_may_be_absent(saved: Path, tmp_path: Path, name: str) -> None:
+def test_missing_entry_is_accepted(saved: Path, tmp_path: Path, name: str) -> None:
     folder = edited(saved, tmp_path, {})
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())

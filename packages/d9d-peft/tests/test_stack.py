@@ -20,7 +20,7 @@ def tied() -> nn.ModuleDict:
     return model
 
 
-def test_joins_the_plans() -> None:
+def test_plan_is_the_union_of_the_plans() -> None:
     plan = Stack(LoRA("up"), Stack(FullTune("norm"), DoRA("down"))).plan(Layer())
     assert plan.adapters.keys() == {"up", "down"}
     assert plan.trainable == {"norm.weight", "norm.bias"}
@@ -30,7 +30,7 @@ def test_joins_the_plans() -> None:
 def test_refuses_two_methods_on_one_layer() -> None:
     message = (
         r"LoRA\(target='up\|down', .*\) and FullTune\(target='down'\) both claim down\.bias, down\.weight; "
-        "narrow one of their patterns"
+        r"expected at most one method per parameter\. Narrow one of the targets"
     )
     with pytest.raises(UserError, match=message):
         Stack(LoRA("up|down"), FullTune("norm"), FullTune("down")).plan(Layer())
@@ -41,12 +41,12 @@ def test_refuses_two_methods_on_one_tied_weight() -> None:
         Stack(LoRA("head"), FullTune("embedding")).plan(tied())
 
 
-def test_refuses_a_list() -> None:
+def test_refuses_a_list_of_methods() -> None:
     methods: Any = [LoRA("q"), FullTune("embedding")]
     with pytest.raises(UserError, match=r"Stack got a list of methods; expected .* Stack\(\*methods\)"):
         Stack(methods)
 
 
-def test_refuses_to_be_empty() -> None:
+def test_refuses_an_empty_stack() -> None:
     with pytest.raises(UserError, match="Stack got no methods; expected at least one"):
         Stack()

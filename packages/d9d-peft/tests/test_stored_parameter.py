@@ -1,4 +1,4 @@
-"""Adapters of experts that a checkpoint has in one parameter: against `peft`'s `target_parameters`."""
+"""Adapters of a parameter of all experts, compared with `target_parameters` of `peft`."""
 
 import json
 from functools import partial
@@ -40,7 +40,7 @@ PARAMS = Qwen3MoeParams(
 FUSED = qwen3_moe_from_hugging_face(PARAMS, layout="fused")
 TOKENS = torch.arange(16).view(2, 8)
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
-# peft's options, and the same method here.
+# Options of peft, and the equivalent method of d9d.
 CASES: dict[str, tuple[dict[str, Any], PeftMethod]] = {
     "all": (
         {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[dict[str, Any], PeftMethod]] = {
 
 
 def reference(dtype: torch.dtype) -> Reference:
-    """`transformers`' model with random weights, the same on every call."""
+    """Return the model of `transformers` with random weights, equal on every call."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig.from_dict(qwen3_moe_hugging_face_config(PARAMS))
     config._experts_implementation = "eager"  # torch's grouped kernel takes no float64
@@ -74,7 +74,7 @@ def reference(dtype: torch.dtype) -> Reference:
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3)
     for module in model.modules() if dtype == torch.float64 else ():
-        # The reference rounds to float32 inside its norm and its router.
+        # The norm and the router of the reference round to float32.
         if isinstance(module, Qwen3MoeRMSNorm):
             module.forward = partial(norm, module)
         elif isinstance(module, Qwen3MoeTopKRouter):
@@ -93,7 +93,7 @@ def route(router: Qwen3MoeTopKRouter, hidden_states: Tensor) -> tuple[Tensor, Te
 
 
 def ours(method: PeftMethod, dtype: torch.dtype) -> tuple[Qwen3MoeForCausalLM, StateMapper]:
-    """The same model here, with adapters, and the mapper from the reference's tensors to its own."""
+    """Return the same model in d9d, with adapters, and the mapper from the reference's tensors."""
     model = Qwen3MoeForCausalLM(PARAMS, StageInfo(0, 1)).to(dtype)
     tensors = dict(reference(dtype).state_dict())
     state: dict[str, Tensor] = {}
@@ -126,7 +126,7 @@ def logits(model: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", CASES)
-def test_we_load_what_peft_saves_and_merge_it_alike(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_adapters_of_peft_load_and_merge_as_in_peft(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     expected = theirs(name, dtype)
     expected.save_pretrained(str(tmp_path))
     model, mapper = ours(CASES[name][1], dtype)
@@ -147,7 +147,7 @@ def test_we_load_what_peft_saves_and_merge_it_alike(tmp_path: Path, name: str, d
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", CASES)
-def test_peft_loads_what_we_save_and_we_load_it_again(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_peft_and_d9d_load_saved_adapters(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     model, _ = ours(CASES[name][1], dtype)
     perturb(model)
     save_adapters(model, tmp_path, FUSED)
@@ -158,11 +158,11 @@ def test_peft_loads_what_we_save_and_we_load_it_again(tmp_path: Path, name: str,
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-def test_a_shared_a_is_not_read_into_layers_of_half_its_rank(tmp_path: Path) -> None:
+def test_shared_factor_a_is_refused_for_layers_of_half_its_rank(tmp_path: Path) -> None:
     theirs("all", torch.float32).save_pretrained(str(tmp_path))
     path = tmp_path / "adapter_config.json"
     config = json.loads(path.read_text())
-    # peft's layers have rank 3; rank 6 is that of gate and up of rank 3 each, side by side.
+    # The layers of peft have rank 3; rank 6 is the sum of the ranks of gate and up.
     model, _ = ours(LoRA("experts", rank=6, alpha=12), torch.float32)
     perturb(model)
     with pytest.raises(
@@ -185,10 +185,10 @@ def test_a_shared_a_is_not_read_into_layers_of_half_its_rank(tmp_path: Path) -> 
 PER_EXPERT = qwen3_moe_from_hugging_face(PARAMS)
 
 
-def test_refuses_parameters_where_the_mapper_has_a_weight_for_each_expert(tmp_path: Path) -> None:
+def test_refuses_target_parameters_if_the_mapper_has_one_weight_per_expert(tmp_path: Path) -> None:
     theirs("all", torch.float32).save_pretrained(str(tmp_path))
     model, _ = ours(CASES["all"][1], torch.float32)
-    with pytest.raises(UserError, match=r"target_parameters = .*; the model's adapters are those of layers\..*'fused'"):
+    with pytest.raises(UserError, match=r"target_parameters = .*; the model has adapters of layers\..*'fused'"):
         load_adapters(model, tmp_path, PER_EXPERT)
 
 
@@ -201,11 +201,11 @@ def test_refuses_parameters_where_the_mapper_has_a_weight_for_each_expert(tmp_pa
         ),
         (
             Stack(LoRA("gate_proj", rank=2, alpha=4), LoRA("up_proj", rank=4, alpha=4)),
-            r"gate_up_proj holds layers whose adapters have the scales 1, 2; expected one\. Inject them with one rank",
+            r"gate_up_proj holds layers whose adapters have the scales 1, 2; expected equal scales\. Inject these",
         ),
     ],
 )
-def test_refuses_layers_that_a_parameter_cannot_hold(tmp_path: Path, method: PeftMethod, message: str) -> None:
+def test_refuses_layers_that_one_parameter_cannot_hold(tmp_path: Path, method: PeftMethod, message: str) -> None:
     model, _ = ours(method, torch.float32)
     with pytest.raises(UserError, match=message):
         save_adapters(model, tmp_path / "adapters", FUSED)
@@ -227,7 +227,7 @@ NAMES = [f"experts.{name}_proj.weight" for name in ("gate", "up", "down")]
     [
         (
             parallel(rename("experts.a", NAMES[0]), rename("experts.b", NAMES[1]), rename("down", NAMES[2])),
-            r"experts\.a and experts\.b have adapters of equal shapes; .*only the order .* Adapt one of them",
+            r"experts\.a and experts\.b have adapters of equal shapes, .*cannot distinguish; .* Adapt one of them",
         ),
         (
             parallel(
@@ -238,12 +238,12 @@ NAMES = [f"experts.{name}_proj.weight" for name in ("gate", "up", "down")]
         ),
     ],
 )
-def test_refuses_parameters_that_peft_has_another_way(tmp_path: Path, mapper: StateMapper, message: str) -> None:
+def test_refuses_parameters_that_files_of_peft_cannot_hold(tmp_path: Path, mapper: StateMapper, message: str) -> None:
     with pytest.raises(UserError, match=message):
         save_adapters(swiglu(), tmp_path / "adapters", mapper)
 
 
-def test_rows_may_be_in_another_order_than_the_layers(tmp_path: Path) -> None:
+def test_row_order_may_differ_from_layer_order(tmp_path: Path) -> None:
     mapper = parallel(split("experts.up_gate", [NAMES[1], NAMES[0]], [6, 6], dim=1), rename("down", NAMES[2]))
     model, again = swiglu(), swiglu()
     perturb(model)
@@ -274,7 +274,7 @@ def laid_out(ctx: DistributedContext) -> nn.Module:
 
 
 def perturb_whole(model: nn.Module) -> None:
-    """Change what is trained, by the same rule in every layout."""
+    """Change the trained parameters to values that do not depend on the layout."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -288,7 +288,7 @@ def local(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "mesh", [{"data_parallel_shard": 2, "expert_parallel": 2}, {"tensor_parallel": 2, "expert_parallel": 2}]
 )
-def test_experts_on_several_ranks_are_saved_as_by_one(tmp_path: Path, mesh: dict[str, int]) -> None:
+def test_experts_on_several_ranks_are_saved_as_on_one(tmp_path: Path, mesh: dict[str, int]) -> None:
     model, _ = ours(CASES["all"][1], torch.float32)
     perturb(model)
     perturb_whole(model)

@@ -1,9 +1,10 @@
-"""The kernels of `permute`: gathers of rows, with weights and sums where there are any, each row read and written once.
+"""Triton kernels of `permute`: gathers and weighted sums of rows that read and write each row once.
 
-Arithmetic is in float32; 16-bit numbers are only loaded and stored. A program takes one row of the result.
+Arithmetic is in float32; 16-bit dtypes are only loaded and stored. Each program processes one row of `order`, or one
+output row of a sum.
 """
 
-# A kernel takes pointers and numbers, which have no type in Python, and takes them by position.
+# Kernel arguments are pointers and scalars without Python types, passed by position.
 # ruff: noqa: ANN001, ANN202, PLR0917
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024
-"""Features of a row that a program holds at once."""
+"""Largest number of features that a program processes at once."""
 
 
 class _Kernel(Protocol):
@@ -23,13 +24,13 @@ class _Kernel(Protocol):
 
 
 def _jit(kernel: Callable[..., Any]) -> _Kernel:
-    """`triton.jit` with a type."""
+    """Apply `triton.jit`, with a static type for the launch."""
     launchable: _Kernel = triton.jit(kernel)
     return launchable
 
 
 def gather(x: Tensor, order_K: Tensor, *, copies: int) -> Tensor:
-    """Row `i` is row `order[i] // copies` of `x`; contiguous."""
+    """Return contiguous rows [K, D]: row `i` is row `order[i] // copies` of `x`."""
     x = x.contiguous()
     out = x.new_empty(len(order_K), x.shape[1])
     if out.numel():
@@ -38,9 +39,9 @@ def gather(x: Tensor, order_K: Tensor, *, copies: int) -> Tensor:
 
 
 def gather_sum(rows: Tensor, inverse_N: Tensor, weights_TA: Tensor | None, *, copies: int) -> Tensor:
-    """Row `t` is the sum over `a < copies` of rows `inverse[t * copies + a]`, times a weight where there are any.
+    """Return rows [T, D]: row `t` is the sum over `a < copies` of `weights[t, a] * rows[inverse[t * copies + a]]`.
 
-    What points behind the rows counts nothing.
+    Without weights they are 1. Indices of `len(rows)` or more are skipped.
     """
     rows = rows.contiguous()
     out = rows.new_empty(len(inverse_N) // copies, rows.shape[1])
@@ -62,7 +63,7 @@ def gather_sum(rows: Tensor, inverse_N: Tensor, weights_TA: Tensor | None, *, co
 def combine_backward(
     gradient_TD: Tensor, rows_KD: Tensor, weights_TA: Tensor, order_K: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the rows and of the weights of a weighted sum, in one pass over both."""
+    """Return the gradients of the rows [K, D] and of the weights [T, A] of a weighted sum, in one pass."""
     gradient_TD, rows_KD, weights_TA = gradient_TD.contiguous(), rows_KD.contiguous(), weights_TA.contiguous()
     grad_rows, grad_weights = torch.empty_like(rows_KD), torch.zeros_like(weights_TA)
     if rows_KD.numel():
@@ -105,8 +106,8 @@ def _gather_sum_kernel(
         total = tl.full((BLOCK,), 0.0, dtype=tl.float32)
         for copy in range(copies):
             source = tl.load(inverse_ptr + token * copies + copy)
-            is_there = offsets < tl.where(source < num_rows, size, 0)
-            row = tl.load(rows_ptr + source * size + offsets, mask=is_there, other=0.0).to(tl.float32)
+            has_row = offsets < tl.where(source < num_rows, size, 0)
+            row = tl.load(rows_ptr + source * size + offsets, mask=has_row, other=0.0).to(tl.float32)
             if HAS_WEIGHTS:
                 row = row * tl.load(weights_ptr + token * copies + copy).to(tl.float32)
             total += row
@@ -118,9 +119,9 @@ def _combine_backward_kernel(
     grad_ptr, rows_ptr, weights_ptr, order_ptr, grad_rows_ptr, grad_weights_ptr, size, copies, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    place = tl.load(order_ptr + row)  # of the copy among all copies of all tokens
-    token = place // copies
-    weight = tl.load(weights_ptr + place).to(tl.float32)
+    slot = tl.load(order_ptr + row)  # index of the copy in the flattened [T, A]
+    token = slot // copies
+    weight = tl.load(weights_ptr + slot).to(tl.float32)
     dot = tl.full((BLOCK,), 0.0, dtype=tl.float32)
     for start in range(0, size, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
@@ -130,4 +131,4 @@ def _combine_backward_kernel(
         dot += grad * value
         scaled = (grad * weight).to(grad_rows_ptr.dtype.element_ty)
         tl.store(grad_rows_ptr + row * size + offsets, scaled, mask=mask)
-    tl.store(grad_weights_ptr + place, tl.sum(dot).to(grad_weights_ptr.dtype.element_ty))
+    tl.store(grad_weights_ptr + slot, tl.sum(dot).to(grad_weights_ptr.dtype.element_ty))

@@ -1,14 +1,15 @@
-"""Dispatch over ranks: each has some of the experts, and tokens travel to them and back by all-to-all.
+"""Dispatch between ranks by all-to-all: each rank holds a part of the experts.
 
-A token travels once to each rank that has some of its experts, however many, with their numbers and weights. There it
-is copied for each of them, their answers are weighed and added up, and one row goes back; where the token is, those of
-the ranks are added up. No all-to-all can move fewer rows: nothing is padded, no token is dropped, and what is for this
-rank stays. How many rows travel follows from the routing: the host has to know it, and waits for the device once in
-each forward pass. That is the only time. The way back is asynchronous: what a layer computes before it waits for its
-tokens, such as shared experts, overlaps with it.
+A token is sent once to each rank that has at least one of its experts, together with its expert indices and weights.
+The receiving rank copies the token for each of its experts, computes the weighted sum of their outputs, and returns one
+row. The sending rank sums the returned rows of each token. Rows are not padded, and no token is dropped.
 
-Shape legend: T tokens, D hidden size, E experts, A experts active for each token, R ranks, P experts of a rank (E / R),
-L rows that leave this rank, one for each token and each rank that it goes to, M rows that arrive.
+The numbers of rows depend on the routing. The host reads them, which is the only host-device synchronization of a
+forward pass. Combine is asynchronous: work that a layer issues before it waits, such as shared experts, overlaps with
+the communication.
+
+Shape legend: T tokens, D hidden size, E experts, A experts per token (top-k), R ranks, P experts per rank (E / R),
+L rows sent by this rank, one per token and destination rank, M rows received.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from d9d_dist import all_to_all
-from d9d_moe.dispatch import Combining, LocalDispatched, dispatch_some, sort_by_expert
+from d9d_moe.dispatch import Combining, LocalDispatched, dispatch_local, sort_by_expert
 from d9d_moe.permute import inverse_permutation, sum_rows, take_rows
 from d9d_moe.router import Routing
 
@@ -28,42 +29,46 @@ from d9d_moe.router import Routing
 @final
 @dataclass(frozen=True, slots=True)
 class AllToAllDispatcher:
-    """Sends tokens over a process group whose ranks have E / R consecutive experts each, in their order.
+    """Dispatcher over a process group whose rank r holds the experts r * E / R to (r + 1) * E / R - 1.
 
-    Collective over the group: in forward an all-to-all of counts, one of rows, and those of their experts and weights;
-    one of rows in `combine`; in backward two of rows and one of weights. Every rank takes part, also without tokens.
+    Collective over the group. Forward: one all-to-all each of counts, rows, expert indices and weights, and one of rows
+    in `combine`. Backward: two all-to-alls of rows and one of weights. Ranks without tokens must take part as well.
 
     Attributes:
-        group: The ranks that share the experts out.
+        group: Expert-parallel process group.
     """
 
     group: dist.ProcessGroup
 
     def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> "AllToAllDispatched":
-        """See `Dispatcher.dispatch`; the host waits for the number of rows."""
+        """See `Dispatcher.dispatch`. One host-device synchronization, to read the numbers of rows."""
         top_k = routing.indices.shape[1]
-        num_here = num_experts // self.group.size()
-        homes_TA = routing.indices // num_here
-        order_N, leaving_R = sort_by_expert(_once_each(homes_TA, self.group.size()).flatten(), self.group.size())
+        num_local_experts = num_experts // self.group.size()
+        ranks_TA = routing.indices // num_local_experts
+        first_ranks_TA = _mask_repeated_ranks(ranks_TA, self.group.size())
+        order_N, sent_R = sort_by_expert(first_ranks_TA.flatten(), self.group.size())
         inverse_N = inverse_permutation(order_N)
-        choices_R = torch.zeros_like(leaving_R).scatter_add_(0, homes_TA.flatten(), torch.ones_like(order_N))
-        arriving_R2 = all_to_all(torch.stack((leaving_R, choices_R), dim=1), self.group)
-        leaving, arriving, choices = torch.stack((leaving_R, *arriving_R2.unbind(1))).tolist()
+        choices_R = torch.zeros_like(sent_R).scatter_add_(0, ranks_TA.flatten(), torch.ones_like(order_N))
+        received_R2 = all_to_all(torch.stack((sent_R, choices_R), dim=1), self.group)
+        send_sizes, receive_sizes, choices = torch.stack((sent_R, *received_R2.unbind(1))).tolist()
 
-        order_L = order_N[: sum(leaving)]
+        order_L = order_N[: sum(send_sizes)]
         experts_LA = routing.indices.to(torch.int32).index_select(0, order_L // top_k)
         weights_LA = take_rows(routing.probabilities, order_L, inverse_N, copies=top_k)
         rows_LD = take_rows(tokens_TD, order_L, inverse_N, copies=top_k)
         experts_MA, weights_MA, rows_MD = (
-            wait() for wait in [_exchange(x, leaving, arriving, self.group) for x in (experts_LA, weights_LA, rows_LD)]
+            wait()
+            for wait in [
+                _start_all_to_all(x, send_sizes, receive_sizes, self.group) for x in (experts_LA, weights_LA, rows_LD)
+            ]
         )
-        here = Routing(_numbered_here(experts_MA.long(), self.group.rank(), num_here), weights_MA)
+        local = Routing(_local_experts(experts_MA.long(), self.group.rank(), num_local_experts), weights_MA)
         return AllToAllDispatched(
-            arrived=dispatch_some(rows_MD, here, num_experts=num_here, num_rows=sum(choices)),
+            arrived=dispatch_local(rows_MD, local, num_experts=num_local_experts, num_rows=sum(choices)),
             order=order_L,
             inverse=inverse_N,
-            leaving=tuple(leaving),
-            arriving=tuple(arriving),
+            leaving=tuple(send_sizes),
+            arriving=tuple(receive_sizes),
             group=self.group,
         )
 
@@ -71,15 +76,17 @@ class AllToAllDispatcher:
 @final
 @dataclass(frozen=True, slots=True)
 class AllToAllDispatched:
-    """What `AllToAllDispatcher` brought to this rank's experts.
+    """Rows that `AllToAllDispatcher` received for this rank's experts.
 
     Attributes:
-        arrived: The tokens that arrived, sorted by expert.
-        order: For each row that left, the first of its token's choices that sent it there, along the flattened [T, A].
-        inverse: For each choice the row that left for it; beyond them, where an earlier choice sent it.
-        leaving: Number of rows that left for each rank.
-        arriving: Number of rows that arrived from each rank.
-        group: The ranks.
+        arrived: Received tokens, sorted by expert.
+        order: For each sent row [L], the index of its (token, choice) pair in the flattened [T, A]: the token's first
+            choice on the destination rank.
+        inverse: For each (token, choice) pair, the index of its sent row; L or more if an earlier choice of the token
+            is on the same rank.
+        leaving: Number of rows sent to each rank.
+        arriving: Number of rows received from each rank.
+        group: Expert-parallel process group.
     """
 
     arrived: LocalDispatched
@@ -100,51 +107,54 @@ class AllToAllDispatched:
         return self.arrived.counts
 
     def combine(self, outputs_ND: Tensor) -> Combining:
-        """See `Dispatched.combine`; weights and sums are taken where the experts are, then the ranks' added up."""
+        """See `Dispatched.combine`.
+
+        The weighted sum over experts is computed on the experts' rank, the sum over ranks on this rank.
+        """
         top_k = self.arrived.probabilities.shape[1]
         sums_MD = self.arrived.combine(outputs_ND).wait()
-        back = _exchange(sums_MD, self.arriving, self.leaving, self.group)
-        return Combining(lambda: sum_rows(back(), self.order, self.inverse, copies=top_k))
+        wait_returned = _start_all_to_all(sums_MD, self.arriving, self.leaving, self.group)
+        return Combining(lambda: sum_rows(wait_returned(), self.order, self.inverse, copies=top_k))
 
 
-def _once_each(homes_TA: Tensor, num_ranks: int) -> Tensor:
-    """The rank of each choice, or R where an earlier choice of the token is on the same rank."""
-    is_again_TA = (homes_TA.unsqueeze(2) == homes_TA.unsqueeze(1)).tril(-1).any(dim=2)
-    return homes_TA.masked_fill(is_again_TA, num_ranks)
+def _mask_repeated_ranks(ranks_TA: Tensor, num_ranks: int) -> Tensor:
+    """Replace the rank of a choice by `num_ranks` if an earlier choice of the same token is on the same rank."""
+    is_repeated_TA = (ranks_TA.unsqueeze(2) == ranks_TA.unsqueeze(1)).tril(-1).any(dim=2)
+    return ranks_TA.masked_fill(is_repeated_TA, num_ranks)
 
 
-def _numbered_here(experts_MA: Tensor, rank: int, num_here: int) -> Tensor:
-    """Experts as this rank counts its own, from 0; P for those of other ranks."""
-    own_MA = experts_MA - rank * num_here
-    return torch.where((own_MA >= 0) & (own_MA < num_here), own_MA, num_here)
+def _local_experts(experts_MA: Tensor, rank: int, num_local_experts: int) -> Tensor:
+    """Convert global expert indices to local ones, from 0; experts of other ranks get the index P."""
+    local_MA = experts_MA - rank * num_local_experts
+    return torch.where((local_MA >= 0) & (local_MA < num_local_experts), local_MA, num_local_experts)
 
 
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows that is under way, with what to wait for; its adjoint is the way back."""
+class _AsyncAllToAll(torch.autograd.Function):
+    """Asynchronous all-to-all of rows; returns the output buffer and the work handle. Backward sends gradients back."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup
+        ctx: Any, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], group: dist.ProcessGroup
     ) -> tuple[Tensor, dist.Work]:
-        ctx.sizes, ctx.group = (leaving, arriving), group
-        received = x.new_empty(sum(arriving), x.shape[1])
+        ctx.sizes, ctx.group = (send_sizes, receive_sizes), group
+        received = x.new_empty(sum(receive_sizes), x.shape[1])
         work = dist.all_to_all_single(
-            received, x.contiguous(), list(arriving), list(leaving), group=group, async_op=True
+            received, x.contiguous(), list(receive_sizes), list(send_sizes), group=group, async_op=True
         )
-        assert work is not None, "what is asynchronous gives its work"
+        assert work is not None, "async_op=True returns a work handle"
         return received, work
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        leaving, arriving = ctx.sizes
-        return _exchange(gradients[0], arriving, leaving, ctx.group)(), None, None, None
+        send_sizes, receive_sizes = ctx.sizes
+        return _start_all_to_all(gradients[0], receive_sizes, send_sizes, ctx.group)(), None, None, None
 
 
-def _exchange(
-    x: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup
+def _start_all_to_all(
+    x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], group: dist.ProcessGroup
 ) -> Callable[[], Tensor]:
-    """Begin to exchange rows; the result gives those that arrive."""
-    received, work = cast(tuple[Tensor, dist.Work], _Exchange.apply(x, leaving, arriving, group))
+    """Start an all-to-all of rows; the returned function waits for it and returns the received rows."""
+    received, work = cast(tuple[Tensor, dist.Work], _AsyncAllToAll.apply(x, send_sizes, receive_sizes, group))
 
     def wait() -> Tensor:
         work.wait()

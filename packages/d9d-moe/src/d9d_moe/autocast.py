@@ -1,6 +1,6 @@
-"""What `torch.autocast` does here: products of experts take part in it as `nn.Linear` does, routing and sums never.
+"""Support of `torch.autocast`: grouped products follow it as `nn.Linear` does; routing and weighted sums disable it.
 
-torch decides for its own operators. Custom autograd functions have to ask.
+Autocast applies to torch's own operators. Custom autograd functions must query it.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def autocast_inputs(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The inputs of a product in the dtype of autocast, where it is active on their device; else as they are.
+    """Return the inputs of a product, cast to the autocast dtype if autocast is enabled on their device.
 
-    As for torch's own products, float64 stays; gradients come back in the dtypes that the inputs had.
+    As in torch's own products, float64 tensors are not cast, and gradients have the original dtypes of the inputs.
     """
     device = x.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
@@ -23,7 +23,7 @@ def autocast_inputs(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Lets torch compute in the dtypes that it is given, on the device of a tensor."""
+    """Return a context that disables autocast on the device of `x`."""
     device = x.device.type
-    # The meta device, where shapes are found out, knows no autocast.
+    # torch.autocast does not support the meta device.
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()

@@ -1,10 +1,10 @@
-"""Dispatch by DeepEP, whose kernels send each token once to every rank that has one of its experts.
+"""Dispatch by DeepEP, whose kernels send each token once to each rank that has at least one of its experts.
 
-Over NVLink within a node, over RDMA between nodes: the sizes of its buffers say which. Experts' answers are weighed and
-added up where the experts are, and DeepEP adds up those of the ranks, asynchronously.
+DeepEP uses NVLink within a node and RDMA between nodes, as the sizes of its buffers allow. The weighted sum of the
+experts' outputs is computed on the experts' rank. DeepEP then sums the rows of all ranks, asynchronously.
 
-Shape legend: T tokens, D hidden size, E experts, A experts active for each token, M tokens that arrive at this rank, N
-choices of those that are experts of this rank.
+Shape legend: T tokens, D hidden size, E experts, A experts per token (top-k), M tokens received by this rank, N rows:
+one per received token and expert of this rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,43 +18,43 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from d9d_dist.errors import UserError
-from d9d_moe.dispatch import Combining, LocalDispatched, dispatch_some
+from d9d_moe.dispatch import Combining, LocalDispatched, dispatch_local
 from d9d_moe.router import Routing
 
 DEEP_EP_INSTALL = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP"
 
-_BYTES = 2
-"""Of a number in bfloat16, all that the kernels take."""
+_BFLOAT16_BYTES = 2
+"""Element size of bfloat16, the only dtype that the dispatcher uses."""
 
 
 class DeepEpBuffer(Protocol):
-    """What is needed of `deep_ep.Buffer`."""
+    """Methods of `deep_ep.Buffer` that `DeepEpDispatcher` uses."""
 
     def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int) -> tuple[Any, ...]:
-        """Tokens for each rank, node and expert, which rank each token goes to, and an event."""
+        """Return the numbers of tokens per rank, per node and per expert, a mask of tokens and ranks, and an event."""
         ...
 
     def dispatch(self, x: Tensor, **options: Any) -> tuple[Any, ...]:
-        """Tokens that arrive, their choices, weights, counts of experts, a handle, and an event."""
+        """Return the received tokens, their expert indices and weights, the rows per expert, a handle, and an event."""
         ...
 
     def combine(
         self, x: Tensor, handle: Any, *, topk_weights: Tensor | None = None, async_finish: bool = False
     ) -> tuple[Any, ...]:
-        """Sums over ranks of what they have for this one's tokens, the same of weights, and an event."""
+        """Return the sums over ranks of the rows and of the weights of this rank's tokens, and an event."""
         ...
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class DeepEpDispatcher:
-    """Sends tokens by DeepEP, in bfloat16; one for all layers of a model, whose buffer they share.
+    """Dispatcher that sends tokens by DeepEP, in bfloat16. All layers of a model share one dispatcher and its buffer.
 
-    Collective over the ranks of the buffer, in forward and backward. The host waits for the number of rows once in a
-    forward pass.
+    Collective over the ranks of the buffer, in forward and backward. One host-device synchronization per forward pass,
+    to read the number of rows.
 
     Attributes:
-        buffer: Its communication buffers: what `deep_ep_buffer` makes.
+        buffer: Communication buffer, as `deep_ep_buffer` returns it.
     """
 
     buffer: DeepEpBuffer
@@ -67,28 +67,28 @@ class DeepEpDispatcher:
         """
         if tokens_TD.device.type != "cpu" and tokens_TD.dtype != torch.bfloat16:
             raise UserError(
-                f"dispatch = 'deep_ep' got tokens in {tokens_TD.dtype}; expected torch.bfloat16. Compute in it, with "
-                "Precision(compute=torch.bfloat16), or use dispatch = 'all_to_all'."
+                f"dispatch = 'deep_ep' got tokens in {tokens_TD.dtype}; expected torch.bfloat16. Use "
+                "Precision(compute=torch.bfloat16), or dispatch = 'all_to_all'."
             )
         rows_MD, weights_MA, choices_MA, counts, handle = cast(
             tuple[Tensor, Tensor, Tensor, Sequence[int], Any],
-            _Send.apply(tokens_TD, routing.probabilities, routing.indices, self.buffer, num_experts),
+            _DeepEpDispatch.apply(tokens_TD, routing.probabilities, routing.indices, self.buffer, num_experts),
         )
-        num_here = len(counts)
-        here = Routing(torch.where(choices_MA < 0, num_here, choices_MA), weights_MA)
-        arrived = dispatch_some(rows_MD, here, num_experts=num_here, num_rows=sum(counts))
+        num_local_experts = len(counts)
+        local = Routing(torch.where(choices_MA < 0, num_local_experts, choices_MA), weights_MA)
+        arrived = dispatch_local(rows_MD, local, num_experts=num_local_experts, num_rows=sum(counts))
         return DeepEpDispatched(arrived=arrived, buffer=self.buffer, handle=handle)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class DeepEpDispatched:
-    """What `DeepEpDispatcher` brought to this rank's experts.
+    """Rows that `DeepEpDispatcher` received for this rank's experts.
 
     Attributes:
-        arrived: The tokens that arrived, sorted by expert.
-        buffer: The way they came.
-        handle: What it knows of them.
+        arrived: Received tokens, sorted by expert.
+        buffer: Communication buffer that received them.
+        handle: DeepEP's handle of the dispatch, which combine needs.
     """
 
     arrived: LocalDispatched
@@ -108,7 +108,7 @@ class DeepEpDispatched:
     def combine(self, outputs_ND: Tensor) -> Combining:
         """See `Dispatched.combine`."""
         sums_MD = self.arrived.combine(outputs_ND).wait()
-        tokens_TD, event = cast(tuple[Tensor, Any], _Return.apply(sums_MD, self.buffer, self.handle))
+        tokens_TD, event = cast(tuple[Tensor, Any], _DeepEpCombine.apply(sums_MD, self.buffer, self.handle))
 
         def wait() -> Tensor:
             event.current_stream_wait()
@@ -118,38 +118,39 @@ class DeepEpDispatched:
 
 
 def deep_ep_buffer(group: dist.ProcessGroup, *, hidden_size: int, device: torch.device) -> DeepEpBuffer:
-    """Make the buffers that DeepEP needs between the ranks of a group. Collective over it.
+    """Allocate the communication buffer of DeepEP between the ranks of a group. Collective over the group.
 
     Args:
-        group: The ranks that share the experts out, in their order.
-        hidden_size: D, of the widest layer.
-        device: Where tokens are.
+        group: Expert-parallel process group.
+        hidden_size: Largest hidden size D of all layers.
+        device: Device of the tokens.
 
     Raises:
-        UserError: If the device is a CPU, the package is not installed, or it has no kernels for so many ranks.
+        UserError: If the device is a CPU, the package `deep_ep` is not installed, or it does not support the group
+            size.
     """
     make, configs = check_deep_ep(device, num_ranks=group.size())
-    row_bytes = hidden_size * _BYTES
+    row_bytes = hidden_size * _BFLOAT16_BYTES
     return make(
         group,
         num_nvl_bytes=max(config.get_nvl_buffer_size_hint(row_bytes, group.size()) for config in configs),
-        # None within a node.
+        # The hint is 0 if all ranks are in one node.
         num_rdma_bytes=max(config.get_rdma_buffer_size_hint(row_bytes, group.size()) for config in configs),
     )
 
 
 def check_deep_ep(device: torch.device, *, num_ranks: int) -> tuple[Callable[..., DeepEpBuffer], Sequence[Any]]:
-    """Refuse to dispatch by DeepEP where it cannot be.
+    """Check that DeepEP can be used.
 
     Args:
-        device: Where tokens are.
-        num_ranks: How many ranks share the experts out.
+        device: Device of the tokens.
+        num_ranks: Size of the expert-parallel group.
 
     Returns:
-        What makes a buffer, and what it recommends for the way there and the way back.
+        The class `deep_ep.Buffer`, and the configurations that it recommends for dispatch and for combine.
 
     Raises:
-        UserError: If the device is a CPU, the package is not installed, or it has no kernels for so many ranks.
+        UserError: If the device is a CPU, the package `deep_ep` is not installed, or it does not support `num_ranks`.
     """
     if device.type == "cpu":
         raise UserError(
@@ -171,8 +172,8 @@ def check_deep_ep(device: torch.device, *, num_ranks: int) -> tuple[Callable[...
         ) from error
 
 
-class _Send(torch.autograd.Function):
-    """Tokens and weights to the ranks of their experts; gradients come back as sums over those ranks."""
+class _DeepEpDispatch(torch.autograd.Function):
+    """Sends tokens and weights to the ranks of their experts; backward sums the gradients over these ranks."""
 
     @staticmethod
     def forward(  # noqa: PLR0917  (autograd passes by position)
@@ -200,8 +201,8 @@ class _Send(torch.autograd.Function):
         return grad_tokens, grad_weights_TA, None, None, None
 
 
-class _Return(torch.autograd.Function):
-    """Sums over ranks, under way, with what to wait for; gradients go where tokens went."""
+class _DeepEpCombine(torch.autograd.Function):
+    """Starts the sum of rows over ranks and returns it with its event; backward dispatches the gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows_MD: Tensor, buffer: DeepEpBuffer, handle: Any) -> tuple[Tensor, Any]:

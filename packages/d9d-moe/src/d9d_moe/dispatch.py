@@ -1,8 +1,9 @@
-"""Dispatch: bring each token to its experts, and the experts' answers back to the token.
+"""Dispatch: send each token to its experts, and combine the experts' outputs per token.
 
-A dispatcher returns what it dispatched together with the way back, so it keeps no state of its own between the two.
+`Dispatcher.dispatch` returns an object that holds the rows and has the method `combine`. So the dispatcher itself keeps
+no state between dispatch and combine.
 
-Shape legend: T tokens, D hidden size, E experts, A experts active for each token, N = rows dispatched (T * A locally).
+Shape legend: T tokens, D hidden size, E experts, A experts per token (top-k), N dispatched rows (T * A locally).
 """
 
 from collections.abc import Callable
@@ -19,51 +20,51 @@ from d9d_moe.router import Routing
 @final
 @dataclass(frozen=True, slots=True)
 class Combining:
-    """Tokens that may still be on their way back: what is computed before `wait` overlaps with it.
+    """Handle of a combine that may still be in flight: work issued before `wait` overlaps with the communication.
 
     Attributes:
-        wait: Gives the tokens [T, D]; called once.
+        wait: Waits for the combine and returns the tokens [T, D]. Call it exactly once.
     """
 
     wait: Callable[[], Tensor]
 
 
 class Dispatched(Protocol):
-    """Rows sorted by expert, and the way back to tokens."""
+    """Rows sorted by expert, with the method that combines the experts' outputs."""
 
     @property
     def rows(self) -> Tensor:
-        """Copies of tokens [N, D]: those of the first expert, then those of the second, and so on."""
+        """Copies of tokens [N, D], sorted by expert: rows of the first expert, then of the second, and so on."""
         ...
 
     @property
     def counts(self) -> Tensor:
-        """Number of rows of each expert of this rank [E], int64; they add up to N."""
+        """Number of rows per expert of this rank [E], int64; the sum is N."""
         ...
 
     def combine(self, outputs_ND: Tensor) -> Combining:
-        """Begin to add up what the experts made of each token, weighed by the router.
+        """Start to sum the experts' outputs of each token, weighted by the router's probabilities.
 
         Args:
-            outputs_ND: The experts' answers [N, D], in the order of `rows`.
+            outputs_ND: Experts' outputs [N, D], in the order of `rows`.
 
         Returns:
-            What to wait for: tokens [T, D] in the dtype of `outputs_ND`, those of each rank summed in the wider of its
-            dtype and the probabilities'.
+            A handle; its `wait` returns the tokens [T, D] in the dtype of `outputs_ND`. The sum over the experts of
+            one rank is computed in the wider of that dtype and the dtype of the probabilities.
         """
         ...
 
 
 class Dispatcher(Protocol):
-    """Sends tokens to experts, wherever those live."""
+    """Sends tokens to experts on this rank or on other ranks."""
 
     def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> Dispatched:
-        """Sort copies of the tokens [T, D] by expert, as `routing` tells.
+        """Send copies of the tokens to their experts, sorted by expert.
 
         Args:
-            tokens_TD: This rank's tokens; there may be none.
-            routing: Which of all experts they go to.
-            num_experts: Number of experts of all ranks together.
+            tokens_TD: This rank's tokens [T, D]; T may be 0.
+            routing: Experts of each token, as indices from 0 to `num_experts` - 1.
+            num_experts: Number of experts over all ranks.
 
         Returns:
             The rows for the experts of this rank.
@@ -74,24 +75,24 @@ class Dispatcher(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class LocalDispatcher:
-    """All experts live on this rank: dispatch is a permutation. Exact, without a capacity, without dropping tokens."""
+    """Dispatcher for experts that are all on this rank: a permutation, without capacity and dropped tokens."""
 
     def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> "LocalDispatched":
-        """Sort copies of the tokens [T, D] by expert; the tokens of one expert stay in their order."""
-        return dispatch_some(tokens_TD, routing, num_experts=num_experts, num_rows=routing.indices.numel())
+        """Sort copies of the tokens [T, D] by expert. The sort is stable."""
+        return dispatch_local(tokens_TD, routing, num_experts=num_experts, num_rows=routing.indices.numel())
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class LocalDispatched:
-    """What was sorted on this rank.
+    """Rows sorted by expert on this rank.
 
     Attributes:
         rows: See `Dispatched.rows`.
         counts: See `Dispatched.counts`.
-        order: For each row, which (token, choice) pair it is, counted along the flattened [T, A].
-        inverse: For each (token, choice) pair, its row; beyond them, where it has none.
-        probabilities: The router's weights [T, A].
+        order: For each row, the index of its (token, choice) pair in the flattened [T, A].
+        inverse: For each (token, choice) pair, the index of its row; N or more if the pair has no row.
+        probabilities: Router probabilities [T, A].
     """
 
     rows: Tensor
@@ -105,14 +106,15 @@ class LocalDispatched:
         return Combining(lambda: combine_rows(outputs_ND, self.probabilities, self.order, self.inverse))
 
 
-def dispatch_some(tokens_TD: Tensor, routing: Routing, *, num_experts: int, num_rows: int) -> LocalDispatched:
-    """Sort copies of tokens by expert, of those choices alone whose experts are here.
+def dispatch_local(tokens_TD: Tensor, routing: Routing, *, num_experts: int, num_rows: int) -> LocalDispatched:
+    """Sort copies of tokens by expert, for the choices whose expert is on this rank.
 
     Args:
         tokens_TD: Tokens [T, D].
-        routing: Their experts, from `num_experts` on for those that are elsewhere; their weights count nothing.
-        num_experts: Number of experts that are here.
-        num_rows: Number of choices of those: on the host, so that nothing has to wait for the device.
+        routing: Local expert indices. An index of `num_experts` or more means an expert of another rank; such a choice
+            gets no row, and its probability is ignored.
+        num_experts: Number of experts of this rank.
+        num_rows: Number of choices of experts of this rank, as a Python int: avoids a host-device synchronization.
     """
     order_N, counts_E = sort_by_expert(routing.indices.flatten(), num_experts)
     inverse_N = inverse_permutation(order_N)
@@ -127,13 +129,16 @@ def dispatch_some(tokens_TD: Tensor, routing: Routing, *, num_experts: int, num_
 
 
 def sort_by_expert(experts_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The order that sorts rows by their expert, stable [N], and how many each expert has [E]; waits for no device.
+    """Return the stable order that sorts rows by expert [N], and the number of rows per expert [E].
+
+    No host-device synchronization.
 
     Args:
-        experts_N: The expert of each row, int64; those from `num_experts` on come last, and are not counted.
+        experts_N: Expert of each row [N], int64. Rows with an index of `num_experts` or more come last and are not
+            counted.
         num_experts: E.
     """
     sorted_N, order_N = experts_N.sort(stable=True)
-    # A search in the sorted ids, since torch.bincount would wait for the device.
+    # searchsorted, because torch.bincount synchronizes with the device.
     starts = torch.searchsorted(sorted_N, torch.arange(num_experts + 1, device=sorted_N.device))
     return order_N, starts.diff()

@@ -1,10 +1,10 @@
-"""How often experts were chosen in a step, counted where nothing else can count: in the backward pass.
+"""Tokens per expert of a training step, counted in the backward pass.
 
-A training step runs backward exactly once for every token that it learns from. Forward runs more often: in evaluation,
-when activations are recomputed, when something is tried twice. So counts are taken by an identity whose backward adds
-them up, and neither counts nor the bias that follows from them can be changed by anything but a training step.
+A training step runs backward exactly once for each of its tokens. Forward runs more often: in evaluation, and when
+activations are recomputed. So an identity function counts the tokens in its backward pass. Evaluation and recomputation
+change neither the counts nor the expert bias that is updated from them.
 
-Shape legend: E experts, A experts active for each token (top-k), T tokens.
+Shape legend: E experts, A experts per token (top-k), T tokens.
 """
 
 from typing import Any, final
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 @final
 class ExpertCounter(nn.Module):
-    """Counts how many tokens chose each expert, while their gradients are computed.
+    """Counter of tokens per expert that counts in the backward pass.
 
     Args:
         num_experts: Number of experts.
 
     Attributes:
-        counts: This rank's counts since they were last taken [E], int64; a buffer that is not saved.
+        counts: Tokens per expert of this rank since the last reset [E], int64; a non-persistent buffer.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -31,19 +31,19 @@ class ExpertCounter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start from zero."""
+        """Set the counts to zero."""
         nn.init.zeros_(self.counts)
 
     def forward(self, y: Tensor, indices_TA: Tensor, mask_T: Tensor | None = None) -> Tensor:
-        """What the layer computed, as it is; its backward counts. No collectives.
+        """Return `y` unchanged, and count the tokens when the gradient of `y` is computed. No collectives.
 
-        Where everything up to here is frozen no gradient comes; then forward counts, in training mode and with
-        gradients enabled, but not where it is run again within a backward pass.
+        If `y` does not require a gradient, forward counts instead: in training mode with gradients enabled, but not
+        when forward is recomputed in a backward pass.
 
         Args:
-            y: What came of the tokens, of any shape.
-            indices_TA: The experts that they chose [T, A].
-            mask_T: Which of them are tokens, and not padding [T], bool; None for all.
+            y: Output of the layer, of any shape.
+            indices_TA: Chosen experts of each token [T, A].
+            mask_T: Token mask [T], bool: True for tokens, False for padding; None if there is no padding.
         """
         if y.requires_grad:
             return _CountInBackward.apply(y, indices_TA, mask_T, self.counts)
@@ -53,15 +53,15 @@ class ExpertCounter(nn.Module):
 
 
 def _is_in_backward() -> bool:
-    """Whether autograd runs: then forward is activations that are recomputed."""
+    """Return True while autograd runs a backward pass: a forward pass is then a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _count(counts_E: Tensor, indices_TA: Tensor, mask_T: Tensor | None) -> None:
-    seen_TA = (
+    ones_TA = (
         torch.ones_like(indices_TA) if mask_T is None else mask_T.to(torch.int64).unsqueeze(1).expand_as(indices_TA)
     )
-    counts_E.scatter_add_(0, indices_TA.flatten(), seen_TA.flatten())
+    counts_E.scatter_add_(0, indices_TA.flatten(), ones_TA.flatten())
 
 
 class _CountInBackward(torch.autograd.Function):

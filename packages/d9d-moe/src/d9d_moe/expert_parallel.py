@@ -1,4 +1,4 @@
-"""Expert parallelism of a model as one function: experts to their ranks, and tokens to the experts."""
+"""Expert parallelism of a model: shards the experts over ranks and sets the dispatcher of tokens."""
 
 from collections.abc import Callable, Collection
 from typing import Literal, TypeAlias, get_args
@@ -15,10 +15,10 @@ from d9d_moe.layer import MoeFeedForward
 from d9d_moe.router_losses import TokenGroups
 
 DispatchName: TypeAlias = Literal["all_to_all", "deep_ep"]
-"""How tokens travel to experts of other ranks."""
+"""Name of a dispatcher between ranks."""
 
 Dispatch: TypeAlias = DispatchName | Callable[[dist.ProcessGroup], Dispatcher]
-"""A name, or a function that makes a dispatcher of the ranks that share the experts out."""
+"""Name of a dispatcher, or a function that builds one from the expert-parallel process group."""
 
 
 def parallelize_expert_parallel(
@@ -29,10 +29,10 @@ def parallelize_expert_parallel(
     shard_replicas: bool = True,
     precision: Precision | None = None,
 ) -> None:
-    """Share the experts of all `MoeFeedForward` blocks of a model out, in place.
+    """Shard the experts of all `MoeFeedForward` blocks of a model over `ep_shard`, in place.
 
-    Each rank of `ep_shard` gets E / ep consecutive experts, and its own tokens travel to the experts that they chose.
-    Routers and shared experts stay with the dense part, so call this between `parallelize_tensor` and what follows:
+    Each rank of `ep_shard` holds E / ep consecutive experts, and sends its tokens to the ranks of their experts.
+    Routers and shared experts are parallelized with the dense part of the model. Call the functions in this order:
 
         parallelize_tensor(model, dense["tp"], plan)
         parallelize_context(model, cp)
@@ -40,19 +40,21 @@ def parallelize_expert_parallel(
         checkpoint_layers(model.layers)
         parallelize_hsdp(model, dense["dp_replicate", "dp_cp_shard", "cp_replicate"], shard_axis="dp_cp_shard")
 
-    Ranks of one tensor-parallel group hold different tokens where experts come, with a plan such as
-    `moe_tensor_plan`. Collective over all ranks of the job: it makes process groups. With a degree of 1 tokens
-    stay, and experts are spread over `ep_replicate` alone.
+    The ranks of a tensor-parallel group must hold different tokens at the experts, as with `moe_tensor_plan`.
+    Collective over all ranks of the job, because process groups are created. With a degree of 1 no tokens are sent, and
+    experts are sharded or replicated over `ep_replicate` only.
 
     Args:
-        model: A model or one stage of it, on `meta` or with equal values on all ranks; there may be no such block.
-        ctx: The job's meshes.
-        dispatch: How tokens travel.
+        model: A model or one pipeline stage of it, on `meta` or with equal values on all ranks. A stage may have no
+            `MoeFeedForward` block.
+        ctx: Distributed context with the meshes of the job.
+        dispatch: Dispatcher of tokens between ranks.
         shard_replicas: See `d9d_dist.parallelize_experts`.
-        precision: dtypes of the experts' computation and reduction.
+        precision: dtypes of the experts' computation and gradient reduction.
 
     Raises:
-        UserError: If the degree does not divide the experts, or the way to travel is not there.
+        UserError: If the degree does not divide the number of experts, the name of the dispatcher is unknown, or DeepEP
+            cannot be used.
     """
     mesh = ctx.mesh_for("expert")["ep_replicate", "ep_shard"]
     groups = TokenGroups(sequence=ctx.group_for("batch", "cp", "tp"), batch=ctx.group_for("batch", "dp", "cp", "tp"))
@@ -65,7 +67,7 @@ def parallelize_expert_parallel(
                 f"mesh.expert_parallel = {degree} does not divide the {block.num_experts} experts of "
                 f"{canonical_name(name)}. Use a degree that divides {block.num_experts}."
             )
-    dispatcher = _dispatcher(dispatch, mesh["ep_shard"].get_group(), ctx, blocks.values()) if degree > 1 else None
+    dispatcher = _build_dispatcher(dispatch, mesh["ep_shard"].get_group(), ctx, blocks.values()) if degree > 1 else None
     for block in blocks.values():
         parallelize_experts(block.experts, mesh, shard_replicas=shard_replicas, precision=precision)
         block.token_groups = groups
@@ -78,22 +80,28 @@ def parallelize_expert_parallel(
 
 def _check_dispatch(dispatch: Dispatch, ctx: DistributedContext, degree: int) -> None:
     if dispatch == "deep_ep":
-        if degree > 1:  # else nothing travels
+        if degree > 1:  # with a degree of 1 no tokens are sent
             check_deep_ep(ctx.device, num_ranks=degree)
     elif isinstance(dispatch, str) and dispatch != "all_to_all":
         expected = ", ".join(get_args(DispatchName))
-        raise UserError(f"dispatch = {dispatch!r}; expected one of {expected}, or a function.")
+        raise UserError(
+            f"dispatch = {dispatch!r}; expected one of {expected}, or a function that builds a dispatcher from the "
+            "process group."
+        )
 
 
-def _dispatcher(
+def _build_dispatcher(
     dispatch: Dispatch, group: dist.ProcessGroup, ctx: DistributedContext, blocks: Collection[MoeFeedForward]
 ) -> Dispatcher | None:
-    """One for all layers; None where a stage has none: collective over the group, whose ranks have the same stage."""
+    """Build one dispatcher for all blocks of a stage; return None if the stage has no blocks.
+
+    Collective over the group. All its ranks have the same stage, so they agree on whether to build one.
+    """
     if not blocks:
         return None
     if not isinstance(dispatch, str):
         return dispatch(group)
     if dispatch == "all_to_all":
         return AllToAllDispatcher(group)
-    widest = max(block.experts.down_proj.weight.shape[1] for block in blocks)
-    return DeepEpDispatcher(deep_ep_buffer(group, hidden_size=widest, device=ctx.device))
+    hidden_size = max(block.experts.down_proj.weight.shape[1] for block in blocks)
+    return DeepEpDispatcher(deep_ep_buffer(group, hidden_size=hidden_size, device=ctx.device))

@@ -1,4 +1,4 @@
-"""The experts: as many SwiGLU blocks as there are groups of rows, computed together."""
+"""Routed experts of a layer: SwiGLU blocks computed with grouped matrix products."""
 
 from typing import final
 
@@ -10,12 +10,12 @@ from d9d_moe.grouped_linear import GroupedLinear
 
 @final
 class GroupedSwiGLU(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, with the projections of the expert that each row belongs to.
+    """SwiGLU experts: `down(silu(gate(x)) * up(x))`, with the weights of the expert that each row is assigned to.
 
     Args:
         num_experts: Number of experts.
         hidden_size: Size of the last dim of input and output.
-        intermediate_size: Size of the gated space of each expert.
+        intermediate_size: Intermediate size of each expert.
         init_std: Standard deviation of the initial weights.
     """
 
@@ -26,11 +26,11 @@ class GroupedSwiGLU(nn.Module):
         self.down_proj = GroupedLinear(num_experts, intermediate_size, hidden_size, init_std=init_std)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Map rows to rows.
+        """Apply each row's expert.
 
         Args:
             rows: Rows [N, hidden_size], sorted by expert.
-            counts: Number of rows of each expert [num_experts], integer; they add up to N.
+            counts: Number of rows per expert [num_experts], integer; the sum is N.
 
         Returns:
             Rows [N, hidden_size], in the same order and dtype.

@@ -1,8 +1,8 @@
-"""One matrix product for each group of rows: what a layer of experts is made of.
+"""Grouped matrix product: each group of rows is multiplied by its own matrix, as in a layer of experts.
 
-`torch.nn.functional.grouped_mm` does it in one kernel. It takes float32, bfloat16 and float16 whose rows are aligned to
-16 bytes; everything else goes through a loop, which is also the reference that the kernel is tested against. The
-library `grouped_gemm` is used where it is asked for.
+`torch.nn.functional.grouped_mm` is one kernel for float32, bfloat16 and float16 with rows aligned to 16 bytes. Other
+inputs use a loop over groups ("eager"), which is also the reference in the tests. The library `grouped_gemm` is used
+only on request.
 
 Shape legend: N rows, sorted by group; G groups; I input features; O output features.
 """
@@ -23,24 +23,26 @@ from d9d_moe.autocast import autocast_inputs
 GroupedMatmulBackend: TypeAlias = Literal["grouped_mm", "grouped_gemm", "eager"]
 
 BACKEND_VARIABLE = "D9D_GROUPED_MATMUL"
-"""Environment variable that names the backend of every product for which none is given."""
+"""Environment variable with the default backend of `grouped_matmul`."""
 
 GROUPED_GEMM_INSTALL = "TORCH_CUDA_ARCH_LIST=9.0 pip install --no-build-isolation grouped_gemm"
 
 _ALIGNMENT = 16
-"""Bytes that the length of a row must be a multiple of in `grouped_mm`."""
+"""Row alignment in bytes that `grouped_mm` requires."""
 
 
 @final
 class GroupedLinear(nn.Module):
-    """A linear layer for each group, without bias: `y = x @ weight[group].T`.
+    """Linear layer without bias that has a weight per group: `y = x @ weight[group].T`.
+
+    The weight is [G, O, I]: each group has the layout of `nn.Linear`, so checkpoints with one matrix per expert can be
+    stacked.
 
     Args:
         num_groups: Number of groups.
         in_features: Size of the last dim of the input.
         out_features: Size of the last dim of the output.
-        init_std: Standard deviation of the initial weight [G, O, I]; the layout of `nn.Linear` for each group, so that
-            checkpoints with one matrix for each expert stack into it.
+        init_std: Standard deviation of the initial weight.
     """
 
     def __init__(self, num_groups: int, in_features: int, out_features: int, *, init_std: float = 0.02) -> None:
@@ -54,28 +56,29 @@ class GroupedLinear(nn.Module):
         nn.init.normal_(self.weight, std=self.init_std)
 
     def forward(self, x_NI: Tensor, counts_G: Tensor) -> Tensor:
-        """See `grouped_matmul`, which this calls with the weight of this module."""
+        """Call `grouped_matmul` with the weight of this module."""
         return grouped_matmul(x_NI, self.weight, counts_G)
 
 
 def grouped_matmul(
     x_NI: Tensor, weight_GOI: Tensor, counts_G: Tensor, *, backend: GroupedMatmulBackend | None = None
 ) -> Tensor:
-    """Multiply each group of rows with its own matrix; in a `SplitBackward` the weight's gradient can wait.
+    """Multiply each group of rows by the transpose of its own matrix.
 
-    Under `torch.autocast` both are cast to its dtype, as those of `torch.nn.Linear` are.
+    Under `torch.autocast` the inputs are cast as in `torch.nn.Linear`. In a `SplitBackward` the weight gradient can be
+    deferred.
 
     Args:
-        x_NI: Rows [N, I], those of the first group first.
-        weight_GOI: A matrix for each group [G, O, I], in the dtype of the rows.
-        counts_G: Number of rows of each group [G], integer, 0 included; they add up to N.
-        backend: How to compute it; None for what `choose_backend` says.
+        x_NI: Rows [N, I], sorted by group.
+        weight_GOI: One matrix per group [G, O, I], in the dtype of the rows.
+        counts_G: Number of rows per group [G], integer; may be 0, and the sum is N.
+        backend: Implementation; None for the result of `choose_backend`.
 
     Returns:
-        The products [N, O] in the dtype of the rows, or of autocast.
+        Products [N, O] in the dtype of the rows, or in the autocast dtype.
 
     Raises:
-        UserError: If the backend is unknown, not installed, or does not take such tensors.
+        UserError: If the backend is unknown, not installed, or does not support the dtype or device of the rows.
     """
     x_NI, weight_GOI = autocast_inputs(x_NI, weight_GOI)
     chosen = choose_backend(x_NI, weight_GOI) if backend is None else backend
@@ -87,17 +90,17 @@ def grouped_matmul(
 def choose_backend(
     x_NI: Tensor, weight_GOI: Tensor, *, environment: Mapping[str, str] | None = None
 ) -> GroupedMatmulBackend:
-    """What the environment says; else the fast kernel where it can serve, else the loop.
+    """Return the backend that `D9D_GROUPED_MATMUL` names, else "grouped_mm" if it supports the inputs, else "eager".
 
-    The decision is made from dtypes and shapes alone, so no device has to be waited for.
+    The choice depends only on dtypes and shapes: no host-device synchronization.
 
     Args:
         x_NI: Rows [N, I].
         weight_GOI: Matrices [G, O, I].
-        environment: Where the variable `D9D_GROUPED_MATMUL` is looked up; None for that of the process.
+        environment: Environment variables; None for `os.environ`.
 
     Raises:
-        UserError: If the variable names no backend.
+        UserError: If the variable names an unknown backend.
     """
     named = (os.environ if environment is None else environment).get(BACKEND_VARIABLE, "")
     if named:
@@ -106,11 +109,11 @@ def choose_backend(
             raise UserError(f"{BACKEND_VARIABLE} = {named!r}; expected one of {expected}.")
         return cast(GroupedMatmulBackend, named)
     _, num_outputs, num_inputs = weight_GOI.shape
-    # The kernel's meta function took only bfloat16 before torch 2.15; shapes need no kernel.
-    served = not x_NI.is_meta and x_NI.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    # Rows of inputs, outputs and of their gradients.
-    aligned = all(size * x_NI.element_size() % _ALIGNMENT == 0 for size in (num_inputs, num_outputs))
-    return "grouped_mm" if served and aligned and len(x_NI) > 0 else "eager"
+    # On meta only shapes are needed, and before torch 2.15 the meta function of grouped_mm took only bfloat16.
+    is_supported = not x_NI.is_meta and x_NI.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    # I is the row size of the input and its gradient, O the row size of the output and its gradient.
+    is_aligned = all(size * x_NI.element_size() % _ALIGNMENT == 0 for size in (num_inputs, num_outputs))
+    return "grouped_mm" if is_supported and is_aligned and len(x_NI) > 0 else "eager"
 
 
 def _check_backend(backend: str, x_NI: Tensor) -> None:
@@ -119,7 +122,10 @@ def _check_backend(backend: str, x_NI: Tensor) -> None:
     if backend != "grouped_gemm":
         return
     if find_spec("grouped_gemm") is None:
-        raise UserError(f"backend = 'grouped_gemm', which is not installed. Install it: {GROUPED_GEMM_INSTALL}")
+        raise UserError(
+            f"backend = 'grouped_gemm', but the package grouped_gemm is not installed. Install it: "
+            f"{GROUPED_GEMM_INSTALL}. Or use 'grouped_mm' or 'eager'."
+        )
     if x_NI.device.type in ("cpu", "meta") or x_NI.dtype != torch.bfloat16:
         raise UserError(
             f"backend = 'grouped_gemm' got {x_NI.dtype} on {x_NI.device.type}; expected torch.bfloat16 on an "
@@ -128,7 +134,7 @@ def _check_backend(backend: str, x_NI: Tensor) -> None:
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """`y = x @ weight[group].T`; autograd would keep the same tensors, but could not let the weight's gradient wait."""
+    """Grouped product `y = x @ weight[group].T` whose backward can defer the weight gradient."""
 
     @staticmethod
     def forward(  # noqa: PLR0917  (autograd passes by position)
@@ -141,7 +147,7 @@ class _GroupedMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        grad_NO = gradients[0].contiguous()  # kernels refuse the strides of an expanded one, such as that of a sum
+        grad_NO = gradients[0].contiguous()  # kernels refuse expanded tensors, such as the gradient of a sum
         x_NI, weight_GOI, counts_G = ctx.saved_tensors
         grad_x = _PRODUCTS[ctx.backend](grad_NO, weight_GOI, counts_G) if ctx.needs_input_grad[0] else None
         grad_weight = ctx.slot.give(lambda: _OUTER_PRODUCTS[ctx.backend](grad_NO, x_NI, counts_G))
@@ -157,10 +163,10 @@ def _grouped_mm_outer(y_NO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
 
 
 def _eager(x_NI: Tensor, weight_GIO: Tensor, counts_G: Tensor) -> Tensor:
-    """Reads the counts on the host, so it waits for the device."""
+    """Multiply in a loop over groups; reading the counts is a host-device synchronization."""
     y_NO = x_NI.new_empty(len(x_NI), weight_GIO.shape[2])
     if x_NI.is_meta:
-        return y_NO  # there are no counts to read
+        return y_NO  # the counts have no values on meta
     counts = counts_G.tolist()
     for y, x, weight_IO in zip(y_NO.split(counts), x_NI.split(counts), weight_GIO.unbind(), strict=True):
         torch.mm(x, weight_IO, out=y)
@@ -178,7 +184,7 @@ def _eager_outer(y_NO: Tensor, x_NI: Tensor, counts_G: Tensor) -> Tensor:
 
 
 def _grouped_gemm(x_NI: Tensor, weight_GIO: Tensor, counts_G: Tensor) -> Tensor:
-    """The library takes the counts on the host."""
+    """Multiply by the library `grouped_gemm`; it needs the counts on the CPU, a host-device synchronization."""
     from grouped_gemm.backend import gmm  # noqa: PLC0415  (optional)  # ty: ignore[import-not-found]
 
     is_transposed = not weight_GIO.is_contiguous()
@@ -197,11 +203,11 @@ _PRODUCTS: Mapping[GroupedMatmulBackend, Callable[[Tensor, Tensor, Tensor], Tens
     "grouped_gemm": _grouped_gemm,
     "eager": _eager,
 }
-"""Each group of rows [N, I] with its matrix of [G, I, O]."""
+"""Products of rows [N, I] and the matrices of their groups [G, I, O], by backend; the result is [N, O]."""
 
 _OUTER_PRODUCTS: Mapping[GroupedMatmulBackend, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "grouped_mm": _grouped_mm_outer,
     "grouped_gemm": _grouped_gemm_outer,
     "eager": _eager_outer,
 }
-"""For each group, the sum over its rows of [N, O] times [N, I]: gradients of matrices [G, O, I]."""
+"""Per group, the product of the transposed rows [N, O] and the rows [N, I], by backend: weight gradients [G, O, I]."""

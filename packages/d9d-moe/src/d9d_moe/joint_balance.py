@@ -1,10 +1,10 @@
-"""The balance loss over all layers together, as `transformers` defines it.
+"""Balance loss over the tokens of all layers, as `transformers` defines it.
 
-`transformers` concatenates the tokens of all layers, and then takes `E * sum_e f_e * P_e`. The share f of an expert is
-known behind the last layer only. So each layer records what the loss needs, per token; the records of the layers are
-summed, pass from stage to stage, and become losses behind the last layer.
+`transformers` concatenates the tokens of all layers and computes `E * sum_e f_e * P_e`. The fraction f of tokens that
+chose an expert is known only after the last layer. So each layer records per token what the loss needs. The records are
+summed over layers, sent from stage to stage, and converted to losses after the last layer.
 
-Shape legend: B batch, L length, T = B * L tokens, E experts, R = 2 E + 2 recorded numbers per token.
+Shape legend: B batch, L length, T = B * L tokens, E experts, R = 2 E + 2 record entries per token.
 """
 
 from typing import final
@@ -14,23 +14,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from d9d_moe.router import Routing
-from d9d_moe.router_losses import RouterLosses, TokenGroups, scored, z_losses
+from d9d_moe.router_losses import RouterLosses, TokenGroups, require_scores, z_losses
 
 
 def token_records(routing: Routing, losses: RouterLosses, *, mask_T: Tensor | None = None) -> Tensor:
-    """Record what the loss over all layers needs of one layer [T, R]; zeros for padding.
+    """Return the records [T, R] of one layer for the loss over all layers; zeros for padding.
 
-    The columns: the scores [E], how often the token chose each expert [E], 1 for the layer, and the z-loss.
+    The columns are the scores [E], 1 for each chosen expert and 0 for the others [E], the number of layers (1), and the
+    z-loss.
 
     Args:
-        routing: Of tokens [T].
-        losses: Which losses.
-        mask_T: True for tokens, False for padding [T]; None for tokens alone.
+        routing: Routing of tokens [T].
+        losses: Losses and their factors.
+        mask_T: Token mask [T], bool: True for tokens, False for padding; None if there is no padding.
 
     Raises:
-        UserError: If the router gives no scores.
+        UserError: If the routing has no logits or no scores.
     """
-    scores_TE, _ = scored(routing)
+    scores_TE, _ = require_scores(routing)
     chosen_TE = torch.zeros_like(scores_TE).scatter_(1, routing.indices, 1.0)
     ones_T1 = torch.ones_like(scores_TE[:, :1])
     records_TR = torch.cat([scores_TE, chosen_TE, ones_T1, z_losses(routing, losses).unsqueeze(1)], dim=1)
@@ -39,13 +40,13 @@ def token_records(routing: Routing, losses: RouterLosses, *, mask_T: Tensor | No
 
 @final
 class JointBalance(nn.Module):
-    """Turns the records of all layers into a loss for each token, behind the last layer of a model.
+    """Converts the records of all layers to one loss per token, after the last layer of a model.
 
     Args:
-        losses: Which losses; `definition` is "transformers".
+        losses: Losses and their factors, with `definition = "transformers"`.
 
     Attributes:
-        token_groups: The ranks that have other tokens; `parallelize_expert_parallel` sets them.
+        token_groups: Process groups over which tokens are counted; `parallelize_expert_parallel` sets them.
     """
 
     def __init__(self, losses: RouterLosses) -> None:
@@ -54,12 +55,12 @@ class JointBalance(nn.Module):
         self.token_groups = TokenGroups()
 
     def forward(self, records_BLR: Tensor) -> Tensor:
-        """Compute what the routing of each token costs [B, L].
+        """Compute the router losses of each token [B, L].
 
-        Collective over the group of the scope: one all-reduce of B x (E + 1) or E + 1 numbers.
+        Collective over the group of the scope: one all-reduce of B x (E + 1) or E + 1 float64 values.
 
         Args:
-            records_BLR: `token_records`, summed over all layers; [B, L, 1] of a model without sparse layers.
+            records_BLR: `token_records`, summed over all layers; [B, L, 1] if the model has no sparse layers.
         """
         num_experts = (records_BLR.shape[-1] - 2) // 2
         if num_experts <= 0:
@@ -71,11 +72,11 @@ class JointBalance(nn.Module):
 
     @torch.no_grad()
     def _load(self, chosen_BLE: Tensor, layers_BL1: Tensor) -> Tensor:
-        """`E * f_e` [B or 1, 1, E], where f is the share of all tokens of all layers that chose an expert."""
-        is_by_row = self.losses.scope == "sequence"
-        # Float64: the sums are numbers of tokens, of all layers and ranks, and exact.
-        counts = torch.cat([chosen_BLE, layers_BL1], dim=-1).double().sum(dim=1 if is_by_row else (0, 1), keepdim=True)
-        group = self.token_groups.sequence if is_by_row else self.token_groups.batch
+        """Return `E * f_e` [B or 1, 1, E]; f_e is the fraction of the tokens of all layers that chose expert e."""
+        per_row = self.losses.scope == "sequence"
+        # Float64 keeps the sums over tokens, layers and ranks exact.
+        counts = torch.cat([chosen_BLE, layers_BL1], dim=-1).double().sum(dim=1 if per_row else (0, 1), keepdim=True)
+        group = self.token_groups.sequence if per_row else self.token_groups.batch
         if group is not None and group.size() > 1:
             dist.all_reduce(counts, group=group)
         num_experts = chosen_BLE.shape[-1]

@@ -1,4 +1,4 @@
-"""The mixture-of-experts block that takes the place of a dense feed-forward: route, dispatch, compute, combine."""
+"""Mixture-of-experts block, a replacement for a dense feed-forward block: route, dispatch, compute, combine."""
 
 from typing import final
 
@@ -14,32 +14,33 @@ from d9d_moe.router import Router, Routing
 from d9d_moe.router_losses import HiddenAndLosses, RouterLosses, TokenGroups, token_losses
 
 LOCAL = LocalDispatcher()
-"""The dispatcher for experts that all live on this rank."""
+"""Dispatcher for experts that are all on this rank."""
 
 NO_LOSSES = RouterLosses()
-"""Routers that cost nothing."""
+"""No router losses."""
 
 
 @final
 class MoeFeedForward(nn.Module):
-    """A drop-in for a feed-forward block: each token passes through the experts that its router chooses.
+    """Drop-in replacement for a feed-forward block: each token passes through the experts that the router chooses.
 
         moe = MoeFeedForward(64, 32, router=TopKRouter(64, num_experts=8, top_k=2))
 
     Args:
         hidden_size: Size of the last dim of input and output.
-        intermediate_size: Size of the gated space of each expert.
-        router: Chooses experts: a module that is a `Router`.
-        shared: What all tokens pass through beside them; None for nothing.
-        losses: What the routing costs, while training: in evaluation mode each token costs 0.
-        dispatcher: Brings tokens to experts.
+        intermediate_size: Intermediate size of each expert.
+        router: Module that implements `Router`.
+        shared: Shared experts, a module that maps all tokens [..., hidden_size] to the same shape; None for no shared
+            experts.
+        losses: Router losses. In evaluation mode they are 0.
+        dispatcher: Dispatcher of tokens to experts.
         init_std: Standard deviation of the initial weights of the experts.
 
     Attributes:
-        dispatcher: As above; `parallelize_expert_parallel` puts that of the experts' ranks in its place.
-        token_groups: The ranks that have other tokens; set there too.
-        global_load: How often each expert was chosen in the step before [E], float32, 1 where all were equally; a
-            buffer, which `update_global_load` writes, for losses that follow it; else None.
+        dispatcher: Dispatcher in use; `parallelize_expert_parallel` replaces it.
+        token_groups: Process groups over which tokens are counted; `parallelize_expert_parallel` sets them.
+        global_load: Load of each expert in the previous step [E], float32, relative to an even load (1 is even). A
+            buffer that `update_global_load` writes; None unless the scope of the losses is "global_batch".
     """
 
     def __init__(
@@ -68,41 +69,44 @@ class MoeFeedForward(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Take the load of the step before the first one as even."""
+        """Set the load of the previous step to an even load."""
         if self.global_load is not None:
             nn.init.ones_(self.global_load)
 
     def forward(self, x: Tensor, *, mask_BL: Tensor | None = None) -> Tensor | HiddenAndLosses:
-        """Map `x` [..., hidden_size] to the same shape and dtype; collective if the dispatcher or the losses are.
+        """Route, dispatch, compute and combine.
+
+        Collective if the dispatcher or the router losses are.
 
         Args:
-            x: Hidden states; [B, L, hidden_size] where there are losses.
-            mask_BL: Where there is a token [...], bool or 0 and 1; None for everywhere. Padding is routed as well, but
-                neither counted nor does it cost anything.
+            x: Hidden states [..., hidden_size]; [B, L, hidden_size] if there are router losses.
+            mask_BL: Token mask [...] (the leading shape of `x`), bool or 0 and 1: true for tokens, false for padding;
+                None if there is no padding. Padding is routed too, but it is not counted and its router losses are 0.
 
         Returns:
-            The hidden states; with what each token's routing costs, where there are losses.
+            Hidden states of the shape and dtype of `x`; with router losses a `HiddenAndLosses`.
 
         Raises:
-            UserError: If the mask has not a number for each token.
+            UserError: If the shape of the mask is not the leading shape of `x`.
         """
         if mask_BL is not None and mask_BL.shape != x.shape[:-1]:
             raise UserError(
                 f"the mask has shape {tuple(mask_BL.shape)}; expected {tuple(x.shape[:-1])}, one number for each token "
-                'of this rank. Tensor parallel, a plan cuts it: see "backbone.token_mask" in moe_tensor_plan.'
+                "of this rank. With tensor parallelism the plan must split the mask along the sequence: see "
+                '"backbone.token_mask" in moe_tensor_plan.'
             )
         mask_T = None if mask_BL is None else mask_BL.flatten().bool()
         tokens_TD = x.flatten(0, -2)
         routing = self.router(tokens_TD)
         dispatched = self.dispatcher.dispatch(tokens_TD, routing, num_experts=self.num_experts)
-        combining = dispatched.combine(self.experts(dispatched.rows, dispatched.counts))
-        shared = None if self.shared is None else self.shared(x)  # while tokens are on their way back
-        y = combining.wait().view_as(x)
+        combine_handle = dispatched.combine(self.experts(dispatched.rows, dispatched.counts))
+        shared = None if self.shared is None else self.shared(x)  # overlaps with the combine
+        y = combine_handle.wait().view_as(x)
         y = self.counter(y if shared is None else y + shared, routing.indices, mask_T)
         return HiddenAndLosses(y, self._losses(routing, x, mask_T)) if self.losses.any else y
 
     def _losses(self, routing: Routing, x: Tensor, mask_T: Tensor | None) -> Tensor:
-        """Compute what each token costs [...], or record what a loss over all layers needs [..., R]."""
+        """Compute the router losses of each token [...], or its records for a loss over all layers [..., R]."""
         if not self.training:
             zeros = x.new_zeros(x.shape[:-1], dtype=routing.probabilities.dtype)
             return zeros.unsqueeze(-1) if self.losses.are_joint else zeros

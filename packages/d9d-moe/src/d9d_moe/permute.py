@@ -1,13 +1,13 @@
-"""Rows to an order and back: copies of tokens sorted by expert or rank, and the sums of what comes back of them.
+"""Permute and unpermute: copies of tokens in a given order, and sums of the copies of each token.
 
-Torch's own indexing adds gradients up in an unordered way on accelerators. Here every permutation comes with its
-inverse, so each gradient is a gather and a sum in a fixed order. On an accelerator each direction is one Triton kernel
-that reads every row once and writes it once; what follows is the torch path, and what the kernels are tested against.
+On accelerators, the backward of torch's indexing sums gradients in a nondeterministic order. The functions here take a
+permutation and its inverse, so each gradient is a gather and a sum in a fixed order. On an accelerator, forward and
+backward are one Triton kernel each, which reads and writes each row once. The kernels are tested against the torch
+implementation in this file.
 
-A token has as many places for copies as any may have; an order of fewer rows than places leaves the others empty.
+Each token has A slots for copies. If the order has K < N rows, the remaining N - K slots are empty.
 
-Shape legend: T tokens, A places for copies of each token, N = T * A places, K rows, one for each place that is not
-empty (N where none is), D size of a row.
+Shape legend: T tokens, A slots per token, N = T * A slots, K rows, one per slot that is not empty, D size of a row.
 """
 
 from importlib.util import find_spec
@@ -22,13 +22,15 @@ from d9d_moe.autocast import no_autocast
 
 
 def take_rows(x: Tensor, order_K: Tensor, inverse_N: Tensor, *, copies: int = 1) -> Tensor:
-    """Row `i` of the result is row `order[i] // copies` of `x`; backward adds copies up in a fixed order.
+    """Gather copies of rows: row `i` of the result is row `order[i] // copies` of `x`.
+
+    Backward sums the gradients of the copies in a fixed order.
 
     Args:
         x: Rows [T, D].
-        order_K: The first K of a permutation of the places [K], int64.
-        inverse_N: The inverse of all of it [N], int64: for an empty place, K or more.
-        copies: A.
+        order_K: First K elements of a permutation of the N slots [K], int64.
+        inverse_N: Inverse of the whole permutation [N], int64; K or more for an empty slot.
+        copies: A, slots per row of `x`.
 
     Returns:
         Rows [K, D].
@@ -37,37 +39,41 @@ def take_rows(x: Tensor, order_K: Tensor, inverse_N: Tensor, *, copies: int = 1)
 
 
 def sum_rows(rows_KD: Tensor, order_K: Tensor, inverse_N: Tensor, *, copies: int) -> Tensor:
-    """Row `t` of the result is the sum over `a` of `rows[inverse[t * A + a]]`: the adjoint of `take_rows`.
+    """Sum the copies of each token: row `t` of the result is the sum over `a` of `rows[inverse[t * A + a]]`.
+
+    The adjoint of `take_rows`.
 
     Args:
-        rows_KD: Rows [K, D], in the order in which `take_rows` gave them.
-        order_K: What `take_rows` took [K], int64.
-        inverse_N: Its inverse [N], int64.
-        copies: A.
+        rows_KD: Rows [K, D], in the order of the result of `take_rows`.
+        order_K: The `order_K` passed to `take_rows` [K], int64.
+        inverse_N: The `inverse_N` passed to `take_rows` [N], int64.
+        copies: A, slots per token.
 
     Returns:
-        Rows [T, D] in the dtype of `rows_KD`; added up in float32 where that is wider.
+        Rows [T, D] in the dtype of `rows_KD`; the sum is accumulated in at least float32.
     """
     return cast(Tensor, _Sum.apply(rows_KD, order_K, inverse_N, copies))
 
 
 def combine_rows(rows_KD: Tensor, weights_TA: Tensor, order_K: Tensor, inverse_N: Tensor) -> Tensor:
-    """Row `t` of the result is the sum over `a` of `weights[t, a] * rows[inverse[t * A + a]]`.
+    """Compute the weighted sum over each token's copies.
+
+    Row `t` of the result is the sum over `a` of `weights[t, a] * rows[inverse[t * A + a]]`.
 
     Args:
-        rows_KD: Rows [K, D], in the order in which `take_rows` gave them.
-        weights_TA: What each copy of a row counts [T, A]; what stands at an empty place counts nothing.
-        order_K: What `take_rows` took [K], int64.
-        inverse_N: Its inverse [N], int64.
+        rows_KD: Rows [K, D], in the order of the result of `take_rows`.
+        weights_TA: Weight of each copy [T, A]; weights of empty slots are ignored.
+        order_K: The `order_K` passed to `take_rows` [K], int64.
+        inverse_N: The `inverse_N` passed to `take_rows` [N], int64.
 
     Returns:
-        Rows [T, D] in the dtype of `rows_KD`; added up in the wider of its dtype and that of the weights.
+        Rows [T, D] in the dtype of `rows_KD`; the sum is computed in the wider of the dtypes of rows and weights.
     """
     return cast(Tensor, _Combine.apply(rows_KD, weights_TA, order_K, inverse_N))
 
 
 def inverse_permutation(order_N: Tensor) -> Tensor:
-    """The permutation that undoes another [N], int64; without sorting."""
+    """Return the inverse of a permutation [N], int64, without a sort."""
     return torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
 
 
@@ -106,7 +112,7 @@ class _Combine(torch.autograd.Function):
 
             return _triton_permute.gather_sum(rows, inverse, weights, copies=weights.shape[1])
         dtype = torch.promote_types(rows.dtype, weights.dtype)
-        by_token_TAD = _in_places(rows, inverse, weights.shape[1]).to(dtype)
+        by_token_TAD = _unpermute(rows, inverse, weights.shape[1]).to(dtype)
         with no_autocast(rows):
             return torch.bmm(weights.unsqueeze(1).to(dtype), by_token_TAD).squeeze(1).to(rows.dtype)
 
@@ -141,19 +147,23 @@ def _sum(rows_KD: Tensor, inverse_N: Tensor, copies: int) -> Tensor:
         from d9d_moe import _triton_permute  # noqa: PLC0415  (Triton is optional)
 
         return _triton_permute.gather_sum(rows_KD, inverse_N, None, copies=copies)
-    by_token_TAD = _in_places(rows_KD, inverse_N, copies)
+    by_token_TAD = _unpermute(rows_KD, inverse_N, copies)
     return by_token_TAD.sum(dim=1) if copies > 1 else by_token_TAD.squeeze(1)
 
 
-def _in_places(rows_KD: Tensor, inverse_N: Tensor, copies: int) -> Tensor:
-    """The rows of each token [T, A, D], zeros where a place is empty."""
+def _unpermute(rows_KD: Tensor, inverse_N: Tensor, copies: int) -> Tensor:
+    """Return the rows of each token [T, A, D], with zeros for empty slots."""
     if len(rows_KD) < len(inverse_N):
         rows_KD, inverse_N = F.pad(rows_KD, (0, 0, 0, 1)), inverse_N.clamp(max=len(rows_KD))
     return rows_KD.index_select(0, inverse_N).view(len(inverse_N) // copies, copies, rows_KD.shape[-1])
 
 
 def _has_kernel(x: Tensor) -> bool:
-    """Whether a Triton kernel can compute on a tensor: 32 bits or fewer, on an accelerator, with Triton installed."""
+    """Return True if the Triton kernels support a tensor.
+
+    They need Triton, a plain tensor or parameter of float32, bfloat16 or float16 on an accelerator, and no
+    `torch.compile` tracing.
+    """
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.device.type not in ("cpu", "meta")

@@ -1,8 +1,8 @@
-"""Routing: which experts see a token, and how much each of them counts.
+"""Routers: choose the experts of each token and their weights.
 
-A router is pure: it changes nothing in its forward pass, so evaluation, recomputation and replays route alike.
+The forward pass of a router has no side effects, so evaluation and recomputation route identically.
 
-Shape legend: T tokens, D hidden size, E experts, A experts active for each token (top-k), G groups of experts.
+Shape legend: T tokens, D hidden size, E experts, A experts per token (top-k), G groups of experts.
 """
 
 from typing import NamedTuple, Protocol, final
@@ -17,14 +17,14 @@ from d9d_moe.autocast import no_autocast
 
 @final
 class Routing(NamedTuple):
-    """The chosen experts of each token, likeliest first.
+    """Chosen experts of each token, highest score first.
 
     Attributes:
-        indices: Experts [T, A], int64, distinct in each row.
+        indices: Chosen experts [T, A], int64, distinct in each row.
         probabilities: Weight of each chosen expert [T, A], float32 (float64 for float64 input).
-        logits: What the router's projection gave for every expert [T, E]; None where a router has none: it then
-            cannot have losses.
-        scores: How likely each expert was [T, E], adding up to 1 for each token, before any bias.
+        logits: Router logits [T, E]; None if the router has none, which excludes router losses.
+        scores: Scores of all experts [T, E], without the expert bias, normalized to sum to 1 for each token; None if
+            the router has none, which excludes router losses.
     """
 
     indices: Tensor
@@ -34,7 +34,7 @@ class Routing(NamedTuple):
 
 
 class Router(Protocol):
-    """A module that chooses experts."""
+    """Module that chooses the experts of each token."""
 
     @property
     def num_experts(self) -> int:
@@ -43,7 +43,7 @@ class Router(Protocol):
 
     @property
     def top_k(self) -> int:
-        """Number of experts for each token."""
+        """Number of experts per token."""
         ...
 
     def __call__(self, x_TD: Tensor) -> Routing:
@@ -53,13 +53,13 @@ class Router(Protocol):
 
 @final
 class TopKRouter(nn.Module):
-    """Softmax over all experts, then the `top_k` largest (as in Qwen3-MoE and Mixtral), all of it in float32.
+    """Router of Qwen3-MoE and Mixtral: softmax over all experts, then the `top_k` largest, computed in float32.
 
     Args:
         hidden_size: Size of the last dim of the input.
         num_experts: Number of experts.
-        top_k: Number of experts for each token.
-        renormalize: Whether the chosen probabilities are scaled to sum to 1.
+        top_k: Number of experts per token.
+        renormalize: Scale the chosen probabilities to sum to 1.
         init_std: Standard deviation of the initial weight [E, D].
 
     Raises:
@@ -94,29 +94,31 @@ class TopKRouter(nn.Module):
 
 @final
 class SigmoidRouter(nn.Module):
-    """The router of DeepSeek-V3 (arXiv:2412.19437, equations 12 to 16): sigmoid scores, selected with a bias.
+    """Router of DeepSeek-V3 (arXiv:2412.19437, equations 12 to 16): sigmoid scores and an expert bias.
 
-    `s = sigmoid(x @ weight.T)`. The `top_k` largest of `s + selection_bias` are chosen; their weights are those of `s`
-    alone: the bias selects and never weighs. With groups (section 2.1.2 and DeepSeek-V2, arXiv:2405.04434, 2.2.2),
-    only experts of the `top_groups` groups are looked at whose two best add up to most, bias included.
+    `s = sigmoid(x @ weight.T)`. The `top_k` experts with the largest `s + selection_bias` are chosen. Their weights are
+    their scores `s`: the bias affects the choice, not the weights. Group-limited routing (section 2.1.2, and
+    DeepSeek-V2, arXiv:2405.04434, section 2.2.2): a group's score is the sum of its two largest biased scores, and
+    experts are chosen from the `top_groups` groups with the highest scores.
 
-    The bias is no parameter: `update_selection_bias` moves it once a step, by how often each expert was chosen.
+    The bias is a buffer, not a parameter: `update_selection_bias` updates it once per step from the tokens per expert.
 
     Args:
         hidden_size: Size of the last dim of the input.
         num_experts: Number of experts.
-        top_k: Number of experts for each token.
-        num_groups: Into how many groups the experts are cut, consecutive ones together.
-        top_groups: From how many of the groups a token's experts may come.
-        renormalize: Whether the chosen scores are scaled to sum to 1.
-        scale: What the weights are multiplied by in the end.
+        top_k: Number of experts per token.
+        num_groups: Number of groups of consecutive experts.
+        top_groups: Number of groups from which the experts of a token are chosen.
+        renormalize: Scale the chosen scores to sum to 1.
+        scale: Factor of the weights, applied after renormalization.
         init_std: Standard deviation of the initial weight [E, D].
 
     Attributes:
-        selection_bias: Added to the scores for the choice [E], float32; a persistent buffer.
+        selection_bias: Expert bias [E], float32, added to the scores to choose experts; a persistent buffer.
 
     Raises:
-        UserError: If `top_k` is not between 1 and `num_experts`, or the groups do not fit.
+        UserError: If `top_k` is not between 1 and `num_experts`, `num_groups` does not divide `num_experts`,
+            `top_groups` is not between 1 and `num_groups`, or `top_groups` groups hold fewer than `top_k` experts.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class SigmoidRouter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight from `Normal(0, init_std)`, and start without a bias."""
+        """Draw the weight from `Normal(0, init_std)` and set the expert bias to zero."""
         nn.init.normal_(self.weight, std=self.init_std)
         nn.init.zeros_(self.selection_bias)
 
@@ -155,7 +157,7 @@ class SigmoidRouter(nn.Module):
         logits_TE = _logits(x_TD, self.weight)
         scores_TE = logits_TE.sigmoid()
         with torch.no_grad():
-            biased_TE = self._without_other_groups(scores_TE + self.selection_bias.to(scores_TE.dtype))
+            biased_TE = self._mask_other_groups(scores_TE + self.selection_bias.to(scores_TE.dtype))
             indices_TA = biased_TE.topk(self.top_k, dim=-1).indices
         probabilities_TA = scores_TE.gather(1, indices_TA)
         if self.renormalize:
@@ -163,8 +165,8 @@ class SigmoidRouter(nn.Module):
         shares_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
         return Routing(indices_TA, probabilities_TA * self.scale, logits_TE, shares_TE)
 
-    def _without_other_groups(self, biased_TE: Tensor) -> Tensor:
-        """Scores with minus infinity for the experts of all but the best groups."""
+    def _mask_other_groups(self, biased_TE: Tensor) -> Tensor:
+        """Set the scores of experts outside the `top_groups` best groups to minus infinity."""
         if self.top_groups == self.num_groups:
             return biased_TE
         grouped_TGE = biased_TE.unflatten(-1, (self.num_groups, -1))
@@ -175,7 +177,7 @@ class SigmoidRouter(nn.Module):
 
 
 def check_top_k(top_k: int, num_experts: int) -> None:
-    """Refuse a number of experts for each token that cannot be.
+    """Check the number of experts per token.
 
     Raises:
         UserError: If `top_k` is not between 1 and `num_experts`.
@@ -185,10 +187,11 @@ def check_top_k(top_k: int, num_experts: int) -> None:
 
 
 def check_groups(*, num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
-    """Refuse groups from which `top_k` experts cannot be chosen.
+    """Check the groups of experts.
 
     Raises:
-        UserError: If the groups do not divide the experts, or too few of them are looked at.
+        UserError: If `num_groups` does not divide `num_experts`, `top_groups` is not between 1 and `num_groups`, or
+            `top_groups` groups hold fewer than `top_k` experts.
     """
     if num_groups < 1 or num_experts % num_groups:
         raise UserError(f"num_groups = {num_groups}; expected a divisor of num_experts = {num_experts}.")
@@ -198,12 +201,12 @@ def check_groups(*, num_experts: int, top_k: int, num_groups: int, top_groups: i
     if top_k > reachable:
         raise UserError(
             f"top_k = {top_k}, but top_groups = {top_groups} of {num_groups} groups hold {reachable} experts, of "
-            f"num_experts = {num_experts}; expected at most {reachable}. Lower top_k, or raise top_groups."
+            f"num_experts = {num_experts}; expected top_k <= {reachable}. Lower top_k, or raise top_groups."
         )
 
 
 def _logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """In float32 whatever the model computes in: close experts must not be tied by rounding."""
+    """Compute the router logits [T, E] in at least float32: rounding to a lower precision could tie close experts."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     with no_autocast(x_TD):
         return F.linear(x_TD.to(dtype), weight_ED.to(dtype))

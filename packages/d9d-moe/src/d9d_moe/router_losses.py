@@ -1,11 +1,11 @@
-"""Losses on what a router says, as an amount for each token: sums over tokens are then exact under any split of them.
+"""Auxiliary losses of routers, as one value per token, so that their sum does not depend on how tokens are split.
 
-The balance loss is linear in the scores, given how often each expert was chosen; so the loss of a sequence is a sum
-over its tokens, and every rank has the part of its own. A model adds the amounts to the losses of its tokens, and a
-task that takes the mean over tokens takes that of the losses of the routers too: with pipelines, accumulation and
-masks, and without a scale that anybody has to get right.
+For a given load of the experts, the balance loss is linear in the scores. So the loss of a sequence is a sum over its
+tokens, and each rank computes the values of its own tokens. A model adds the values to its losses per token. A task
+that averages losses over tokens then averages the router losses too, with pipelines, gradient accumulation and masks,
+and without an extra scale factor.
 
-Shape legend: B batch, L length, T = B * L tokens, E experts, A experts active for each token (top-k).
+Shape legend: B batch, L length, T = B * L tokens, E experts, A experts per token (top-k).
 """
 
 from dataclasses import dataclass
@@ -19,33 +19,36 @@ from d9d_dist.errors import UserError
 from d9d_moe.router import Routing
 
 BalanceScope: TypeAlias = Literal["sequence", "batch", "global_batch"]
-"""Over which tokens the load of experts is counted."""
+"""Set of tokens over which the load of the experts is counted."""
 
 BalanceDefinition: TypeAlias = Literal["per_layer", "transformers"]
-"""Whether each layer has a balance loss of its own, or all layers have one together, as in `transformers`."""
+"""One balance loss per layer, or one over the tokens of all layers as in `transformers`."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLosses:
-    """Which losses the routers of a model have, and how much they count beside the loss of a token, for each layer.
+    """Auxiliary losses of the routers of a model and their factors, relative to the loss of a token.
 
     Attributes:
-        balance: Factor of the load-balancing loss, `sum_e f_e * P_e`: f is the share of tokens that chose an expert
-            times `num_experts / top_k`, P its mean score ("DeepSeek-V3", arXiv:2412.19437, equations 17 to 20; "Switch
-            Transformers", arXiv:2101.03961, equation 4, for a top_k of 1). It is 1 where load and scores are even. With
-            `definition = "transformers"` it is the `router_aux_loss_coef` of `transformers`.
+        balance: Factor of the load-balancing loss, `sum_e f_e * P_e`; 0 disables it. f is the fraction of tokens that
+            chose an expert, times `num_experts / top_k`; P is the expert's mean score ("DeepSeek-V3", arXiv:2412.19437,
+            equations 17 to 20; "Switch Transformers", arXiv:2101.03961, equation 4, for a top_k of 1). The loss is 1 if
+            load and scores are even. With `definition = "transformers"` the factor is the `router_aux_loss_coef` of
+            `transformers`.
         definition: "per_layer": each layer has the loss above, and the losses of all layers are added. "transformers":
-            one loss over the tokens of all layers, `E * sum_e f_e * P_e` with f the share of tokens that chose an
-            expert, equal to `load_balancing_loss_func`. It is `top_k` where load and scores are even. Neither
-            definition follows from the other with more than one layer.
-        scope: Over which tokens f is counted. "sequence": those of one row, wherever its parts are: the same numbers in
-            every layout, however a step is cut into microbatches. "batch": those of a whole microbatch on all ranks
-            (arXiv:2501.11873): with one microbatch in a step those of the global batch. "global_batch": those of all of
-            the step before, which `balance_experts` hands on: the same numbers in every layout, too. Those of the step
-            itself are known only when its last microbatch was routed; the paper counts the microbatches so far, and
-            what a token costs then depends on how many came before it. Padding is not counted where a mask tells.
-        z: Factor of the z-loss, the mean of `logsumexp(logits)^2` ("ST-MoE", arXiv:2202.08906, equation 5).
+            one loss over the tokens of all layers, `E * sum_e f_e * P_e`, where f is the fraction of tokens that chose
+            an expert; it equals `load_balancing_loss_func`. This loss is `top_k` if load and scores are even. With more
+            than one layer no factor converts one definition into the other.
+        scope: Set of tokens over which f is counted; padding is excluded if the model gets a mask. "sequence": the
+            tokens of one row of the batch, over all its context-parallel and tensor-parallel parts. The loss is the
+            same in every parallel layout and for every number of microbatches. "batch": the tokens of one microbatch
+            over all ranks (arXiv:2501.11873); with one microbatch per step this is the global batch. "global_batch":
+            all tokens of the previous step, whose load `balance_experts` sets; the loss is the same in every parallel
+            layout. The load of the current step is known only after its last microbatch. The paper instead counts the
+            microbatches so far, so the loss of a token depends on the microbatches before it.
+        z: Factor of the z-loss, the mean of `logsumexp(logits)^2` ("ST-MoE", arXiv:2202.08906, equation 5); 0 disables
+            it.
     """
 
     balance: float = 0.0
@@ -54,10 +57,10 @@ class RouterLosses:
     z: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse factors below zero, names that do not exist, and a scope that the definition cannot have.
+        """Validate the fields.
 
         Raises:
-            UserError: Naming the field, its value, and what it may be.
+            UserError: If a factor is negative, a name is unknown, or the definition does not support the scope.
         """
         if self.scope not in get_args(BalanceScope):
             expected = ", ".join(get_args(BalanceScope))
@@ -67,37 +70,37 @@ class RouterLosses:
             raise UserError(f"router_losses.definition = {self.definition!r}; expected one of {expected}.")
         if self.definition == "transformers" and self.scope == "global_batch":
             raise UserError(
-                'router_losses.definition = "transformers" with scope = "global_batch": no pipeline stage knows the '
-                'load that all layers had in the step before; expected scope = "sequence" or "batch".'
+                'router_losses.definition = "transformers" with scope = "global_batch": no pipeline stage has the load '
+                'of all layers in the previous step; expected scope = "sequence" or "batch".'
             )
         for name, value in (("balance", self.balance), ("z", self.z)):
             if value < 0:
-                raise UserError(f"router_losses.{name} = {value}; expected 0 (none) or above.")
+                raise UserError(f"router_losses.{name} = {value}; expected 0 (disabled) or above.")
 
     @property
     def any(self) -> bool:
-        """Whether there are any."""
+        """True if a factor is above 0."""
         return self.balance > 0 or self.z > 0
 
     @property
     def are_joint(self) -> bool:
-        """Whether the balance loss is one of all layers, so that layers record what it needs; see `JointBalance`."""
+        """True if there is one balance loss over all layers; see `JointBalance`."""
         return self.balance > 0 and self.definition == "transformers"
 
     @property
     def follow_global_batch(self) -> bool:
-        """Whether they need the load that the step before had."""
+        """True if the balance loss uses the load of the previous step."""
         return self.balance > 0 and self.scope == "global_batch"
 
 
 @final
 class HiddenAndLosses(NamedTuple):
-    """Hidden states, and what the routers that they have passed cost each token.
+    """Hidden states and the router losses accumulated so far.
 
     Attributes:
         hidden: Hidden states [B, L, D].
-        losses: The losses of all routers so far, for each token [B, L], float32 (float64 for a float64 model); with
-            `RouterLosses.definition = "transformers"` their `token_records` [B, L, R].
+        losses: Sum of the router losses of all layers so far, per token [B, L], float32 (float64 for a float64 model).
+            With `RouterLosses.definition = "transformers"`: sum of the layers' `token_records` [B, L, R].
     """
 
     hidden: Tensor
@@ -107,11 +110,11 @@ class HiddenAndLosses(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class TokenGroups:
-    """With whom a rank counts: the process groups of the ranks that have other tokens; None for this rank alone.
+    """Process groups over which tokens are counted; None counts only the tokens of this rank.
 
     Attributes:
-        sequence: The ranks with the other parts of the same rows.
-        batch: All ranks with a part of the same microbatch of the job.
+        sequence: Ranks that hold parts of the same rows of the batch.
+        batch: Ranks that hold parts of the same microbatch.
     """
 
     sequence: dist.ProcessGroup | None = None
@@ -127,23 +130,24 @@ def token_losses(
     global_load_E: Tensor | None = None,
     mask_T: Tensor | None = None,
 ) -> Tensor:
-    """What the routing of each token costs [T]; that of padding nothing.
+    """Compute the router losses of each token [T]; 0 for padding.
 
-    With a balance loss of sequences or a batch collective over the scope's group: one all-reduce of the counts.
+    With a balance loss of scope "sequence" or "batch": collective over the group of the scope, one all-reduce of the
+    counts.
 
     Args:
-        routing: Of tokens [T] that are `rows` rows of equal lengths, one after the other.
-        losses: Which losses.
-        groups: The ranks with other tokens.
-        rows: B.
-        global_load_E: How often each expert was chosen in the step before [E], 1 where all were equally; given where
-            the scope is "global_batch".
-        mask_T: Which are tokens, and not padding [T], bool; None for all.
+        routing: Routing of `rows` rows of equal length, flattened to [T].
+        losses: Losses and their factors.
+        groups: Process groups over which tokens are counted.
+        rows: B, number of rows.
+        global_load_E: Load of each expert in the previous step [E], relative to an even load. Required if the scope is
+            "global_batch".
+        mask_T: Token mask [T], bool: True for tokens, False for padding; None if there is no padding.
 
     Raises:
-        UserError: If the router gives no scores.
+        UserError: If the routing has no logits or no scores.
     """
-    scores_TE, _ = scored(routing)
+    scores_TE, _ = require_scores(routing)
     total_T = z_losses(routing, losses)
     if losses.balance:
         if losses.scope == "global_batch":
@@ -151,29 +155,29 @@ def token_losses(
             load_BE = global_load_E.unsqueeze(0)
         else:
             load_BE = expert_load(routing, groups, scope=losses.scope, rows=rows, mask_T=mask_T)
-        num_tokens, num_counted = len(total_T), len(load_BE)
-        load_TE = load_BE.to(scores_TE.dtype).repeat_interleave(num_tokens // max(num_counted, 1), dim=0)
+        num_tokens, num_loads = len(total_T), len(load_BE)
+        load_TE = load_BE.to(scores_TE.dtype).repeat_interleave(num_tokens // max(num_loads, 1), dim=0)
         total_T = total_T + losses.balance * (scores_TE * load_TE).sum(dim=-1)
     return total_T if mask_T is None else total_T.masked_fill(~mask_T, 0.0)
 
 
-def scored(routing: Routing) -> tuple[Tensor, Tensor]:
-    """Return the scores and logits of a routing [T, E].
+def require_scores(routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return the scores and the logits of a routing, both [T, E].
 
     Raises:
-        UserError: If the router gives none.
+        UserError: If the routing has no scores or no logits.
     """
     if routing.scores is None or routing.logits is None:
         raise UserError(
-            "got losses for a router that gives no logits and scores; expected both in its Routing. Leave the losses "
-            "out, or let the router give them."
+            "got router losses for a router that returns no logits and scores; expected both in its Routing. Disable "
+            "the router losses, or return logits and scores from the router."
         )
     return routing.scores, routing.logits
 
 
 def z_losses(routing: Routing, losses: RouterLosses) -> Tensor:
-    """Compute the z-loss of each token [T]; zeros without one."""
-    scores_TE, logits_TE = scored(routing)
+    """Compute the z-loss of each token [T]; zeros if the z-loss is disabled."""
+    scores_TE, logits_TE = require_scores(routing)
     return losses.z * logits_TE.logsumexp(dim=-1).square() if losses.z else torch.zeros_like(scores_TE[:, 0])
 
 
@@ -186,16 +190,16 @@ def expert_load(
     rows: int,
     mask_T: Tensor | None = None,
 ) -> Tensor:
-    """How often each expert was chosen, where 1 is as often as if all were chosen equally.
+    """Compute the load of each expert, relative to an even load (1 is even).
 
-    Collective over the scope's group: one all-reduce of B x E or E numbers.
+    Collective over the group of the scope: one all-reduce of B x E ("sequence") or E ("batch") float32 values.
 
     Args:
-        routing: Of tokens [T].
-        groups: The ranks with other tokens.
-        scope: Over which tokens it is counted.
-        rows: B, into which the tokens are cut.
-        mask_T: Which of them count [T], bool; None for all.
+        routing: Routing of tokens [T].
+        groups: Process groups over which tokens are counted.
+        scope: Set of tokens over which the load is counted.
+        rows: B, number of rows of equal length in the T tokens.
+        mask_T: Token mask [T], bool; padding is not counted. None if there is no padding.
 
     Returns:
         Loads [B, E] for "sequence", [1, E] for "batch"; float32.
@@ -203,14 +207,14 @@ def expert_load(
     assert routing.scores is not None
     num_tokens, num_experts = routing.scores.shape
     top_k = routing.indices.shape[1]
-    num_counted, group = (rows, groups.sequence) if scope == "sequence" else (1, groups.batch)
-    counts_BE = torch.zeros(num_counted, num_experts, dtype=torch.float32, device=routing.indices.device)
-    seen_TA = torch.ones_like(routing.indices, dtype=torch.float32)
+    num_loads, group = (rows, groups.sequence) if scope == "sequence" else (1, groups.batch)
+    counts_BE = torch.zeros(num_loads, num_experts, dtype=torch.float32, device=routing.indices.device)
+    ones_TA = torch.ones_like(routing.indices, dtype=torch.float32)
     if mask_T is not None:
-        seen_TA = seen_TA * mask_T.unsqueeze(1)
-    # Without tokens there is nothing to cut into rows.
-    shape = (num_counted, num_tokens * top_k // max(num_counted, 1))
-    counts_BE.scatter_add_(1, routing.indices.reshape(shape), seen_TA.reshape(shape))
+        ones_TA = ones_TA * mask_T.unsqueeze(1)
+    # `rows` is 0 for an empty batch.
+    shape = (num_loads, num_tokens * top_k // max(num_loads, 1))
+    counts_BE.scatter_add_(1, routing.indices.reshape(shape), ones_TA.reshape(shape))
     if group is not None and group.size() > 1:
         dist.all_reduce(counts_BE, group=group)
     return counts_BE * (num_experts / counts_BE.sum(dim=-1, keepdim=True).clamp(min=1))

@@ -1,4 +1,4 @@
-"""Experts that every token passes through, beside those that a router chooses."""
+"""Shared experts, which every token passes through in addition to its routed experts."""
 
 from typing import final
 
@@ -9,14 +9,14 @@ from d9d_modules import Linear, SwiGLU
 
 @final
 class SharedExperts(nn.Module):
-    """A `SwiGLU` for all tokens ("DeepSeekMoE", arXiv:2401.06066, section 3.2), with a gate if asked for.
+    """Shared experts as one `SwiGLU` ("DeepSeekMoE", arXiv:2401.06066, section 3.2), optionally with a sigmoid gate.
 
-    Several shared experts are one of their joint size.
+    Several shared experts are equal to one of their total intermediate size.
 
     Args:
         hidden_size: Size of the last dim of input and output.
-        intermediate_size: Size of the gated space of all shared experts together.
-        is_gated: Whether the output is multiplied by `sigmoid(x @ gate.T)`, one number for each token (Qwen2-MoE).
+        intermediate_size: Total intermediate size of all shared experts.
+        is_gated: Multiply the output by `sigmoid(x @ gate.T)`, one number per token (Qwen2-MoE).
         init_std: Standard deviation of the initial weights.
     """
 
@@ -28,6 +28,6 @@ class SharedExperts(nn.Module):
         self.gate = Linear(hidden_size, 1, init_std=init_std) if is_gated else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `x` [..., hidden_size] to the same shape and dtype."""
+        """Apply the shared experts to `x` [..., hidden_size]; the output has the same shape and dtype."""
         y = self.experts(x)
         return y if self.gate is None else y * self.gate(x).sigmoid()

@@ -1,4 +1,4 @@
-"""Against an independent implementation: `transformers`' DeepSeek-V3."""
+"""Comparison with an independent implementation: DeepSeek-V3 of `transformers`."""
 
 import json
 from dataclasses import replace
@@ -89,9 +89,9 @@ def _params() -> DeepseekV3Params:
 
 
 def _reference(params: DeepseekV3Params) -> Reference:
-    """In float64."""
+    """Return the reference model in float64."""
     config = DeepseekV3Config.from_dict(deepseek_v3_hugging_face_config(params))
-    # Its own choice would be torch's grouped kernel, which takes neither float64 nor unaligned sizes.
+    # The default is torch's grouped kernel, which supports neither float64 nor unaligned sizes.
     config._experts_implementation = "eager"
     model = Reference(config).double()
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_logits_and_gradients_match(*, params: DeepseekV3Params, batch: int, len
     ours.load_state_dict(_apply(mapper, dict(reference.state_dict())))
     input_ids = torch.randint(0, params.vocab_size, (batch, length))
     got, expected = ours(input_ids), reference(input_ids).logits
-    # The reference's tables of positions are in float32, as ours are, but multiplied in another order.
+    # The rotary tables of both implementations are float32, but computed in a different order.
     assert _relative_error(got, expected) <= 1e-6
 
     gradient = torch.randn_like(expected)
@@ -167,7 +167,7 @@ def test_logits_and_gradients_match(*, params: DeepseekV3Params, batch: int, len
         assert (parameter.grad - expected_gradients[name]).abs().max() <= 1e-5 * largest, name
 
 
-def test_every_stage_finds_its_tensors_in_the_checkpoint() -> None:
+def test_each_stage_loads_its_tensors_from_the_checkpoint() -> None:
     params = _params()
     built = [name for i in range(3) for name in DeepseekV3ForCausalLM(params, StageInfo(i, 3)).state_dict()]
     for layout in ("per_expert", "fused"):
@@ -194,7 +194,7 @@ def test_an_export_loads_in_the_reference_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"q_rank": None, "rotary_layout": "half", "rope_scaling": None}])
-def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
+def test_config_round_trip(changes: dict[str, Any]) -> None:
     params = replace(_params(), **changes)
     written = json.loads(json.dumps(deepseek_v3_hugging_face_config(params)))
     assert deepseek_v3_params_from_hugging_face(written) == params
@@ -208,7 +208,7 @@ def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
             {"quantization_config": {"quant_method": "fp8"}},
             r"config\.json has quantization_config = .*fp8.*; only None",
         ),
-        ({"n_group": None}, r"config\.json has n_group = null, .*Write 1 for both n_group and topk_group"),
+        ({"n_group": None}, r"config\.json has n_group = null, .*Set n_group and topk_group to 1"),
         ({"topk_group": None}, r"config\.json has topk_group = null"),
         ({"attention_bias": True}, r"config\.json has attention_bias = True; only False is supported"),
         ({"scoring_func": "softmax"}, r"config\.json has scoring_func = 'softmax'; only 'sigmoid' is supported"),
@@ -226,18 +226,18 @@ def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_a_config_that_cannot_be_served_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_config_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         deepseek_v3_params_from_hugging_face({**deepseek_v3_hugging_face_config(_params()), **changes})
 
 
-def test_a_rank_of_queries_is_a_number_or_null() -> None:
+def test_missing_q_lora_rank_is_refused() -> None:
     config = deepseek_v3_hugging_face_config(_params())
     del config["q_lora_rank"]
-    with pytest.raises(UserError, match=r"config\.json has no 'q_lora_rank'; expected a int, or null"):
+    with pytest.raises(UserError, match=r"config\.json has no 'q_lora_rank'; expected an integer, or null"):
         deepseek_v3_params_from_hugging_face(config)
 
 
-def test_what_the_config_has_no_place_for_is_refused() -> None:
+def test_config_without_shared_experts_is_refused() -> None:
     with pytest.raises(UserError, match="num_shared_experts = 0"):
         deepseek_v3_hugging_face_config(replace(_params(), num_shared_experts=0))

@@ -48,7 +48,7 @@ def _train_both(shard_replicas: bool) -> list[tuple[torch.Tensor, dict[str, torc
     return [_train(precision=each, shard_replicas=shard_replicas) for each in (None, mixed)]
 
 
-def test_experts_compute_in_the_precision_that_is_asked_for() -> None:
+def test_experts_compute_in_the_given_precision() -> None:
     for shard_replicas, world_size in ((True, 2), (False, 2), (True, 1)):
         for (losses, gradients), (mixed_losses, mixed_gradients) in run_ranks(
             _train_both, shard_replicas, world_size=world_size

@@ -38,7 +38,7 @@ PARAMS = Qwen3MoeParams(
 )
 
 
-def test_chained_stages_are_the_whole_model() -> None:
+def test_chained_stages_match_the_whole_model() -> None:
     whole = Qwen3MoeForCausalLM(PARAMS).double()
     input_ids, labels = torch.randint(0, 19, (2, 2, 7))
     expected = whole(input_ids, labels=labels)
@@ -55,19 +55,19 @@ def test_chained_stages_are_the_whole_model() -> None:
     torch.testing.assert_close(split, {name: p.grad for name, p in whole.named_parameters()}, rtol=1e-10, atol=1e-12)
 
 
-def test_packed_documents_are_as_if_alone() -> None:
+def test_packed_documents_match_separate_documents() -> None:
     model = Qwen3MoeForCausalLM(PARAMS).double()
     first, second = torch.randint(0, 19, (2, 4)), torch.randint(0, 19, (2, 3))
     alone = torch.cat((model(first), model(second)), dim=1)
     packed, documents_BL = torch.cat((first, second), dim=1), torch.tensor([0] * 4 + [1] * 3).expand(2, 7)
-    # Positions count on: only distances within a document matter.
+    # Positions continue over documents: only distances within a document affect the output.
     torch.testing.assert_close(model(packed, documents_BL=documents_BL), alone, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(model(packed), alone, atol=1e-2)
 
 
 @pytest.mark.parametrize("scope", get_args(BalanceScope))
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_neither_counted_nor_costs_anything(scope: BalanceScope, side: str) -> None:
+def test_padding_is_not_counted_and_has_no_router_losses(scope: BalanceScope, side: str) -> None:
     losses = RouterLosses(balance=0.7, scope=scope, z=0.3)
     model = Qwen3MoeForCausalLM(replace(PARAMS, router_losses=losses)).double()
     ids, padding = torch.randint(0, 19, (2, 5)), torch.randint(0, 19, (2, 3))
@@ -80,7 +80,7 @@ def test_padding_is_neither_counted_nor_costs_anything(scope: BalanceScope, side
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_the_class_of_a_padded_row_costs_what_it_costs_without_padding() -> None:
+def test_classification_loss_does_not_depend_on_padding() -> None:
     params = replace(PARAMS, router_losses=RouterLosses(balance=0.7, z=0.3))
     model = MoeForClassification(params, num_classes=3).double()
     ids, labels = torch.randint(0, 19, (2, 8)), torch.tensor([0, 2])
@@ -94,7 +94,7 @@ def test_the_class_of_a_padded_row_costs_what_it_costs_without_padding() -> None
 
 
 def _trained(model: nn.Module, ids: Tensor, *, labels: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
-    """Losses that count, gradients of their sum, and counts of experts."""
+    """Return the losses of labeled tokens, the gradients of their sum, and the tokens per expert."""
     model.zero_grad()
     losses = model(ids, labels=labels, **inputs)
     losses.sum().backward()
@@ -102,7 +102,7 @@ def _trained(model: nn.Module, ids: Tensor, *, labels: Tensor, **inputs: Tensor)
     return {"losses": losses[labels != -100], **gradients, **take_expert_counts(model)}
 
 
-def test_dense_layers_stay_dense_at_their_global_index() -> None:
+def test_dense_layers_are_selected_by_global_index() -> None:
     stage = Qwen3MoeForCausalLM(PARAMS, StageInfo(0, 2))
     blocks = [layer.feed_forward for layer in stage.layers.values()]
     assert isinstance(blocks[0], MoeFeedForward)
@@ -111,7 +111,7 @@ def test_dense_layers_stay_dense_at_their_global_index() -> None:
     assert all(isinstance(layer.feed_forward, MoeFeedForward) for layer in last.layers.values())
 
 
-def test_sizes_reach_the_experts() -> None:
+def test_params_set_the_sizes_of_experts() -> None:
     model = Qwen3MoeForCausalLM(replace(PARAMS, renormalize=False))
     block = model.layers["0"].feed_forward
     assert isinstance(block, MoeFeedForward)
@@ -121,7 +121,7 @@ def test_sizes_reach_the_experts() -> None:
     assert not block.router.renormalize
 
 
-def test_built_on_meta_and_materialised_it_is_complete() -> None:
+def test_materialized_from_meta_computes_finite_outputs() -> None:
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(replace(PARAMS, decoder=replace(PARAMS.decoder, tie_word_embeddings=True)))
     materialize(model, device=torch.device("cpu"), seed=0)
@@ -145,15 +145,15 @@ def test_stages_run_on_meta(dtype: torch.dtype) -> None:
         ({"num_experts": 0}, r"num_experts = 0; expected a number above 0"),
         ({"expert_intermediate_size": 0}, r"expert_intermediate_size = 0; expected a number above 0"),
         ({"top_k": 6}, r"top_k = 6; expected 1 <= top_k <= num_experts = 5"),
-        ({"dense_layers": (0, 4)}, r"dense_layers names layer 4; expected indices from 0 to 3"),
+        ({"dense_layers": (0, 4)}, r"dense_layers has the index 4; expected indices from 0 to 3"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_params_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         replace(PARAMS, **changes)
 
 
-def test_the_last_stage_of_a_tied_model_has_the_embedding() -> None:
+def test_last_stage_of_a_tied_model_has_the_embedding() -> None:
     tied = replace(PARAMS, decoder=replace(PARAMS.decoder, tie_word_embeddings=True))
     names = dict(Qwen3MoeForCausalLM(tied, StageInfo(1, 2)).named_parameters())
     assert "backbone.embedding.weight" in names
@@ -161,7 +161,7 @@ def test_the_last_stage_of_a_tied_model_has_the_embedding() -> None:
 
 
 def _sharded_gradients(params: Qwen3MoeParams, input_ids: Tensor) -> dict[str, Tensor]:
-    """Gradients of the summed loss, as full tensors."""
+    """Return the gradients of the summed loss as full tensors."""
     with MeshConfig(data_parallel_shard=2).build() as ctx:
         mesh = ctx.mesh_for("dense")["dp_cp_shard"]
         with torch.device("meta"):
@@ -177,7 +177,7 @@ def _sharded_gradients(params: Qwen3MoeParams, input_ids: Tensor) -> dict[str, T
         return {name: g.full_tensor() for name, g in gradients.items() if isinstance(g, DTensor)}
 
 
-def test_a_sharded_model_gives_the_gradients_of_one_process() -> None:
+def test_sharded_gradients_match_one_process() -> None:
     input_ids = torch.randint(0, 19, (4, 6))
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(PARAMS).double()

@@ -1,4 +1,4 @@
-"""Against an independent implementation: `transformers`' Qwen3-MoE."""
+"""Comparison with an independent implementation: Qwen3-MoE of `transformers`."""
 
 import json
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def qwen3_moe_params(draw: st.DrawFn) -> Qwen3MoeParams:
     window = draw(st.sampled_from([None, 1, 3]))
     decoder = Qwen3Params(
         vocab_size=draw(st.integers(3, 40)),
-        # Multiples of 4 take the grouped kernel in float32, the others the loop.
+        # In float32 multiples of 4 use the grouped kernel, other sizes the loop.
         hidden_size=draw(st.sampled_from([4, 8, 16, 10])),
         num_layers=num_layers,
         num_heads=num_kv_heads * draw(st.integers(1, 2)),
@@ -80,7 +80,7 @@ def _params(*, tied: bool = False) -> Qwen3MoeParams:
 
 def _reference(params: Qwen3MoeParams, dtype: torch.dtype) -> Reference:
     config = Qwen3MoeConfig.from_dict(qwen3_moe_hugging_face_config(params))
-    # Its own choice would be torch's grouped kernel, which takes neither float64 nor unaligned sizes.
+    # The default is torch's grouped kernel, which supports neither float64 nor unaligned sizes.
     config._experts_implementation = "eager"
     model = Reference(config).to(dtype)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def _reference(params: Qwen3MoeParams, dtype: torch.dtype) -> Reference:
 
 
 def _keep_float64(module: nn.Module) -> None:
-    """The reference rounds to float32 inside its norm and its router, whatever it is given."""
+    """Replace the norms and routers of the reference, which round to float32, by versions that keep float64."""
     match module:
         case Qwen3MoeRMSNorm():
             module.forward = partial(_norm, module)
@@ -112,7 +112,7 @@ def _route(router: Qwen3MoeTopKRouter, hidden_states: Tensor) -> tuple[Tensor, T
 
 
 def _on_disk(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The reference's own tensors, which fuse the experts in memory, under the names and shapes of its files."""
+    """Convert the reference's tensors, with fused experts, to the names and shapes of its checkpoint files."""
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -160,7 +160,7 @@ def test_logits_losses_and_gradients_match(
 
     expected.sum().backward()
     losses.sum().backward()
-    # Some have no gradient in the reference: a router with one renormalised expert, experts that saw no token.
+    # Some parameters have no gradient in the reference: routers with one renormalized expert, experts without tokens.
     named = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in reference.named_parameters()
@@ -171,12 +171,12 @@ def test_logits_losses_and_gradients_match(
     largest = max(gradient.abs().max() for gradient in expected_gradients.values())
     for name, gradient in gradients.items():
         assert gradient is not None, name
-        # Relative to the whole gradient: a single tensor may be zero but for rounding (one token has no one to attend).
+        # Relative to the whole gradient: single tensors may be zero except for rounding, e.g. with one token per row.
         assert (gradient - expected_gradients[name]).abs().max() <= tolerance * largest, name
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_stage_finds_its_tensors_in_the_checkpoint(tied: bool) -> None:
+def test_each_stage_loads_its_tensors_from_the_checkpoint(tied: bool) -> None:
     params = _params(tied=tied)
     count = 1 if tied else 3
     built = [
@@ -203,7 +203,7 @@ def test_an_export_loads_in_the_reference(tmp_path: Path, tied: bool) -> None:
     assert _relative_error(model(input_ids), reference(input_ids).logits) <= 1e-5
 
 
-def test_experts_in_another_order_are_caught(tmp_path: Path) -> None:
+def test_swapped_experts_change_the_output(tmp_path: Path) -> None:
     params, ids = _params(tied=False), torch.randint(0, 21, (2, 9))
     reference = _reference(params, torch.float32)
     reference.save_pretrained(tmp_path)
@@ -218,7 +218,7 @@ def test_experts_in_another_order_are_caught(tmp_path: Path) -> None:
     assert _relative_error(model(ids), reference(ids).logits) > 1e-3
 
 
-def test_what_losses_remember_has_no_place_on_disk(tmp_path: Path) -> None:
+def test_global_load_is_not_exported(tmp_path: Path) -> None:
     params = replace(_params(tied=False), router_losses=RouterLosses(balance=0.1, scope="global_batch"))
     mapper = qwen3_moe_from_hugging_face(params)
     model, again = Qwen3MoeForCausalLM(params), Qwen3MoeForCausalLM(params)
@@ -233,7 +233,7 @@ def test_what_losses_remember_has_no_place_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_checkpoint_of_the_reference_loads_in_stages(tmp_path: Path, tied: bool) -> None:
+def test_reference_checkpoint_loads_into_stages(tmp_path: Path, tied: bool) -> None:
     reference = _reference(_params(tied=tied), torch.float32)
     reference.save_pretrained(tmp_path)
     params = qwen3_moe_params_from_hugging_face(json.loads((tmp_path / "config.json").read_text()))
@@ -247,8 +247,8 @@ def test_a_checkpoint_of_the_reference_loads_in_stages(tmp_path: Path, tied: boo
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_was_imported_is_exported_bit_for_bit(tmp_path: Path, tied: bool) -> None:
-    """The reference fuses the experts in memory, so this goes through its fusion in both directions."""
+def test_import_and_export_round_trip_is_bitwise(tmp_path: Path, tied: bool) -> None:
+    """Import and export, with the reference's conversion of the experts in both directions."""
     params = _params(tied=tied)
     _reference(params, torch.float32).save_pretrained(tmp_path / "theirs")
     ours, mapper = Qwen3MoeForCausalLM(params), qwen3_moe_from_hugging_face(params)
@@ -269,23 +269,23 @@ WINDOWS = {"sliding_window": 3, "sliding_layers": (0, 1, 2)}
 
 
 @pytest.mark.parametrize("changes", [{}, WINDOWS])
-def test_the_config_survives_the_round_trip(changes: dict[str, Any]) -> None:
+def test_config_round_trip(changes: dict[str, Any]) -> None:
     params = _params()
     params = replace(params, decoder=replace(params.decoder, **changes))
     written = json.loads(json.dumps(qwen3_moe_hugging_face_config(params)))
     assert qwen3_moe_params_from_hugging_face(written) == params
-    # As `transformers` writes it itself.
+    # The config as `transformers` writes it.
     assert qwen3_moe_params_from_hugging_face(Qwen3MoeConfig.from_dict(written).to_diff_dict()) == params
 
 
-def test_a_window_of_some_layers_has_no_place_in_the_config() -> None:
+def test_window_of_some_layers_is_refused_in_the_config() -> None:
     params = _params()
     params = replace(params, decoder=replace(params.decoder, sliding_window=3, sliding_layers=(0, 2)))
-    with pytest.raises(UserError, match=r"sliding_layers = \(0, 2\) of 3 layers; .*: expected all of them, or none\."):
+    with pytest.raises(UserError, match=r"sliding_layers = \(0, 2\) of 3 layers; .*: expected all layers, or none\."):
         qwen3_moe_hugging_face_config(params)
 
 
-def test_the_sparse_step_names_dense_layers() -> None:
+def test_sparse_step_selects_dense_layers() -> None:
     config = {**qwen3_moe_hugging_face_config(_params()), "decoder_sparse_step": 2, "mlp_only_layers": None}
     assert qwen3_moe_params_from_hugging_face(config).dense_layers == (0, 2)
 
@@ -301,7 +301,10 @@ def test_the_sparse_step_names_dense_layers() -> None:
         ({"mlp_only_layers": [3]}, r"config\.json has mlp_only_layers = \[3\]; expected .* from 0 to 2"),
         ({"decoder_sparse_step": 0}, r"config\.json has decoder_sparse_step = 0; expected a value of type int above 0"),
         ({"attention_dropout": 0.1}, r"config\.json has attention_dropout = 0\.1; only 0\.0 is supported"),
-        ({"num_local_experts": 5}, r"config\.json has num_experts = 4 and num_local_experts = 5; expected one number"),
+        (
+            {"num_local_experts": 5},
+            r"config\.json has num_experts = 4 and num_local_experts = 5; expected equal numbers",
+        ),
         ({"shared_expert_gate": True}, r"config\.json has shared_expert_gate = True; expected only known entries"),
         (
             {"output_router_logits": True, "router_aux_loss_coef": 0.01},
@@ -310,6 +313,6 @@ def test_the_sparse_step_names_dense_layers() -> None:
         ),
     ],
 )
-def test_a_config_that_cannot_be_served_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_config_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         qwen3_moe_params_from_hugging_face({**qwen3_moe_hugging_face_config(_params()), **changes})

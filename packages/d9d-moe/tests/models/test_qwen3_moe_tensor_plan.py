@@ -36,7 +36,7 @@ def _train() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return losses.detach(), full_gradients(model)
 
 
-def test_two_ranks_equal_one() -> None:
+def test_two_ranks_match_one() -> None:
     ((losses, gradients),) = run_ranks(_train, world_size=1)
     for found, ours in run_ranks(_train):
         torch.testing.assert_close(found, losses, rtol=1e-12, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Where a model's parameters are in the checkpoint it was loaded from: adapters in files are named as in there."""
+"""Names of a model's parameters in the base checkpoint, which adapter files use."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,31 +13,31 @@ from d9d_state import StateMapper
 
 
 def checkpoint_name(name: str, base_mapper: StateMapper | None) -> str:
-    """The name that a parameter or buffer has in the checkpoint.
+    """Return the name of a parameter or buffer in the base checkpoint.
 
     Args:
-        name: Its name in the model.
-        base_mapper: From the names of the checkpoint to those of the model; `None` if they are the same.
+        name: Name in the model.
+        base_mapper: Mapper from the base checkpoint to the model; `None` if the names are the same.
 
     Raises:
-        UserError: If the mapper does more to it than to rename it.
+        UserError: If the mapper does more than rename the tensor.
     """
     if base_mapper is None:
         return name
     part = base_mapper.restrict(outputs=[name])
     if len(part.inputs) != 1 or part.nodes:
-        raise UserError(_is_not_there(name, part))
+        raise UserError(_unsupported_mapping(name, part))
     return next(iter(part.inputs))
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class JointParameter:
-    """A parameter [groups, rows, in] of the checkpoint that holds the weights of one or several layers.
+    """Parameter [groups, rows, in] of the base checkpoint that holds the weights of one or several layers.
 
     Attributes:
-        name: Its name in the checkpoint.
-        weights: Names in the model of the weights [groups, out, in] that it holds, in the order of its rows.
+        name: Name of the parameter in the base checkpoint.
+        weights: Names in the model of the weights [groups, out, in], in the order of their rows in the parameter.
     """
 
     name: str
@@ -47,30 +47,30 @@ class JointParameter:
 def group_names(
     name: str, shapes: Mapping[str, Sequence[int]], base_mapper: StateMapper | None
 ) -> tuple[str, ...] | JointParameter:
-    """The names that the groups of a weight [groups, out, in] have in the checkpoint.
+    """Return the names in the base checkpoint of the groups of a weight [groups, out, in].
 
     Args:
-        name: Its name in the model.
-        shapes: Shapes of all such weights with adapters, by name.
-        base_mapper: From the names of the checkpoint to those of the model; `None` if they are the same.
+        name: Name of the weight in the model.
+        shapes: Shapes of all weights [groups, out, in] with adapters, by name in the model.
+        base_mapper: Mapper from the base checkpoint to the model; `None` if the names are the same.
 
     Returns:
-        A name for each group, in their order; or the parameter that holds all groups.
+        One name per group, in the order of the groups; or the parameter that holds all groups.
 
     Raises:
-        UserError: If the mapper does more than to rename the weight, to stack it of one tensor for each group, or to
-            split a parameter along its rows; or if it splits off a weight that has no adapter.
+        UserError: If the mapper neither renames the weight, nor stacks it from one tensor per group, nor splits a
+            parameter along its rows. Or if it splits the parameter into several weights of which one has no adapter.
     """
     part = None if base_mapper is None else base_mapper.restrict(outputs=[name])
     if part is None or not part.nodes:
         return JointParameter(checkpoint_name(name, base_mapper), (name,))
-    bare = [output for output in part.outputs if output not in shapes]
-    if bare:
+    without_adapter = [output for output in part.outputs if output not in shapes]
+    if without_adapter:
         raise UserError(
-            f"{name} comes from {shorten(list(part.inputs))} of the base checkpoint, as {shorten(bare)} does, which "
-            "has no adapter; expected adapters in all of them. Widen the target."
+            f"{name} comes from {shorten(list(part.inputs))} of the base checkpoint, as {shorten(without_adapter)} "
+            "does, which has no adapter; expected adapters in all weights of the parameter. Widen the target."
         )
-    # The inverse of the mapper, applied to numbered rows, shows which tensor holds which group and which rows.
+    # Apply the inverse of the mapper to numbered rows: the result shows which tensor holds which group and which rows.
     numbers: dict[str, Tensor] = {}
     for output in part.outputs:
         num_groups, num_rows, _ = shapes[output]
@@ -79,15 +79,15 @@ def group_names(
     try:
         stored = part.inverse().apply(numbers)
     except ValueError as error:
-        raise UserError(_is_not_there(name, part)) from error
-    found = _one_for_each_group(stored, numbers) or _joint(stored, numbers)
+        raise UserError(_unsupported_mapping(name, part)) from error
+    found = _names_per_group(stored, numbers) or _joint_parameter(stored, numbers)
     if found is None:
-        raise UserError(_is_not_there(name, part))
+        raise UserError(_unsupported_mapping(name, part))
     return found
 
 
-def _one_for_each_group(stored: Mapping[str, Tensor], numbers: Mapping[str, Tensor]) -> tuple[str, ...] | None:
-    """The names of the tensors that each hold one group of one weight; `None` if they do not."""
+def _names_per_group(stored: Mapping[str, Tensor], numbers: Mapping[str, Tensor]) -> tuple[str, ...] | None:
+    """Return the names of the stored tensors if each holds exactly one group of one weight, else `None`."""
     groups = [group for weight in numbers.values() for group in weight]
     names = [[key for key, tensor in stored.items() if torch.equal(tensor, group)] for group in groups]
     if len(numbers) > 1 or len(stored) != len(groups) or not all(names):
@@ -95,8 +95,8 @@ def _one_for_each_group(stored: Mapping[str, Tensor], numbers: Mapping[str, Tens
     return tuple(keys[0] for keys in names)
 
 
-def _joint(stored: Mapping[str, Tensor], numbers: Mapping[str, Tensor]) -> JointParameter | None:
-    """The one tensor that holds the rows of all weights one after the other; `None` if there is none."""
+def _joint_parameter(stored: Mapping[str, Tensor], numbers: Mapping[str, Tensor]) -> JointParameter | None:
+    """Return the stored tensor if it is the concatenation of all weights along their rows, else `None`."""
     if len(stored) != 1:
         return None
     ((key, tensor),) = stored.items()
@@ -110,9 +110,10 @@ def _joint(stored: Mapping[str, Tensor], numbers: Mapping[str, Tensor]) -> Joint
     return JointParameter(key, tuple(weights))
 
 
-def _is_not_there(name: str, part: StateMapper) -> str:
+def _unsupported_mapping(name: str, part: StateMapper) -> str:
     return (
         f"{name} comes from {shorten(list(part.inputs))} of the base checkpoint; expected one tensor of the same "
-        "shape, one for each expert, or rows of a parameter [experts, rows, in]. Pass the mapper that loads the model "
-        "before inject(); save what it joins with save_model_state, merged."
+        "shape, one tensor per expert, or rows of a parameter [experts, rows, in]. Pass the mapper that loads the "
+        "model before inject(). If it joins several tensors into this one, merge the adapters and save the model with "
+        "save_model_state."
     )

@@ -1,4 +1,4 @@
-"""What ranks decide together, so that none of them leaves while the others wait for it in a collective."""
+"""Collective error handling: all ranks raise together, so that no rank blocks in a collective after another failed."""
 
 from typing import TypeVar
 
@@ -7,27 +7,32 @@ from d9d_dist import DistributedContext, UserError, all_gather_objects
 _T = TypeVar("_T")
 
 
-def exchange(value: _T, ctx: DistributedContext | None) -> list[_T]:
-    """The value of every rank, on every rank. Collective.
+def all_gather(value: _T, ctx: DistributedContext | None) -> list[_T]:
+    """Return the values of all ranks, in rank order. Collective over the job: one all-gather of objects.
 
     Args:
-        value: This rank's.
-        ctx: The ranks; `None` for this process alone.
+        value: Value of this rank.
+        ctx: Distributed context; `None` for a single process.
     """
     return [value] if ctx is None or ctx.world_size == 1 else all_gather_objects(value)
 
 
-def agree(problem: str | None, ctx: DistributedContext | None, *, error: type[Exception] = UserError) -> None:
-    """Go on only if no rank has a problem. Collective.
+def raise_on_all_ranks(
+    message: str | None, ctx: DistributedContext | None, *, error: type[Exception] = UserError
+) -> None:
+    """Raise an error on all ranks if at least one rank has an error message. Collective over the job.
 
     Args:
-        problem: What is wrong on this rank; `None` if nothing is.
-        ctx: The ranks; `None` for this process alone.
-        error: What to raise on every rank.
+        message: Error message of this rank; `None` if there is no error.
+        ctx: Distributed context; `None` for a single process.
+        error: Type of the error.
+
+    Raises:
+        Exception: Of type `error`, with the messages of all ranks.
     """
-    problems = {rank: text for rank, text in enumerate(exchange(problem, ctx)) if text is not None}
-    if not problems:
+    messages = {rank: text for rank, text in enumerate(all_gather(message, ctx)) if text is not None}
+    if not messages:
         return
-    if len(set(problems.values())) == 1:
-        raise error(next(iter(problems.values())))
-    raise error("; ".join(f"rank {rank}: {text}" for rank, text in problems.items()))
+    if len(set(messages.values())) == 1:
+        raise error(next(iter(messages.values())))
+    raise error("; ".join(f"rank {rank}: {text}" for rank, text in messages.items()))

@@ -1,4 +1,4 @@
-"""Layers of experts, which are those of `d9d-moe`: known where a job uses them, and not asked for where none does."""
+"""Optional support of `d9d_moe.GroupedLinear`, without an import of `d9d_moe` by jobs that do not use it."""
 
 import sys
 from collections.abc import Callable
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 Product = Callable[..., Tensor]
-"""Multiplies rows with a weight, as the layer does that the weight is of: (rows, weight, further arguments)."""
+"""Function (rows, weight, further arguments of the layer) that computes the product of a layer."""
 
 
 def grouped_product(layer: nn.Module) -> Product | None:
-    """How a `d9d_moe.GroupedLinear` multiplies; `None` for any other module.
+    """Return `d9d_moe.grouped_matmul` if the layer is a `d9d_moe.GroupedLinear`, else `None`.
 
-    A model that has such a layer has imported it, so that nothing is imported for a model that has none.
+    A model with such a layer has already imported `d9d_moe`; this function never imports it first.
     """
     if "d9d_moe" not in sys.modules:
         return None

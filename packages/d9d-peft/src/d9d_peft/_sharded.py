@@ -1,4 +1,4 @@
-"""Whole tensors into the parts that ranks hold, and back: the only place that looks into a `DTensor`."""
+"""Conversion between full tensors and the local shards of a `DTensor`; all access to shards is in this file."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 @torch.no_grad()
 def local_region(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """This rank's part of a tensor, not copied, and where in the whole it lies. Local."""
+    """Return this rank's part of a tensor, without a copy, and its slices in the full tensor. Local."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), tuple(slice(0, size) for size in tensor.shape)
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -19,24 +19,29 @@ def local_region(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor on every rank. Collective over the mesh of a `DTensor`, local otherwise."""
+    """Return the full tensor on all ranks. Collective over the mesh of a `DTensor`, local for a plain tensor."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 @torch.no_grad()
 def fill(tensor: Tensor, values: Tensor) -> None:
-    """Set a tensor, of which this rank may hold a part, from the whole of its values. Local."""
+    """Set this rank's part of `tensor` from the full `values`. Local."""
     local, region = local_region(tensor)
     local.copy_(values[region])
 
 
 @torch.no_grad()
 def row_norms(weight_OI: Tensor, part: Tensor | None = None) -> Tensor:
-    """The Euclidean norms of all rows [O] of a weight, in float32 at least. Collective over its mesh if it is sharded.
+    """Compute the Euclidean norms of all rows of a weight, in at least float32.
+
+    Collective over the mesh of a sharded weight: one all-reduce of [O] per mesh axis that shards it.
 
     Args:
-        weight_OI: The weight [O, I].
-        part: What stands for this rank's part of the weight; `None` for that part itself.
+        weight_OI: Weight [O, I].
+        part: Values that replace this rank's part of the weight; `None` for the weight's own values.
+
+    Returns:
+        Norms [O] of the full rows, on all ranks.
     """
     local, (rows, _) = local_region(weight_OI)
     values = local if part is None else part

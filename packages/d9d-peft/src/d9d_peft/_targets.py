@@ -1,4 +1,4 @@
-"""Which modules a method is for: by a pattern of names or by type; and what to tell a person if there are none."""
+"""Selection of the modules that a method adapts, by a pattern of names or by type, and the errors for bad targets."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -9,37 +9,40 @@ from torch import nn
 from d9d_dist import UserError
 
 Target: TypeAlias = str | type[nn.Module] | tuple[type[nn.Module], ...]
-"""A regular expression that is searched in qualified names, or types of modules."""
+"""Regular expression that is searched in qualified names (`re.search`), or one or several module types."""
 
-_NAMES_SHOWN = 8
-# Layers whose weights torch uses without calling them, and what an adapter would come to.
+_MAX_NAMES = 8
+# Child layers whose weights torch uses without calling the layer, and the effect of an adapter there.
 _NOT_CALLED: Mapping[type[nn.Module], tuple[tuple[str, ...], str]] = {
-    nn.MultiheadAttention: (("out_proj",), "would change nothing"),
-    nn.TransformerEncoderLayer: (("linear1", "linear2"), "would be left out in evaluation, where it takes a fast path"),
+    nn.MultiheadAttention: (("out_proj",), "would have no effect"),
+    nn.TransformerEncoderLayer: (("linear1", "linear2"), "would be skipped in evaluation, by the fast path"),
 }
 
 
 def check_target(target: Target, method: str) -> None:
-    """Refuse what is neither a regular expression nor types.
+    """Check that a target is a regular expression or module types.
 
     Raises:
-        UserError: Naming the method, what it got and what is wrong with it.
+        UserError: If it is neither, or the regular expression is invalid.
     """
     if isinstance(target, str):
         try:
             re.compile(target)
         except re.error as error:
-            raise UserError(f"{method} got the pattern {target!r}, which is no regular expression: {error}.") from error
+            raise UserError(
+                f"{method} got the pattern {target!r}, which is not a valid regular expression: {error}. Correct the "
+                "pattern."
+            ) from error
         return
     types = target if isinstance(target, tuple) else (target,)
     if not types or not all(isinstance(each, type) and issubclass(each, nn.Module) for each in types):
         raise UserError(
-            f"{method} got the target {target!r}; expected a regular expression or types of modules, such as nn.Linear."
+            f"{method} got the target {target!r}; expected a regular expression or module types, such as nn.Linear."
         )
 
 
 def is_target(target: Target, name: str, module: nn.Module) -> bool:
-    """Whether a module is meant, by its own name or type; the model itself has no name that a pattern could match."""
+    """Return True if a target matches a module by name or type. A pattern never matches the root module."""
     if isinstance(target, str):
         return bool(name) and re.search(target, name) is not None
     return isinstance(module, target)
@@ -48,20 +51,21 @@ def is_target(target: Target, name: str, module: nn.Module) -> bool:
 def find_layers(
     model: nn.Module, target: Target, fits: Callable[[nn.Module], bool], *, method: str, expected: str
 ) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
-    """The layers of a model that a method is for, each once, under its first name; others that match are passed over.
+    """Find the layers that match a target and that a method supports, each once, by its first name.
 
     Args:
         model: The model.
-        target: What to look for.
-        fits: Whether the method can deal with a module.
-        method: Its name, for the message.
-        expected: What it can deal with, for the message.
+        target: Names or types to match.
+        fits: Returns True if the method supports a module; other matches are skipped.
+        method: Name of the method, for messages.
+        expected: Supported module types, for messages.
 
     Returns:
-        The layers; and a message, if there is none.
+        The layers by name; and a message if no layer was found, else an empty tuple.
 
     Raises:
-        UserError: If torch uses the weight of one without calling the layer, so that an adapter would have no say.
+        UserError: If torch uses the weight of a matching layer without calling the layer, so that an adapter would have
+            no effect.
     """
     modules = dict(model.named_modules())
     found = {name: module for name, module in modules.items() if is_target(target, name, module)}
@@ -84,19 +88,19 @@ def _refuse_layers_not_called(layers: Mapping[str, nn.Module], modules: Mapping[
             if owner != name and isinstance(modules[owner], kind) and child in children:
                 raise UserError(
                     f"{method} got a target that matches {name}, whose weight nn.{kind.__name__} uses without calling "
-                    f"the layer: an adapter {outcome}. Narrow the target, train it by FullTune, or build the model of "
-                    "layers that are called."
+                    f"the layer: an adapter {outcome}. Narrow the target, train the layer with FullTune, or replace "
+                    f"nn.{kind.__name__} by a module that calls its layers."
                 )
 
 
 def shorten(names: list[str]) -> str:
-    """A list of names for a message: the first few, and how many more there are."""
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return (", ".join(names[:_NAMES_SHOWN]) or "none") + more
+    """Format a list of names for a message: the first eight, and the number of further ones."""
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return (", ".join(names[:_MAX_NAMES]) or "none") + more
 
 
 def claims(layers: Mapping[str, nn.Module], first_names: Mapping[str, str]) -> frozenset[str]:
-    """The parameters that layers own, a tied one by its first name."""
+    """Return the names of the parameters that layers own; a tied parameter has its first name."""
     return frozenset(
         first_names[f"{name}.{parameter}".lstrip(".")]
         for name, layer in layers.items()

@@ -1,7 +1,7 @@
-"""The contract of an adapter: a module inside a layer, as its child `adapter`, that has a say in the layer's forward.
+"""Base class of adapters: an adapter is the child module `adapter` of a layer and wraps the layer's forward.
 
-The layer stays what it was: the same object, with the same parameters under the same names. So what was known of the
-model holds still: plans for tensor parallelism, mappers of checkpoints, tied weights, initial values.
+The layer is the same object as before, and its parameters keep their names. So tensor-parallel plans, checkpoint
+mappers, weight tying and initial values of the model remain valid.
 """
 
 from abc import ABC, abstractmethod
@@ -17,68 +17,69 @@ from torch.distributed.tensor import Placement
 from d9d_dist import canonical_name
 
 ADAPTER = "adapter"
-"""The name of the child."""
+"""Name of the child module."""
 
 
 class Adapter(nn.Module, ABC):
-    """Changes what a layer computes, by parameters of its own; derive from it to make one for a method of your own.
+    """Base class of modules that change the output of a layer with parameters of their own.
 
-    It does not hold the layer: it is given it, so that the layer's parameters belong to the layer alone.
+    An adapter does not store its layer, but gets it as an argument. So the layer's parameters are not registered twice.
     """
 
     @abstractmethod
     def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Take the place of the layer's forward.
+        """Compute the output of the layer with the adapter; replaces the layer's forward.
 
         Args:
-            layer: The layer. Its parameters are plain tensors here: where it is sharded, whole or this rank's part.
-            inner: The forward whose place is taken.
-            args: What the layer was called with.
+            layer: The layer. Its parameters are plain tensors here: the full tensors under FSDP, this rank's shards
+                under tensor parallelism.
+            inner: Original forward of the layer.
+            args: Arguments of the call.
 
         Returns:
-            What the layer would return, changed.
+            The adapted output, of the shape and dtype of the layer's output.
         """
 
     @abstractmethod
     def reset_parameters(self) -> None:
-        """Set every parameter in place such that the layer computes as it would without the adapter."""
+        """Initialize all parameters in place, such that the adapter has no effect."""
 
     @abstractmethod
     def merge_(self, layer: nn.Module) -> None:
-        """Fold what it does into the layer's weight, in place, and reset itself so that it does nothing any more.
+        """Merge the adapter into the layer's parameters, in place, and reset it such that it has no effect.
 
-        Collective where parameters are sharded.
+        Collective if parameters are sharded.
 
         Args:
-            layer: The layer, materialised.
+            layer: The layer, materialized.
         """
 
     def tensor_placements(self, weight: Placement) -> Mapping[str, Placement]:
-        """How its parameters are split where tensor parallelism splits the layer; see `d9d_dist.FollowsWeight`."""
+        """Return the adapter's placements under tensor parallelism of the layer; see `d9d_dist.FollowsWeight`."""
         return {}
 
     def prepare_tensor(self, weight: Placement, mesh: DeviceMesh) -> None:
-        """Learn that tensor parallelism has split the layer; see `d9d_dist.FollowsWeight`."""
+        """Prepare the adapter after tensor parallelism has split the layer; see `d9d_dist.FollowsWeight`."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """A layer and what stands in it."""
+    """Layer and its adapter."""
 
     layer: nn.Module
     adapter: Adapter
 
 
 def attach(adapter: Adapter, layer: nn.Module) -> None:
-    """Put an adapter into a layer, in place."""
+    """Add an adapter to a layer, in place."""
     layer.add_module(ADAPTER, adapter)
-    # The instance's forward hides the class's. Called as a module, the adapter has its own hooks around it.
-    layer.forward = partial(_adapted, layer, layer.forward)
+    # The instance attribute shadows the class's forward. The adapter is called as a module, so its own hooks run.
+    layer.forward = partial(_adapted_forward, layer, layer.forward)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
-    """The layers of a model that have an adapter, by their names in the whole model, also if this is a part of it."""
+    """Return the layers with adapters, by their names in the whole model, also if `model` is a pipeline stage."""
     names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
     layers: dict[str, AdaptedLayer] = {}
     for layer in model.modules():
@@ -91,8 +92,8 @@ def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
     return layers
 
 
-def _adapted(layer: nn.Module, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of a layer with an adapter."""
+def _adapted_forward(layer: nn.Module, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Call the adapter of a layer; the forward of a layer with an adapter."""
     adapter = layer._modules[ADAPTER]
     assert adapter is not None
     return adapter(layer, inner, *args, **kwargs)

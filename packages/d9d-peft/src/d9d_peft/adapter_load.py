@@ -1,4 +1,4 @@
-"""What was trained of a model, from files that `save_adapters` or Hugging Face `peft` wrote, into its place."""
+"""Load adapter files of `save_adapters` or Hugging Face `peft` into a model."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from d9d_dist import DistributedContext, UserError
-from d9d_peft._consensus import agree, exchange
+from d9d_peft._consensus import all_gather, raise_on_all_ranks
 from d9d_peft._sharded import fill
 from d9d_peft._targets import shorten
 from d9d_peft.peft_config import (
@@ -29,28 +29,28 @@ def load_adapters(
     base_mapper: StateMapper | None = None,
     ctx: DistributedContext | None = None,
 ) -> None:
-    """Fill the adapters of a model from a folder that `save_adapters` or Hugging Face `peft` wrote, in place.
+    """Load adapters from a folder that `save_adapters` or Hugging Face `peft` wrote, in place.
 
-    Each rank reads for itself and keeps its shards. Collective if `ctx` is given, and for DoRA, which measures the rows
-    of sharded weights.
+    Each rank reads the files and keeps its shards. Collective over the job if `ctx` is given. Also collective for DoRA
+    with sharded weights, whose row norms are summed over ranks.
 
     Args:
-        model: Materialised and, for DoRA, loaded, with the adapters that the files are of. The whole model, or this
+        model: Materialized model with injected adapters, and for DoRA with loaded weights. The whole model, or this
             rank's pipeline stages of it.
-        folder: Where `adapter_model.safetensors` and `adapter_config.json` are.
-        base_mapper: As for `save_adapters`.
-        ctx: The ranks, which then refuse files together. Needed for pipeline stages, of which none has all that the
-            files hold; `None` for a process on its own.
+        folder: Folder with `adapter_model.safetensors` and `adapter_config.json`.
+        base_mapper: As in `save_adapters`.
+        ctx: Distributed context; all ranks then raise together. Required for pipeline stages, where a rank has only a
+            part of the adapters in the files. `None` for a single process.
 
     Raises:
-        UserError: If the files are of other layers, another rank or scale, or another kind of adapters; nothing is
-            changed then.
+        UserError: If the layers, rank, scale or kind of the adapters in the files differ from those of the model, or an
+            entry of the configuration is not supported. The model is then unchanged.
     """
     folder = Path(folder)
     stored, is_dora = agreed_adapters(model, base_mapper, ctx)
-    everywhere = StoredNames.union(exchange(stored_names(stored), ctx))
+    all_names = StoredNames.union(all_gather(stored_names(stored), ctx))
     base = base_names(model, base_mapper)
-    agree(_problem(lambda: _check(folder, stored, everywhere, base, is_dora=is_dora)), ctx)
+    raise_on_all_ranks(_error_message(lambda: _check(folder, stored, all_names, base, is_dora=is_dora)), ctx)
     with safe_open(folder / TENSORS_NAME, framework="pt") as file:
         for adapted in (*stored.layers, *stored.parameters):
             adapted.fill(file.get_tensor)
@@ -60,52 +60,54 @@ def load_adapters(
 
 
 def _check(
-    folder: Path, stored: StoredAdapters, everywhere: StoredNames, base: Collection[str], *, is_dora: bool
+    folder: Path, stored: StoredAdapters, all_names: StoredNames, base: Collection[str], *, is_dora: bool
 ) -> None:
-    """Refuse files that are not those of the model's adapters.
+    """Check that files match the model's adapters.
 
     Args:
         folder: Folder of the files.
         stored: Adapters of this rank.
-        everywhere: Names of the adapters of all ranks.
+        all_names: Names of the adapters of all ranks.
         base: Names of the tensors of the base checkpoint.
-        is_dora: The kind of the adapters.
+        is_dora: True if the model's adapters are DoRA.
 
     Raises:
-        UserError: With all that does not fit.
+        UserError: If the files are missing, unreadable, or do not match the adapters.
     """
     origin = str(folder / CONFIG_NAME)
     config = read_config(_existing(folder / CONFIG_NAME).read_text(encoding="utf-8"), origin=origin, is_dora=is_dora)
     try:
         with safe_open(_existing(folder / TENSORS_NAME), framework="pt") as file:
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - no mapping
-            refuse_other_targets(config, everywhere.parameters, everywhere.layers, origin=origin)
+            refuse_other_targets(config, all_names.parameters, all_names.layers, origin=origin)
             ranks = {each.name: config_low_rank(config, each.name).rank for each in stored.parameters}
             expected = stored.shapes()
             for parameter in stored.parameters:
                 expected |= parameter.shapes(ranks[parameter.name])
-            _refuse_mismatch(shapes, expected, everywhere.tensors, folder)
+            _refuse_mismatch(shapes, expected, all_names.tensors, folder)
             for parameter in stored.parameters:
                 stored_low_rank = parameter.stored_low_rank(ranks[parameter.name])
                 refuse_other_scale(config, parameter.name, stored_low_rank, origin=origin)
                 parameter.check_values(file.get_tensor, ranks[parameter.name])
     except SafetensorError as error:
-        raise UserError(f"{folder / TENSORS_NAME} is no safetensors file: {error}.") from error
+        raise UserError(
+            f"{folder / TENSORS_NAME} is not a valid safetensors file: {error}. Save or download it again."
+        ) from error
     for layer in stored.layers:
         for name in layer.names:
             refuse_other_scale(config, name, layer.low_rank, origin=origin)
             refuse_untargeted_layer(config, name, origin=origin)
-    refuse_other_modules(config, everywhere.trained, base, origin=origin)
+    refuse_other_modules(config, all_names.trained, base, origin=origin)
 
 
 def _refuse_mismatch(
     got: Mapping[str, tuple[int, ...]],
     expected: Mapping[str, tuple[int, ...]],
-    everywhere: Collection[str],
+    all_names: Collection[str],
     folder: Path,
 ) -> None:
     sections = {
-        "in the folder, but not in the model": [key for key in got if key not in everywhere],
+        "in the folder, but not in the model": [key for key in got if key not in all_names],
         "in the model, but not in the folder": [key for key in expected if key not in got],
         "of another shape": [
             f"{key}: got {list(got[key])}, expected {list(shape)}"
@@ -115,11 +117,13 @@ def _refuse_mismatch(
     }
     report = "".join(f"\n  {title}: {shorten(entries)}" for title, entries in sections.items() if entries)
     if report:
-        raise UserError(f"the adapters in {folder} do not fit those of the model; inject others.{report}")
+        raise UserError(
+            f"the adapters in {folder} do not match the adapters of the model; inject matching ones.{report}"
+        )
 
 
-def _problem(check: Callable[[], None]) -> str | None:
-    """What a check has to say."""
+def _error_message(check: Callable[[], None]) -> str | None:
+    """Call `check` and return the message of its error; `None` if it succeeded."""
     try:
         check()
     except (UserError, OSError) as error:

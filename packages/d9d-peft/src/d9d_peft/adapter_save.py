@@ -1,4 +1,4 @@
-"""What was trained of a model, in files that Hugging Face `peft` reads: written by one process, decided by all."""
+"""Save the trained tensors of a model in the layout of Hugging Face `peft`; the main process writes the files."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, gather_objects
-from d9d_peft._consensus import agree
+from d9d_peft._consensus import raise_on_all_ranks
 from d9d_peft._sharded import whole
 from d9d_peft.low_rank import LowRank
 from d9d_peft.peft_config import adapter_config
@@ -26,45 +26,44 @@ def save_adapters(
     base_mapper: StateMapper | None = None,
     ctx: DistributedContext | None = None,
 ) -> None:
-    """Write what was trained of a model, and nothing else, in the layout of Hugging Face `peft`. Collective.
+    """Save the trained tensors of a model in the layout of Hugging Face `peft`. Collective over the job.
 
-    That is the adapters of LoRA or DoRA, and whole modules that are trained as they are (`modules_to_save`). The ranks
-    of each pipeline stage gather whole tensors; the main process collects those of all stages in its memory, and
-    writes.
+    The files hold the LoRA or DoRA adapters, and modules that are fully fine-tuned (`modules_to_save`). The ranks of
+    each pipeline stage gather full tensors. The main process collects the tensors of all stages in host memory and
+    writes them.
 
     Args:
-        model: Materialised and, for DoRA, loaded. The whole model, or this rank's pipeline stages of it.
-        folder: Where to write; files of an earlier save are replaced one by one, each as a whole.
-        base_mapper: From the names of the base checkpoint to those of the model before `inject`, as for loading it; the
-            adapters are named as in that checkpoint: one for each expert where it has one weight for each, else as
-            `peft` names those of `target_parameters`. On every stage it is that of the whole model. `None` if the
-            names are the same.
-        ctx: The ranks; `None` for a process on its own.
+        model: The whole model, or this rank's pipeline stages of it; materialized, and for DoRA with loaded weights.
+        folder: Output folder. Files of an earlier save are replaced one by one, each by an atomic rename.
+        base_mapper: Mapper from the base checkpoint to the model before `inject`; `None` if the names are the same.
+            Every pipeline stage passes the mapper of the whole model. Adapters have the names of the base checkpoint:
+            one adapter per expert if it has one weight per expert, else the names of `target_parameters` in `peft`.
+        ctx: Distributed context; `None` for a single process.
 
     Raises:
-        UserError: On every rank, if the model has no adapters, they are of both kinds, or something that is trained has
-            no counterpart in the checkpoint, such as a part of a joined weight.
-        StateError: On every rank, if writing failed. What was there before is still there then.
+        UserError: On all ranks, if the model has no adapters, has adapters of both kinds, or has a trained tensor
+            without a counterpart in the base checkpoint, such as a weight that joins several tensors.
+        StateError: On all ranks, if writing failed. A file that was not yet replaced keeps its old contents.
     """
     stored, is_dora = agreed_adapters(model, base_mapper, ctx)
-    keeps = ctx is None or _speaks_for_stage(ctx)
+    keeps = ctx is None or _is_first_of_stage(ctx)
     tensors = _gather(stored, keeps=keeps)
     layers = {name: layer.low_rank for layer in stored.layers for name in layer.names}
     parameters = {parameter.name: parameter.low_rank for parameter in stored.parameters}
     parts = _collect((save(tensors), layers, parameters, list(stored.modules)), ctx) if keeps else None
-    failure = None
+    message = None
     if ctx is None or ctx.is_main_process:
         assert parts is not None
-        failure = _attempt(lambda: _write(Path(folder), parts, is_dora=is_dora))
-    agree(failure, ctx, error=StateError)
+        message = _error_message(lambda: _write(Path(folder), parts, is_dora=is_dora))
+    raise_on_all_ranks(message, ctx, error=StateError)
 
 
 def _gather(stored: StoredAdapters, *, keeps: bool) -> dict[str, Tensor]:
-    """Whole tensors by their names in files, in the host's memory. Collective.
+    """Return the full tensors in host memory, by name in the file. Collective over the ranks of a pipeline stage.
 
     Args:
-        stored: What this rank has.
-        keeps: Whether this rank needs them; if not, it gathers with the others and drops them.
+        stored: Contents of the adapter files on this rank.
+        keeps: False if this rank only takes part in the collectives and drops the tensors.
     """
     kept: dict[str, Tensor] = {}
 
@@ -78,17 +77,20 @@ def _gather(stored: StoredAdapters, *, keeps: bool) -> dict[str, Tensor]:
     return kept
 
 
-def _speaks_for_stage(ctx: DistributedContext) -> bool:
-    """Whether this rank is the one of its pipeline stage that speaks with the main process."""
+def _is_first_of_stage(ctx: DistributedContext) -> bool:
+    """Return True if this rank sends the tensors of its pipeline stage to the main process."""
     return dist.get_process_group_ranks(ctx.group_for("regular", "pp"))[0] == 0
 
 
 _Part = tuple[bytes, dict[str, LowRank], dict[str, LowRank], list[str]]
-"""What a stage has: tensors as a file, its layers, its parameters, and its modules that are trained as they are."""
+"""Contents of a stage: serialized tensors, low ranks by layer and by parameter, names of fully fine-tuned modules."""
 
 
 def _collect(part: _Part, ctx: DistributedContext | None) -> list[_Part] | None:
-    """What all stages have, on the main process. Collective over those that speak for a stage."""
+    """Gather the contents of all stages on the main process; other ranks get `None`.
+
+    Collective over the main process's `pp` group.
+    """
     if ctx is None or ctx.size("regular", "pp") == 1:
         return [part]
     return gather_objects(part, ctx.group_for("regular", "pp"))
@@ -113,18 +115,18 @@ def _write(folder: Path, parts: list[_Part], *, is_dora: bool) -> None:
     partials = {name: folder / f".{name}.partial" for name in contents}
     try:
         for name, content in contents.items():
-            _write_through(partials[name], content)
+            _write_and_fsync(partials[name], content)
         for name, partial in partials.items():
             partial.replace(folder / name)
     finally:
         for partial in partials.values():
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
-    _bring_to_disk(folder, os.O_RDONLY)
+    _fsync(folder, os.O_RDONLY)
 
 
-def _attempt(work: Callable[[], None]) -> str | None:
-    """Do what may fail at the disk, and say why it did."""
+def _error_message(work: Callable[[], None]) -> str | None:
+    """Call `work` and return the message of its `OSError`; `None` if it succeeded."""
     try:
         work()
     except OSError as error:
@@ -132,13 +134,13 @@ def _attempt(work: Callable[[], None]) -> str | None:
     return None
 
 
-def _write_through(path: Path, content: bytes) -> None:
-    """Write a file, and bring it to the disk."""
+def _write_and_fsync(path: Path, content: bytes) -> None:
+    """Write a file and fsync it."""
     path.write_bytes(content)
-    _bring_to_disk(path, os.O_RDWR)
+    _fsync(path, os.O_RDWR)
 
 
-def _bring_to_disk(path: Path, mode: int) -> None:
+def _fsync(path: Path, mode: int) -> None:
     descriptor = os.open(path, mode)
     try:
         os.fsync(descriptor)

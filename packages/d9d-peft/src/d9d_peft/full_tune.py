@@ -1,4 +1,4 @@
-"""Full tuning of chosen modules: norms, a head or the rows of new tokens, usually beside LoRA in a stack."""
+"""Full fine-tuning of selected modules: norms, a head or the embeddings of new tokens, usually in a stack with LoRA."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ from d9d_peft.method import Plan, first_names
 @final
 @dataclass(frozen=True, slots=True)
 class FullTune:
-    r"""Trains every parameter of the modules that a target matches, of what is inside them too.
+    r"""Method that trains all parameters of the modules that a target matches, submodules included.
 
     Attributes:
-        target: Regular expression, searched in the qualified names of the model's modules, `r"norm$"`, and of its
-            parameters, `r"embedding\.weight_special$"`; or types of modules: `nn.LayerNorm`.
+        target: Regular expression, searched in the qualified names of the model's modules (`r"norm$"`) and parameters
+            (`r"embedding\.weight_special$"`), or module types such as `nn.LayerNorm`.
     """
 
     target: Target
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Validate the target.
 
         Raises:
-            UserError: If the target is neither a regular expression nor types.
+            UserError: If the target is neither a regular expression nor module types.
         """
         check_target(self.target, "FullTune")
 
     def plan(self, model: nn.Module) -> Plan:
-        """Leave the parameters of what matches trainable."""
+        """Plan to train the parameters that match; see `PeftMethod.plan`."""
         first = first_names(model)
         parameters = frozenset(first[name] for name in self._matches(model))
         message = (
@@ -41,7 +41,7 @@ class FullTune:
         return Plan(claimed=parameters, trainable=parameters, unmatched=() if parameters else (message,))
 
     def _matches(self, model: nn.Module) -> Iterator[str]:
-        """The names of parameters that match, by their own name or by that of a module around them."""
+        """Yield the names of parameters that match by their own name, or by a module that contains them."""
         for name, module in model.named_modules(remove_duplicate=False):
             if is_target(self.target, name, module):
                 yield from (f"{name}.{parameter}".lstrip(".") for parameter, _ in module.named_parameters())
@@ -52,7 +52,7 @@ class FullTune:
 
 
 def _owners(model: nn.Module) -> list[str]:
-    """The modules that own parameters themselves."""
+    """Return the names of the modules that directly own parameters."""
     return [
         name for name, module in model.named_modules() if name and any(True for _ in module.parameters(recurse=False))
     ]

@@ -1,7 +1,7 @@
-r"""Low-rank adaptation of linear layers and of grouped experts.
+r"""LoRA: low-rank updates of linear layers and of grouped experts.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (https://arxiv.org/abs/2106.09685), equation 3:
-$h = W x + \frac{\alpha}{r} B A x$, where $W$ stays as it is.
+$h = W x + \frac{\alpha}{r} B A x$ with a frozen $W$.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,21 +31,23 @@ from d9d_peft.method import Plan, first_names
 
 @final
 class LoraAdapter(Adapter):
-    """Adds a trained low-rank product to what a layer computes. It starts as nothing, because `lora_b` starts at zero.
+    """Adapter that adds a low-rank update to the output of a layer.
+
+    The initial adapter has no effect, because `lora_b` is zero.
 
     Attributes:
-        lora_a: $A$, of shape [rank, in]; [groups, rank, in] in a layer of groups.
-        lora_b: $B$, of shape [out, rank]; [groups, out, rank] in a layer of groups.
-        low_rank: Rank and scale.
+        lora_a: $A$ [rank, in]; [groups, rank, in] in a grouped layer.
+        lora_b: $B$ [out, rank]; [groups, out, rank] in a grouped layer.
+        low_rank: Rank, scale and dropout.
     """
 
     def __init__(self, layer: nn.Module, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:
-        """Make an adapter for a layer, on the device of the layer's weight.
+        """Create an adapter on the device of the layer's weight.
 
         Args:
             layer: An `nn.Linear` or a `d9d_moe.GroupedLinear`.
-            low_rank: Rank and scale.
-            dtype: The dtype of A and B; `None` for that of the weight, but float32 at least.
+            low_rank: Rank, scale and dropout.
+            dtype: dtype of A and B; `None` for the dtype of the weight, but at least float32.
         """
         super().__init__()
         product, weight = product_of(layer), layer._parameters["weight"]
@@ -57,14 +59,15 @@ class LoraAdapter(Adapter):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set A as a linear layer's weight is set (uniform within 1 / sqrt(in)) and B to zero."""
+        """Draw A uniformly from ±1 / sqrt(in), as `nn.Linear` does its weight, and set B to zero."""
         reset_factors(self.lora_a, self.lora_b)
 
     def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any) -> Tensor:
-        """`inner(x) + s B A x`, where `x` is the first of the arguments; see `Adapter.forward`.
+        """Compute `inner(x) + s B A x`, where `x` is the first argument; see `Adapter.forward`.
 
-        The update is computed in the dtype of A; in a layer of groups in that of `x`, as `peft` does for experts. It is
-        added in the wider of the dtypes, and the sum has the dtype of `inner(x)`.
+        The update is computed in the dtype of A. In a grouped layer it is computed in the dtype of `x`, as in `peft`
+        for experts. The sum is computed in the wider of the dtypes of `inner(x)` and the update, and is cast to the
+        dtype of `inner(x)`.
         """
         x, *rest = args
         dtype = x.dtype if self.lora_a.ndim == 3 else self.lora_a.dtype
@@ -75,7 +78,7 @@ class LoraAdapter(Adapter):
 
     @torch.no_grad()
     def merge_(self, layer: nn.Module) -> None:
-        """Add s B A to the weight, computed in float32 at least, and set B to zero; see `Adapter.merge_`."""
+        """Add s B A, computed in at least float32, to the weight and set B to zero; see `Adapter.merge_`."""
         weight = layer._parameters["weight"]
         assert weight is not None
         local_region(weight)[0].add_(low_rank_part(weight, self.lora_a, self.lora_b), alpha=self.low_rank.scaling)
@@ -86,23 +89,24 @@ class LoraAdapter(Adapter):
         return factor_placements(weight, self.lora_a.ndim)
 
     def extra_repr(self) -> str:
-        """What `print(model)` says."""
+        """Return the rank, scale and dropout for `print(model)`."""
         return str(self.low_rank)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class LoRA:
-    """Trains a low-rank update of every linear layer, and of every layer of grouped experts, that a target matches.
+    """Method that puts a `LoraAdapter` into each linear layer and each layer of grouped experts that a target matches.
 
     Attributes:
-        target: Regular expression, searched in the qualified names of the model's modules: `r"attn.[qkvo]_proj$"`; or
-            types of modules: `nn.Linear`. What matches and is no such layer is passed over.
+        target: Regular expression, searched in the qualified names of the model's modules (`r"attn.[qkvo]_proj$"`), or
+            module types such as `nn.Linear`. Matches that are neither `nn.Linear` nor `d9d_moe.GroupedLinear` are
+            skipped.
         rank: Rank of each update.
-        alpha: Scale of each update, times the rank or its square root.
-        dropout: Probability that an input of an update is zeroed while training.
-        rank_stabilized: Whether updates are scaled by alpha / sqrt(rank), and not by alpha / rank; see `LowRank`.
-        dtype: The dtype of the adapters; `None` for that of each layer's weight, but float32 at least.
+        alpha: Numerator of the scale alpha / rank of each update.
+        dropout: Probability that an input element of an update is zeroed in training.
+        rank_stabilized: Scale updates by alpha / sqrt(rank) instead of alpha / rank; see `LowRank`.
+        dtype: dtype of the adapters; `None` for the dtype of each layer's weight, but at least float32.
     """
 
     target: Target
@@ -113,18 +117,18 @@ class LoRA:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Validate the fields.
 
         Raises:
-            UserError: If a number is out of range, the target is neither a regular expression nor types, or the dtype
-                is no floating-point one.
+            UserError: If a number is out of range, the target is neither a regular expression nor module types, or the
+                dtype is not a floating-point dtype.
         """
         check_target(self.target, "LoRA")
         self._low_rank().check("LoRA")
         check_dtype(self.dtype, "LoRA")
 
     def plan(self, model: nn.Module) -> Plan:
-        """Put a `LoraAdapter` into each layer that matches."""
+        """Plan a `LoraAdapter` for each layer that matches; see `PeftMethod.plan`."""
         layers, unmatched = find_layers(
             model,
             self.target,
@@ -144,5 +148,5 @@ class LoRA:
 
 
 def product_of(layer: nn.Module) -> Product | None:
-    """How a layer that LoRA can adapt multiplies rows with its weight; `None` for any other module."""
+    """Return the function that computes the product of a layer; `None` if LoRA does not support the module."""
     return F.linear if isinstance(layer, nn.Linear) else grouped_product(layer)

@@ -1,39 +1,40 @@
-"""Folds adapters into the weights they adapt, so that a fine-tuned model is exported and served like any other."""
+"""Merge adapters into the weights of their layers, to export and serve a model without adapters."""
 
 from collections import Counter
 
 from torch import nn
 
 from d9d_dist import DistributedContext, UserError
-from d9d_peft._consensus import agree, exchange
+from d9d_peft._consensus import all_gather, raise_on_all_ranks
 from d9d_peft.adapter import adapted_layers
 
 
 def merge_(model: nn.Module, ctx: DistributedContext | None = None) -> None:
-    """Fold every adapter of a model into its layer's weight, in place, one layer at a time.
+    """Merge each adapter of a model into its layer's weight, in place, one layer at a time.
 
-    The model computes the same as before, but for rounding, and goes on training from there. Beside the model stands no
-    more than this rank's part of one weight in float32. Export it through `mapper.inverse()` of the mapper that
-    `inject` returned. For sharded parameters this issues collectives: every rank must call it.
+    The output of the model is unchanged except for rounding, and training can continue. The adapters stay and are reset
+    to have no effect. The extra memory is this rank's part of one weight, in at least float32, and the full factors A
+    and B. To export the model, use `mapper.inverse()` of the mapper that `inject` returned. Collective if parameters
+    are sharded or `ctx` is given: all ranks must call it.
 
     Args:
-        model: The model, or this rank's pipeline stages of it, on which `inject` was called.
-        ctx: The ranks, which then refuse a model together; `None` for a process on its own.
+        model: The model, or this rank's pipeline stages of it, after `inject`.
+        ctx: Distributed context; all ranks then raise together. `None` for a single process.
 
     Raises:
-        UserError: If no rank's part of the model has adapters, or one adapts a weight that another module uses as well;
-            nothing is changed then.
+        UserError: If no rank has adapters, or an adapter is on a layer with a tied parameter. The model is then
+            unchanged.
     """
     layers = adapted_layers(model)
-    agree(_tied(model), ctx)
-    if not any(exchange(bool(layers), ctx)):
-        raise UserError("merge_ got a model without adapters; expected one that inject() was called on.")
+    raise_on_all_ranks(_tied_message(model), ctx)
+    if not any(all_gather(bool(layers), ctx)):
+        raise UserError("merge_ got a model without adapters; expected a model after inject().")
     for adapted in layers.values():
         adapted.adapter.merge_(adapted.layer)
 
 
-def _tied(model: nn.Module) -> str | None:
-    """What merging would change besides the layers that are adapted."""
+def _tied_message(model: nn.Module) -> str | None:
+    """Return an error message if a layer with an adapter shares a parameter with another module, else `None`."""
     owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     own = {id(parameter) for parameter in model.parameters()}
     for name, adapted in adapted_layers(model).items():
@@ -41,6 +42,6 @@ def _tied(model: nn.Module) -> str | None:
             if owners[id(parameter)] > 1 or id(parameter) not in own:
                 return (
                     f"{name}.{parameter_name} is tied to a parameter of another module, which merging would change "
-                    "too; untie them, or save the adapters alone."
+                    "too; expected untied parameters. Untie them, or save the adapters with save_adapters."
                 )
     return None

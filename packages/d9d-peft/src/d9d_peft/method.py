@@ -1,7 +1,7 @@
-"""The contract of a fine-tuning method, and the one function that applies any of them to a model.
+"""Protocol of fine-tuning methods, and the function `inject` that applies a method to a model.
 
-A method only says what it would do (`Plan`), and `inject` does it. So a mistake is found before anything has changed,
-and methods can be stacked without knowing of each other.
+A method returns a `Plan` and does not change the model; `inject` applies the plan. So errors are found before the model
+changes, and methods can be stacked although they are independent of each other.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from d9d_state import StateMapper, identity_of, keep, parallel
 @final
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a method would do to a model.
+    """Changes that a method makes to a model.
 
     Attributes:
-        claimed: Parameters of the model that the method deals with; no other method may. A tied parameter goes by its
-            first name (`first_names`).
-        trainable: Those of them that are trained as they are.
-        adapters: What is put into layers, by the layers' names; all parameters of adapters are trained.
-        unmatched: What the method looked for and did not find, as messages for a person.
+        claimed: Names of the model's parameters that the method trains or adapts; no other method of a `Stack` may
+            claim them. A tied parameter has its first name (`first_names`).
+        trainable: Names of the claimed parameters that are trained themselves.
+        adapters: Adapters by the name of their layer; all their parameters are trained.
+        unmatched: Error messages for targets that match nothing.
     """
 
     claimed: frozenset[str]
@@ -36,45 +36,47 @@ class Plan:
 
 
 class PeftMethod(Protocol):
-    """A way to fine-tune a part of a model: `LoRA`, `DoRA`, `FullTune`, a `Stack` of several, or one of your own."""
+    """Fine-tuning method: `LoRA`, `DoRA`, `FullTune`, a `Stack` of methods, or a custom method."""
 
     def plan(self, model: nn.Module) -> Plan:
-        """Say what to do to a model, and change nothing.
+        """Return the changes to a model, without changing it.
 
         Args:
-            model: On any device, `meta` included, and not parallelised yet.
+            model: Model on any device, `meta` included, before it is parallelized.
 
         Raises:
-            UserError: If the method does not fit the model. That it finds nothing to do is said in the plan.
+            UserError: If the method cannot be applied to the model. A target that matches nothing does not raise; its
+                message goes to `Plan.unmatched`.
         """
         ...
 
 
 def inject(method: PeftMethod, model: nn.Module, *, is_part: bool = False) -> StateMapper:
-    """Prepare a model for fine-tuning, in place: put a method's adapters in, and freeze what it does not train.
+    """Prepare a model for fine-tuning, in place: add the method's adapters and freeze all other parameters.
 
-    Layers stay where they are, and parameters keep their names; those of the adapter of the layer `a.q` are
-    `a.q.adapter.*`. They are on the device of the weight they belong to, so that on `meta` nothing is allocated, and in
-    float32 at least unless the method has another dtype. Call it before parallelising and before the optimizer is made.
+    Layers are not replaced and parameters keep their names. The parameters of the adapter of layer `a.q` are named
+    `a.q.adapter.*`. They are on the device of the layer's weight, so nothing is allocated on `meta`. Their dtype is at
+    least float32, unless the method sets another one. Call it before the model is parallelized and the optimizer
+    created.
 
     Args:
-        method: What to train.
-        model: On any device, `meta` included.
-        is_part: Whether the model is a pipeline stage, in which a method need not find anything. A method that finds
-            nothing in any stage is not noticed then: inject it into the whole model on `meta` once.
+        method: Fine-tuning method.
+        model: Model on any device, `meta` included.
+        is_part: True if the model is a pipeline stage, where a method may match nothing. To detect a target that
+            matches nothing in any stage, inject the method into the whole model on `meta` once.
 
     Returns:
-        The mapper from the original model's tensors to those of the model as it is now, a tied tensor by its first
-        name. `sequential(base_mapper, mapper)` loads the original checkpoint, where the new parameters keep their
-        initial values; `mapper.inverse()` leaves them out.
+        The mapper from the tensors of the original model to those of the changed model; a tied tensor has its first
+        name. `sequential(base_mapper, mapper)` loads the original checkpoint, and the new parameters keep their initial
+        values. `mapper.inverse()` drops the new parameters.
 
     Raises:
-        UserError: If the method does not fit the model or finds nothing in it, or the model has adapters or is
-            parallelised already; the model is unchanged then.
+        UserError: If the method cannot be applied to the model or matches nothing in it, or the model already has
+            adapters or is already parallelized. The model is then unchanged.
     """
     if isinstance(method, nn.Module):
         raise UserError(f"inject() got a {type(method).__name__} as its method; expected inject(method, model).")
-    _check_is_first(model)
+    _check_unprepared(model)
     plan = method.plan(model)
     if plan.unmatched and not is_part:
         raise UserError(" ".join(plan.unmatched))
@@ -91,7 +93,7 @@ def inject(method: PeftMethod, model: nn.Module, *, is_part: bool = False) -> St
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """For every name of a parameter the first name of the same tensor, which is itself where nothing is tied."""
+    """Map each parameter name to the first name of the same tensor; without weight tying that is the name itself."""
     first: dict[int, str] = {}
     return {
         name: first.setdefault(id(parameter), name)
@@ -99,13 +101,20 @@ def first_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _check_is_first(model: nn.Module) -> None:
-    """Refuse a model that cannot be prepared any more."""
+def _check_unprepared(model: nn.Module) -> None:
+    """Check that a model has no adapters and is not parallelized.
+
+    Raises:
+        UserError: If it has adapters or sharded parameters.
+    """
     for name, module in model.named_modules():
         if isinstance(module._modules.get(ADAPTER), Adapter):
-            raise UserError(f"{name} has an adapter already; inject one Stack of methods instead of two methods.")
+            raise UserError(
+                f"{name} already has an adapter; expected a model without adapters. Call inject() once, with a Stack "
+                "of all methods."
+            )
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
             raise UserError(
-                f"{name or 'the model'} is parallelised already; expected inject() to come first. Call it where the "
-                "model is built."
+                f"{name or 'the model'} is already parallelized; expected a model before parallelization. Call "
+                "inject() where the model is built."
             )

@@ -1,7 +1,7 @@
-"""The configuration of Hugging Face `peft`'s adapters, `adapter_config.json`: each entry is used, ignored or refused.
+"""Configuration of adapters in Hugging Face `peft`, `adapter_config.json`: each entry is used, ignored or refused.
 
-`peft` reads the same entries when it reloads an adapter. An entry that changes what `peft` would compute and that has
-no counterpart here is refused by name.
+`peft` reads the same entries when it reloads an adapter. An entry is refused by name if it changes the output of `peft`
+and d9d has no counterpart.
 """
 
 import json
@@ -31,25 +31,25 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "modules_to_save": (list, type(None)),
     "init_lora_weights": (bool, str),
 }
-"""The entries that are used, with the types that they may have."""
+"""Entries that are used, with their permitted types."""
 
 _IRRELEVANT: Mapping[str, str] = {
-    "task_type": "selects the class of peft around the model, which changes no number",
+    "task_type": "selects the peft class around the model, which does not affect the output",
     "auto_mapping": "names the class of the base model",
-    "base_model_name_or_path": "the base weights are loaded apart",
-    "revision": "the base weights are loaded apart",
-    "peft_version": "names the version that wrote the file",
-    "inference_mode": "freezes parameters; `inject` decides what is trained",
-    "lora_dropout": "acts in training only, where the injected method's dropout counts",
-    "loftq_config": "configures an initialisation; `init_lora_weights` is checked",
-    "eva_config": "configures an initialisation; `init_lora_weights` is checked",
-    "corda_config": "configures an initialisation; `init_lora_weights` is checked",
-    "lora_ga_config": "configures an initialisation; `init_lora_weights` is checked",
+    "base_model_name_or_path": "the base weights are loaded separately",
+    "revision": "the base weights are loaded separately",
+    "peft_version": "is the version that wrote the file",
+    "inference_mode": "freezes parameters; `inject` selects the trained parameters",
+    "lora_dropout": "affects only training, where the dropout of the injected method is used",
+    "loftq_config": "configures an initialization; `init_lora_weights` is checked",
+    "eva_config": "configures an initialization; `init_lora_weights` is checked",
+    "corda_config": "configures an initialization; `init_lora_weights` is checked",
+    "lora_ga_config": "configures an initialization; `init_lora_weights` is checked",
     "megatron_core": "has an effect only with `megatron_config`, which is refused",
     "qalora_group_size": "has an effect only with `use_qalora`, which is refused",
-    "runtime_config": "is ignored by peft too when it stands in a file",
+    "runtime_config": "is ignored in files by peft too",
 }
-"""The entries that are ignored, with the reason."""
+"""Entries that are ignored, each with the reason."""
 
 _ONLY: Mapping[str, object] = {
     "bias": "none",
@@ -67,35 +67,35 @@ _ONLY: Mapping[str, object] = {
     "kasa_config": None,
     "ensure_weight_tying": False,
 }
-"""The entries that are refused unless they have this value: their default, which turns them off."""
+"""Entries that are refused unless they have this value, which is the default and disables them."""
 
-_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
-"""Those that leave the base weights alone: all that they set is in the file."""
+_INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
+"""Supported values of `init_lora_weights`: they do not change the base weights."""
 
-_OFF = (None, False, [], {}, "")
+_DISABLED = (None, False, [], {}, "")
 
 
 def adapter_config(
     layers: Mapping[str, LowRank], parameters: Mapping[str, LowRank], modules: Sequence[str], *, is_dora: bool
 ) -> dict[str, object]:
-    """The configuration that `peft` needs to apply adapters; the most common rank and alpha are the defaults.
+    """Return the `adapter_config.json` of adapters; its `r` and `lora_alpha` are the most common values.
 
     Args:
-        layers: Rank and scale of each layer, by its name in the base checkpoint.
-        parameters: Rank and scale of each parameter [experts, out, in] with adapters, by its name there.
-        modules: Names of modules that are trained as they are.
-        is_dora: Whether the adapters are those of DoRA.
+        layers: Rank and scale of each layer, by name in the base checkpoint.
+        parameters: Rank and scale of each parameter [experts, out, in] with adapters, by name in the base checkpoint.
+        modules: Names of fully fine-tuned modules.
+        is_dora: True if the adapters are DoRA.
     """
     low_ranks = {**layers, **parameters}
     is_stabilized = all(low_rank.rank_stabilized for low_rank in low_ranks.values())
     ranks = {name: low_rank.rank for name, low_rank in low_ranks.items()}
-    # An alpha that gives the layer's scale under the one rule that a file has.
+    # A file has one use_rslora for all layers: convert alpha so that each layer keeps its scale.
     alphas = {
         name: low_rank.alpha if low_rank.rank_stabilized == is_stabilized else low_rank.scaling * low_rank.rank
         for name, low_rank in low_ranks.items()
     }
     rank, alpha = _most_common(ranks.values()), _most_common(alphas.values())
-    # peft refuses a dropout beside target_parameters.
+    # peft does not support dropout with target_parameters.
     dropout = 0.0 if parameters else _most_common(low_rank.dropout for low_rank in layers.values())
     return {
         "peft_type": "LORA",
@@ -111,31 +111,32 @@ def adapter_config(
         "init_lora_weights": True,
         "bias": "none",
         "fan_in_fan_out": False,
-        "rank_pattern": {_exactly(name): value for name, value in ranks.items() if value != rank},
-        "alpha_pattern": {_exactly(name): value for name, value in alphas.items() if value != alpha},
+        "rank_pattern": {_exact_pattern(name): value for name, value in ranks.items() if value != rank},
+        "alpha_pattern": {_exact_pattern(name): value for name, value in alphas.items() if value != alpha},
         "use_rslora": is_stabilized,
         "use_dora": is_dora,
     }
 
 
 def read_config(text: str, *, origin: str, is_dora: bool) -> dict[str, Any]:
-    """Read a configuration, and refuse each entry that has no counterpart here.
+    """Parse an `adapter_config.json` and refuse unsupported entries.
 
     Args:
         text: Content of the file.
-        origin: Name of the file, for the message.
-        is_dora: Whether the model's adapters are those of DoRA.
+        origin: Path of the file, for messages.
+        is_dora: True if the model's adapters are DoRA.
 
     Returns:
-        The entries.
+        The entries of the configuration.
 
     Raises:
-        UserError: If the file is no JSON, or naming the entries that cannot be used.
+        UserError: If the file is not valid JSON, is not the configuration of a LoRA adapter, or has unsupported
+            entries.
     """
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise UserError(f"{origin} is no JSON: {error}.") from error
+        raise UserError(f"{origin} is not valid JSON: {error}. Save or download it again.") from error
     if not isinstance(config, dict) or not {"r", "lora_alpha"} <= config.keys():
         raise UserError(f"{origin} has no r and lora_alpha; expected the configuration of a LoRA adapter.")
     _refuse_types(config, origin)
@@ -145,84 +146,90 @@ def read_config(text: str, *, origin: str, is_dora: bool) -> dict[str, Any]:
         for name, value in ({"peft_type": None, "use_dora": False} | config).items()
         if name in expected and value != expected[name]
     ]
-    known = expected.keys() | _TYPES.keys() | _IRRELEVANT.keys()
-    refused += [f"{name} = {value!r} (unknown)" for name, value in config.items() if name not in known | _off(config)]
+    known = expected.keys() | _TYPES.keys() | _IRRELEVANT.keys() | _disabled_entries(config)
+    refused += [f"{name} = {value!r} (unknown)" for name, value in config.items() if name not in known]
     if refused:
         raise UserError(
-            f"{origin} says {shorten(refused)}. Inject what the adapters were trained with, and convert what there is "
-            "no method for to plain LoRA first."
+            f"{origin} has unsupported entries: {shorten(refused)}. Inject the method with which the adapters were "
+            "trained; if d9d does not have it, convert the adapters to plain LoRA."
         )
-    initialisation = config.get("init_lora_weights", True)
-    if initialisation not in _INITIALISATIONS:
+    initialization = config.get("init_lora_weights", True)
+    if initialization not in _INITIALIZATIONS:
         raise UserError(
-            f"{origin} says init_lora_weights = {initialisation!r}, which changes the base weights or trains another "
-            f"way; expected one of {', '.join(map(repr, _INITIALISATIONS))}. Convert the adapters to plain LoRA: in "
-            "peft, save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+            f"{origin} has init_lora_weights = {initialization!r}, which changes the base weights or the training; "
+            f"expected one of {', '.join(map(repr, _INITIALIZATIONS))}. Convert the adapters to plain LoRA: in peft, "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         )
     return config
 
 
 def refuse_other_scale(config: Mapping[str, Any], name: str, low_rank: LowRank, *, origin: str) -> None:
-    """Refuse a layer or parameter of another rank or scale than a configuration says.
+    """Check that a layer or parameter has the rank and scale of a configuration.
 
     Raises:
-        UserError: With the options that would fit.
+        UserError: If they differ; the message has the matching options.
     """
     stored = config_low_rank(config, name)
     if stored.rank != low_rank.rank or not math.isclose(stored.scaling, low_rank.scaling, rel_tol=1e-9):
         wanted = "rank_stabilized = True and " if stored.rank_stabilized else ""
         raise UserError(
-            f"the adapters in {origin} have rank {stored.rank} and scale {name} by {stored.scaling:g} (r, lora_alpha, "
-            f"rank_pattern, alpha_pattern, use_rslora); the model's layer has rank {low_rank.rank} and scale "
+            f"{origin} has rank {stored.rank} and scale {stored.scaling:g} for {name} (r, lora_alpha, rank_pattern, "
+            f"alpha_pattern, use_rslora); the model's layer has rank {low_rank.rank} and scale "
             f"{low_rank.scaling:g}. Inject it with {wanted}rank = {stored.rank} and alpha = {stored.alpha:g}."
         )
 
 
 def config_low_rank(config: Mapping[str, Any], name: str) -> LowRank:
-    """Rank and scale of a layer or parameter."""
+    """Return the rank and scale of a layer or parameter.
+
+    Raises:
+        UserError: If they are not numbers, or out of range.
+    """
     rank = _by_pattern(config, "rank_pattern", name, config["r"])
     alpha = _by_pattern(config, "alpha_pattern", name, config["lora_alpha"])
     if not isinstance(alpha, int | float):
-        raise UserError(f"adapter_config.json says alpha_pattern = {config['alpha_pattern']!r}; expected numbers.")
+        raise UserError(
+            f"adapter_config.json has alpha_pattern = {config['alpha_pattern']!r}; expected numbers. Correct the entry."
+        )
     low_rank = LowRank(rank=rank, alpha=alpha, rank_stabilized=config.get("use_rslora", False))
     low_rank.check("adapter_config.json (r, rank_pattern, lora_alpha, alpha_pattern)")
     return low_rank
 
 
 def refuse_untargeted_layer(config: Mapping[str, Any], name: str, *, origin: str) -> None:
-    """Refuse a layer whose adapter is in the files, but that `peft` would leave alone.
+    """Check that `peft` would adapt a layer whose adapter is in the files.
 
     Raises:
-        UserError: Naming the entries that leave it alone.
+        UserError: If an entry excludes the layer.
     """
     entry = _entry_against(config, name)
     if entry is not None and not is_target(config, f"{name}.weight"):
         raise UserError(
-            f"{origin} says {entry} = {config.get(entry)!r}, with which peft does not adapt {name}; the files hold an "
-            "adapter of it. Correct the entry, or remove the adapter's tensors."
+            f"{origin} has {entry} = {config.get(entry)!r}, with which peft does not adapt {name}, but the files hold "
+            "an adapter of it. Correct the entry, or remove the adapter's tensors."
         )
 
 
 def is_target(config: Mapping[str, Any], parameter: str) -> bool:
-    """True if `peft` adapts a parameter because `target_parameters` names it."""
+    """Return True if `target_parameters` names a parameter."""
     return _is_named(parameter, config.get("target_parameters") or [])
 
 
 def refuse_other_targets(
     config: Mapping[str, Any], parameters: Collection[str], layers: Collection[str], *, origin: str
 ) -> None:
-    """Refuse target parameters of which the files hold no adapters, and adapters that no entry names.
+    """Check that `target_parameters` names exactly the parameters with adapters.
 
-    With other parameters, `peft` would look for the tensors under other names.
+    The names of tensors in files of `peft` depend on these parameters.
 
     Args:
-        config: The configuration.
-        parameters: Names of the parameters [experts, out, in] with adapters.
-        layers: Names of the layers with adapters.
-        origin: Name of the file, for the message.
+        config: Entries of the configuration.
+        parameters: Names of the model's parameters [experts, out, in] with adapters.
+        layers: Names of the model's layers with adapters.
+        origin: Path of the file, for messages.
 
     Raises:
-        UserError: Naming `target_parameters`.
+        UserError: If a target has no adapter, or a parameter with an adapter is not a target.
     """
     targets = config.get("target_parameters") or []
     adapted = [*parameters, *(f"{name}.weight" for name in layers)]
@@ -230,9 +237,9 @@ def refuse_other_targets(
     missing = [name for name in parameters if not is_target(config, name)]
     if unknown or missing:
         raise UserError(
-            f"{origin} says target_parameters = {targets!r}; the model's adapters are those of "
-            f"{shorten(list(parameters)) if parameters else 'layers'}. Inject adapters into these parameters, and pass "
-            "a base_mapper with the names of the model that they were trained on, such as "
+            f"{origin} has target_parameters = {targets!r}; the model has adapters of "
+            f"{shorten(list(parameters)) if parameters else 'layers'}. Inject adapters into the target parameters, and "
+            "pass a base_mapper with the parameter names of the model on which they were trained, such as "
             "qwen3_moe_from_hugging_face(params, layout='fused')."
         )
 
@@ -240,16 +247,16 @@ def refuse_other_targets(
 def refuse_other_modules(
     config: Mapping[str, Any], trained: Collection[str], base_names: Iterable[str], *, origin: str
 ) -> None:
-    """Refuse modules that `peft` would replace without tensors in the files, and tensors of modules it does not name.
+    """Check that `modules_to_save` names exactly the modules whose tensors are in the files.
 
     Args:
-        config: The configuration.
-        trained: Names in the base checkpoint of the tensors that are trained as they are.
+        config: Entries of the configuration.
+        trained: Names in the base checkpoint of the tensors of fully fine-tuned modules.
         base_names: Names of all tensors of the base checkpoint.
-        origin: Name of the file, for the message.
+        origin: Path of the file, for messages.
 
     Raises:
-        UserError: Naming `modules_to_save`.
+        UserError: If the files lack tensors of a named module, or hold tensors of other modules.
     """
     entries = config.get("modules_to_save") or []
     owners = {name: _owners(name) for name in base_names}
@@ -258,12 +265,12 @@ def refuse_other_modules(
     unnamed = [name for name in trained if not any(m.endswith(entry) for m in _owners(name) for entry in entries)]
     if missing or unnamed:
         problem = f"the files lack {shorten(missing)}" if missing else f"the files also hold {shorten(unnamed)}"
-        raise UserError(f"{origin} says modules_to_save = {entries!r}; {problem}. Correct the entry.")
+        raise UserError(f"{origin} has modules_to_save = {entries!r}, but {problem}. Correct the entry.")
 
 
-def _off(config: Mapping[str, Any]) -> frozenset[str]:
-    """Entries without a value: an option that a newer version of peft added, and that is off."""
-    return frozenset(name for name, value in config.items() if any(value is off or value == off for off in _OFF))
+def _disabled_entries(config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the entries that are null, false or empty, such as disabled options of newer versions of peft."""
+    return frozenset(name for name, value in config.items() if any(value is off or value == off for off in _DISABLED))
 
 
 def _refuse_types(config: Mapping[str, Any], origin: str) -> None:
@@ -271,18 +278,22 @@ def _refuse_types(config: Mapping[str, Any], origin: str) -> None:
         value = config.get(name, None if type(None) in types else types[0]())
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             expected = " or ".join("null" if each is type(None) else each.__name__ for each in types)
-            raise UserError(f"{origin} says {name} = {value!r}; expected {expected}.")
+            raise UserError(f"{origin} has {name} = {value!r}; expected {expected}. Correct the entry.")
     for name in ("layers_to_transform", "layers_pattern"):
         if config.get(name) and isinstance(config.get("target_modules"), str):
             raise UserError(
-                f"{origin} says {name} = {config[name]!r} beside a pattern in target_modules; peft has one."
+                f"{origin} has {name} = {config[name]!r} and a pattern in target_modules; peft supports only one of "
+                "them. Remove one."
             )
     if config.get("layers_pattern") and config.get("layers_to_transform") is None:
-        raise UserError(f"{origin} says layers_pattern = {config['layers_pattern']!r} without layers_to_transform.")
+        raise UserError(
+            f"{origin} has layers_pattern = {config['layers_pattern']!r} without layers_to_transform; expected both. "
+            "Add layers_to_transform, or remove layers_pattern."
+        )
 
 
 def _entry_against(config: Mapping[str, Any], name: str) -> str | None:
-    """The entry because of which `peft` does not adapt a module; `None` if it does."""
+    """Return the name of the entry that excludes a module in `peft`; `None` if `peft` adapts it."""
     if _matches(name, config.get("exclude_modules") or [], "exclude_modules"):
         return "exclude_modules"
     if any(
@@ -300,7 +311,7 @@ def _entry_against(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def _layer_index(name: str, patterns: str | list[str]) -> int | None:
-    """The number of the block that a module is in."""
+    """Return the index of the block that contains a module; `None` if no pattern matches."""
     if not patterns:
         match = re.match(r".*?\.[^.]*\.(\d+)\.", name)
         return int(match[1]) if match else None
@@ -312,14 +323,14 @@ def _layer_index(name: str, patterns: str | list[str]) -> int | None:
 
 
 def _matches(name: str, targets: str | list[str], entry: str) -> bool:
-    """True if a name matches a pattern as a whole, or is one of some names."""
+    """Return True if a name fully matches a pattern, or is or ends with one of several names."""
     if isinstance(targets, str):
         return _match(rf"(?:{targets})\Z", name, entry) is not None
     return _is_named(name, targets)
 
 
 def _is_named(name: str, names: Iterable[str]) -> bool:
-    """True if a name, or what it ends with after a dot, is one of some names."""
+    """Return True if a name equals one of `names`, or ends with a dot and one of them."""
     return any(name == each or name.endswith(f".{each}") for each in names)
 
 
@@ -327,22 +338,25 @@ def _match(pattern: str, name: str, entry: str) -> re.Match[str] | None:
     try:
         return re.match(pattern, name)
     except re.error as error:
-        raise UserError(f"adapter_config.json has no regular expression in {entry}: {error}.") from error
+        raise UserError(
+            f"adapter_config.json has the pattern {pattern!r} in {entry}, which is not a valid regular expression: "
+            f"{error}. Correct the entry."
+        ) from error
 
 
-def _exactly(name: str) -> str:
-    """A pattern that matches a name, and none that ends in it after a dot."""
+def _exact_pattern(name: str) -> str:
+    """Return a pattern that matches a name, but not longer names that end with a dot and this name."""
     return f"^{re.escape(name)}"
 
 
 def _by_pattern(config: Mapping[str, Any], entry: str, name: str, default: Any) -> Any:
-    """The value of the first pattern that matches the end of a name, at a dot, as `peft` reads them."""
+    """Return the value of the first pattern that matches a name, or its end after a dot, as in `peft`."""
     matching = (value for key, value in (config.get(entry) or {}).items() if _match(rf"(.*\.)?({key})$", name, entry))
     return next(matching, default)
 
 
 def _owners(name: str) -> list[str]:
-    """The modules that a tensor lies in, the closest first."""
+    """Return the names of the modules that contain a tensor, innermost first."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:size]) for size in range(len(parts), 0, -1)]
 

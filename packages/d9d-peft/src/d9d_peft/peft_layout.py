@@ -1,10 +1,10 @@
-"""The layout in which Hugging Face `peft` keeps adapters: which tensors, and under which names.
+"""File layout of adapters in Hugging Face `peft`: tensors and their names.
 
 https://huggingface.co/docs/peft/developer_guides/checkpoint: `adapter_model.safetensors` holds
-`base_model.model.<layer>.lora_A.weight` and `...lora_B.weight` for each layer of the base model, with DoRA
-`...lora_magnitude_vector`, and the parameters of modules that are trained as they are under their own names;
-`adapter_config.json` (`d9d_peft.peft_config`) says how they are applied. Adapters of a parameter
-[experts, out, in] are in `d9d_peft.stored_parameter`.
+`base_model.model.<layer>.lora_A.weight` and `...lora_B.weight` for each adapted layer of the base model, and for DoRA
+`...lora_magnitude_vector`. Parameters of fully fine-tuned modules are stored by their own names after
+`base_model.model.`. For `adapter_config.json` see `d9d_peft.peft_config`, for adapters of a parameter
+[experts, out, in] `d9d_peft.stored_parameter`.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,11 @@ _MAGNITUDE = "lora_magnitude_vector"
 @final
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """A layer with an adapter, as files have it.
+    """Layer with an adapter, and its names in adapter files.
 
     Attributes:
-        names: The layer's name in the base checkpoint; for a layer of groups, the name of each group.
-        adapted: The layer here.
+        names: Name of the layer in the base checkpoint; for a grouped layer one name per group.
+        adapted: Layer of the model and its adapter.
     """
 
     names: tuple[str, ...]
@@ -43,12 +43,12 @@ class StoredLayer:
 
     @property
     def low_rank(self) -> LowRank:
-        """Rank and scale."""
+        """Rank, scale and dropout of the adapter."""
         assert isinstance(self.adapted.adapter, LoraAdapter | DoraAdapter)
         return self.adapted.adapter.low_rank
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of its tensors in a file."""
+        """Return the shapes of the layer's tensors in a file, by name."""
         return {
             key: tuple(parameter.shape[parameter.ndim - num_dims :])
             for suffix, parameter, num_dims in self._parameters()
@@ -56,28 +56,28 @@ class StoredLayer:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors for a file, whole. Collective where parameters are sharded."""
+        """Return the full tensors of the layer for a file, by name. Collective if parameters are sharded."""
         tensors: dict[str, Tensor] = {}
         for suffix, parameter, _ in self._parameters():
-            values = self._magnitude() + whole(parameter) if suffix == _MAGNITUDE else whole(parameter)
+            values = self._base_norms() + whole(parameter) if suffix == _MAGNITUDE else whole(parameter)
             keys = self._keys(suffix)
             parts = values.unbind() if len(keys) > 1 else [values]
             tensors.update(zip(keys, (part.to(parameter.dtype) for part in parts), strict=True))
         return tensors
 
     def fill(self, read: Callable[[str], Tensor]) -> None:
-        """Set the parameters from tensors of a file. Collective for DoRA where parameters are sharded.
+        """Set the parameters from tensors of a file. Collective for DoRA if parameters are sharded, else local.
 
         Args:
-            read: Gives a tensor by its name in the file.
+            read: Returns a tensor by its name in the file.
         """
         for suffix, parameter, _ in self._parameters():
             parts = [read(key).to(parameter.device) for key in self._keys(suffix)]
             values = torch.stack(parts) if len(parts) > 1 else parts[0]
-            fill(parameter, values - self._magnitude() if suffix == _MAGNITUDE else values)
+            fill(parameter, values - self._base_norms() if suffix == _MAGNITUDE else values)
 
     def _parameters(self) -> list[tuple[str, Tensor, int]]:
-        """What ends the names in a file, the parameter here, and how many dims it has in a file."""
+        """Return the name suffix in a file, the parameter of the adapter, and its number of dims in a file."""
         adapter = self.adapted.adapter
         assert isinstance(adapter, LoraAdapter | DoraAdapter)
         num_dims = 2 if len(self.names) > 1 else adapter.lora_a.ndim
@@ -87,25 +87,25 @@ class StoredLayer:
     def _keys(self, suffix: str) -> list[str]:
         return [f"{PREFIX}{name}.{suffix}" for name in self.names]
 
-    def _magnitude(self) -> Tensor:
-        """What a file's lengths of rows are counted from."""
+    def _base_norms(self) -> Tensor:
+        """Return the norms of the base weight's rows [out]: files hold magnitudes, adapters hold offsets from these."""
         weight_OI = self.adapted.layer._parameters["weight"]
         assert weight_OI is not None
         return row_norms(weight_OI)
 
 
 def module_key(name: str) -> str:
-    """The name in a file of a tensor of a module that is trained as it is."""
+    """Return the name in a file of a tensor of a fully fine-tuned module."""
     return f"{PREFIX}{name}"
 
 
 def module_name(key: str) -> str:
-    """The name in the base checkpoint of a tensor that `module_key` named."""
+    """Return the name in the base checkpoint of a tensor; the inverse of `module_key`."""
     return key.removeprefix(PREFIX)
 
 
 def kind(adapter: object) -> str | None:
-    """What the layout calls an adapter; `None` if it has no name for it."""
+    """Return the kind of an adapter, "LoRA" or "DoRA"; `None` if files cannot hold it."""
     match adapter:
         case LoraAdapter():
             return "LoRA"

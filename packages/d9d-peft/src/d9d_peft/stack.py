@@ -1,4 +1,4 @@
-"""Several fine-tuning methods on one model, each on its own part."""
+"""Several fine-tuning methods on one model, on disjoint sets of parameters."""
 
 from itertools import combinations
 from typing import final
@@ -12,33 +12,36 @@ from d9d_peft.method import PeftMethod, Plan
 
 @final
 class Stack:
-    """Applies several methods at once; none may deal with a parameter that another one deals with."""
+    """Method that applies several methods, which must claim disjoint sets of parameters."""
 
     def __init__(self, *methods: PeftMethod) -> None:
-        """Stack methods; their order does not matter.
+        """Stack methods; their order has no effect.
 
         Args:
-            methods: At least one.
+            methods: One or more methods.
 
         Raises:
-            UserError: If there is none, or a list of them.
+            UserError: If there are no methods, or a list of methods is passed.
         """
         if methods and isinstance(methods[0], list | tuple):
-            raise UserError("Stack got a list of methods; expected one after the other, as in Stack(*methods).")
+            raise UserError("Stack got a list of methods; expected separate arguments, as in Stack(*methods).")
         if not methods:
             raise UserError("Stack got no methods; expected at least one, as in Stack(LoRA(...), FullTune(...)).")
         self._methods = methods
 
     def plan(self, model: nn.Module) -> Plan:
-        """Join what the methods would do.
+        """Return the union of the methods' plans.
 
         Raises:
-            UserError: If a method does not fit the model, or two methods claim the same parameters.
+            UserError: If a method cannot be applied to the model, or two methods claim the same parameters.
         """
         plans = [(method, method.plan(model)) for method in self._methods]
         for (one, one_plan), (other, other_plan) in combinations(plans, 2):
             if overlap := sorted(one_plan.claimed & other_plan.claimed):
-                raise UserError(f"{one} and {other} both claim {shorten(overlap)}; narrow one of their patterns.")
+                raise UserError(
+                    f"{one} and {other} both claim {shorten(overlap)}; expected at most one method per parameter. "
+                    "Narrow one of the targets."
+                )
         return Plan(
             claimed=frozenset().union(*(plan.claimed for _, plan in plans)),
             trainable=frozenset().union(*(plan.trainable for _, plan in plans)),

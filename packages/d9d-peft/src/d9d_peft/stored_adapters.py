@@ -1,4 +1,4 @@
-"""What of a model belongs into the files of its adapters, under the names of the base checkpoint."""
+"""Tensors of a model that adapter files hold, with their names in the base checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, UserError, canonical_name
 from d9d_peft._checkpoint_names import JointParameter, checkpoint_name, group_names
-from d9d_peft._consensus import agree, exchange
+from d9d_peft._consensus import all_gather, raise_on_all_ranks
 from d9d_peft._targets import shorten
 from d9d_peft.adapter import ADAPTER, AdaptedLayer, adapted_layers
 from d9d_peft.lora import LoraAdapter
@@ -22,12 +22,12 @@ _WEIGHT = ".weight"
 @final
 @dataclass(frozen=True, slots=True)
 class StoredAdapters:
-    """The part of a model that its adapters' files hold, on this rank.
+    """Tensors of this rank's part of a model that adapter files hold.
 
     Attributes:
-        layers: The layers with adapters.
-        parameters: The parameters [experts, out, in] of the checkpoint with adapters.
-        modules: What else is trained, by the names of modules and then of their tensors in the files.
+        layers: Layers with adapters.
+        parameters: Parameters [experts, out, in] of the base checkpoint with adapters.
+        modules: Tensors of modules that are fully fine-tuned, by module name, then by name in the file.
     """
 
     layers: tuple[StoredLayer, ...] = ()
@@ -36,12 +36,12 @@ class StoredAdapters:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What the layout calls the adapters."""
+        """Kinds of the adapters: "LoRA", "DoRA"."""
         of_layers = (kind(layer.adapted.adapter) for layer in self.layers)
         return frozenset(filter(None, (*of_layers, "LoRA" if self.parameters else None)))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all tensors in the files that `save_adapters` writes."""
+        """Return the shapes of all tensors in the files that `save_adapters` writes, by name."""
         shapes = {key: tuple(tensor.shape) for tensors in self.modules.values() for key, tensor in tensors.items()}
         for stored in (*self.layers, *self.parameters):
             shapes.update(stored.shapes())
@@ -51,13 +51,13 @@ class StoredAdapters:
 @final
 @dataclass(frozen=True, slots=True)
 class StoredNames:
-    """Names of what the files hold, which ranks exchange.
+    """Names of the contents of adapter files, without tensors, so that ranks can gather them.
 
     Attributes:
-        tensors: The tensors in the files.
-        layers: The layers with adapters, as the base checkpoint names them.
-        parameters: The parameters [experts, out, in] with adapters, as the base checkpoint names them.
-        trained: The tensors that are trained as they are, as the base checkpoint names them.
+        tensors: Names of the tensors in the files.
+        layers: Names in the base checkpoint of the layers with adapters.
+        parameters: Names in the base checkpoint of the parameters [experts, out, in] with adapters.
+        trained: Names in the base checkpoint of the tensors of fully fine-tuned modules.
     """
 
     tensors: frozenset[str]
@@ -67,7 +67,7 @@ class StoredNames:
 
     @staticmethod
     def union(names: Sequence["StoredNames"]) -> "StoredNames":
-        """The names of all ranks."""
+        """Return the union of the names of several ranks."""
         return StoredNames(
             tensors=frozenset[str]().union(*(each.tensors for each in names)),
             layers=frozenset[str]().union(*(each.layers for each in names)),
@@ -77,7 +77,7 @@ class StoredNames:
 
 
 def stored_names(stored: StoredAdapters) -> StoredNames:
-    """The names of this rank's adapters."""
+    """Return the names of this rank's adapters and fully fine-tuned modules."""
     return StoredNames(
         tensors=frozenset(stored.shapes()),
         layers=frozenset(name for layer in stored.layers for name in layer.names),
@@ -87,11 +87,11 @@ def stored_names(stored: StoredAdapters) -> StoredNames:
 
 
 def base_names(model: nn.Module, base_mapper: StateMapper | None) -> list[str]:
-    """The names of the tensors of the base checkpoint; without a mapper, of those that this rank has.
+    """Return the names of the tensors of the base checkpoint; without a mapper only those of this rank.
 
     Args:
         model: The model, or this rank's pipeline stages of it.
-        base_mapper: From the names of the base checkpoint to those of the model before `inject`.
+        base_mapper: Mapper from the base checkpoint to the model before `inject`; `None` if the names are the same.
     """
     if base_mapper is not None:
         return list(base_mapper.inputs)
@@ -102,46 +102,59 @@ def base_names(model: nn.Module, base_mapper: StateMapper | None) -> list[str]:
 def agreed_adapters(
     model: nn.Module, base_mapper: StateMapper | None, ctx: DistributedContext | None
 ) -> tuple[StoredAdapters, bool]:
-    """What belongs into the files, and whether adapters are those of DoRA; the same on every rank. Collective.
+    """Find this rank's contents of the adapter files, and the kind of adapters over all ranks. Collective over the job.
 
     Args:
         model: The model, or this rank's pipeline stages of it.
-        base_mapper: From the names of the base checkpoint to those of the model before `inject`.
-        ctx: The ranks; `None` for this process alone.
+        base_mapper: Mapper from the base checkpoint to the model before `inject`; `None` if the names are the same.
+        ctx: Distributed context; `None` for a single process.
+
+    Returns:
+        The contents on this rank; and True if the adapters are DoRA, equal on all ranks.
 
     Raises:
-        UserError: On every rank, if something that is trained has no place in the files, or there are no adapters, or
-            of both kinds.
+        UserError: On all ranks, if files cannot hold a trained tensor, there are no adapters, or there are adapters of
+            both kinds.
     """
-    stored, problem = StoredAdapters(), None
+    stored, message = StoredAdapters(), None
     try:
         stored = stored_adapters(model, base_mapper)
     except UserError as error:
-        problem = str(error)
-    agree(problem, ctx)
-    kinds = frozenset[str]().union(*exchange(stored.kinds, ctx))
+        message = str(error)
+    raise_on_all_ranks(message, ctx)
+    kinds = frozenset[str]().union(*all_gather(stored.kinds, ctx))
     if not kinds:
-        raise UserError("got a model without adapters; expected one that inject() was called on with LoRA or DoRA.")
+        raise UserError("got a model without adapters; expected a model after inject() with LoRA or DoRA.")
     if len(kinds) > 1:
-        raise UserError("got adapters of LoRA and of DoRA; expected one kind, since the files of peft have no other.")
+        raise UserError(
+            "got adapters of LoRA and of DoRA; expected one kind, because a file of peft has a single kind. Save the "
+            "merged model instead."
+        )
     return stored, kinds == {"DoRA"}
 
 
 def stored_adapters(model: nn.Module, base_mapper: StateMapper | None) -> StoredAdapters:
-    """Find what belongs into the files, and how it is called there.
+    """Find this rank's contents of the adapter files, with their names in the files.
 
     Args:
         model: The model, or this rank's pipeline stages of it.
-        base_mapper: From the names of the base checkpoint to those of the model before `inject`.
+        base_mapper: Mapper from the base checkpoint to the model before `inject`; `None` if the names are the same.
 
     Raises:
-        UserError: If something that is trained has no place in the files.
+        UserError: If files cannot hold a trained tensor.
     """
     layers = adapted_layers(model)
-    nameless = [f"{name} ({type(it.adapter).__name__})" for name, it in layers.items() if kind(it.adapter) is None]
-    if nameless:
-        raise UserError(f"{shorten(nameless)}: expected adapters of LoRA or DoRA; the files of peft have no others.")
-    adapter_parameters = {id(parameter) for it in layers.values() for parameter in it.adapter.parameters()}
+    unsupported = [
+        f"{name} ({type(adapted.adapter).__name__})"
+        for name, adapted in layers.items()
+        if kind(adapted.adapter) is None
+    ]
+    if unsupported:
+        raise UserError(
+            f"got the adapters {shorten(unsupported)}; expected adapters of LoRA or DoRA, because files of peft have "
+            "no others. Save the merged model instead."
+        )
+    adapter_parameters = {id(parameter) for adapted in layers.values() for parameter in adapted.adapter.parameters()}
     modules = _tuned_modules(model, adapter_parameters, base_mapper)
     return StoredAdapters(*_stored_layers(layers, base_mapper), modules)
 
@@ -149,7 +162,7 @@ def stored_adapters(model: nn.Module, base_mapper: StateMapper | None) -> Stored
 def _stored_layers(
     layers: Mapping[str, AdaptedLayer], base_mapper: StateMapper | None
 ) -> tuple[tuple[StoredLayer, ...], tuple[StoredParameter, ...]]:
-    """Share layers out to those that the checkpoint has as layers, and to parameters that hold several."""
+    """Divide the layers into those stored per layer and those stored in a parameter of all experts."""
     weights = {f"{name}{_WEIGHT}".lstrip("."): adapted for name, adapted in layers.items()}
     grouped = {name: _shape(adapted) for name, adapted in weights.items() if len(_shape(adapted)) == 3}
     stored: list[StoredLayer] = []
@@ -160,9 +173,12 @@ def _stored_layers(
             parts = [weights[weight].adapter for weight in names.weights]
             joint[names.name] = tuple(part for part in parts if isinstance(part, LoraAdapter))
             continue
-        odd = [each for each in names if not each.endswith(_WEIGHT)]
-        if odd:
-            raise UserError(f"{name} is {odd[0]} in the base checkpoint; expected a name that ends in {_WEIGHT!r}.")
+        invalid = [each for each in names if not each.endswith(_WEIGHT)]
+        if invalid:
+            raise UserError(
+                f"{name} is {invalid[0]} in the base checkpoint; expected a name that ends in {_WEIGHT!r}. Pass the "
+                "base_mapper that loads the base checkpoint."
+            )
         stored.append(StoredLayer(tuple(each.removesuffix(_WEIGHT) for each in names), adapted))
     order = list(joint if base_mapper is None else base_mapper.restrict(inputs=joint).inputs)
     return tuple(stored), nested({name: joint[name] for name in order if name in joint})
@@ -177,7 +193,10 @@ def _shape(adapted: AdaptedLayer) -> Sequence[int]:
 def _tuned_modules(
     model: nn.Module, adapter_parameters: set[int], base_mapper: StateMapper | None
 ) -> dict[str, dict[str, Tensor]]:
-    """The tensors of modules of which parameters are trained as they are: all of each module, as `peft` keeps them."""
+    """Return the tensors of modules that own a fully fine-tuned parameter, by module name, then by name in the file.
+
+    All tensors of such a module are included, as in `modules_to_save` of `peft`.
+    """
     names: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), canonical_name(name))

@@ -1,1 +1,1 @@
-"""The catalogue: one file for each model family, one for its Hugging Face layout."""
+"""Model catalog: per family one file for the model and one for its Hugging Face layout."""

@@ -1,6 +1,6 @@
-"""DeepSeek-V3, arXiv:2412.19437: latent attention, dense layers first, then shared and routed experts.
+"""DeepSeek-V3, arXiv:2412.19437: latent attention, dense layers, then layers with shared and routed experts.
 
-The models are those of `moe_heads`, under the names of the family.
+The model classes are aliases of those in `moe_heads`.
 """
 
 from dataclasses import dataclass
@@ -28,37 +28,38 @@ from d9d_moe.shared_experts import SharedExperts
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekV3Params:
-    """The sizes of a DeepSeek-V3 model.
+    """Parameters of a DeepSeek-V3 model.
 
     Attributes:
         vocab_size: Number of token ids.
         hidden_size: Size of the hidden states.
         num_layers: Number of decoder layers of the whole model.
-        num_heads: Number of heads.
+        num_heads: Number of attention heads.
         kv_rank: Size of the latent vector of keys and values.
-        q_rank: Size of that of queries; None makes queries from the hidden states.
-        head_dim: Features of a query or key without position.
-        rotary_dim: Those that are rotated; even.
-        value_dim: Features of a value.
-        intermediate_size: Size of the gated space of dense layers.
-        num_dense_layers: How many layers, the first ones, have a dense feed-forward block.
-        num_experts: Number of routed experts of each other layer.
-        top_k: Number of them for each token.
-        expert_intermediate_size: Size of the gated space of each expert.
-        num_shared_experts: Number of experts of that size that all tokens pass through; 0 for none.
-        num_groups: Into how many groups the routed experts are cut.
-        top_groups: From how many of them a token's experts may come.
-        renormalize: Whether the weights of a token's experts are scaled to sum to 1.
-        routed_scale: What they are multiplied by then.
-        router_losses: What routing costs; the paper has a small balance loss of the sequence.
-        rotary_layout: Which features are rotated together.
-        tie_word_embeddings: Whether the head uses the weight of the token embedding.
-        rope_theta: Base of the rotary wavelengths.
-        rope_scaling: Changes the wavelengths for long sequences; with YaRN and `mscale_all_dim` also the softmax scale.
-        rope_length: The longest sequence, for a scaling that depends on it; None takes the longest of each call.
-        rms_norm_eps: Epsilon of every norm of the hidden states.
+        q_rank: Size of the latent vector of queries; None projects queries from the hidden states directly.
+        head_dim: Features per head of queries and keys without RoPE.
+        rotary_dim: Features per head of queries and keys with RoPE; even.
+        value_dim: Features per head of values.
+        intermediate_size: Intermediate size of dense feed-forward blocks.
+        num_dense_layers: Number of layers with a dense feed-forward block; they come first.
+        num_experts: Number of routed experts of each sparse layer.
+        top_k: Number of routed experts per token.
+        expert_intermediate_size: Intermediate size of each expert.
+        num_shared_experts: Number of shared experts of that intermediate size; 0 for none.
+        num_groups: Number of groups of routed experts.
+        top_groups: Number of groups from which the experts of a token are chosen.
+        renormalize: Scale the weights of a token's experts to sum to 1.
+        routed_scale: Factor of the weights, applied after renormalization.
+        router_losses: Auxiliary losses of the routers; the paper uses a small sequence-level balance loss.
+        rotary_layout: Layout of the pairs of features that RoPE rotates.
+        tie_word_embeddings: Tie the weight of the head to the token embedding.
+        rope_theta: Base of the RoPE frequencies.
+        rope_scaling: RoPE scaling for long sequences; None for no scaling. YaRN with `mscale_all_dim` also changes the
+            softmax scale.
+        rope_length: Sequence length for a scaling that depends on it; None for the longest sequence of each call.
+        rms_norm_eps: Epsilon of the norms of the hidden states.
         initializer_range: Standard deviation of the initial weights.
-        max_position_embeddings: Longest sequence that the model is meant for: positions are below it.
+        max_position_embeddings: Longest supported sequence; positions must be smaller.
     """
 
     vocab_size: int
@@ -91,10 +92,10 @@ class DeepseekV3Params:
     max_position_embeddings: int = 4096
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no model can have.
+        """Validate the fields.
 
         Raises:
-            UserError: Naming the field, its value, and what it may be.
+            UserError: If a field is out of range; the message has its name, its value and the expected range.
         """
         for name, value in (
             ("vocab_size", self.vocab_size),
@@ -119,14 +120,14 @@ class DeepseekV3Params:
             if value <= 0:
                 raise UserError(f"{name} = {value}; expected a number above 0.")
         if self.num_shared_experts < 0:
-            raise UserError(f"num_shared_experts = {self.num_shared_experts}; expected 0 (none) or above.")
+            raise UserError(f"num_shared_experts = {self.num_shared_experts}; expected 0 (no shared experts) or above.")
         if not 0 <= self.num_dense_layers <= self.num_layers:
             raise UserError(
                 f"num_dense_layers = {self.num_dense_layers}; expected 0 to num_layers = {self.num_layers}."
             )
         if self.rotary_dim % 2:
             raise UserError(
-                f"rotary_dim = {self.rotary_dim}; rotary positions rotate pairs of features: use an even one."
+                f"rotary_dim = {self.rotary_dim}; expected an even number, because RoPE rotates pairs of features."
             )
         check_top_k(self.top_k, self.num_experts)
         check_groups(
@@ -154,7 +155,7 @@ class DeepseekV3Params:
         )
 
     def attention(self, index: int) -> nn.Module:
-        """See `MoeDecoderParams`; all layers have the same."""
+        """See `MoeDecoderParams`; the attention is the same in all layers."""
         scale = (self.head_dim + self.rotary_dim) ** -0.5
         if isinstance(self.rope_scaling, YarnScaling) and self.rope_scaling.mscale_all_dim:
             scale *= self.rope_scaling.temperature(self.rope_scaling.mscale_all_dim) ** 2
@@ -199,13 +200,13 @@ class DeepseekV3Params:
 
 
 DeepseekV3Model: TypeAlias = MoeDecoder
-"""The backbone."""
+"""Backbone without a head."""
 
 DeepseekV3ForCausalLM: TypeAlias = MoeForCausalLM
-"""The backbone with a language-model head."""
+"""Backbone with a language-model head."""
 
 DeepseekV3ForClassification: TypeAlias = MoeForClassification
-"""The backbone with scores of classes for each row."""
+"""Backbone with a head that returns class logits per row."""
 
 DeepseekV3ForEmbedding: TypeAlias = MoeForEmbedding
-"""The backbone with a vector for each row."""
+"""Backbone with a head that returns an embedding per row."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 in the Hugging Face layout: names of tensors and `config.json`, both ways."""
+"""DeepSeek-V3 in the Hugging Face layout: import and export of tensors and `config.json`."""
 
 from collections.abc import Mapping
 
@@ -40,18 +40,18 @@ DEEPSEEK_V3_ENTRIES = (
     "topk_method",
     "v_head_dim",
 )
-"""The entries that `deepseek_v3_params_from_hugging_face` reads."""
+"""Entries that `deepseek_v3_params_from_hugging_face` reads."""
 
 DEEPSEEK_V3_IRRELEVANT: Mapping[str, str] = {
     **IRRELEVANT,
-    "aux_loss_alpha": "transformers has no balance loss for this family; give router_losses to the model for one",
-    "ep_size": "expert parallelism is chosen where the job starts",
-    "num_mtp_layers": "layers that predict further tokens are not loaded",
-    "num_nextn_predict_layers": "layers that predict further tokens are not loaded",
-    "output_router_logits": "names the form of the output: transformers has no balance loss for this family",
-    "seq_aux": "transformers has no balance loss for this family; give router_losses to the model for one",
+    "aux_loss_alpha": "transformers has no balance loss for this family; set router_losses of the model for one",
+    "ep_size": "the mesh of the job sets the expert-parallel degree",
+    "num_mtp_layers": "layers for multi-token prediction are not loaded",
+    "num_nextn_predict_layers": "layers for multi-token prediction are not loaded",
+    "output_router_logits": "affects only the output: transformers has no balance loss for this family",
+    "seq_aux": "transformers has no balance loss for this family; set router_losses of the model for one",
 }
-"""Reason by entry, of those that do not change the model."""
+"""Entries that do not affect the model, each with the reason."""
 
 _KEYS = {
     **DECODER_KEYS,
@@ -71,13 +71,13 @@ _KEYS = {
 
 
 def deepseek_v3_from_hugging_face(params: DeepseekV3Params, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
-    """Mapper from a Hugging Face checkpoint on disk to `DeepseekV3ForCausalLM`; its `inverse()` exports.
+    """Return the mapper that loads a Hugging Face checkpoint into `DeepseekV3ForCausalLM`; its `inverse()` exports.
 
-    What a checkpoint has for the prediction of several tokens, as a layer behind the last one, is not looked at.
+    The layer for multi-token prediction, which follows the last decoder layer in a checkpoint, is not mapped.
 
     Args:
-        params: Sizes of the model.
-        layout: How experts are stored.
+        params: Parameters of the model.
+        layout: Layout of the expert weights in the checkpoint.
     """
     dense, sparse = range(params.num_dense_layers), range(params.num_dense_layers, params.num_layers)
     feed_forwards = [
@@ -97,13 +97,15 @@ def deepseek_v3_from_hugging_face(params: DeepseekV3Params, *, layout: ExpertsLa
 
 
 def deepseek_v3_hugging_face_config(params: DeepseekV3Params) -> dict[str, JsonValue]:
-    """The `config.json` with which `transformers` and inference engines load an exported `DeepseekV3ForCausalLM`.
+    """Return the `config.json` of an exported `DeepseekV3ForCausalLM`, for `transformers` and inference engines.
 
     Raises:
-        UserError: If the layout has no place for the scaling of the positions, or for no shared experts.
+        UserError: If a `config.json` cannot express the RoPE scaling, or the model has no shared experts.
     """
     if params.num_shared_experts == 0:
-        raise UserError("num_shared_experts = 0; a config.json of DeepSeek-V3 has 1 or more. Use one.")
+        raise UserError(
+            "num_shared_experts = 0; a config.json of DeepSeek-V3 needs 1 or more. Use num_shared_experts = 1."
+        )
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -148,10 +150,10 @@ def deepseek_v3_hugging_face_config(params: DeepseekV3Params) -> dict[str, JsonV
 
 
 def deepseek_v3_params_from_hugging_face(config: HuggingFaceConfig) -> DeepseekV3Params:
-    """Sizes from the parsed `config.json` of a DeepSeek-V3 checkpoint.
+    """Return the parameters of a DeepSeek-V3 model from its parsed `config.json`.
 
     Raises:
-        UserError: If it describes another family, lacks a size, or asks for what is not implemented.
+        UserError: If the configuration is of another family, lacks a required entry, or has an unsupported value.
     """
     require_value(config, "model_type", "deepseek_v3", required=True)
     require_known_keys(config, used=DEEPSEEK_V3_ENTRIES, irrelevant=DEEPSEEK_V3_IRRELEVANT)
@@ -162,8 +164,8 @@ def deepseek_v3_params_from_hugging_face(config: HuggingFaceConfig) -> DeepseekV
     for key in ("n_group", "topk_group"):
         if config.get(key, 1) is None:
             raise UserError(
-                f"config.json has {key} = null, with which transformers cannot route either; expected a number. Write "
-                "1 for both n_group and topk_group if experts are in no groups."
+                f"config.json has {key} = null, which transformers does not support either; expected a number. Set "
+                "n_group and topk_group to 1 to route without groups."
             )
     theta, scaling = rope_from_hugging_face(config)
     is_interleaved = config_value(config, "rope_interleave", bool, default=True)
@@ -201,24 +203,31 @@ def deepseek_v3_params_from_hugging_face(config: HuggingFaceConfig) -> DeepseekV
 
 
 def _require_implied_sizes(config: HuggingFaceConfig) -> None:
-    """Refuse sizes that say again what others say, with another number."""
-    rotary_dim, plain_dim = (config_value(config, f"qk_{part}_head_dim", int) for part in ("rope", "nope"))
-    for key, implied, why in (
+    """Refuse redundant sizes that contradict the sizes from which they follow, and a missing `q_lora_rank`.
+
+    Raises:
+        UserError: If an entry differs from its implied value, or `q_lora_rank` is missing.
+    """
+    rotary_dim, nope_dim = (config_value(config, f"qk_{part}_head_dim", int) for part in ("rope", "nope"))
+    for key, implied, source in (
         ("head_dim", rotary_dim, "qk_rope_head_dim"),
-        ("qk_head_dim", plain_dim + rotary_dim, "qk_nope_head_dim + qk_rope_head_dim"),
+        ("qk_head_dim", nope_dim + rotary_dim, "qk_nope_head_dim + qk_rope_head_dim"),
         ("num_key_value_heads", config_value(config, "num_attention_heads", int), "num_attention_heads"),
     ):
         value = config.get(key)
         if value is not None and (value != implied or isinstance(value, bool)):
-            raise UserError(f"config.json has {key} = {value!r}; expected {why} = {implied}, or no such entry.")
+            raise UserError(
+                f"config.json has {key} = {value!r}; expected {source} = {implied}, or no entry {key!r}. Correct or "
+                "remove it."
+            )
     if "q_lora_rank" not in config:
         raise UserError(
-            "config.json has no 'q_lora_rank'; expected a int, or null for queries without a latent vector."
+            "config.json has no 'q_lora_rank'; expected an integer, or null for queries without a latent vector."
         )
 
 
 def _positions(params: DeepseekV3Params) -> Qwen3Params:
-    """A decoder with the same positions, which are written alike in all families."""
+    """Return decoder parameters with the same RoPE settings, which all families export in the same way."""
     return Qwen3Params(
         vocab_size=params.vocab_size,
         hidden_size=params.hidden_size,
@@ -247,7 +256,7 @@ def _attention_and_norms(params: DeepseekV3Params) -> StateMapper:
         "kv_b_proj": "kv_up_proj",
         "o_proj": "o_proj",
     }
-    attention = parallel(*(rename(f"{theirs}.weight", f"{ours}.weight") for theirs, ours in names.items()))
+    attention = parallel(*(rename(f"{hf_name}.weight", f"{name}.weight") for hf_name, name in names.items()))
     return parallel(
         rename("input_layernorm.weight", "attention_norm.weight"),
         rename("post_attention_layernorm.weight", "feed_forward_norm.weight"),

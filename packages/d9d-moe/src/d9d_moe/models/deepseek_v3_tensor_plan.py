@@ -1,4 +1,4 @@
-"""How a DeepSeek-V3 model is tensor parallel: heads are split; experts are whole, and see a part of the tokens."""
+"""Tensor-parallel plan of DeepSeek-V3: attention and vocabulary are split, experts process a part of the sequence."""
 
 from d9d_dist import TensorStyle
 from d9d_modules import latent_attention_tensor_plan
@@ -7,11 +7,11 @@ from d9d_moe.models.moe_parallelize import ATTENTION, moe_tensor_plan
 
 
 def deepseek_v3_tensor_plan(params: DeepseekV3Params, *, pooled_head: bool = False) -> dict[str, TensorStyle]:
-    """The plan for `parallelize_tensor` of a DeepSeek-V3 model; see `moe_tensor_plan`.
+    """Return the plan of a DeepSeek-V3 model for `parallelize_tensor`; see `moe_tensor_plan`.
 
     Args:
-        params: The sizes of the model.
-        pooled_head: Whether the model has a head that pools, in place of a language-model head.
+        params: Parameters of the model.
+        pooled_head: True if the model has a pooled head instead of a language-model head.
     """
     attention = latent_attention_tensor_plan(
         ATTENTION,

@@ -1,4 +1,4 @@
-"""Experts in the two Hugging Face layouts: a matrix for each, as checkpoints have them, or all of a layer in one."""
+"""Experts in the two Hugging Face layouts: one matrix per expert, or one fused parameter for all experts of a layer."""
 
 from typing import Literal, TypeAlias
 
@@ -8,20 +8,25 @@ from d9d_moe.router_losses import RouterLosses
 from d9d_state import StateMapper, keep, parallel, rename, split, stack
 
 ExpertsLayout: TypeAlias = Literal["per_expert", "fused"]
-"""`per_expert`: `experts.3.gate_proj.weight`, what is on disk. `fused`: `experts.gate_up_proj` [E, 2 F, D] and
-`experts.down_proj` [E, D, F], what `transformers` has in memory since its fifth version."""
+"""Layout of the expert weights.
+
+`per_expert`: one tensor per expert, `experts.3.gate_proj.weight`, as in checkpoint files. `fused`:
+`experts.gate_up_proj` [E, 2 F, D] and `experts.down_proj` [E, D, F], as in the models of `transformers` 5.
+"""
 
 
 def experts_from_hugging_face(num_experts: int, intermediate_size: int, *, layout: ExpertsLayout) -> StateMapper:
-    """Mapper of the routed experts of one layer, names starting at `experts.`; its `inverse()` exports.
+    """Return the mapper that loads the routed experts of one layer; its `inverse()` exports them.
+
+    The names of its tensors start with `experts.`.
 
     Args:
-        num_experts: E.
-        intermediate_size: F, size of the gated space of each expert.
-        layout: Which of the two.
+        num_experts: Number of experts E.
+        intermediate_size: Intermediate size F of each expert.
+        layout: Layout of the expert weights in the checkpoint.
 
     Raises:
-        UserError: If there is no such layout.
+        UserError: If the layout is unknown.
     """
     names = [f"{projection}_proj.weight" for projection in ("gate", "up", "down")]
     match layout:
@@ -41,20 +46,23 @@ def experts_from_hugging_face(num_experts: int, intermediate_size: int, *, layou
 
 
 def router_losses_state(losses: RouterLosses) -> list[StateMapper]:
-    """What a block keeps for its losses, which the layout has no place for; names of one layer."""
+    """Return mappers of the buffers of one layer's router losses, which are not in the Hugging Face checkpoint."""
     return [keep("global_load")] if losses.follow_global_batch else []
 
 
 def num_experts_key(config: HuggingFaceConfig, key: str) -> str:
-    """Find the entry with the number of experts, which `transformers` 5 may name `num_local_experts`.
+    """Return the name of the entry with the number of experts: `key`, or `num_local_experts` as in `transformers` 5.
 
     Raises:
-        UserError: If it is missing or no number, or both names are there with different ones.
+        UserError: If neither entry is present, an entry is not an integer, or the two entries differ.
     """
     alias = "num_local_experts"
     found = {name: config_value(config, name, int) for name in (key, alias) if name in config}
     if not found:
         raise UserError(f"config.json has no {key!r} or {alias!r}; expected the number of experts.")
     if len(set(found.values())) > 1:
-        raise UserError(f"config.json has {key} = {config[key]} and {alias} = {config[alias]}; expected one number.")
+        raise UserError(
+            f"config.json has {key} = {config[key]} and {alias} = {config[alias]}; expected equal numbers. Correct "
+            "one of the entries, or remove it."
+        )
     return alias if alias in config else key

@@ -1,6 +1,6 @@
-"""The decoder that sparse families have in common: any attention, and what routers cost beside the hidden states.
+"""Decoder backbone of the sparse families: accepts any attention, and carries router losses with the hidden states.
 
-Each pipeline stage builds only its own layers, under the names that they have in the whole model.
+Each pipeline stage builds only its own layers, with their names in the whole model.
 
 Shape legend: B batch, L length, D hidden size.
 """
@@ -26,29 +26,29 @@ from d9d_moe.layer import MoeFeedForward
 from d9d_moe.router_losses import HiddenAndLosses, RouterLosses
 
 Hidden: TypeAlias = Tensor | HiddenAndLosses
-"""What passes from layer to layer: with losses, where routers have any."""
+"""Input and output of a layer: hidden states, or `HiddenAndLosses` if there are router losses."""
 
 Received: TypeAlias = Tensor | tuple[Tensor, Tensor]
-"""What passes from stage to stage: the same, as a plain tuple, which can be described to any rank."""
+"""Input and output of a stage: as `Hidden`, but a plain tuple, which pipeline stages can send."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackboneSizes:
-    """What a backbone has to know, whatever its blocks are.
+    """Parameters of the backbone that do not depend on the attention and feed-forward blocks.
 
     Attributes:
         vocab_size: Number of token ids.
         hidden_size: Size of the hidden states.
         num_layers: Number of decoder layers of the whole model.
-        rotary_dim: How many features of a head are rotated; even.
-        tie_word_embeddings: Whether a language-model head uses the weight of the token embedding.
-        rope_theta: Base of the rotary wavelengths.
-        rope_scaling: Changes the wavelengths for long sequences; None for those of the base.
-        rope_length: The longest sequence, for a scaling that depends on it; None for the longest of each call.
-        rms_norm_eps: Epsilon of every norm.
+        rotary_dim: Number of features per head that RoPE rotates; even.
+        tie_word_embeddings: Tie the weight of the language-model head to the token embedding.
+        rope_theta: Base of the RoPE frequencies.
+        rope_scaling: RoPE scaling for long sequences; None for no scaling.
+        rope_length: Sequence length for a scaling that depends on it; None for the longest sequence of each call.
+        rms_norm_eps: Epsilon of all norms.
         initializer_range: Standard deviation of the initial weights.
-        max_position_embeddings: Longest sequence that the model is meant for: positions are below it.
+        max_position_embeddings: Longest supported sequence; positions must be smaller.
     """
 
     vocab_size: int
@@ -65,37 +65,39 @@ class BackboneSizes:
 
 
 class MoeDecoderParams(Protocol):
-    """What a sparse family says about its models; `Qwen3MoeParams` and `DeepseekV3Params` do."""
+    """Parameters of a sparse decoder, as implemented by `Qwen3MoeParams` and `DeepseekV3Params`."""
 
     @property
     def backbone_sizes(self) -> BackboneSizes:
-        """The sizes of the backbone."""
+        """Parameters of the backbone."""
         ...
 
     @property
     def router_losses(self) -> RouterLosses:
-        """What routing costs."""
+        """Auxiliary losses of the routers."""
         ...
 
     def attention(self, index: int) -> nn.Module:
-        """Build the attention of the layer with this index; called as `d9d_modules.DecoderLayer` says."""
+        """Build the attention of layer `index`; for its call signature see `d9d_modules.DecoderLayer`."""
         ...
 
     def feed_forward(self, index: int) -> nn.Module:
-        """Build its feed-forward block: a `MoeFeedForward` with these losses, or a dense one."""
+        """Build the feed-forward block of layer `index`: a `MoeFeedForward` with `router_losses`, or a dense block."""
         ...
 
 
 @final
 class MoeDecoderLayer(nn.Module):
-    """`h = x + attention(norm(x))`, then `h + feed_forward(norm(h))`; losses of the block are added to those before.
+    """Pre-norm decoder layer: `h = x + attention(norm(x))`, then `h + feed_forward(norm(h))`.
+
+    Router losses of the feed-forward block are added to the losses of the layers before.
 
     Args:
         hidden_size: Size of the last dim of input and output.
-        attention: Called with hidden states [B, L, D], the rotary tables, and `documents_BL` by name where there are
-            documents; returns [B, L, D].
-        feed_forward: Called with hidden states [B, L, D], a `MoeFeedForward` with `mask_BL` too where there is one;
-            returns [B, L, D], or `HiddenAndLosses`.
+        attention: Called with the hidden states [B, L, D], the rotary tables, and the keyword argument `documents_BL`
+            if there are documents; returns [B, L, D].
+        feed_forward: Called with the hidden states [B, L, D]; a `MoeFeedForward` also gets the keyword argument
+            `mask_BL` if there is a mask. Returns [B, L, D], or `HiddenAndLosses`.
         norm_eps: Epsilon of both RMS norms.
     """
 
@@ -111,13 +113,13 @@ class MoeDecoderLayer(nn.Module):
     def forward(
         self, x: Hidden, rotary: RotaryTables, *, documents_BL: Tensor | None = None, mask_BL: Tensor | None = None
     ) -> Hidden:
-        """Map hidden states to the same shape and dtype.
+        """Run the layer; the output hidden states have the shape and dtype of the input.
 
         Args:
-            x: Hidden states [B, L, D], with what routers before cost where routers cost something.
-            rotary: Tables of the positions.
-            documents_BL: Which document each position belongs to [B, L], integers; None: each row is one.
-            mask_BL: Where there is a token [B, L]; see `MoeFeedForward.forward`.
+            x: Hidden states [B, L, D]; `HiddenAndLosses` if the model has router losses.
+            rotary: Rotary tables of the positions.
+            documents_BL: Document id of each position [B, L], integer; None if each row is one document.
+            mask_BL: Token mask [B, L]; see `MoeFeedForward.forward`.
         """
         x_BLD = x.hidden if isinstance(x, HiddenAndLosses) else x
         documents = {} if documents_BL is None else {"documents_BL": documents_BL}
@@ -126,7 +128,7 @@ class MoeDecoderLayer(nn.Module):
         is_masked = mask_BL is not None and isinstance(self.feed_forward, MoeFeedForward)
         y = self.feed_forward(normed_BLD, mask_BL=mask_BL) if is_masked else self.feed_forward(normed_BLD)
         if not isinstance(x, HiddenAndLosses):
-            assert not isinstance(y, HiddenAndLosses), "a backbone whose routers have losses carries them"
+            assert not isinstance(y, HiddenAndLosses), "router losses need an input of HiddenAndLosses"
             return attended_BLD + y
         if isinstance(y, HiddenAndLosses):
             return HiddenAndLosses(attended_BLD + y.hidden, x.losses + y.losses)
@@ -135,21 +137,21 @@ class MoeDecoderLayer(nn.Module):
 
 @final
 class TokenMask(nn.Module):
-    """Where the mask of whole rows becomes that of a rank's tokens: tensor-parallel plans name it."""
+    """Identity at which a tensor-parallel plan splits the token mask along the sequence."""
 
     def forward(self, mask_BL: Tensor) -> Tensor:
-        """The mask [B, L] as it is."""
+        """Return the mask [B, L] unchanged."""
         return mask_BL
 
 
 @final
 class MoeDecoder(nn.Module):
-    """The backbone, or one pipeline stage of it: token embedding, decoder layers, final norm.
+    """Backbone, or one pipeline stage of it: token embedding, decoder layers, final norm.
 
     Args:
-        params: What the family says.
-        stage: Which part to build; the embedding belongs to the first stage, the final norm to the last. A last stage
-            whose head is tied has the embedding too, for the head to use: one parameter, on two stages.
+        params: Parameters of the model.
+        stage: Pipeline stage to build. The first stage has the embedding, the last stage the final norm. With weight
+            tying the last stage has the embedding too, for its head.
     """
 
     def __init__(self, params: MoeDecoderParams, stage: StageInfo = WHOLE_MODEL) -> None:
@@ -160,8 +162,8 @@ class MoeDecoder(nn.Module):
         self.joint_balance = (
             JointBalance(params.router_losses) if stage.is_last and params.router_losses.are_joint else None
         )
-        self._records = params.router_losses.are_joint
-        # A dynamic scaling is for what is beyond.
+        self._has_records = params.router_losses.are_joint
+        # Dynamic NTK scaling supports positions beyond max_position_embeddings.
         is_bounded = not isinstance(sizes.rope_scaling, DynamicNtkScaling)
         self._max_positions = sizes.max_position_embeddings if is_bounded else None
         self.embedding = (
@@ -191,25 +193,29 @@ class MoeDecoder(nn.Module):
         documents_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
     ) -> Received:
-        """Run this stage; collective where experts or the counts of their losses are on several ranks.
+        """Run this stage.
+
+        Collective if the experts, or the counts for the balance loss, are distributed over ranks.
 
         Args:
-            hidden: Token ids [B, L], int64, on the first stage; on later ones what the stage before returned.
-            position_ids: Positions [B, L] or [1, L], integer, below `max_position_embeddings` (but with dynamic NTK
-                scaling); None counts from 0 in each row. Where tensor-parallel ranks pass on their parts of the
-                sequence, later stages cannot count: pass the positions.
-            documents_BL: Which document each position belongs to [B, L]; see `d9d_modules.DecoderModel.forward`.
-            mask_BL: Where there is a token [B, L], bool or 0 and 1; None for everywhere. Of padding, which attention
-                does not look at, experts are not counted, and routing costs nothing. Give it to all stages.
+            hidden: Token ids [B, L], int64, on the first stage; on later stages the output of the previous stage.
+            position_ids: Positions [B, L] or [1, L], integer, below `max_position_embeddings` except with dynamic NTK
+                scaling; None for 0 to L - 1 in each row. With pipeline stages that send sequence-parallel parts of the
+                hidden states, pass the positions: later stages cannot infer L.
+            documents_BL: Document id of each position [B, L]; see `d9d_modules.DecoderModel.forward`.
+            mask_BL: Token mask [B, L], bool or 0 and 1: true for tokens, false for padding; None if there is no
+                padding. Padding is not counted, and its router losses are 0. The mask does not affect attention. Pass
+                it to all stages.
 
         Returns:
-            Hidden states [B, L, D], normalised on the last stage; where routers have losses a tuple of them and of what
-            routing costs each token so far [B, L], or before the last stage of a loss over all layers its records.
+            Hidden states [B, L, D], after the final norm on the last stage. With router losses: a tuple of the hidden
+            states and the router losses of each token so far [B, L]; with a loss over all layers, stages before the
+            last one return its records [B, L, R] instead.
 
         Raises:
-            UserError: If the input is not what this stage takes, positions or documents do not fit it, or token ids or
-                positions are out of range; on an accelerator the device fails for ids instead, later, and for positions
-                nothing does.
+            UserError: If the input is invalid for this stage, or positions or documents do not match its shape. On a
+                CPU also if token ids or positions are out of range. On an accelerator, token ids out of range fail
+                later on the device, and positions out of range are not detected.
         """
         received = hidden[0] if isinstance(hidden, tuple) else hidden
         self._check_inputs(received, position_ids, has_losses=isinstance(hidden, tuple))
@@ -227,7 +233,7 @@ class MoeDecoder(nn.Module):
         if self.stage.is_first:
             assert self.embedding is not None
             x_BLD = self.embedding(received)
-            x = _without_losses(x_BLD, are_records=self._records) if self.has_losses else x_BLD
+            x = _with_zero_losses(x_BLD, has_records=self._has_records) if self.has_losses else x_BLD
         mask_BL = None if mask_BL is None else self.token_mask(mask_BL)
         for layer in self.layers.values():
             x = layer(x, rotary, documents_BL=documents_BL, mask_BL=mask_BL)
@@ -243,28 +249,28 @@ class MoeDecoder(nn.Module):
                 raise UserError(f"the first stage got {got}; expected token ids [batch, length] of torch.int64.")
             check_token_ids(hidden, self.sizes.vocab_size, what="token ids")
         elif hidden.dim() != 3 or hidden.shape[-1] != self.sizes.hidden_size or has_losses != self.has_losses:
-            losses = "a tuple with the routers' losses and " if self.has_losses else ""
+            losses = ", in a tuple with the router losses" if self.has_losses else ""
             raise UserError(
-                f"stage {self.stage.index} got {got}{' with losses' if has_losses else ''}; expected {losses}the "
-                f"hidden states of the stage before it, [batch, length, {self.sizes.hidden_size}]."
+                f"stage {self.stage.index} got {got}{' with router losses' if has_losses else ''}; expected the hidden "
+                f"states of the previous stage, [batch, length, {self.sizes.hidden_size}]{losses}."
             )
         batch, length = hidden.shape[:2]
         if position_ids is None and self._max_positions is not None and length > self._max_positions:
             raise UserError(
                 f"got rows of {length} tokens; expected at most max_position_embeddings = {self._max_positions}. Split "
-                "or truncate longer rows, or raise it."
+                "or truncate longer rows, or raise max_position_embeddings."
             )
         if not self.stage.is_first and position_ids is not None:
-            length = position_ids.shape[-1]  # hidden states may be a tensor-parallel rank's part of the sequence
+            length = position_ids.shape[-1]  # hidden states may be a sequence-parallel part
         if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
             raise UserError(
                 f"position_ids have shape {tuple(position_ids.shape)}; expected {(batch, length)} or {(1, length)}, "
-                f"one position for each token."
+                f"one position per token."
             )
 
 
-def _without_losses(x_BLD: Tensor, *, are_records: bool) -> HiddenAndLosses:
-    """Return hidden states with losses of 0, or with one column of zeros to which the records of layers are added."""
+def _with_zero_losses(x_BLD: Tensor, *, has_records: bool) -> HiddenAndLosses:
+    """Return hidden states with router losses of 0 [B, L], or with zeros [B, L, 1] to which records broadcast."""
     dtype = torch.promote_types(x_BLD.dtype, torch.float32)
     zeros_BL = x_BLD.new_zeros(x_BLD.shape[:2], dtype=dtype)
-    return HiddenAndLosses(x_BLD, zeros_BL.unsqueeze(-1) if are_records else zeros_BL)
+    return HiddenAndLosses(x_BLD, zeros_BL.unsqueeze(-1) if has_records else zeros_BL)

@@ -1,4 +1,4 @@
-"""Sparse decoders with a head on their last stage: a language model, scores of classes, or a vector for each row.
+"""Sparse decoders with a head on the last stage: language model, sequence classification, or embedding.
 
 Shape legend: B batch, L length, D hidden size, V vocabulary, C classes, E embedding size.
 """
@@ -22,33 +22,33 @@ from d9d_moe.models.moe_decoder import MoeDecoder, MoeDecoderParams, Received
 
 @final
 class RouterLossJoin(nn.Module):
-    """Where the routers' losses of a rank's tokens become those of whole rows: tensor-parallel plans name it."""
+    """Identity at which a tensor-parallel plan gathers the router losses along the sequence."""
 
     def forward(self, losses_BL: Tensor) -> Tensor:
-        """The losses [B, L] as they are."""
+        """Return the losses [B, L] unchanged."""
         return losses_BL
 
 
 @final
 class MoeForCausalLM(nn.Module):
-    """The backbone with a language-model head on its last stage.
+    """Backbone with a `LanguageModelHead` on the last stage.
 
-    The weight of a tied head is the embedding's, one parameter in two places.
+    With weight tying the head and the token embedding share one parameter.
 
     Args:
-        params: What the family says.
-        stage: Which part to build.
+        params: Parameters of the model.
+        stage: Pipeline stage to build.
     """
 
     def __init__(self, params: MoeDecoderParams, stage: StageInfo = WHOLE_MODEL) -> None:
         super().__init__()
         self.backbone = MoeDecoder(params, stage)
         self.lm_head = _lm_head(self.backbone) if stage.is_last else None
-        self.router_losses = _join(self.backbone)
+        self.router_losses = _router_loss_join(self.backbone)
 
     @property
     def layers(self) -> nn.ModuleDict:
-        """The decoder layers of this stage, by their index in the whole model."""
+        """Decoder layers of this stage, by their index in the whole model."""
         return self.backbone.layers
 
     def forward(
@@ -63,21 +63,21 @@ class MoeForCausalLM(nn.Module):
         """Run this stage.
 
         Args:
-            hidden: Token ids [B, L], int64, on the first stage; on later ones what the stage before returned.
-            position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
-            documents_BL: Which document each position belongs to [B, L], integers; None: each row is one.
-            mask_BL: Where there is a token [B, L], bool or 0 and 1, None for everywhere: routing of padding costs
-                nothing, and is not counted.
-            labels: The token to predict at each position [B, L], int64, shifted by the caller; -100 leaves a position
-                out. Only the last stage looks at them.
+            hidden: Token ids [B, L], int64, on the first stage; on later stages the output of the previous stage.
+            position_ids: Positions [B, L] or [1, L], integer; None for 0 to L - 1 in each row.
+            documents_BL: Document id of each position [B, L], integer; None if each row is one document.
+            mask_BL: Token mask [B, L], bool or 0 and 1: true for tokens, false for padding; None if there is no
+                padding. Padding is not counted, and its router losses are 0.
+            labels: Token to predict at each position [B, L], int64, shifted by the caller; the loss at -100 is 0. Only
+                the last stage uses them.
 
         Returns:
-            On the last stage the loss of each token [B, L] in nats (float32, or float64 for a float64 model) if labels
-            are given, what its routing costs included, else the logits [B, L, V]. On every other stage hidden states
-            [B, L, D], with the routers' losses so far where there are any.
+            On the last stage, with labels: the loss of each token [B, L] in nats, router losses included, in float32
+            (float64 for a float64 model); without labels: the logits [B, L, V]. On other stages: the hidden states
+            [B, L, D], or with router losses a tuple of them and the router losses so far.
 
         Raises:
-            UserError: If the input is not what this stage takes, or positions, documents or labels do not fit it.
+            UserError: If the input is invalid for this stage, or positions, documents or labels do not match its shape.
         """
         x = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL, mask_BL=mask_BL)
         if self.lm_head is None:
@@ -94,13 +94,13 @@ class MoeForCausalLM(nn.Module):
 
 @final
 class MoeForClassification(nn.Module):
-    """The backbone with a `ClassificationHead` on its last stage.
+    """Backbone with a `ClassificationHead` on the last stage.
 
     Args:
-        params: What the family says.
-        stage: Which part to build.
+        params: Parameters of the model.
+        stage: Pipeline stage to build.
         num_classes: Number of classes.
-        pooling: How the tokens of a row become one vector.
+        pooling: Pooling of the tokens of a row to one vector.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class MoeForClassification(nn.Module):
             if stage.is_last
             else None
         )
-        self.router_losses = _join(self.backbone)
+        self.router_losses = _router_loss_join(self.backbone)
 
     @property
     def layers(self) -> nn.ModuleDict:
-        """The decoder layers of this stage, by their index in the whole model."""
+        """Decoder layers of this stage, by their index in the whole model."""
         return self.backbone.layers
 
     def forward(
@@ -133,19 +133,20 @@ class MoeForClassification(nn.Module):
         """Run this stage.
 
         Args:
-            hidden: Token ids [B, L], int64, on the first stage; on later ones what the stage before returned.
-            position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
-            documents_BL: Which document each position belongs to [B, L]. Where padding is on the left, give the mask
-                here too.
-            mask_BL: Where there is a token [B, L], bool or 0 and 1; None for everywhere.
-            labels: The class of each row [B], int64; -100 leaves a row out. Only the last stage looks at them.
+            hidden: Token ids [B, L], int64, on the first stage; on later stages the output of the previous stage.
+            position_ids: Positions [B, L] or [1, L], integer; None for 0 to L - 1 in each row.
+            documents_BL: Document id of each position [B, L], integer; None if each row is one document. With padding
+                on the left, pass the mask here too.
+            mask_BL: Token mask [B, L], bool or 0 and 1: true for tokens, false for padding; None if there is no
+                padding.
+            labels: Class of each row [B], int64; the loss of a row with -100 is 0. Only the last stage uses them.
 
         Returns:
-            On the last stage the loss of each row [B] in nats if labels are given, with the mean over its tokens of
-            what routing costs, else its logits [B, C]. On every other stage as `MoeForCausalLM.forward`.
+            On the last stage, with labels: the loss of each row [B] in nats, plus the mean of the router losses of its
+            tokens; without labels: the logits [B, C]. On other stages: as `MoeForCausalLM.forward`.
 
         Raises:
-            UserError: If the input is not what this stage takes, or something else does not fit it.
+            UserError: If the input is invalid for this stage, or another argument does not match its shape.
         """
         x = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL, mask_BL=mask_BL)
         if self.head is None:
@@ -162,17 +163,17 @@ class MoeForClassification(nn.Module):
 
 @final
 class MoeForEmbedding(nn.Module):
-    """The backbone with an `EmbeddingHead` on its last stage; how vectors are compared is for the task to say.
+    """Backbone with an `EmbeddingHead` on the last stage. The loss between embeddings is computed by the task.
 
     Args:
-        params: What the family says; its routers have no losses, for which vectors have no place.
-        stage: Which part to build.
-        embedding_size: Size of the vectors; None for the hidden size, without a projection.
-        pooling: How the tokens of a row become one vector.
-        normalize: Whether vectors are scaled to length 1.
+        params: Parameters of the model, without router losses: the model has no loss to which they could be added.
+        stage: Pipeline stage to build.
+        embedding_size: Size E of the embeddings; None for the hidden size, without a projection.
+        pooling: Pooling of the tokens of a row to one vector.
+        normalize: Scale embeddings to Euclidean norm 1.
 
     Raises:
-        UserError: If routers have losses.
+        UserError: If `params` has router losses.
     """
 
     def __init__(
@@ -187,8 +188,8 @@ class MoeForEmbedding(nn.Module):
         super().__init__()
         if params.router_losses.any:
             raise UserError(
-                f"router_losses = {params.router_losses} for an embedding, which has no losses of its own to add them "
-                "to; expected none. Leave them out, or balance experts with update_selection_bias."
+                f"router_losses = {params.router_losses} for an embedding model, which has no loss to add them to; "
+                "expected none. Remove them, or balance the experts with update_selection_bias."
             )
         self.backbone = _pooled_backbone(params, stage)
         sizes = self.backbone.sizes
@@ -206,7 +207,7 @@ class MoeForEmbedding(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleDict:
-        """The decoder layers of this stage, by their index in the whole model."""
+        """Decoder layers of this stage, by their index in the whole model."""
         return self.backbone.layers
 
     def forward(
@@ -217,20 +218,22 @@ class MoeForEmbedding(nn.Module):
         documents_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
     ) -> Tensor:
-        """Run this stage; arguments are those of `MoeForClassification.forward`.
+        """Run this stage.
 
         Args:
-            hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
-            position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
-            documents_BL: Which document each position belongs to [B, L].
-            mask_BL: Where there is a token [B, L], bool or 0 and 1; None for everywhere.
+            hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later stages.
+            position_ids: Positions [B, L] or [1, L], integer; None for 0 to L - 1 in each row.
+            documents_BL: Document id of each position [B, L], integer; None if each row is one document. With padding
+                on the left, pass the mask here too.
+            mask_BL: Token mask [B, L], bool or 0 and 1: true for tokens, false for padding; None if there is no
+                padding.
 
         Returns:
-            On the last stage a vector for each row [B, E], in at least float32 if normalised; hidden states [B, L, D]
-            on every other stage.
+            On the last stage: the embedding of each row [B, E], in at least float32 if normalized. On other stages: the
+            hidden states [B, L, D].
 
         Raises:
-            UserError: If the input is not what this stage takes, or something else does not fit it.
+            UserError: If the input is invalid for this stage, or another argument does not match its shape.
         """
         hidden_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL, mask_BL=mask_BL)
         return hidden_BLD if self.head is None else self.head(hidden_BLD, mask_BL=mask_BL)
@@ -240,17 +243,17 @@ def _lm_head(backbone: MoeDecoder) -> LanguageModelHead:
     sizes = backbone.sizes
     head = LanguageModelHead(sizes.hidden_size, sizes.vocab_size, init_std=sizes.initializer_range)
     if sizes.tie_word_embeddings:
-        assert backbone.embedding is not None  # the last stage of a tied model has it
+        assert backbone.embedding is not None  # with weight tying the last stage has the embedding too
         head.weight = backbone.embedding.get_parameter("weight")
     return head
 
 
-def _join(backbone: MoeDecoder) -> RouterLossJoin | None:
+def _router_loss_join(backbone: MoeDecoder) -> RouterLossJoin | None:
     return RouterLossJoin() if backbone.stage.is_last and backbone.has_losses else None
 
 
 def _pooled_backbone(params: MoeDecoderParams, stage: StageInfo) -> MoeDecoder:
-    """Without a language-model head nothing is tied: the embedding is on the first stage alone."""
+    """Build a backbone whose embedding is on the first stage only: a pooled head is never tied to it."""
     backbone = MoeDecoder(params, stage)
     if not stage.is_first:
         backbone.embedding = None

@@ -1,4 +1,4 @@
-"""The order of parallelisms for a sparse decoder, as straight-line code: copy it and change it."""
+"""Parallelization of a sparse decoder, as straight-line code to copy and adapt."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,13 +24,16 @@ from d9d_modules.models.decoder_tensor_plan import SEQUENCE
 from d9d_moe.expert_parallel import Dispatch, parallelize_expert_parallel
 
 ATTENTION = "backbone.layers.*.attention"
-"""What the attention of the layers is called in a sparse decoder."""
+"""Name pattern of the attention modules of a sparse decoder."""
 
 
 @final
 @dataclass(frozen=True)
 class RowParts(TensorStyle):
-    """A module that gets a rank's part of rows that arrive whole: the first positional argument [B, L, ...] is cut."""
+    """Tensor-parallel style that passes this rank's part of the sequence to a module.
+
+    The first positional argument [B, L, ...], equal on all ranks, is split along dim 1 into [B, L / tp, ...].
+    """
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `TensorStyle.forward`."""
@@ -51,28 +54,29 @@ def parallelize_moe_decoder(
     float8: Float8 | None = None,
     precision: Precision | None = None,
 ) -> None:
-    """Parallelise a sparse decoder of any family, or one pipeline stage of it, in place.
+    """Parallelize a sparse decoder of any family, or one pipeline stage of it, in place.
 
-    Tensor and sequence parallel over `tp`, context parallel over `cp`, experts over `ep_shard`, then block by block
-    activation checkpointing, compilation, and data parallel: sharded over `dp_cp_shard`, replicated over the rest. An
-    axis of one rank changes nothing. Collective over all ranks of the job, as `parallelize_hsdp` is.
+    Applies in this order: tensor and sequence parallelism over `tp`, context parallelism over `cp`, expert parallelism
+    over `ep_shard`. Then per block: activation checkpointing, compilation, and data parallelism, sharded over
+    `dp_cp_shard` and replicated over `dp_replicate` and `cp_replicate`. An axis of size 1 has no effect. Collective
+    over all ranks of the job.
 
     Args:
-        model: The model, on `meta`; its blocks are `backbone.layers`.
-        ctx: The job's meshes.
-        plan: How the dense part is tensor parallel, e.g. `qwen3_moe_tensor_plan(params)`.
-        context_method: How context-parallel ranks see each other's keys and values.
-        dispatch: How tokens travel to experts.
-        shard_replicas: Whether ranks with the same experts share their parameters out.
-        checkpointing: What each block keeps for its backward pass.
-        checkpoint_every: Which blocks that is for: those whose index in the whole model it divides.
-        compile_blocks: Whether each block is compiled.
-        float8: How linear layers of blocks, which experts and routers are not, multiply in float8; None for not at all.
-        precision: dtypes of computation and reduction; None for those of the parameters. Inputs of blocks are never
-            cast: what routing costs stays in float32.
+        model: Model on `meta`, with its blocks in `backbone.layers`.
+        ctx: Distributed context with the meshes of the job.
+        plan: Tensor-parallel plan of the dense part, e.g. `qwen3_moe_tensor_plan(params)`.
+        context_method: Method by which context-parallel ranks exchange keys and values.
+        dispatch: Dispatcher of tokens between ranks.
+        shard_replicas: Shard the expert parameters over `ep_replicate`; False replicates them.
+        checkpointing: Activation checkpointing policy of the blocks.
+        checkpoint_every: Apply the policy to every n-th block: those whose index in the whole model n divides.
+        compile_blocks: Compile each block with `torch.compile`.
+        float8: Float8 settings of the linear layers of the blocks, experts and routers excluded; None disables float8.
+        precision: dtypes of computation and gradient reduction; None for the dtypes of the parameters. Inputs of blocks
+            are never cast, so router losses stay in float32.
 
     Raises:
-        UserError: If the plan or the experts do not fit the model or the degrees.
+        UserError: If the plan does not match the model, or the expert-parallel degree does not divide the experts.
     """
     dense = ctx.mesh_for("dense")
     dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
@@ -93,14 +97,15 @@ def parallelize_moe_decoder(
 
 
 def moe_tensor_plan(attention: Mapping[str, TensorStyle], *, pooled_head: bool = False) -> dict[str, TensorStyle]:
-    """The plan for `parallelize_tensor` of a sparse decoder: experts stay whole, and see a part of the tokens.
+    """Return the plan of a sparse decoder for `parallelize_tensor`.
 
-    Heads and vocabulary are split, and the sequence between the blocks (L / tp tokens on each rank). Routers, shared
-    experts and dense feed-forward blocks keep whole parameters and compute on their part of the sequence.
+    Attention heads and the vocabulary are split, and between the modules the sequence is (L / tp tokens per rank).
+    Routers, experts, shared experts and dense feed-forward blocks are not split; they process the rank's part of the
+    sequence.
 
     Args:
-        attention: How the attention is split, with the names of `ATTENTION`, sequence parallel.
-        pooled_head: Whether the model has a head that pools, in place of a language-model head.
+        attention: Plan of the attention, with module names that start with `ATTENTION` and sequence parallelism.
+        pooled_head: True if the model has a pooled head instead of a language-model head.
     """
     heads: dict[str, TensorStyle] = (
         {"head": WholeRows()} if pooled_head else {"lm_head": VocabParallelHead(input=SEQUENCE)}

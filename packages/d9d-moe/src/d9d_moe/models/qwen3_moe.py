@@ -1,6 +1,6 @@
-"""Qwen3-MoE, arXiv:2505.09388: the Qwen3 decoder with a mixture of experts in place of the dense feed-forward.
+"""Qwen3-MoE, arXiv:2505.09388: the Qwen3 decoder with mixture-of-experts blocks instead of dense feed-forward blocks.
 
-The models are those of `moe_heads`, under the names of the family.
+The model classes are aliases of those in `moe_heads`.
 """
 
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from d9d_moe.router_losses import RouterLosses
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3MoeParams:
-    """The sizes of a Qwen3-MoE model.
+    """Parameters of a Qwen3-MoE model.
 
     Attributes:
-        decoder: Sizes of everything but the experts; its `intermediate_size` is that of the dense layers.
+        decoder: Parameters of all parts except the experts; its `intermediate_size` is used in the dense layers.
         num_experts: Number of experts of each sparse layer.
-        top_k: Number of experts for each token.
-        expert_intermediate_size: Size of the gated space of each expert.
-        renormalize: Whether the weights of a token's experts are scaled to sum to 1.
-        dense_layers: Indices of the layers that keep a dense feed-forward.
-        router_losses: What routing costs.
+        top_k: Number of experts per token.
+        expert_intermediate_size: Intermediate size of each expert.
+        renormalize: Scale the weights of a token's experts to sum to 1.
+        dense_layers: Indices of the layers with a dense feed-forward block.
+        router_losses: Auxiliary losses of the routers.
     """
 
     decoder: Qwen3Params
@@ -41,10 +41,10 @@ class Qwen3MoeParams:
     router_losses: RouterLosses = NO_LOSSES
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no model can have.
+        """Validate the fields.
 
         Raises:
-            UserError: Naming the field, its value, and what it may be.
+            UserError: If a field is out of range; the message has its name, its value and the expected range.
         """
         for name, value in (
             ("num_experts", self.num_experts),
@@ -56,8 +56,8 @@ class Qwen3MoeParams:
         outside = [index for index in self.dense_layers if index not in range(self.decoder.num_layers)]
         if outside:
             raise UserError(
-                f"dense_layers names layer {outside[0]}; expected indices from 0 to {self.decoder.num_layers - 1}, "
-                f"since decoder.num_layers = {self.decoder.num_layers}."
+                f"dense_layers has the index {outside[0]}; expected indices from 0 to {self.decoder.num_layers - 1}, "
+                f"because decoder.num_layers = {self.decoder.num_layers}."
             )
 
     @property
@@ -109,13 +109,13 @@ class Qwen3MoeParams:
 
 
 Qwen3MoeModel: TypeAlias = MoeDecoder
-"""The backbone."""
+"""Backbone without a head."""
 
 Qwen3MoeForCausalLM: TypeAlias = MoeForCausalLM
-"""The backbone with a language-model head."""
+"""Backbone with a language-model head."""
 
 Qwen3MoeForClassification: TypeAlias = MoeForClassification
-"""The backbone with scores of classes for each row."""
+"""Backbone with a head that returns class logits per row."""
 
 Qwen3MoeForEmbedding: TypeAlias = MoeForEmbedding
-"""The backbone with a vector for each row."""
+"""Backbone with a head that returns an embedding per row."""

@@ -1,4 +1,4 @@
-"""Qwen3-MoE in the Hugging Face layout: names of tensors and `config.json`, both ways."""
+"""Qwen3-MoE in the Hugging Face layout: import and export of tensors and `config.json`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,23 +41,23 @@ QWEN3_MOE_ENTRIES = (
     "sliding_window",
     "use_sliding_window",
 )
-"""The entries that `qwen3_moe_params_from_hugging_face` reads."""
+"""Entries that `qwen3_moe_params_from_hugging_face` reads."""
 
 QWEN3_MOE_IRRELEVANT: Mapping[str, str] = {
     **IRRELEVANT,
-    "max_window_layers": "transformers gives all layers of this family the window, or none",
+    "max_window_layers": "transformers applies the window to all layers of this family, or to none",
 }
-"""Reason by entry, of those that do not change the model."""
+"""Entries that do not affect the model, each with the reason."""
 
 _KEYS = {"top_k": "num_experts_per_tok", "expert_intermediate_size": "moe_intermediate_size"}
 
 
 def qwen3_moe_from_hugging_face(params: Qwen3MoeParams, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
-    """Mapper from a Hugging Face checkpoint on disk to `Qwen3MoeForCausalLM`; its `inverse()` exports.
+    """Return the mapper that loads a Hugging Face checkpoint into `Qwen3MoeForCausalLM`; its `inverse()` exports.
 
     Args:
-        params: Sizes of the model.
-        layout: How experts are stored.
+        params: Parameters of the model.
+        layout: Layout of the expert weights in the checkpoint.
     """
     experts = experts_from_hugging_face(params.num_experts, params.expert_intermediate_size, layout=layout)
     sparse = parallel(rename("gate.weight", "router.weight"), experts, *router_losses_state(params.router_losses))
@@ -69,10 +69,11 @@ def qwen3_moe_from_hugging_face(params: Qwen3MoeParams, *, layout: ExpertsLayout
 
 
 def qwen3_moe_hugging_face_config(params: Qwen3MoeParams) -> dict[str, JsonValue]:
-    """The `config.json` with which `transformers` and inference engines load an exported `Qwen3MoeForCausalLM`.
+    """Return the `config.json` of an exported `Qwen3MoeForCausalLM`, for `transformers` and inference engines.
 
     Raises:
-        UserError: If the layout has no place for the scaling of the positions, or for windows of some layers only.
+        UserError: If a `config.json` cannot express the RoPE scaling, or only a part of the layers has a sliding
+            window.
     """
     dense = qwen3_hugging_face_config(replace(params.decoder, sliding_window=None, sliding_layers=()))
     del dense["layer_types"]
@@ -91,10 +92,10 @@ def qwen3_moe_hugging_face_config(params: Qwen3MoeParams) -> dict[str, JsonValue
 
 
 def qwen3_moe_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3MoeParams:
-    """Sizes from the parsed `config.json` of a Qwen3-MoE checkpoint.
+    """Return the parameters of a Qwen3-MoE model from its parsed `config.json`.
 
     Raises:
-        UserError: If it describes another family, lacks a size, or asks for what is not implemented.
+        UserError: If the configuration is of another family, lacks a required entry, or has an unsupported value.
     """
     require_value(config, "model_type", "qwen3_moe", required=True)
     require_known_keys(config, used=QWEN3_MOE_ENTRIES, irrelevant=QWEN3_MOE_IRRELEVANT)
@@ -116,19 +117,23 @@ def qwen3_moe_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3MoePar
 
 
 def _sliding_entries(decoder: Qwen3Params) -> dict[str, JsonValue]:
-    """The layout of this family has no types of layers: all of them have the window, or none."""
+    """Return the entries of the sliding window.
+
+    Raises:
+        UserError: If only a part of the layers has a window, which this family's `config.json` cannot express.
+    """
     if decoder.sliding_window is None:
         return {}
     if len(set(decoder.sliding_layers)) < decoder.num_layers:
         raise UserError(
             f"sliding_layers = {decoder.sliding_layers} of {decoder.num_layers} layers; a config.json of Qwen3-MoE has "
-            "one window for all layers: expected all of them, or none."
+            "one window for all layers: expected all layers, or none."
         )
     return {"use_sliding_window": True, "sliding_window": decoder.sliding_window, "max_window_layers": 0}
 
 
 def _dense_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers named as dense, and those that the sparse step passes over."""
+    """Return the indices of the layers without experts: those in `mlp_only_layers` or skipped by the sparse step."""
     named = config.get("mlp_only_layers")
     named = [] if named is None else named
     if not isinstance(named, list) or not all(type(index) is int and index in range(num_layers) for index in named):
@@ -140,11 +145,15 @@ def _dense_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, ...]
 
 
 def _refuse_router_loss(config: HuggingFaceConfig) -> None:
-    """Refuse the balance loss that `transformers` adds to the loss of the model."""
+    """Refuse the balance loss that `transformers` adds to the loss of the model.
+
+    Raises:
+        UserError: If `output_router_logits` is true.
+    """
     if config_value(config, "output_router_logits", bool, default=False):
         factor = config_value(config, "router_aux_loss_coef", float, default=0.001, minimum=0.0)
         raise UserError(
             f"config.json has output_router_logits = True, with which transformers adds a balance loss of "
-            f"router_aux_loss_coef = {factor}; expected False. Set it to False, and give the loss to the model: "
+            f"router_aux_loss_coef = {factor}; expected False. Set it to False, and configure the loss of the model: "
             f'replace(params, router_losses=RouterLosses(balance={factor}, definition="transformers", scope="batch")).'
         )
