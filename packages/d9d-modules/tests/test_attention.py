@@ -6,9 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from transformers import GptOssConfig, Qwen3NextConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
 from d9d_dist import (
     ContextMethod,
@@ -141,6 +138,10 @@ class _Norm(torch.nn.Module):
 
 
 def test_gate_and_partial_rotation_as_in_qwen3_next() -> None:
+    # Here, not above: the ranks of other tests import this file.
+    from transformers import Qwen3NextConfig  # noqa: PLC0415
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention  # noqa: PLC0415
+
     config = Qwen3NextConfig(hidden_size=12, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     config._attn_implementation = "sdpa"  # its eager attention rounds to float32
     module = Qwen3NextAttention(config, layer_idx=0)
@@ -163,6 +164,9 @@ def test_gate_and_partial_rotation_as_in_qwen3_next() -> None:
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_sinks_and_window_as_in_gpt_oss(window: int | None) -> None:
+    from transformers import GptOssConfig  # noqa: PLC0415
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention  # noqa: PLC0415
+
     config = GptOssConfig(
         hidden_size=12,
         num_attention_heads=4,

@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import DeepseekV3Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from d9d_dist import (
     ContextSplit,
@@ -50,6 +48,10 @@ class _Norm(nn.Module):
 def test_outputs_and_gradients_as_in_deepseek_v3(
     q_rank: int | None, layout: Any, value_dim: int, is_scaled: bool
 ) -> None:
+    # Here, not above: the ranks of other tests import this file.
+    from transformers import DeepseekV3Config  # noqa: PLC0415
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3  # noqa: PLC0415
+
     yarn = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 8.0}
     config = DeepseekV3Config(
         hidden_size=12,
@@ -68,7 +70,7 @@ def test_outputs_and_gradients_as_in_deepseek_v3(
         },
     )
     config._attn_implementation = "sdpa"  # its eager attention rounds to float32
-    theirs = DeepseekV3Attention(config, layer_idx=0)
+    theirs = modeling_deepseek_v3.DeepseekV3Attention(config, layer_idx=0)
     if q_rank is not None:
         setattr(theirs, "q_a_layernorm", _Norm(q_rank))  # noqa: B010  (of another type)
     setattr(theirs, "kv_a_layernorm", _Norm(7))  # noqa: B010
@@ -95,7 +97,9 @@ def test_outputs_and_gradients_as_in_deepseek_v3(
     rotary = rotary_tables(positions, head_dim=4, theta=100.0, scaling=scaling if is_scaled else None)
     mask = torch.zeros(1, 1, 9, 9).double().masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
     tables = tuple(torch.cat((table, table), dim=-1) for table in rotary)
-    torch.testing.assert_close(tables, DeepseekV3RotaryEmbedding(config)(x.float(), positions), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        tables, modeling_deepseek_v3.DeepseekV3RotaryEmbedding(config)(x.float(), positions), rtol=1e-5, atol=1e-5
+    )
     got = functional_call(ours, weights, (x, rotary))
     expected, _ = functional_call(theirs, by_their_names, (x, tables, mask))
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)

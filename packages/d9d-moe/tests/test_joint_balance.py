@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from d9d_dist import MeshConfig, StageInfo, UserError
 from d9d_dist.testing import run_ranks
@@ -34,6 +33,9 @@ def _routers(num_layers: int) -> list[TopKRouter]:
 
 
 def _expected(logits: list[Tensor], mask: Tensor | None = None) -> Tensor:
+    # Here, not above: the ranks of other tests import this file.
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func  # noqa: PLC0415
+
     loss = load_balancing_loss_func(tuple(logits), NUM_EXPERTS, TOP_K, mask)  # ty: ignore[invalid-argument-type]
     assert isinstance(loss, Tensor)
     return 0.3 * loss

@@ -3,7 +3,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from d9d_dist import MeshConfig, UserError
 from d9d_dist.testing import run_ranks
@@ -40,6 +39,9 @@ def test_sequence_balance_loss_matches_the_paper(kind: str) -> None:
 
 
 def test_batch_balance_loss_matches_transformers() -> None:
+    # Here, not above: the ranks of other tests import this file.
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func  # noqa: PLC0415
+
     router = TopKRouter(6, num_experts=5, top_k=2, init_std=1.0)
     routing = router(torch.randn(21, 6))
     assert routing.logits is not None

@@ -41,9 +41,7 @@ def test_a_line_is_in_the_file_when_log_returns(tmp_path: Path) -> None:
 
 
 @given(values=st.dictionaries(st.text().filter(lambda name: name not in {"step", "time", "config"}), st.floats()))
-def test_reads_every_float_and_every_name(
-    values: dict[str, float], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_reads_every_float_and_every_name(values: dict[str, float], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     tracker = JsonlTracker(path, clock=lambda: 0.0)
     tracker.log(7, values)
