@@ -263,13 +263,13 @@ def _weight_gradients_are_scaled_by_the_degree() -> AbstractContextManager[objec
 
 
 def _experts_of_a_rank_are_counted_backwards() -> AbstractContextManager[object]:
-    real = d9d_moe.all_to_all._numbered_here
+    real = d9d_moe.all_to_all._local_experts
 
     def backwards(experts_MA: Tensor, rank: int, num_here: int) -> Tensor:
         own_MA = real(experts_MA, rank, num_here)
         return torch.where(own_MA < num_here, num_here - 1 - own_MA, own_MA)
 
-    return mock.patch.object(d9d_moe.all_to_all, "_numbered_here", backwards)
+    return mock.patch.object(d9d_moe.all_to_all, "_local_experts", backwards)
 
 
 def _with_arrived_weights(change: Callable[[Tensor, Tensor], Tensor]) -> AbstractContextManager[object]:
