@@ -95,10 +95,12 @@ def test_meta_model_is_materialized_and_loaded(tmp_path: Path) -> None:
     assert not model.get_parameter("blocks.0.up.adapter.lora_b").any()
 
 
-def test_new_parameters_have_dtype_and_device_of_the_layer() -> None:
+def test_new_parameters_are_float32_on_a_16_bit_layer() -> None:
     model = Model().to(torch.bfloat16)
     inject(METHOD, model)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert {name for name, dtype in dtypes.items() if dtype != torch.bfloat16} == {n for n in dtypes if "lora_" in n}
+    assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
 
 
 def test_original_checkpoint_round_trip(tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ from d9d_dist.late_init import canonical_name
 def refuse_writes_in_first_forward(module: nn.Module) -> None:
     """Refuse a forward that replaces or writes to parameters: FSDP gathers them anew, and neither would be kept.
 
+    Call it before `fully_shard`: parameters are compared after hooks of tensor parallelism have restored them, and
+    before FSDP frees them.
+
     Raises:
         UserError: In the first forward, naming the parameters.
     """
@@ -43,7 +46,7 @@ def refuse_writes_in_first_forward(module: nn.Module) -> None:
 
     handles = [
         module.register_forward_pre_hook(note),
-        module.register_forward_hook(compare, prepend=True),
+        module.register_forward_hook(compare),
     ]
 
 

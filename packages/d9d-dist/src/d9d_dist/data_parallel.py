@@ -99,6 +99,8 @@ def parallelize_hsdp(
         compute_dtype=dtypes.compute,
         reduce_dtype=dtypes.reduce,
     )
+    # Before FSDP's own hooks, one of which frees what is compared.
+    refuse_writes_in_first_forward(module)
     fully_shard(
         module,
         mesh=_replicate_and_shard(mesh, shard_axis),
@@ -114,7 +116,6 @@ def parallelize_hsdp(
     )
     assert isinstance(module, FSDPModule)
     module.register_forward_hook(_refuse_second_derivatives)
-    refuse_writes_in_first_forward(module)
     module.set_gradient_divide_factor(1.0)
     # Otherwise a factor of 1 is applied by a pre-multiplying reduction, which gloo does not have.
     module.set_force_sum_reduction_for_comms(True)
