@@ -1,4 +1,4 @@
-"""Measure what it takes to start from a model that a function builds: time and host memory, as JSON.
+"""Measure the time and host memory of starting a job from a model that a function builds. Print JSON.
 
     python packages/d9d-loop/benchmarks/start_from_function.py --ranks 2 --millions 500
 

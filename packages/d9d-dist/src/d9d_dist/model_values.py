@@ -30,7 +30,7 @@ def built_values(model: nn.Module, *, skip_meta: bool = False) -> dict[str, torc
 
     Args:
         model: The model, on the CPU.
-        skip_meta: Whether tensors on `meta` are left out instead of refused.
+        skip_meta: Whether to skip tensors on `meta` instead of refusing them.
 
     Raises:
         UserError: If a tensor has no values: it is on `meta`, or a lazy module has not been run yet.
