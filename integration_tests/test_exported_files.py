@@ -149,4 +149,4 @@ def test_a_resumed_job_can_do_without_the_source(
     shutil.rmtree(exported)
     _trainer(tmp_path, params, steps=3, initial_weights=source).train()
     assert {path.name for path in exported.iterdir()} == {"config.json", "model.safetensors"}
-    assert "is gone: its tokenizer and other files are not exported" in "".join(capsys.readouterr())
+    assert "are gone: their tokenizer and other files are not exported" in "".join(capsys.readouterr())

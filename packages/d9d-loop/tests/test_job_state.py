@@ -146,7 +146,7 @@ def test_a_save_in_the_background_is_told_of_when_it_is_complete(tmp_path: Path,
 def test_a_job_is_not_started_anew_beside_damaged_checkpoints(tmp_path: Path, ctx: DistributedContext) -> None:
     _Job(tmp_path, ctx).state.save(Record(1))
     (tmp_path / "step-00000001" / "state.json").unlink()
-    with pytest.raises(StateError, match=r"holds step-00000001, but none of them can be loaded; the log says why"):
+    with pytest.raises(StateError, match=r"contains step-00000001, but none of them can be loaded; the log says why"):
         _Job(tmp_path, ctx).state.restore()
 
 

@@ -99,7 +99,7 @@ def test_a_stage_that_does_not_take_what_comes_is_refused() -> None:
 def test_what_cannot_be_sent_is_refused_between_ranks_only() -> None:
     model, stages = _stages("returns a named tuple")
     check_chain(model, stages, _inputs(), (0, 0))
-    with pytest.raises(UserError, match=r"a container in what a stage returns cannot be (.|\n)* Return tuples,"):
+    with pytest.raises(UserError, match=r"got a container in a stage's output that cannot be (.|\n)* Return tuples,"):
         check_chain(model, stages, _inputs(), (0, 1))
 
 
