@@ -339,7 +339,7 @@ def test_a_damaged_checkpoint_is_passed_over(
 def test_a_job_does_not_start_anew_because_all_is_damaged(tmp_path: Path) -> None:
     _train_until(_trainer(tmp_path), StepDone, 3)
     _damage(tmp_path / "run" / "checkpoints" / "step-00000002")
-    with pytest.raises(StateError, match=r"checkpoints holds step-00000002, but none of them can be loaded"):
+    with pytest.raises(StateError, match=r"checkpoints contains step-00000002, but none of them can be loaded"):
         _trainer(tmp_path).train()
 
 
