@@ -1,4 +1,4 @@
-"""Convert pydantic validation errors to messages that state the value, the expected value and how to change it."""
+"""Conversion of pydantic validation errors to messages that state the value, the expected value and how to change it."""
 
 import difflib
 import itertools
@@ -85,7 +85,7 @@ def _expected(message: str) -> str:
 
 
 def _advice(keys: Sequence[str | int]) -> str:
-    """Return the advice how to set a key; for a key within a list, the advice names the whole list."""
+    """Return advice on how to set a key. For a key within a list, it names the key of the whole list."""
     names = itertools.takewhile(lambda key: isinstance(key, str), keys)
     return f"Change it in the configuration file, or with --{'.'.join(map(str, names))} VALUE."
 

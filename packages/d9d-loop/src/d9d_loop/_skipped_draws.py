@@ -41,9 +41,8 @@ class SkippedDraws(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.failed = False
-        self._unset: dict[
-            int, tuple[StorageWeakRef, int]
-        ] = {}  # by storage address: weak reference, digest of the skipped operators
+        # By storage address: a weak reference and the digest of the skipped operators.
+        self._unset: dict[int, tuple[StorageWeakRef, int]] = {}
         self._reads = _Reads(self)
 
     def __enter__(self) -> Self:

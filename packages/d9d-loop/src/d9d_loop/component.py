@@ -64,7 +64,7 @@ class Component(Section):
             found: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # a missing import of the module itself
+                raise  # the module exists, but one of its own imports is missing
             raise UserError(
                 f"{key}.use = {self.use!r}: there is no module {error.name}. Install it, or start the job in the "
                 "folder that holds it."
@@ -102,7 +102,7 @@ class Component(Section):
 
 
 def _type_of_default(signature: inspect.Signature, name: str) -> Any:
-    """Return the type to read an argument without an annotation as, so that `false` becomes a bool and not text.
+    """Return the type of an argument without an annotation, so that `false` on a command line becomes a bool.
 
     Returns:
         Type of the default if it is a bool, int or float; else `Any`.
