@@ -1,4 +1,4 @@
-"""Conversion of pydantic validation errors to messages that state the value, the expected value and how to change it."""
+"""Conversion of pydantic validation errors to messages: the value, the expected value and how to change it."""
 
 import difflib
 import itertools
