@@ -1,4 +1,4 @@
-"""A Trainer that reads top to bottom and runs on one CPU or a cluster."""
+"""Training and inference loops that run on one CPU or on a cluster."""
 
 from d9d_loop.batches import Collate, Samples
 from d9d_loop.command_line import command_line

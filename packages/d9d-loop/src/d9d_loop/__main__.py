@@ -1,13 +1,13 @@
-"""The command `d9d-train`, or `python -m d9d_loop` under torchrun: trains what a preset names."""
+"""The command `d9d-train` (`python -m d9d_loop` under torchrun): runs the training job of a preset file."""
 
 from d9d_loop.command_line import command_line
 from d9d_loop.preset import PresetConfig, look_beside_preset, preset_trainer
 
 
 def main() -> None:
-    """Train: `d9d-train PRESET.toml [--section.key VALUE ...]`.
+    """Run training: `d9d-train PRESET.toml [--section.key VALUE ...]`.
 
-    What a preset names is looked for in the current folder and the preset's own too, as a script's imports would be.
+    The import paths of a preset are also resolved in the current folder and in the folder of the preset.
     """
     with command_line():
         config = PresetConfig.from_cli()

@@ -1,4 +1,4 @@
-"""Says what is wrong with a configuration in the words of the house: what was got, what was expected, what to do."""
+"""Conversion of pydantic validation errors to messages: the value, the expected value and how to change it."""
 
 import difflib
 import itertools
@@ -13,7 +13,7 @@ from d9d_loop._config_keys import Place, all_keys, locate, sections_of
 
 
 def explain(model: type[BaseModel], error: ValidationError) -> list[str]:
-    """A line for everything that is wrong."""
+    """Return one message per validation error, without duplicates."""
     return list(dict.fromkeys(_explain(model, details) for details in error.errors()))
 
 
@@ -46,13 +46,17 @@ def _explain_unknown(model: type[BaseModel], name: str, siblings: Sequence[str])
 
 
 def _closest(model: type[BaseModel], name: str, siblings: Sequence[str]) -> list[str]:
-    """A similar key of the section; or else keys of that name elsewhere; or else the most similar of all."""
+    """Return the full names to suggest for an unknown key.
+
+    These are the most similar key of its section, else the keys of this name in other sections, else the most similar
+    full name. The list is empty if another kind of the section has the key.
+    """
     section, dot, key = name.rpartition(".")
     if close := difflib.get_close_matches(key, siblings, n=1):
         return [f"{section}{dot}{close[0]}"]
     known = list(dict.fromkeys(other.name for other in all_keys(model) if not sections_of(other.annotation)))
     if name in known:
-        return []  # a key of another kind of this section
+        return []  # another kind of this section has the key
     return [other for other in known if other.rpartition(".")[2] == key] or difflib.get_close_matches(name, known, n=1)
 
 
@@ -64,7 +68,7 @@ def _explain_missing(name: str, required_below: Sequence[str]) -> str:
 
 
 def _explain_choice(place: Place, context: Mapping[str, str]) -> str:
-    """About the key that says which member of a union is meant, usually `kind`."""
+    """Return the message about a missing or invalid discriminator of a union, usually `kind`."""
     key = _discriminator(context)
     expected = ", ".join(repr(tag) for other in place.below if other.name == key for tag in get_args(other.annotation))
     got = f"= {context['tag']!r}" if "tag" in context else "is missing"
@@ -81,7 +85,7 @@ def _expected(message: str) -> str:
 
 
 def _advice(keys: Sequence[str | int]) -> str:
-    """How to change a value; one in a list is given with the whole list."""
+    """Return advice on how to set a key. For a key within a list, it names the key of the whole list."""
     names = itertools.takewhile(lambda key: isinstance(key, str), keys)
     return f"Change it in the configuration file, or with --{'.'.join(map(str, names))} VALUE."
 

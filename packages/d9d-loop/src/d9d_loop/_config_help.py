@@ -1,4 +1,4 @@
-"""Makes of a configuration's class the page that `--help` prints, and the table that the documentation shows."""
+"""Generators of the `--help` page and of the documentation's table from a configuration class."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from d9d_loop._config_keys import Key, arms_of, keys_of, sections_of
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A key as one kind of its section has it."""
+    """A key as one kind of its section declares it; `kind` is empty if the section has only one."""
 
     kind: str
     key: Key
 
 
 def describe_fields(model: type[BaseModel]) -> str:
-    """One line for each key, with its type and default, and one with what it is for."""
+    """Return the `--help` page: for each key, a line with type and default, then its descriptions."""
     lines = ["usage: [FILE] [--section.key VALUE ...]", ""]
     for name, variants in _entries(model).items():
         lines.append(f"  --{name} {_types(variants)} ({_defaults(variants)}){_only_for(variants)}")
@@ -28,7 +28,14 @@ def describe_fields(model: type[BaseModel]) -> str:
 
 
 def tabulate_fields(model: type[BaseModel], *, without: type[BaseModel] | None = None) -> str:
-    """The same as a Markdown table, with the fields of items of lists; without the keys that another class has, too."""
+    """Return a Markdown table of the keys with type, default and description.
+
+    Keys of the items of a list are written as `list[].key`.
+
+    Args:
+        model: Configuration class.
+        without: Configuration class whose keys are omitted from the table.
+    """
     known = {} if without is None else _entries(without)
     lines = ["| Key | Type | Default | What it is for |", "|---|---|---|---|"]
     for name, variants in _entries(model).items():
@@ -40,7 +47,7 @@ def tabulate_fields(model: type[BaseModel], *, without: type[BaseModel] | None =
 
 
 def _entries(model: type[BaseModel]) -> dict[str, list[_Variant]]:
-    """Every key that is no section, under its dotted name, as each kind of its section has it."""
+    """Return all keys that are not sections by dotted name, each with one variant per kind that declares it."""
     entries: dict[str, list[_Variant]] = {}
     for name, variant in _walk(model, "", "", ()):
         entries.setdefault(name, []).append(variant)
@@ -55,12 +62,12 @@ def _walk(section: type, prefix: str, kind: str, above: tuple[type, ...]) -> Ite
             items = [below for arm in arms_of(key.annotation) for part in get_args(arm) for below in sections_of(part)]
             sections, name = items, f"{name}[]"
         for below in sections:
-            if below not in (*above, section):  # an optimizer's group may have an optimizer
+            if below not in (*above, section):  # no endless recursion: an optimizer group may contain an optimizer
                 yield from _walk(below, f"{name}.", _kind(below) if len(sections) > 1 else kind, (*above, section))
 
 
 def _kind(section: type) -> str:
-    """What tells a section from the other kinds that could be in its place."""
+    """Return the value of a section's discriminator `kind`, or its class name if it has none."""
     literals = [key for key in keys_of(section) if get_origin(key.annotation) is Literal and key.name == "kind"]
     return str(get_args(literals[0].annotation)[0]) if literals else section.__name__
 

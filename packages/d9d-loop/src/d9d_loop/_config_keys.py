@@ -1,4 +1,4 @@
-"""Looks into a configuration's class: which keys there are, and which of them a pydantic error is about."""
+"""Introspection of configuration classes: their keys, and the key that a pydantic error location refers to."""
 
 import dataclasses
 import json
@@ -17,10 +17,11 @@ class Key:
     """A key of a configuration.
 
     Attributes:
-        name: Its name, dotted where it was asked for with what is above it.
-        annotation: The type of its value.
-        default: Its default as one would type it; `None` if the key is required.
-        description: What it is for.
+        name: Name of the field; `all_keys` prefixes it with the names of the enclosing sections, separated by dots.
+        annotation: Type of the value.
+        default: Default as text: a string as is, other values as JSON, "computed" for a default factory. `None` if the
+            key is required.
+        description: Description of the field, or an empty string.
     """
 
     name: str
@@ -31,13 +32,12 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a pydantic location points to.
+    """Position in a configuration that a pydantic error location refers to.
 
     Attributes:
-        keys: The keys and list positions on the way, without the names that pydantic puts between them to say which
-            member of a union it tried.
-        siblings: The keys of the section that the last key is, or should be, in.
-        below: The keys of the section that the last key stands for, if it does.
+        keys: Keys and list indices of the path, without the labels of union members that pydantic inserts.
+        siblings: Keys of the section that contains, or should contain, the last key.
+        below: Keys of the section that the last key names; empty if the last key is not a section.
     """
 
     keys: tuple[str | int, ...]
@@ -46,7 +46,7 @@ class Place:
 
 
 def all_keys(section: type, prefix: str = "") -> Iterator[Key]:
-    """Every key with its dotted name, sections before what is in them; not those of sections in lists."""
+    """Yield every key with its dotted name, sections before their keys. Sections within lists are omitted."""
     for key in keys_of(section):
         yield dataclasses.replace(key, name=f"{prefix}{key.name}")
         for below in sections_of(key.annotation):
@@ -54,7 +54,7 @@ def all_keys(section: type, prefix: str = "") -> Iterator[Key]:
 
 
 def keys_of(section: type) -> list[Key]:
-    """The keys of one section, which is a pydantic model or a dataclass."""
+    """Return the keys of one section, a pydantic model or a dataclass."""
     if issubclass(section, BaseModel):
         fields = section.model_fields.items()
         return [Key(name, field.annotation, _default(field), field.description or "") for name, field in fields]
@@ -63,12 +63,12 @@ def keys_of(section: type) -> list[Key]:
 
 
 def sections_of(annotation: Any) -> list[type]:
-    """The classes whose fields are keys below this one: several where a section comes in several kinds."""
+    """Return the section classes in an annotation: several if the section has several kinds, none for a plain value."""
     return [arm for arm in arms_of(annotation) if _is_section(arm)]
 
 
 def arms_of(annotation: Any) -> list[Any]:
-    """The members of a union; of any other type, itself."""
+    """Return the members of a union, flattened; for any other type, a list of the type itself."""
     if get_origin(annotation) is Annotated:
         return arms_of(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -77,7 +77,7 @@ def arms_of(annotation: Any) -> list[Any]:
 
 
 def locate(model: type, location: Sequence[str | int]) -> Place:
-    """Follow a pydantic location through the types of a configuration."""
+    """Resolve a pydantic error location in a configuration class."""
     keys: list[str | int] = []
     siblings: list[Key] = []
     arms: list[Any] = [model]
@@ -95,7 +95,7 @@ def locate(model: type, location: Sequence[str | int]) -> Place:
 
 
 def _labels(arm: Any) -> list[str]:
-    """What pydantic calls a member of a union: its class, or the value of the key that tells the members apart."""
+    """Return the labels of a union member in pydantic locations: its class name and the values of its literal keys."""
     if not isinstance(arm, type):
         return []
     literals = [key for key in keys_of(arm) if get_origin(key.annotation) is Literal] if _is_section(arm) else []
@@ -103,7 +103,7 @@ def _labels(arm: Any) -> list[str]:
 
 
 def _is_section(arm: Any) -> bool:
-    # A parametrised generic such as list[int] passes for a class in some places, but has no fields.
+    # A parametrized generic such as list[int] may pass as a type, but it has no fields.
     return isinstance(arm, type) and not get_args(arm) and (issubclass(arm, BaseModel) or dataclasses.is_dataclass(arm))
 
 

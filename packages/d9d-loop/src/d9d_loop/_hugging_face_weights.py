@@ -1,8 +1,9 @@
-"""Which tensor of a folder becomes which of a `transformers` model, found by running its own loading without values.
+"""Derivation of the `StateMapper` between a checkpoint folder and a `transformers` model.
 
-`from_pretrained` renames, fuses and ties tensors by rules that belong to each architecture. Here it is given recorded
-tensors, which have shapes only. What it puts into the model is the model without weights; how it got there is a
-`StateMapper`. New parameters and the buffers that are not stored get their values as `from_pretrained` computes them.
+`from_pretrained` renames, fuses and ties tensors by rules that belong to each architecture. Here it receives
+`RecordedTensor`s, which have shapes and dtypes but no values. The result is a model without weights, and the recorded
+operations become a `StateMapper`. New parameters and non-persistent buffers get the values that `from_pretrained`
+computes.
 """
 
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
@@ -26,23 +27,23 @@ _BLOCK_BYTES = 64 << 20
 def build_without_weights(
     model_class: Any, config: Any, folder: Path, *, dtype: Any, new: Sequence[str], unused: Sequence[str]
 ) -> tuple[nn.Module, StateMapper]:
-    """Build a model whose weights are still in a folder.
+    """Build a model without reading its weights, and the mapper that loads them.
 
     Args:
-        model_class: A class of `transformers`.
-        config: Its configuration.
-        folder: Holds `model.safetensors`, or an index and its files.
-        dtype: Dtype of the parameters; "auto" for that of the configuration.
-        new: Patterns of the parameters that the folder does not have.
-        unused: Patterns of the tensors of the folder that the model does not have.
+        model_class: Model class of `transformers`.
+        config: Configuration of the model.
+        folder: Folder with `model.safetensors`, or with an index and the files that it lists.
+        dtype: Dtype of the parameters; "auto" for the dtype in the configuration.
+        new: `fnmatch` patterns of parameters that the folder may lack, or hold in another shape.
+        unused: `fnmatch` patterns of tensors in the folder that the model may lack.
 
     Returns:
-        The model, and the mapper from the folder to it. What the mapper fills is on `meta`; all other parameters and
-        buffers are on the CPU, with the values that `from_pretrained` gives them.
+        The model, and the mapper from the folder to the model. Tensors that the mapper fills are on `meta`. All other
+        parameters and buffers are on the CPU, with the values that `from_pretrained` computes.
 
     Raises:
-        UserError: Listing what is missing, unused or of another shape and not named; or if the architecture converts
-            its weights by other operations than moves.
+        UserError: Listing missing, unused and mismatched tensors that no pattern matches; or if the architecture's
+            weight conversion computes values instead of only moving them.
     """
     stored = ModelFolder.open(folder).tensors
     load = partial(_load_recorded, model_class, config, folder, dtype=dtype)
@@ -62,7 +63,7 @@ def released_mapper(model: Any) -> StateMapper:
     """Return the mapper from a `transformers` model to the tensors that its `save_pretrained` writes.
 
     Args:
-        model: The model, on any device, parallelized or not.
+        model: Model of `transformers` on any device, parallelized or not.
     """
     from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - an optional extra
 
@@ -104,7 +105,10 @@ def _load_recorded(
 
 
 def _unique_tensors(model: nn.Module, *, last: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return each parameter and persistent buffer under one name: its first, but one of `last` only if all are."""
+    """Return each parameter and persistent buffer once, by canonical name.
+
+    A tied tensor has its first name that is not in `last`, or its first name if all of them are.
+    """
     tensors = {canonical_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     names: dict[int, str] = {}
     for name in sorted(tensors, key=lambda name: name in last):
@@ -114,7 +118,7 @@ def _unique_tensors(model: nn.Module, *, last: Collection[str] = ()) -> dict[str
 
 
 def _forget_records(model: nn.Module) -> None:
-    """Replace recorded tensors by plain ones on `meta`; tied tensors stay tied."""
+    """Replace recorded tensors with plain tensors on `meta`; tied tensors stay tied."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for slots in (module._parameters, module._buffers):
@@ -127,7 +131,11 @@ def _forget_records(model: nn.Module) -> None:
 
 
 def _stored_ties(model: Any, folder: Path, stored: Mapping[str, TensorInfo]) -> list[str]:
-    """Return the names of stored tensors that equal another one, to which `from_pretrained` ties them then."""
+    """Return the names of stored tensors that equal the tensor to which the model ties them.
+
+    If the folder lacks these tensors, `from_pretrained` ties the parameters. Pairs of stored tensors that differ are
+    removed from the model's `all_tied_weights_keys`.
+    """
     duplicates: list[str] = []
     for target, source in list(model.all_tied_weights_keys.items()):
         one, other = attrgetter(target)(model), attrgetter(source)(model)
@@ -142,7 +150,7 @@ def _stored_ties(model: Any, folder: Path, stored: Mapping[str, TensorInfo]) -> 
 
 
 def _are_equal(folder: Path, one: str, other: str, stored: Mapping[str, TensorInfo]) -> bool:
-    """Compare two stored tensors, a block of rows at a time."""
+    """Return whether two stored tensors are equal. Reads blocks of rows, about `_BLOCK_BYTES` at a time."""
     info = stored[one]
     if info != stored[other]:
         return False
@@ -187,7 +195,7 @@ def _unmatched(names: Iterable[str], patterns: Sequence[str]) -> Iterable[str]:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Keep back the bars and reports of `transformers`; what they say is raised as an error."""
+    """Silence the progress bars and logs of `transformers`; `_refuse_differences` raises what they would report."""
     from transformers.utils import logging  # noqa: PLC0415 - an optional extra
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

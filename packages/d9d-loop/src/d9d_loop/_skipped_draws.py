@@ -1,8 +1,9 @@
-"""Build the structure of a model without drawing its large random tensors, whose values come from another rank anyway.
+"""Building of a model's structure without the large random draws, for ranks that receive the values from another rank.
 
-A build spends its time on draws. Inside `SkippedDraws` the first large draw and all later ones are skipped, and so is
-what would be computed from them; the memory of such tensors is never touched. An operation that would read one of them,
-a comparison or a conversion to Python, makes the attempt `failed`: the caller then builds again without the mode.
+Random draws take most of the time of a build. Inside `SkippedDraws`, the first large draw and all later draws are
+skipped, and so are operators on their results. The memory of skipped tensors is never touched. An operation that
+needs their values, such as `torch.equal` or `tolist`, raises and sets `failed`. The caller then builds again without
+the mode.
 """
 
 import gc
@@ -21,30 +22,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from d9d_dist import digest_values
 
 _LARGE_BYTES = 1 << 20
-# Methods that read memory without an operator.
+# Methods that read memory without dispatching an operator.
 _READS = {getattr(Tensor, name) for name in ("numpy", "tolist", "__array__", "__dlpack__", "__reduce_ex__")}
 
 
 class _ValuesNeededError(RuntimeError):
-    """The code that builds the model depends on values that were not drawn."""
+    """The code that builds the model needs values that were not drawn."""
 
 
 @final
 class SkippedDraws(TorchDispatchMode):
-    """A context in which large random tensors are left unset.
+    """Dispatch mode that leaves large random tensors uninitialized.
 
     Attributes:
-        failed: True if the code read a tensor that was left unset; what it built is of no use then.
+        failed: True if the code needed the values of a skipped tensor. The model that it built must be discarded.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.failed = False
-        self._unset: dict[int, tuple[StorageWeakRef, int]] = {}  # by address: the storage, a digest of its history
+        # By storage address: a weak reference and the digest of the skipped operators.
+        self._unset: dict[int, tuple[StorageWeakRef, int]] = {}
         self._reads = _Reads(self)
 
     def __enter__(self) -> Self:
-        """Start to skip draws."""
+        """Start skipping draws."""
         self._reads.__enter__()
         return super().__enter__()
 
@@ -54,28 +56,32 @@ class SkippedDraws(TorchDispatchMode):
         exc_val: BaseException | None,
         exc_tb: TracebackType | None,
     ) -> None:
-        """Draw again."""
+        """Stop skipping draws."""
         super().__exit__(exc_type, exc_val, exc_tb)
         self._reads.__exit__(exc_type, exc_val, exc_tb)
 
     def digest(self, tensor: Tensor) -> int | None:
-        """Return a digest of the operators that would have set a tensor and of their seeds; None if it is set."""
+        """Return a digest of the skipped operators that write a tensor's storage, and of their seeds.
+
+        Returns:
+            The digest; None if the tensor has its values.
+        """
         found = self._unset.get(tensor.untyped_storage()._cdata)
         return None if found is None or found[0].expired() else found[1]
 
     def has_others(self, registered: Iterable[Tensor]) -> bool:
-        """Return whether an unset tensor lives that is not among these."""
+        """Return whether a skipped tensor is alive whose storage is not that of a `registered` tensor."""
         if not self._unset:
             return False
-        gc.collect()  # takes half a second; only models with large tensors come here
+        gc.collect()  # takes half a second; reached only for models with large tensors
         known = {tensor.untyped_storage()._cdata for tensor in registered}
         return any(not storage.expired() and address not in known for address, (storage, _) in self._unset.items())
 
     def refuse_read(self) -> NoReturn:
-        """End the attempt.
+        """Set `failed` and raise.
 
         Raises:
-            RuntimeError: Always; `failed` says so too, where the code catches it.
+            RuntimeError: Always. `failed` stays true if the model's code catches the error.
         """
         self.failed = True
         raise _ValuesNeededError("the model's code reads values that were not drawn")
@@ -91,7 +97,7 @@ class SkippedDraws(TorchDispatchMode):
         if torch.Tag.inplace_view in func.tags or _returns_view(func):
             return func(*args, **kwargs)
         written = list(_written(func, args, kwargs))
-        # What is written to may hold whatever its memory held before.
+        # A written tensor that was not skipped may hold arbitrary memory, so its contents are not digested.
         history = self._history(
             func, args, kwargs, [x for x in inputs if self._is_unset(x) or not any(x is w for w in written)]
         )
@@ -103,7 +109,7 @@ class SkippedDraws(TorchDispatchMode):
         return not tensor.is_meta and self.digest(tensor) is not None
 
     def _is_skipped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> bool:
-        """Return whether a draw is large, or comes after one that was skipped: the generator has not advanced."""
+        """Return whether a draw is large, or follows a skipped draw, which did not advance the generator."""
         if self._unset:
             return True
         drawn = inputs or pytree.tree_leaves(_on_meta(func, args, kwargs))
@@ -143,14 +149,14 @@ class SkippedDraws(TorchDispatchMode):
     def _leave_unset(self, tensor: Tensor, history: int) -> None:
         storage = tensor.untyped_storage()
         before = self.digest(tensor) or 0
-        # What a view covers is part of the history: two rows may be written to alike.
+        # The digest includes the region of the view: equal writes to different rows must differ.
         place = repr((before, history, tensor.storage_offset(), tensor.shape, tensor.stride()))
         self._unset[storage._cdata] = StorageWeakRef(storage), zlib.crc32(place.encode())
 
 
 @final
 class _Reads(TorchFunctionMode):
-    """Sees the methods of tensors that read memory without an operator."""
+    """Function mode that intercepts tensor methods that read memory without dispatching an operator."""
 
     def __init__(self, draws: SkippedDraws) -> None:
         super().__init__()
@@ -165,7 +171,7 @@ class _Reads(TorchFunctionMode):
 
 
 def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator for the shapes of its results."""
+    """Run an operator on `meta` to get the shapes, strides and dtypes of its results."""
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, torch.Generator):

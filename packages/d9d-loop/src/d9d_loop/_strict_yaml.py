@@ -1,4 +1,4 @@
-"""YAML without what makes it dangerous or surprising in a configuration: no tags, no aliases, no key twice."""
+"""Strict YAML parser for configuration files: tags, anchors, aliases and duplicate keys are refused."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -8,10 +8,10 @@ from yaml.constructor import ConstructorError
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse a document.
+    """Parse a YAML document.
 
     Raises:
-        ValueError: Saying what is wrong with it, and where.
+        ValueError: If the document is malformed or uses a refused feature. The message has the line and column.
     """
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506  (a subclass of the safe loader)
@@ -20,7 +20,7 @@ def parse_yaml(text: str) -> Any:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """The safe loader, which makes plain values only, and stricter."""
+    """Safe loader that also refuses tags, anchors, aliases, duplicate keys and keys that are not strings."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()

@@ -1,4 +1,4 @@
-"""Brings a batch to where a rank computes: onto its device, and cut to the rank's share of the sequences."""
+"""Placement of batches: copy to the device and context-parallel split of the sequences."""
 
 from typing import Any
 
@@ -8,11 +8,13 @@ from d9d_loop.task import BatchTask
 
 
 class BatchPlacement:
-    """Places the batches of a data-parallel rank, which all of its context- and tensor-parallel ranks read alike.
+    """Copies batches to this rank's device and splits their sequences over context-parallel ranks.
+
+    All context- and tensor-parallel ranks of one data-parallel rank read the same batch.
 
     Args:
-        task: Says how a batch is cut.
-        ctx: The job's context.
+        task: Task whose `split_sequence` splits a batch.
+        ctx: Distributed context of the job.
     """
 
     def __init__(self, task: BatchTask, ctx: DistributedContext) -> None:
@@ -21,6 +23,6 @@ class BatchPlacement:
         self._split = ContextSplit(ctx.mesh_for("batch")["cp"]) if cuts else None
 
     def __call__(self, batch: Any) -> Any:
-        """This rank's part of a batch, on its device. No collectives."""
+        """Return this rank's part of a batch on its device. Issues no collectives."""
         on_device = to_device(batch, self._device)
         return on_device if self._split is None else self._task.split_sequence(on_device, self._split)

@@ -1,4 +1,4 @@
-"""Which samples a rank sees in which microbatch, and the loaders that read them."""
+"""Sample indices of each rank's batches, and the data loader that reads them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, Protocol
@@ -9,29 +9,30 @@ from torch.utils.data import DataLoader
 from d9d_loop.sample_order import SampleOrder
 
 Collate = Callable[[list[Any]], Any]
-"""Makes a batch, any pytree of tensors, of a list of samples."""
+"""Function that builds a batch, a pytree of tensors, from a list of samples."""
 
 
 class Samples(Sized, Protocol):
-    """Data with a length whose samples are read by index: a `torch.utils.data.Dataset`, a list, anything alike."""
+    """Map-style dataset with a length, such as a `torch.utils.data.Dataset` or a list."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """The sample at an index in `range(len(self))`; the same one on every call."""
+        """Return the sample at an index in `range(len(self))`, the same sample on every call."""
         ...
 
 
 class TrainBatches:
-    """The samples of each microbatch of this rank, from a step on.
+    """Sample indices of this rank's microbatches, from a given step on.
 
-    Step s takes the positions s * G to (s + 1) * G of the global order, whatever the number of ranks; microbatch m of
-    data-parallel rank r takes the consecutive `microbatch_size` of them that start at (m * R + r) * microbatch_size.
+    Step s covers the positions s * G to (s + 1) * G - 1 of the global order, where G is the global batch size. This
+    range does not depend on the number of ranks. Microbatch m of data-parallel rank r covers `microbatch_size`
+    consecutive positions of the step, from its position (m * R + r) * microbatch_size on. R is `dp_size`.
 
     Args:
-        order: The global order of samples.
-        first_step: The step to begin with.
-        num_steps: The step to end before.
-        num_microbatches: Microbatches of each rank in a step.
-        microbatch_size: Samples of a microbatch.
+        order: Global order of the samples.
+        first_step: First step, counted from 0.
+        num_steps: End of the range of steps, exclusive.
+        num_microbatches: Number of microbatches of each rank in a step.
+        microbatch_size: Number of samples of a microbatch.
         dp_rank: Data-parallel rank.
         dp_size: Number of data-parallel ranks.
     """
@@ -54,7 +55,7 @@ class TrainBatches:
         self._dp_rank, self._dp_size = dp_rank, dp_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The sample indices of one microbatch after the other."""
+        """Yield the sample indices of each microbatch."""
         size = self._microbatch_size
         for step in self._steps:
             for microbatch in range(self._num_microbatches):
@@ -63,14 +64,15 @@ class TrainBatches:
 
 
 class EvaluationBatches:
-    """Goes once through samples of the data, evenly spaced, shared out so that every rank has equally many batches.
+    """Sample indices of this rank's evaluation batches: one pass over evenly spaced samples of the dataset.
 
-    Ranks must take part in each other's collectives, so a rank that runs out of samples gets a batch to ignore.
+    Every rank gets the same number of batches, because all ranks take part in the collectives of each batch. A rank
+    with fewer samples gets padding batches at the end, whose outputs must be ignored.
 
     Args:
-        data_size: Number of samples of the data.
+        data_size: Number of samples in the dataset.
         num_samples: Number of samples to use, at most `data_size`.
-        batch_size: Samples of a batch on one rank.
+        batch_size: Number of samples of a batch on one rank.
         dp_rank: Data-parallel rank.
         dp_size: Number of data-parallel ranks.
     """
@@ -83,11 +85,11 @@ class EvaluationBatches:
 
     @property
     def num_real(self) -> int:
-        """How many batches at the front count; those after them only keep this rank in step."""
+        """Number of batches before the padding batches."""
         return len(self._batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The sample indices of one batch after the other."""
+        """Yield the sample indices of each batch; a padding batch holds sample 0."""
         yield from self._batches
         for _ in range(self._num_batches - len(self._batches)):
             yield [0]
@@ -96,20 +98,20 @@ class EvaluationBatches:
 def batch_loader(
     samples: Samples, batches: Iterable[list[int]], *, collate: Collate, num_workers: int, pin_memory: bool
 ) -> DataLoader[Any]:
-    """A loader that reads the given batches in order, in worker processes if there are any.
+    """Return a loader that reads the given batches in order, in `num_workers` processes or, if 0, in this process.
 
-    Batches in pinned memory can be copied to an accelerator without the host waiting for it.
+    Batches in pinned memory can be copied to an accelerator without host-device synchronization.
     """
     return DataLoader(
-        samples,  # ty: ignore[invalid-argument-type]  (reads by index: all that a map-style loader does)
+        samples,  # ty: ignore[invalid-argument-type]  (the loader only reads samples by index)
         batch_sampler=_as_sequence(batches),
         collate_fn=collate,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        # Without one of its own, a loader draws from the global generator, and a resumed job would differ.
+        # Without its own generator, the loader draws from the global generator, and a resumed job would differ.
         generator=torch.Generator().manual_seed(0),
     )
 
 
 def _as_sequence(batches: Iterable[list[int]]) -> Sequence[list[int]]:
-    return batches  # ty: ignore[invalid-explicit-return]  (a loader only iterates over it)
+    return batches  # ty: ignore[invalid-explicit-return]  (the loader only iterates over it)

@@ -1,8 +1,8 @@
-"""Build a model before it has a layout: with its values where a function made them, or on `meta` where it chose that.
+"""Building of a model before it is sharded: on the CPU with its values, or on `meta` if the provider has `late_init`.
 
-The structure is needed on every rank and before the job starts, the values on one rank and later. So ranks of one host
-take turns to build, note a digest of each tensor, and keep the structure on `meta`; rank 0 builds once more when the
-values are placed. At no time does a host hold more than one whole copy.
+Every rank needs the structure before the job starts; only one rank needs the values, and later. So the ranks of a host
+build one after another, digest each tensor, and keep the structure on `meta`. Rank 0 builds again when the values are
+distributed. A host never holds more than one whole copy of the model.
 """
 
 import fcntl
@@ -31,13 +31,14 @@ from d9d_loop.own_random import own_random
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """A model, or a stage of it, as it was built.
+    """A model, or one stage of it, before it is sharded.
 
     Attributes:
-        module: The model: on the CPU with its values in a job of one rank that keeps them, else on `meta`.
-        tensors: Its parameters and buffers on `meta`, by canonical name.
-        without_values: Names of the tensors that `build` left to the provider's `initial_weights`.
-        digests: CRC-32 of the values of all other tensors; None where `reset_parameters` will draw them.
+        module: Module on `meta`; on the CPU with its values if `build_model` was called with `keep_values`.
+        tensors: Parameters and buffers of the module on `meta`, by canonical name.
+        without_values: Names of the tensors that `build` left on `meta`, to be read from `initial_weights`.
+        digests: CRC-32 of the values of all other tensors, or of the skipped operators that define them. Empty if
+            `module` holds its values; None if `reset_parameters` will draw them.
     """
 
     module: nn.Module
@@ -47,16 +48,20 @@ class BuiltModel:
 
 
 def build_model(provider: ModelProvider, stage: StageInfo, *, seed: int, keep_values: bool) -> BuiltModel:
-    """Build a model to plan a job with. No collectives; ranks of one host build one after another.
+    """Build a model, or one stage of it, to plan a job. Issues no collectives.
+
+    The ranks of a host build one after another, unless the model is built on `meta` or keeps its values.
 
     Args:
         provider: Builds the model.
-        stage: Which part of it.
-        seed: The job's seed.
-        keep_values: Whether to keep the values, as the only rank of a job does, or the structure on `meta`.
+        stage: Stage to build; `StageInfo()` is the whole model.
+        seed: Seed of the job.
+        keep_values: Keep the module on the CPU with its values, as in a job of one rank. Otherwise only its structure
+            is kept, on `meta`. Ignored if the provider has `late_init`.
 
     Raises:
-        UserError: If values would be lost, or a layout could not keep them.
+        UserError: If building on `meta` would lose values that the constructor sets, a tensor has no values, or
+            sharding could not restore the values tensor by tensor.
     """
     if provider.late_init:
         module = _build_on_meta(provider, stage)
@@ -75,10 +80,16 @@ def build_model(provider: ModelProvider, stage: StageInfo, *, seed: int, keep_va
 def build_with_values(
     provider: ModelProvider, stage: StageInfo, *, seed: int
 ) -> tuple[nn.Module, Mapping[str, Tensor]]:
-    """Build a model on the CPU; `random`, NumPy (where it is in use) and torch are seeded with the job's seed.
+    """Build a model on the CPU from the job's seed.
+
+    The seed is set for torch, `random` and, if it is imported, NumPy. Their random states are restored afterwards.
 
     Returns:
-        The model, and the values that it was built with.
+        The model, and its parameters and buffers by canonical name: detached, tied tensors once, without those on
+        `meta`.
+
+    Raises:
+        UserError: If a tensor has no values and the provider has no `initial_weights`.
     """
     with own_random("build"):
         random.seed(seed)
@@ -91,10 +102,12 @@ def build_with_values(
 
 
 def report_different_values(model: BuiltModel, ctx: DistributedContext) -> None:
-    """Print on rank 0 which parameters ranks built differently. Collective: an all-gather of 8 bytes a tensor.
+    """Print on rank 0 the names of the tensors whose values differ between ranks.
+
+    Collective over all ranks: an agreement check of the structure and an all-gather of 8 bytes per tensor.
 
     Raises:
-        UserError: On every rank, if ranks built models of different structure.
+        UserError: On every rank, if the structure of the model differs between ranks.
     """
     structure = [
         (name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in model.tensors.items()
@@ -116,7 +129,7 @@ def report_different_values(model: BuiltModel, ctx: DistributedContext) -> None:
 
 
 def _build_and_digest(provider: ModelProvider, stage: StageInfo, *, seed: int) -> tuple[nn.Module, dict[str, int]]:
-    """Build a model of which only the structure and digests are needed: without large draws, where that is possible."""
+    """Build a model and digest its tensors. Large random draws are skipped unless the model's code needs the values."""
     draws = SkippedDraws()
     try:
         with draws:
@@ -151,14 +164,14 @@ def _build_on_meta(provider: ModelProvider, stage: StageInfo) -> nn.Module:
 
 @final
 class _Writes(TorchDispatchMode):
-    """Records for each storage whether its last in-place write came from a `reset_parameters`."""
+    """Dispatch mode that records for each storage if its last in-place write came from a `reset_parameters`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._by_storage: dict[int, tuple[torch.UntypedStorage, bool]] = {}
 
     def lost(self, tensor: Tensor) -> bool:
-        """Return whether the last write to a tensor will not be repeated by a `reset_parameters`."""
+        """Return whether the last write to a tensor came from outside of `reset_parameters`, so it is not repeated."""
         _, is_reset = self._by_storage.get(tensor.untyped_storage()._cdata, (None, True))
         return not is_reset
 
@@ -173,7 +186,7 @@ class _Writes(TorchDispatchMode):
             ]
             for tensor in written:
                 storage = tensor.untyped_storage()
-                # The storage is kept: its address is not given to another one.
+                # The reference keeps the storage alive, so that its address is not reused.
                 self._by_storage[storage._cdata] = (storage, _is_within_reset())
         return func(*args, **(kwargs or {}))
 
@@ -197,10 +210,10 @@ def _on_meta(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _turn_of_host() -> Generator[None]:
-    """Let one rank of a job on this host build at a time.
+    """Hold a file lock, so that the ranks of a job build one after another on this host.
 
-    Jobs differ in the launcher's address. There are few files, since nobody can delete them without a race; two jobs
-    that share one only wait for each other.
+    The launcher's address and port select one of 256 lock files. The files are never deleted, because that would be a
+    race. Two jobs that share a file only wait for each other.
     """
     job = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     path = Path(tempfile.gettempdir()) / f"d9d-build-{os.getuid()}-{zlib.crc32(job.encode()) % 256}.lock"

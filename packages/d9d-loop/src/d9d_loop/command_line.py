@@ -1,4 +1,4 @@
-"""How a script ends: a mistake is one message and code 2, a full disk one and 1, Ctrl-C 130, a bug a traceback."""
+"""Mapping of the exceptions of a script to messages and exit codes."""
 
 import os
 import sys
@@ -12,12 +12,14 @@ from d9d_state import StateError
 
 @contextmanager
 def command_line() -> Generator[None]:
-    """Run a script's main part in a `with` statement, and end the process as its outcome deserves.
+    """Run the main part of a script in a `with` statement and map its exceptions to exit codes.
 
-    A `UserError` is printed as one message to the standard error, once on each node, and ends the process with exit
-    code 2; a `StateError`, such as that of a full disk, is printed on every rank, with exit code 1. Ctrl-C ends it with
-    130: what was saved is kept, and the same command continues from there. A job that a signal asked to stop says so,
-    and ends it with 75 (`ExitCode.STOPPED`).
+    A message is printed to standard error for each of these exceptions; all others propagate with their traceback.
+
+    - `UserError`: exit code 2. Printed once per node, or on each rank that raises it if it has notes.
+    - `StateError`, such as a full disk: exit code 1. Printed on each rank that raises it.
+    - `KeyboardInterrupt`: exit code 130. Checkpoints are kept, and the same command resumes from the newest one.
+    - `Stopped`, after a signal asked the job to stop: exit code 75 (`ExitCode.STOPPED`).
     """
     try:
         yield
@@ -37,6 +39,6 @@ def command_line() -> Generator[None]:
 
 
 def _say(message: str, *, everywhere: bool = False) -> None:
-    """Print to the standard error, once on each node: a launcher shows what every process prints."""
+    """Print to standard error on local rank 0, or on every rank. Launchers show the output of all ranks."""
     if everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"d9d: {message}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A part of a job that a configuration file names by its import path, with the arguments to make it of."""
+"""Configuration section that names a class or function by import path, with its arguments."""
 
 import importlib
 import inspect
@@ -21,10 +21,10 @@ _IMPORT_PATH = r"^\w+(\.\w+)*:\w+(\.\w+)*$"
 
 
 class Component(Section):
-    """What to call, and with which arguments: `model = {use = "my_project.models:Decoder", hidden_size = 64}`.
+    """Class or function to call, with its arguments: `model = {use = "my_project.models:Decoder", hidden_size = 64}`.
 
-    Arguments are checked against the signature, and made of what the file says by their annotations: a path of text, a
-    pydantic model of a table.
+    Arguments are checked against the signature and converted to their annotated types: text to a `Path`, a table to a
+    pydantic model.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -42,13 +42,17 @@ class Component(Section):
         return value
 
     def build(self, key: str) -> Any:
-        """Import what to call, and call it.
+        """Import the class or function that `use` names, and call it with the arguments.
 
         Args:
-            key: The key of the configuration that this is the value of, for messages.
+            key: Configuration key of this section, for messages.
+
+        Returns:
+            The result of the call.
 
         Raises:
-            UserError: If it cannot be imported or called so.
+            UserError: If `use` cannot be imported or is not callable, or the arguments do not match its signature and
+                annotations.
         """
         factory = self._import(key)
         arguments = self._arguments(factory, key)
@@ -60,7 +64,7 @@ class Component(Section):
             found: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # something that the module itself needs
+                raise  # the module exists, but one of its own imports is missing
             raise UserError(
                 f"{key}.use = {self.use!r}: there is no module {error.name}. Install it, or start the job in the "
                 "folder that holds it."
@@ -79,7 +83,7 @@ class Component(Section):
         given: Mapping[str, Any] = self.model_extra or {}
         try:
             signature = inspect.signature(factory)
-        except ValueError:  # written in C, and says nothing of what it takes
+        except ValueError:  # a C function without a signature
             return dict(given)
         try:
             signature.bind(**given)
@@ -98,14 +102,18 @@ class Component(Section):
 
 
 def _type_of_default(signature: inspect.Signature, name: str) -> Any:
-    """What an argument without an annotation is: as its default is, so that `false` on a command line is no text."""
+    """Return the type of an argument without an annotation, so that `false` on a command line becomes a bool.
+
+    Returns:
+        Type of the default if it is a bool, int or float; else `Any`.
+    """
     parameter = signature.parameters.get(name)
     default = None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
     return type(default) if isinstance(default, bool | int | float) else Any
 
 
 def _as_default(value: Any, kind: Any) -> Any:
-    """An argument without an annotation: text is read as its default is, if it can be, as it may be more than that."""
+    """Convert text to the type of the argument's default; return the value unchanged if it is not text or not valid."""
     if isinstance(value, str):
         with suppress(UserError):
             return _convert(value, kind, "")
@@ -113,7 +121,7 @@ def _as_default(value: Any, kind: Any) -> Any:
 
 
 def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Annotations of its arguments; none where they cannot be had, as of names that only type checkers import."""
+    """Return the annotations of the arguments; empty if they cannot be resolved, as with `TYPE_CHECKING` imports."""
     try:
         return typing.get_type_hints(factory.__init__ if isinstance(factory, type) else factory)
     except (NameError, TypeError):
@@ -121,11 +129,15 @@ def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _convert(value: Any, annotation: Any, key: str) -> Any:
-    """Make an argument what its annotation says, as strictly as any key of a configuration."""
+    """Convert an argument to its annotated type with the validation of configuration keys.
+
+    Raises:
+        UserError: If the value does not match the annotation. The message has the full key.
+    """
     *sections, name = key.split(".")
     try:
         model = _model_of(name, annotation)
-    except PydanticSchemaGenerationError:  # a type that pydantic does not know: left to what is called
+    except PydanticSchemaGenerationError:  # a type that pydantic does not know; the factory receives the raw value
         return value
     values = {name: value}
     for section in reversed(sections):
@@ -137,8 +149,8 @@ def _convert(value: Any, annotation: Any, key: str) -> Any:
 
 
 def _model_of(name: str, annotation: Any) -> type[BaseModel]:
-    """A configuration with one key, so that messages name it in full."""
+    """Return a configuration class with one key. Nested, these classes give messages the full key."""
     fields: dict[str, Any] = {name: (annotation, ...)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an argument may have the name of a method of models
+        warnings.simplefilter("ignore")  # pydantic warns if an argument has the name of a `BaseModel` method
         return create_model("Arguments", __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields)

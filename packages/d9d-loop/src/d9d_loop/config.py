@@ -1,6 +1,6 @@
-"""Every field a training job can be configured by, as frozen pydantic models: documented, checked, with defaults.
+"""Configuration of a training job, as frozen pydantic models.
 
-A job's own settings go into a subclass: `class PretrainConfig(TrainerConfig): model: Qwen3Params`.
+A subclass adds the settings of a particular job: `class PretrainConfig(TrainerConfig): model: Qwen3Params`.
 """
 
 from collections.abc import Sequence
@@ -22,41 +22,42 @@ from d9d_state import Retention
 
 
 class JobConfig(Section):
-    """What configures a job as a whole: read from files and the command line."""
+    """Base of job configurations, which are read from a file and the command line."""
 
     @classmethod
     def from_cli(cls, default_file: str | Path | None = None, arguments: Sequence[str] | None = None) -> Self:
-        """Read a configuration file and the overrides on the command line.
+        """Read the configuration from the command line `script.py [FILE] [--section.key VALUE ...]`.
 
-        `script.py [FILE] [--section.key VALUE ...]`; `--help` documents every field and exits.
+        Values on the command line override those of the file. `--help` prints every key and exits; `--schema` prints
+        the JSON Schema of configuration files and exits.
 
         Args:
-            default_file: The TOML, JSON or YAML file to read where the command line names none.
-            arguments: The command line without the program's name; that of this process by default.
+            default_file: TOML, JSON or YAML file to read if the command line names none.
+            arguments: Command line without the program's name; by default `sys.argv[1:]`.
 
         Returns:
-            The checked configuration.
+            The validated configuration.
 
         Raises:
-            UserError: If the file or a field is wrong; every wrong field is listed.
+            UserError: If the file cannot be read or is malformed, or listing every invalid key.
         """
         return parse_command_line(cls, default_file, arguments)
 
 
 class RunConfig(Section):
-    """Where a job keeps what it writes."""
+    """Output folder of a job."""
 
     folder: Path = Field(Path("runs"), description="Folder of all runs.")
     name: str = Field("run", min_length=1, description="Name of this run: its folder within the folder of all runs.")
 
     @property
     def dir(self) -> Path:
-        """The folder of this run."""
+        """Output folder of this run: `folder / name`."""
         return self.folder / self.name
 
 
 class BatchConfig(Section):
-    """How many samples a step takes, and how they are cut."""
+    """Global batch size and microbatch size."""
 
     global_size: PositiveInt = Field(description="Samples of one optimizer step, over all ranks.")
     microbatch_size: PositiveInt | None = Field(
@@ -65,7 +66,7 @@ class BatchConfig(Section):
 
 
 class DataConfig(Section):
-    """How samples are read."""
+    """Sample order and data workers."""
 
     shuffle: bool = Field(True, description="Whether each epoch has a random order of its own.")
     num_workers: int = Field(0, ge=0, description="Processes that read samples; 0 reads in the training process.")
@@ -76,7 +77,7 @@ class DataConfig(Section):
 
 
 class GradientConfig(Section):
-    """What happens to gradients before the optimizer."""
+    """Gradient clipping before the optimizer step."""
 
     max_norm: PositiveFloat | None = Field(
         None, description="Largest global norm; larger gradients are scaled down. Null only measures the norm."
@@ -84,7 +85,7 @@ class GradientConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the job is saved, and which checkpoints are kept: those for which any of the reasons below holds."""
+    """When checkpoints are saved, and which are kept: those that any of the `keep_` rules selects."""
 
     every: PositiveInt = Field(100, description="Steps between checkpoints; the last step is always saved.")
     background: bool = Field(
@@ -107,7 +108,7 @@ class CheckpointConfig(Section):
 
     @property
     def retention(self) -> Retention:
-        """Which checkpoints are kept."""
+        """Retention rules for the checkpoint store."""
         return Retention(
             last=self.keep_last,
             every=self.keep_every,
@@ -117,14 +118,14 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """When and on what the model is evaluated, if there is evaluation data."""
+    """Interval and number of samples of evaluations. Has no effect without evaluation data."""
 
     every: PositiveInt = Field(100, description="Steps between evaluations; the last step is always evaluated.")
     num_samples: PositiveInt | None = Field(None, description="How many samples, evenly spaced; all of them if null.")
 
 
 class PipelineConfig(Section):
-    """How ranks work together where the mesh has several pipeline ranks."""
+    """Pipeline schedule. Has no effect if the mesh has one pipeline rank."""
 
     schedule: PipelineScheduleConfig = Field(
         ScheduleConfig.model_validate({}), description="In which order ranks compute; see the gallery of schedules."
@@ -137,7 +138,7 @@ class PipelineConfig(Section):
 
 
 class LoggingConfig(Section):
-    """What is shown and tracked."""
+    """Tracking interval, progress bar and drawings."""
 
     every: PositiveInt = Field(10, description="Steps between tracked values; the first and last step are tracked too.")
     progress: bool = Field(True, description="Whether to draw a progress bar, where there is a terminal.")
@@ -148,7 +149,7 @@ class LoggingConfig(Section):
 
 
 class HostConfig(Section):
-    """How a rank's process behaves."""
+    """Settings of the Python process of each rank."""
 
     collect_garbage_every: PositiveInt | None = Field(
         50,
@@ -157,7 +158,7 @@ class HostConfig(Section):
 
 
 class TrainerConfig(JobConfig):
-    """The configuration of a training job."""
+    """Configuration of a training job."""
 
     steps: PositiveInt = Field(description="Optimizer steps of the whole job, those before a resume included.")
     batch: BatchConfig

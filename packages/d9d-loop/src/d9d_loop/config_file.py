@@ -1,4 +1,4 @@
-"""Reads configuration files, which may include others: TOML, JSON and, with an extra, YAML; strict in each."""
+"""Strict reader of TOML, JSON and (with the extra `yaml`) YAML configuration files, which may include others."""
 
 import json
 import tomllib
@@ -11,19 +11,22 @@ from d9d_dist import UserError
 _Values = dict[str, Any]
 
 _TELLS_KINDS_APART = ("kind", "use")
-"""Keys whose value says which other keys a section has."""
+"""Discriminator keys: their value determines the other keys of a section."""
 
 
 def read_config_file(file: str | Path) -> _Values:
-    """Read a `.toml`, `.json`, `.yaml` or `.yml` file, and those that it includes.
+    """Read a `.toml`, `.json`, `.yaml` or `.yml` file and the files that it includes.
 
-    `include = ["base.toml"]` at the top takes in other files, named relative to this one. Their keys count where this
-    file, or a file further down the list, does not say otherwise: sections are merged, all else is replaced; so is a
-    section of another `kind`, whose keys would mean nothing.
+    `include = ["base.toml"]` at the top level includes other files, by paths relative to this file. Keys of this file
+    override those of included files, and later included files override earlier ones. Sections are merged; other values
+    are replaced. A section is also replaced if its `kind` or `use` differs, because then its keys differ.
+
+    Returns:
+        Merged values as nested dicts, without `include` and `$schema`.
 
     Raises:
-        UserError: If a file is not there, of another kind, not well formed, has a key twice, or includes itself; YAML
-            with tags or aliases.
+        UserError: If a file cannot be read, has another extension, is malformed, repeats a key or includes itself; if
+            YAML has tags, anchors or aliases, or PyYAML is not installed.
     """
     return _read(Path(file), ())
 
@@ -34,7 +37,7 @@ def _read(path: Path, included_by: Sequence[Path]) -> _Values:
         raise UserError(f"configuration file {path} includes itself: {chain}. Take one include out.")
     values = _parse(path, included_by)
     names = values.pop("include", [])
-    values.pop("$schema", None)  # for editors
+    values.pop("$schema", None)  # used by editors only
     names = [names] if isinstance(names, str) else names
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(f"configuration file {path}: include = {names!r}; expected a list of files.")
@@ -45,7 +48,7 @@ def _read(path: Path, included_by: Sequence[Path]) -> _Values:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> _Values:
-    """The values of two configurations, of which the second one counts where both say something."""
+    """Merge two configurations: values of `over` win, and it replaces sections whose `kind` or `use` differs."""
     if any(key in base and key in over and base[key] != over[key] for key in _TELLS_KINDS_APART):
         return dict(over)
     merged = dict(base)

@@ -1,4 +1,4 @@
-"""Makes a configuration of a file and the command line, and refuses a wrong one with all that is wrong with it."""
+"""Reading of a configuration from a file and the command line, with errors that list every invalid key."""
 
 import json
 import sys
@@ -20,17 +20,18 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def parse_command_line(model: type[M], default_file: str | Path | None, arguments: Sequence[str] | None) -> M:
-    """Read `[FILE] [--section.key VALUE ...]` into a configuration.
+    """Parse the command line `[FILE] [--section.key VALUE ...]` to a configuration.
 
-    `--help` prints every field and exits; `--schema` prints the JSON Schema of files, which editors can check against.
+    `--help` prints every key and exits. `--schema` prints the JSON Schema of configuration files, for editors, and
+    exits.
 
     Args:
-        model: The class of the configuration.
-        default_file: The file to read where the command line names none.
-        arguments: The command line; that of this process by default.
+        model: Configuration class.
+        default_file: File to read if the command line names none; `None` for defaults only.
+        arguments: Command line without the program's name; by default `sys.argv[1:]`.
 
     Raises:
-        UserError: If the file or a field is wrong.
+        UserError: If the file cannot be read or is malformed, or listing every invalid key.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "--help" in words or "-h" in words:
@@ -49,7 +50,10 @@ def parse_command_line(model: type[M], default_file: str | Path | None, argument
 
 
 def _with_default_kinds(values: Mapping[str, Any], over: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Name the kind of sections that leave it out where the command line names one: it may be another."""
+    """Add the default `kind` to sections of the file that omit it, where the command line sets a `kind`.
+
+    `merge` then sees if the two kinds differ, and replaces the section instead of mixing keys of both kinds.
+    """
     named = dict(values)
     for key, field in model.model_fields.items():
         section, above = named.get(key), over.get(key)
@@ -64,11 +68,11 @@ def _with_default_kinds(values: Mapping[str, Any], over: Mapping[str, Any], mode
 
 
 def validate_config(model: type[M], values: Mapping[str, Any]) -> M:
-    """Check values against a configuration's class.
+    """Validate values and return the configuration.
 
     Raises:
-        UserError: Listing everything that is wrong: the field, what was got, what was expected; for an unknown key, the
-            closest one that there is.
+        UserError: Listing every invalid key with its value and the expected value, and for an unknown key the most
+            similar known key.
     """
     try:
         return model.model_validate(values)
@@ -77,7 +81,10 @@ def validate_config(model: type[M], values: Mapping[str, Any]) -> M:
 
 
 def file_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The JSON Schema of configuration files, in which nothing is required: the rest may come from other places."""
+    """Return the JSON Schema of configuration files.
+
+    No top-level key is required, because included files and the command line may supply it.
+    """
     schema = _without_one_of(model.model_json_schema())
     schema.pop("required", None)
     include = {
@@ -90,7 +97,7 @@ def file_schema(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _without_one_of(schema: Any) -> Any:
-    """A section in which `kind` is left out fits several members of a union; which one is meant is known here only."""
+    """Replace `oneOf` with `anyOf`: a section that omits `kind` may match several members of a union."""
     if isinstance(schema, list):
         return [_without_one_of(each) for each in schema]
     if not isinstance(schema, dict):
@@ -99,7 +106,14 @@ def _without_one_of(schema: Any) -> Any:
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
-    """Separate the configuration file from the overrides `--key value` and `--key=value`."""
+    """Split command-line words into the configuration file and the overrides `--key value` and `--key=value`.
+
+    Returns:
+        The file, if there is one, and the pairs of key and text.
+
+    Raises:
+        UserError: If an override has no value, or there is more than one file.
+    """
     file: str | None = None
     overrides: list[tuple[str, str]] = []
     rest = iter(words)
@@ -120,7 +134,11 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]
 
 
 def _override(over: dict[str, Any], key: str, text: str, values: Any) -> None:
-    """Put a value at its place in `over`, which comes over the values of a file."""
+    """Set the value of a dotted key in `over`, the overrides of a file's `values`.
+
+    Raises:
+        UserError: If the key goes through a value that is not a section.
+    """
     *sections, name = key.split(".")
     for section in sections:
         over, values = over.setdefault(section, {}), values.get(section, {})
@@ -130,7 +148,7 @@ def _override(over: dict[str, Any], key: str, text: str, values: Any) -> None:
 
 
 def _parse_value(text: str) -> Any:
-    """Lists, tables and null by their syntax; all else stays text, which the field's type makes sense of."""
+    """Parse `null`, and lists and tables in TOML or JSON. Other values stay text, which pydantic converts."""
     if text == "null":
         return None
     if text.startswith(("[", "{")):

@@ -1,4 +1,4 @@
-"""Random numbers that samples are made with: a function of where they are, so that ranks with equal samples agree."""
+"""Random streams for reading samples, derived from the sample position, so that ranks with the same samples agree."""
 
 import pickle
 import random
@@ -14,15 +14,14 @@ from d9d_dist import UserError, stream_key
 
 @contextmanager
 def position_random(seed: int, *, position: int) -> Generator[None]:
-    """Let Python, NumPy (where it is in use) and torch on the CPU draw from a stream of their own in here.
+    """Seed `random`, torch's CPU generator and, if imported, NumPy from a sample position; restore them on exit.
 
-    The ranks of a pipeline, and of tensor and context parallelism, each read the same samples; what datasets and
-    collate functions draw has to be the same too, on whichever rank they are read. What the model draws from is left
-    as it was.
+    Pipeline-, tensor- and context-parallel ranks read the same samples, so datasets and collate functions must draw
+    the same numbers on each of them. The random states of the model are unaffected.
 
     Args:
-        seed: The seed of the job.
-        position: Position in the global order of the first of the samples.
+        seed: Seed of the job.
+        position: Position of the first of the samples in the global order.
     """
     before = _states()
     seed_data_random(seed, position=position)
@@ -36,7 +35,7 @@ def position_random(seed: int, *, position: int) -> Generator[None]:
 
 
 def seed_data_random(seed: int, *, position: int) -> None:
-    """Let a process that only reads samples draw what `position_random` would let it draw."""
+    """Seed like `position_random`, but without restoring the states; for data worker processes."""
     key = stream_key(seed, "data at", position)
     random.seed(key)
     torch.default_generator.manual_seed(key)
@@ -45,12 +44,12 @@ def seed_data_random(seed: int, *, position: int) -> None:
 
 
 def check_draws_nothing(read: Callable[[], object]) -> None:
-    """Check that no random numbers are drawn by reading data that are said to need none.
+    """Check that `read`, which reads a batch, draws no random numbers.
 
-    They are read twice if some were: another thread, such as a tracker's, may have drawn them the first time.
+    If the random states changed, `read` is called again, because another thread, such as a tracker's, may have drawn.
 
     Raises:
-        UserError: If some were drawn both times.
+        UserError: If random numbers were drawn in both calls.
     """
     drawn = _drawn_by(read) and _drawn_by(read)
     if drawn:

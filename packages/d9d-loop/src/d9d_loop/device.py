@@ -1,4 +1,4 @@
-"""Brings batches to the device of a rank."""
+"""Copy of batches to a device."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.utils import _pytree as pytree
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy every tensor of a pytree to a device; everything else passes through."""
+    """Copy every tensor of a pytree to a device with `non_blocking=True`. For the CPU, return the batch unchanged."""
     if device.type == "cpu":
         return batch
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)

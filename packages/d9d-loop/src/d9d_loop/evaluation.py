@@ -1,4 +1,4 @@
-"""Measures the loss and the task's metrics on held-out data, and leaves no trace in the training."""
+"""Evaluation of the loss and the task's metrics on held-out data, without side effects on training."""
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -20,17 +20,17 @@ from d9d_state import rng_state, set_rng_state
 
 
 class Evaluator:
-    """Evaluates a model on samples of its data, evenly spaced; the result does not depend on the number of ranks.
+    """Evaluates a model on evenly spaced samples of a dataset. The result does not depend on the number of ranks.
 
     Args:
-        model: The model under training, or the pipeline of its stages.
-        samples: The evaluation data.
-        task: Makes inputs, losses and metrics.
-        collate: Makes a batch of samples.
-        num_samples: How many samples to use; all if `None`.
-        batch_size: Samples of a forward pass on one rank.
-        ctx: The job's context.
-        seed: Of what samples draw.
+        model: The model that is trained, or the pipeline of its stages.
+        samples: Evaluation dataset.
+        task: Provides model inputs, losses and metrics.
+        collate: Builds a batch from a list of samples.
+        num_samples: Number of samples to use; all if `None`.
+        batch_size: Number of samples of a forward pass on one rank.
+        ctx: Distributed context of the job.
+        seed: Seed of the random numbers that the dataset and `collate` draw.
     """
 
     def __init__(
@@ -55,17 +55,19 @@ class Evaluator:
             dp_rank=ctx.coordinate("batch", "dp"),
             dp_size=ctx.size("batch", "dp"),
         )
-        # As many batches at a time as keep all ranks of a pipeline at work.
+        # Microbatches of one executor step; twice the number of pipeline ranks keeps the bubble small.
         self._batches_at_a_time = 2 * ctx.size("batch", "pp") if ctx.size("batch", "pp") > 1 else 1
         self._executors: dict[int, Executor] = {}
         self._place = BatchPlacement(task, ctx)
         self._ctx = ctx
 
     def __call__(self) -> dict[str, float]:
-        """Evaluate once; collective.
+        """Run one evaluation. Collective over all ranks.
+
+        The model runs in evaluation mode without gradients. Modes and random states are restored afterwards.
 
         Returns:
-            `loss`, the weighted mean over all samples, and the task's metrics, equal on every rank.
+            `loss`, the weighted mean over all samples, and the task's metrics; equal on every rank.
         """
         metrics = {name: metric.to(self._ctx.device) for name, metric in self._task.metrics().items()}
         mean_loss = WeightedMean().to(self._ctx.device)
@@ -97,7 +99,7 @@ class Evaluator:
             batch_loader(self._samples, self._batches, collate=self._collate, num_workers=0, pin_memory=pin_memory)
         )
         for indices in self._batches:
-            # Ranks that see the same samples have to agree on what those draw.
+            # Ranks that read the same samples must draw the same random numbers.
             with position_random(self._seed, position=indices[0]):
                 batch = next(loader)
             yield self._place(batch)
@@ -105,7 +107,7 @@ class Evaluator:
 
 @contextmanager
 def _without_trace(model: nn.Module) -> Generator[None]:
-    """Evaluation mode without gradients; modes and random states are put back: training cannot tell it happened."""
+    """Switch to evaluation mode without gradients; restore the modules' modes and the random states on exit."""
     state = rng_state()
     training = [module for module in model.modules() if module.training]
     model.eval()

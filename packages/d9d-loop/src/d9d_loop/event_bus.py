@@ -1,4 +1,4 @@
-"""Calls handlers with the events of a job, so that they can look on without the training being any different for it."""
+"""Calls to event handlers, isolated so that handlers do not change the training by accident."""
 
 import dataclasses
 import inspect
@@ -20,17 +20,17 @@ _Handler = Callable[[Any], object]
 
 @final
 class handles:  # noqa: N801  (a decorator)
-    """Marks a method as a handler of events of some kinds, for `Events.subscribe`.
+    """Decorator that marks a method as an event handler, for `Events.subscribe`.
 
         class Watcher:
             @handles(StepDone)
             def look(self, event: StepDone) -> None: ...
 
     Args:
-        kinds: The kinds of event.
+        kinds: Event classes that the method handles.
 
     Raises:
-        UserError: If one is no kind of event.
+        UserError: If one of `kinds` is not a subclass of `Event`.
     """
 
     def __init__(self, *kinds: type[Event]) -> None:
@@ -39,13 +39,13 @@ class handles:  # noqa: N801  (a decorator)
         self._kinds = kinds
 
     def __call__(self, method: Callable[[Any, Any], None]) -> "_MarkedMethod":
-        """Mark a method."""
+        """Return the method marked with the event classes."""
         return _MarkedMethod(method, self._kinds)
 
 
 @final
 class _MarkedMethod:
-    """A method that knows which events it handles; otherwise like any other."""
+    """Descriptor of a method and its event classes; on an instance it is the bound method."""
 
     def __init__(self, method: Callable[[Any, Any], None], kinds: tuple[type[Event], ...]) -> None:
         self.method, self.kinds = method, kinds
@@ -56,14 +56,18 @@ class _MarkedMethod:
 
 @final
 class Events:
-    """Calls handlers with events, on every rank, in the order of subscription.
+    """Calls event handlers on every rank, in the order of subscription.
 
-    A handler changes nothing by accident: it runs without gradients, draws random numbers from a stream of its own (a
-    function of the seed, the kind of event, its step and the handler's place; equal on all ranks), modules that it
-    switches between training and evaluation are switched back, and to change a tensor of the event itself is an error.
+    Handlers are isolated from the training:
+
+    - They run without gradients.
+    - Each call has its own random stream, a function of the seed, the event class, its step and the handler's index.
+      The stream is equal on all ranks.
+    - The training modes of the event's modules are restored after each call.
+    - Changing a tensor of the event in place is an error.
 
     Args:
-        seed: Of the handlers' random numbers.
+        seed: Seed of the handlers' random numbers.
     """
 
     def __init__(self, *, seed: int = 0) -> None:
@@ -72,19 +76,19 @@ class Events:
         self._phase: Callable[[str], AbstractContextManager[None]] = nullcontext
 
     def on(self, kind: type[E], handler: Callable[[E], object]) -> None:
-        """Call `handler` with every event of a kind.
+        """Register a handler for events of exactly this class; subclasses are not included.
 
         Raises:
-            UserError: If that is no kind of event.
+            UserError: If `kind` is not a subclass of `Event`.
         """
         _check_kind(kind)
         self._handlers.setdefault(kind, []).append(handler)
 
     def subscribe(self, *subscribers: object) -> None:
-        """Call the methods of objects that `handles` marks, with events of the kinds that it names.
+        """Register the methods of objects that are marked by `handles`.
 
         Raises:
-            UserError: If an object has no such method.
+            UserError: If an object has no marked method.
         """
         for subscriber in subscribers:
             marked = [
@@ -102,17 +106,20 @@ class Events:
                     self.on(kind, method.__get__(subscriber, type(subscriber)))
 
     def watch(self, phase: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Call the handlers of each event within a phase such as "the handlers of StepDone", e.g. of a `HangWatchdog`.
+        """Set the context manager that handlers run in, such as `HangWatchdog.phase`.
 
-        Without one of their own, handlers would run on the time limit of whatever the job does around them.
+        `emit` calls it with a name such as "the handlers of StepDone". Without it, the handlers' time would count
+        against the timeout of the surrounding phase of the job.
         """
         self._phase = phase
 
     def emit(self, event: Event) -> None:
-        """Call the handlers of an event. What a handler raises ends the job, with a note that names the handler.
+        """Call the handlers of an event.
+
+        An exception of a handler propagates with a note that names the handler.
 
         Raises:
-            UserError: If a handler changed a tensor of the event.
+            UserError: If a handler changed a tensor of the event in place.
         """
         kind, handlers = type(event).__name__, self._handlers.get(type(event), ())
         if not handlers:
@@ -138,7 +145,11 @@ def _name_of(handler: _Handler) -> str:
 
 @contextmanager
 def _looking_on(event: Event) -> Generator[None]:
-    """Without gradients; the event's tensors have to stay as they are, and modules' modes are put back."""
+    """Disable gradients, restore the modes of the event's modules on exit, and refuse changes of its tensors.
+
+    Raises:
+        UserError: If a tensor of the event was changed in place.
+    """
     values = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
     versions = {name: value._version for name, value in values.items() if isinstance(value, Tensor)}
     modes = [

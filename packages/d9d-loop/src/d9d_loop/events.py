@@ -1,8 +1,9 @@
-"""What happens in the life of a job, as typed events; see `event_bus` for how handlers are called with them.
+"""Event classes of training and inference jobs. `event_bus` calls the handlers.
 
-In the order of a job: ConfigReady, ModelReady, OptimizerReady, DataReady; in each step StepStarted, BackwardDone,
-GradientsReady, OptimizerDone, StepDone, then EvaluationStarted, EvaluationDone, CheckpointStarted, CheckpointSaved
-where they are due; at the end ModelExported and Finished, or Failed.
+A training job emits ConfigReady, ModelReady, OptimizerReady, DataReady, the events of each step, ModelExported and
+Finished, in this order. The events of a step are StepStarted, BackwardDone, GradientsReady, OptimizerDone, StepDone.
+Steps with an evaluation or a checkpoint then emit EvaluationStarted, EvaluationDone, CheckpointStarted,
+CheckpointSaved. A job that ends with an exception emits Failed.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,10 +23,10 @@ from d9d_loop.train_result import TrainResult
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened on every rank.
+    """Base of events, which are emitted on every rank.
 
     Attributes:
-        step: Number of optimizer steps done so far; within a step, its number counted from 1.
+        step: Number of completed optimizer steps; for the events within a step, that step, counted from 1.
     """
 
     step: int
@@ -33,11 +34,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class ConfigReady(Event):
-    """The job was checked, and its ranks know each other; nothing is built yet. The step is 0, also of a resumed job.
+    """The configuration is checked and the distributed context exists; the model is not sharded yet.
+
+    `step` is 0, also in a resumed job.
 
     Attributes:
-        config: The resolved configuration, as JSON.
-        ctx: The job's context.
+        config: Resolved configuration as JSON values.
+        ctx: Distributed context of the job.
     """
 
     config: Mapping[str, JsonValue]
@@ -46,11 +49,11 @@ class ConfigReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class ModelReady(Event):
-    """The model is built, parallelised and holds its weights: initial ones, or those of the checkpoint of `step`.
+    """The model is built and parallelized, and has its initial weights or those of the checkpoint of `step`.
 
     Attributes:
-        model: The model; of a pipeline, this rank's stages.
-        ctx: The job's context.
+        model: The model; with pipeline parallelism, this rank's stages.
+        ctx: Distributed context of the job.
     """
 
     model: nn.Module
@@ -59,10 +62,10 @@ class ModelReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerReady(Event):
-    """The optimizer is built, and has the state of the checkpoint of `step`, if the job resumes.
+    """The optimizer is built; in a resumed job, it has the state of the checkpoint of `step`.
 
     Attributes:
-        optimizer: The optimizer.
+        optimizer: Optimizer of this rank's parameters.
     """
 
     optimizer: Optimizer
@@ -70,11 +73,11 @@ class OptimizerReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class DataReady(Event):
-    """The training data are about to be read, from the first sample that steps before did not see.
+    """Training data will be read next, from the first sample after those of the completed steps.
 
     Attributes:
-        num_microbatches: Microbatches of a step on this rank.
-        microbatch_size: Samples of a microbatch.
+        num_microbatches: Number of microbatches of a step on this rank.
+        microbatch_size: Number of samples of a microbatch.
     """
 
     num_microbatches: int
@@ -83,15 +86,17 @@ class DataReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepStarted(Event):
-    """The microbatches of a step are on the device; its first forward comes next."""
+    """The microbatches of a step are on the device; the first forward follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardDone(Event):
-    """All forwards and backwards of a step are done. Gradients are sums, in part not yet reduced over ranks.
+    """All forwards and backwards of a step are done.
+
+    Gradients are sums over microbatches. Some of them are not yet reduced over ranks.
 
     Attributes:
-        model: The model, whose parameters hold them.
+        model: Model whose parameters hold the gradients.
     """
 
     model: nn.Module
@@ -99,13 +104,14 @@ class BackwardDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class GradientsReady(Event):
-    """The gradients of a step are reduced, divided by the global weight and clipped; the optimizer comes next.
+    """The gradients of a step are reduced, divided by the global weight and clipped; the optimizer step follows.
 
-    A handler may look at them, and change them in place.
+    A handler may change the gradients in place.
 
     Attributes:
-        model: The model, whose parameters hold them.
-        grad_norm: Their global norm before clipping, 0-dim, on the device; not finite in a step that may be left out.
+        model: Model whose parameters hold the gradients.
+        grad_norm: Global norm of the gradients before clipping; 0-dim tensor on the device. It may be non-finite, in a
+            step that may be skipped.
     """
 
     model: nn.Module
@@ -114,12 +120,12 @@ class GradientsReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerDone(Event):
-    """The optimizer has changed the parameters, or left a bad step out; the gradients are still there.
+    """The optimizer has updated the parameters, or skipped a bad step. Gradients are not yet cleared.
 
     Attributes:
-        model: The model.
-        optimizer: The optimizer.
-        taken: Whether it did, 0-dim bool, on the device: not of a bad step whose update was left out.
+        model: The model; with pipeline parallelism, this rank's stages.
+        optimizer: Optimizer of this rank's parameters.
+        taken: True if the parameters were updated, False if the step was skipped; 0-dim bool tensor on the device.
     """
 
     model: nn.Module
@@ -132,10 +138,11 @@ class StepDone(Event):
     """An optimizer step is done.
 
     Attributes:
-        loss: Weighted mean over the global batch; a 0-dim tensor, so that looking at it is the handler's choice.
-        grad_norm: Global norm of the gradients before clipping; 0-dim.
-        learning_rate: The learning rate of the step.
-        asleep: `with event.asleep():` keeps all state of the training in host memory meanwhile.
+        loss: Weighted mean over the global batch; 0-dim tensor on the device. Reading its value synchronizes host and
+            device.
+        grad_norm: Global norm of the gradients before clipping; 0-dim tensor on the device.
+        learning_rate: Learning rate of the optimizer's first parameter group in this step.
+        asleep: `with event.asleep():` offloads all training state to host memory for the body.
     """
 
     loss: torch.Tensor
@@ -146,12 +153,15 @@ class StepDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class BadStepFound(Event):
-    """A step was not finite, or its loss a spike; comes before the `StepDone` of a step that the job goes on from.
+    """A bad step was found: its loss or gradients are non-finite, or its loss is a spike.
+
+    It is emitted in the bad step or the next one, before the `StepDone` of the step that emits it. After a rollback or
+    a stop, this `StepDone` is not emitted.
 
     Attributes:
         kind: `non-finite` or `spike`.
-        decision: What all ranks do about it: `report`, `skip`, `rewind` or `stop`.
-        why: The same for people, with the first tensor that was not finite.
+        decision: Action of all ranks: `report`, `skip`, `rewind` (roll back to a checkpoint) or `stop`.
+        why: Message about the step, with the first non-finite tensor if one was found.
     """
 
     kind: str
@@ -161,15 +171,15 @@ class BadStepFound(Event):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationStarted(Event):
-    """The model is about to be evaluated."""
+    """An evaluation starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDone(Event):
-    """The model was evaluated.
+    """An evaluation is done.
 
     Attributes:
-        values: The loss and the task's metrics on the evaluation data.
+        values: Loss and task metrics on the evaluation data, by name.
     """
 
     values: Mapping[str, float]
@@ -177,30 +187,32 @@ class EvaluationDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStarted(Event):
-    """A checkpoint of this step is about to be taken."""
+    """Saving of a checkpoint of `step` starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved(Event):
-    """The checkpoint of this step is complete; one that was written in the background may be of an earlier step."""
+    """The checkpoint of `step` is complete. A checkpoint that is written in the background may complete steps later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slept(Event):
-    """All state of the training is in host memory; the device is free for something else."""
+    """Training state is offloaded to host memory, and its device memory is free for other uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Woken(Event):
-    """The state of the training is back on the device."""
+    """Training state is onloaded to the device again."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartWritten(Event):
-    """Inference is through with a part of the samples, and its results are on the disk. The step counts parts.
+    """This rank has computed a part of the samples. A rank that writes the results has written them.
+
+    `step` is the number of parts that all ranks have computed, those of previous runs included.
 
     Attributes:
-        part: The part that this rank computed; `None` where there was none left for it.
+        part: Index of the part; `None` if no part was left for this rank.
     """
 
     part: int | None
@@ -208,10 +220,10 @@ class PartWritten(Event):
 
 @dataclass(frozen=True, slots=True)
 class ModelExported(Event):
-    """The model was written in the Hugging Face layout.
+    """The model is exported in the Hugging Face layout.
 
     Attributes:
-        folder: Where it is.
+        folder: Folder of the exported files.
     """
 
     folder: Path
@@ -219,14 +231,14 @@ class ModelExported(Event):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Event):
-    """The job is done; every rank is still in it, so a handler may use the model.
+    """The job is done. All ranks still run, so a handler may call the model and issue collectives.
 
     Attributes:
-        result: What came of it.
-        model: The trained model; of a pipeline, this rank's stages.
-        forward: Runs the model as a call of it would, over all stages of a pipeline, without gradients; collective over
-            the pipeline, and the result is on every rank.
-        ctx: The job's context.
+        result: Result of the job.
+        model: Trained model; with pipeline parallelism, this rank's stages.
+        forward: Calls the model over all pipeline stages, without gradients. Collective over the pipeline; every rank
+            gets the output.
+        ctx: Distributed context of the job.
     """
 
     result: TrainResult
@@ -237,10 +249,10 @@ class Finished(Event):
 
 @dataclass(frozen=True, slots=True)
 class Failed(Event):
-    """The job ends with an exception; other ranks may be gone, so a handler must not communicate with them.
+    """The job ends with an exception. Other ranks may have exited, so a handler must not issue collectives.
 
     Attributes:
-        error: What ends it.
+        error: The exception.
     """
 
     error: BaseException

@@ -1,8 +1,9 @@
-"""Tells whether two jobs have the same frozen parameters: what a checkpoint leaves out has to come back as it was.
+"""Digest of frozen parameters: a resumed job must have the same values for parameters that its checkpoint omits.
 
-The digest of elements b (their bits, as whole numbers) at the places i of all parameters p that do not require
-gradients is sum_p h_p sum_i (2i + 1) b_i mod 2^64, with an odd h_p of the parameter's name. It is a sum, so that each
-rank adds what it holds, whatever the layout; a change of one element changes it, because 2i + 1 and h_p are odd.
+The digest is sum_p h_p sum_i (2i + 1) b_i mod 2^64 over all parameters p that do not require gradients. b_i is the bit
+pattern of element i as an integer, and h_p is an odd hash of the parameter's name. Each rank adds the terms of its own
+shards, so the sum does not depend on the layout. Since 2i + 1 and h_p are odd, a change of one element changes the
+digest.
 """
 
 import hashlib
@@ -22,16 +23,17 @@ _ELEMENTS_AT_ONCE = 1 << 20
 
 @torch.no_grad()
 def frozen_digest(model: nn.Module, ctx: DistributedContext) -> str:
-    """The digest of all parameters that do not require gradients, in hexadecimal. Collective: 8 bytes over all ranks.
+    """Return the digest of all parameters that do not require gradients.
 
-    Reads every such parameter once; the host waits.
+    Collective: an all-reduce of 8 bytes over all ranks. Reads every such parameter once and synchronizes host and
+    device.
 
     Args:
         model: This rank's part of the model.
-        ctx: The job's context.
+        ctx: Distributed context of the job.
 
     Returns:
-        The same on every rank, and for the same values in every layout.
+        16 hexadecimal digits, equal on every rank. Equal values give equal digests in every layout.
     """
     total = torch.zeros((), dtype=torch.int64, device=ctx.device)
     first_rank = 0
@@ -47,9 +49,10 @@ def frozen_digest(model: nn.Module, ctx: DistributedContext) -> str:
 
 
 def _counts_here(tensor: Tensor, ctx: DistributedContext, first_rank: int) -> bool:
-    """Whether it is this rank that adds its part, of those of a pipeline stage that hold the same one.
+    """Return whether this rank adds its shard of a tensor to the digest, among the ranks with the same shard.
 
-    It is the first copy of it in the copy of its mesh that has the stage's first rank.
+    A `DTensor` is counted on the mesh that contains the stage's first rank, at coordinate 0 of every axis on which it
+    is replicated. A plain tensor is counted on the stage's first rank.
     """
     if not isinstance(tensor, DTensor):
         return ctx.rank == first_rank
@@ -64,12 +67,12 @@ def _counts_here(tensor: Tensor, ctx: DistributedContext, first_rank: int) -> bo
 
 
 def _name_factor(name: str) -> int:
-    """An odd number within the range of int64."""
+    """Return an odd hash of a name in the range of int64."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), signed=True) | 1
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """sum_i (2i + 1) b_i over the elements that this rank holds, i being their places in the whole; 0-dim int64."""
+    """Return sum_i (2i + 1) b_i over this rank's elements, 0-dim int64; i is the flat index in the whole tensor."""
     whole, offsets = tensor.shape, (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         _, offsets = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)

@@ -1,4 +1,4 @@
-"""Collects garbage at set steps, on all ranks together, instead of whenever one rank's allocations call for it."""
+"""Python garbage collection at fixed steps, on all ranks together."""
 
 import gc
 from types import TracebackType
@@ -10,14 +10,14 @@ from d9d_loop.events import StepDone
 
 @final
 class GarbageCollection:
-    """Within a `with` statement, Python collects cyclic garbage only after steps that are a multiple of `every`.
+    """Context manager that disables automatic garbage collection and collects after every `every`-th step.
 
-    A collection takes long where many objects live, and one slow rank keeps all others waiting: with a thousand ranks
-    that each collect at a time of their own, some rank always does. What lives at the beginning (modules, the
-    interpreter's own) is not looked at again until the end; what somebody has frozen before stays so.
+    A collection takes long if many objects are alive, and every rank waits for the slowest one. With automatic
+    collection, among a thousand ranks there is nearly always one that collects. Objects that are alive on entry, such
+    as modules, are frozen (`gc.freeze`) until exit, unless the process already has frozen objects.
 
     Args:
-        every: Steps between collections; `None` leaves it to Python.
+        every: Steps between collections; `None` keeps automatic collection.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -25,7 +25,7 @@ class GarbageCollection:
         self._was_enabled, self._freezes = gc.isenabled(), False
 
     def __enter__(self) -> Self:
-        """Take over from Python."""
+        """Collect, freeze the live objects and disable automatic collection."""
         if self._every is not None:
             self._was_enabled = gc.isenabled()
             gc.disable()
@@ -36,7 +36,7 @@ class GarbageCollection:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Leave it to Python again."""
+        """Unfreeze the objects and restore automatic collection."""
         if self._every is not None:
             if self._freezes:
                 gc.unfreeze()
@@ -45,6 +45,6 @@ class GarbageCollection:
 
     @handles(StepDone)
     def collect(self, event: StepDone) -> None:
-        """Collect, if it is this step's turn."""
+        """Collect garbage if the step is a multiple of `every`."""
         if self._every is not None and event.step % self._every == 0:
             gc.collect()

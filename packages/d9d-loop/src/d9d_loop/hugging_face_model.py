@@ -1,4 +1,4 @@
-"""A model of `transformers` from a folder: built without weights, of which each rank then reads its own part only."""
+"""Model provider for `transformers` models: builds without weights, which each rank reads for its own shards only."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,29 +29,30 @@ def hugging_face_model(
     from_scratch: bool = False,
     **config_changes: Any,
 ) -> ModelProvider:
-    """Train a model of `transformers` from the weights in a folder, or from its authors' initialisation.
+    """Return a provider of a `transformers` model with the weights of a folder, or with the model's initialization.
 
-    From a folder, each rank reads only the bytes of its own shards: no rank ever holds a whole copy. Parameters and
-    buffers equal those of `from_pretrained` bit for bit. Over several data-parallel ranks, each block that the authors
-    name in `_no_split_modules` is gathered by itself (`parallelize_hsdp`), and what lies outside of blocks together.
+    From a folder, each rank reads only the bytes of its own shards, and no rank holds a whole copy. Parameters and
+    buffers are bitwise equal to those of `from_pretrained`. With several data-parallel ranks, each block listed in the
+    model's `_no_split_modules` is sharded and gathered separately (`parallelize_hsdp`). The parameters outside of
+    blocks are gathered together.
 
-    The model is in training mode, as the Trainer of `transformers` sets it; `from_pretrained` gives evaluation mode.
+    The model is in training mode, as in the Trainer of `transformers`; `from_pretrained` returns evaluation mode.
 
     Args:
-        source: A folder with `config.json` and safetensors files, as `save_pretrained` writes it; or a configuration
-            of `transformers`, whose model begins with its authors' initialisation. Nothing is downloaded.
+        source: Folder with `config.json` and safetensors files, as `save_pretrained` writes it; or a configuration of
+            `transformers`, whose model starts from its own initialization. Nothing is downloaded.
         model_class: An `AutoModelFor...` or a model class; by default the class that `architectures` names.
-        new: Patterns (`"score.*"`) of the parameters that the folder does not have, or has in another shape. They
-            begin with their authors' initialisation, under the job's seed.
-        unused: Patterns of the tensors of the folder that the model does not have. They are ignored.
-        dtype: Dtype of the parameters; by default the one in the configuration, and float32 if it names none.
+        new: `fnmatch` patterns (`"score.*"`) of parameters that the folder may lack, or hold in another shape. They
+            start from the model's initialization, under the job's seed.
+        unused: `fnmatch` patterns of tensors in the folder that the model may lack. They are ignored.
+        dtype: Dtype of the parameters; by default the dtype in the configuration, or float32 if it has none.
         precision: Dtypes of computation and reduction, as in `parallelize_hsdp`.
-        from_scratch: Whether to read only the configuration from the folder, not the weights.
-        config_changes: Values of the configuration to change: `num_labels=3`, `attn_implementation="eager"`.
+        from_scratch: Read only the configuration from the folder, not the weights.
+        config_changes: Configuration values to override, such as `num_labels=3` or `attn_implementation="eager"`.
 
     Raises:
         ModuleNotFoundError: If `transformers` is not installed.
-        UserError: If the folder or the class cannot be used. What is missing or unused is found when the model is
+        UserError: If the folder or the class cannot be used. Missing and unused tensors are reported when the model is
             built, before the job starts.
     """
     if find_spec("transformers") is None:
@@ -87,16 +88,16 @@ def hugging_face_model(
 
 @final
 class _HuggingFaceModel(ModelProvider):
-    """A model of `transformers`.
+    """Provider of a `transformers` model.
 
     Args:
-        config: Its configuration.
-        model_class: Its class.
-        folder: Holds its weights; None to begin with its authors' initialisation.
-        new: As in `hugging_face_model`, like all that follows.
-        unused: Patterns of names.
-        dtype: Dtype of the parameters.
-        precision: Dtypes of computation and reduction.
+        config: Configuration of the model.
+        model_class: Class of the model.
+        folder: Folder of the weights; None to start from the model's initialization.
+        new: As in `hugging_face_model`.
+        unused: As in `hugging_face_model`.
+        dtype: As in `hugging_face_model`.
+        precision: As in `hugging_face_model`.
     """
 
     late_init = False
@@ -138,7 +139,7 @@ class _HuggingFaceModel(ModelProvider):
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         _refuse_axes(type(model).__name__, ctx)
         dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
-        # Blocks take float32 tables, such as rotary ones, beside activations that have the compute dtype already.
+        # Do not cast inputs: blocks get float32 rotary tables, and activations that have the compute dtype already.
         inner = self._precision and replace(self._precision, cast_inputs=False)
         for block in _blocks(model):
             parallelize_hsdp(block, dense, shard_axis="dp_cp_shard", precision=inner)
@@ -203,7 +204,11 @@ def _check_weights(folder: Path) -> None:
 
 
 def _find_class(config: Any, model_class: Any) -> Any:
-    """Return the class of the model, which an auto class or the configuration names."""
+    """Return the concrete model class: `model_class`, or the class that an auto class or the configuration selects.
+
+    Raises:
+        UserError: If no class is given and `architectures` names none that `transformers` has.
+    """
     import transformers  # noqa: PLC0415 - an optional extra
 
     if model_class is None:
@@ -234,7 +239,7 @@ def _refuse_axes(name: str, ctx: DistributedContext) -> None:
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks to gather by themselves, inner ones first; not those that share a parameter with the outside."""
+    """Yield the blocks to gather separately, inner ones first; skip blocks that share a parameter with the outside."""
     names: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
     uses = _num_uses(model)
     for module in reversed(list(model.modules())):
@@ -246,7 +251,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _num_uses(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Return for each parameter how many attributes of modules hold it."""
+    """Return the number of module attributes that hold each parameter; more than 1 for tied parameters."""
     uses: dict[nn.Parameter, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

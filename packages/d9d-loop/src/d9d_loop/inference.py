@@ -1,4 +1,4 @@
-"""Runs a model over data, forward only: each result is written once, in the order of the samples, whatever happens."""
+"""Inference over a dataset, forward only. Each result is written once, in sample order, also after restarts."""
 
 import json
 from collections import deque
@@ -37,16 +37,19 @@ from d9d_pipeline import Executor, OneForwardOneBackward
 from d9d_state import CheckpointStore, load_model_state
 
 _MOST_AHEAD = 4
-"""How many batches a data-parallel rank may be ahead of another: enough that ragged ones seldom make it wait."""
+"""Number of batches that a rank may be ahead of the slowest rank.
+
+Large enough that batches of uneven duration rarely make a rank wait.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceResult:
-    """What came of an inference job.
+    """Result of an inference job.
 
     Attributes:
-        num_samples: Samples that have results.
-        file: The results, one line of JSON for each sample.
+        num_samples: Number of samples in `file`.
+        file: Results as JSON lines, one line per sample in the order of the dataset.
     """
 
     num_samples: int
@@ -55,19 +58,19 @@ class InferenceResult:
 
 @final
 class Inference:
-    """Runs a model over data. The same script runs as one process and under torchrun.
+    """Runs a model over a dataset. The same script runs as one process and under torchrun.
 
-    A job that is started again continues with what is missing, on as many ranks as there are then.
+    A job that is started again computes only the missing parts. The number of ranks may differ between runs.
 
     Attributes:
-        events: Subscribe to what happens: `inference.events.on(PartWritten, handler)`.
+        events: Registry of event handlers: `inference.events.on(PartWritten, handler)`.
 
     Args:
-        config: The job's configuration.
-        model: Builds the model: a provider, or just the function that builds a pipeline stage of it.
-        data: The samples.
-        task: Makes inputs and results.
-        collate: Makes a batch of a list of samples.
+        config: Configuration of the job.
+        model: Model provider, or a function that builds a pipeline stage of the model.
+        data: Samples to compute results for.
+        task: Provides model inputs and results.
+        collate: Builds a batch from a list of samples.
     """
 
     def __init__(
@@ -92,13 +95,15 @@ class Inference:
         )
 
     def run(self) -> InferenceResult:
-        """Compute what is missing.
+        """Compute the missing results and write the results file. Collective over all ranks.
 
         Returns:
-            Where the results are; equal on every rank.
+            Number of samples and results file; equal on every rank.
 
         Raises:
-            UserError: If the job cannot be as it was asked for; before anything starts.
+            UserError: If configuration, model, weights, data and existing results do not fit together, before a
+                process group starts; if the configuration differs between ranks; or if the task returns a wrong number
+                of results for a batch.
         """
         plan = self._check()
         hangs = self._config.resilience
@@ -115,7 +120,7 @@ class Inference:
         return InferenceResult(len(self._data), self._results.file)
 
     def _complete(self, plan: ModelPlan, ctx: DistributedContext, watchdog: HangWatchdog) -> None:
-        """Compute what is missing, and make one file of all."""
+        """Compute the missing parts, and join all parts to one file on the main process."""
         found: tuple[bool, list[int]] = (False, [])
         if ctx.is_main_process:
             found = self._results.is_complete(), self._results.missing()
@@ -152,7 +157,8 @@ class Inference:
             check_weights("weights", self._weights, mapper, built)
         schedule = OneForwardOneBackward()
         program = build_program(schedule, num_ranks=mesh.pipeline_parallel, num_microbatches=1)
-        cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1  # then the task sees cut batches only
+        # With context parallelism, the task never gets a whole batch, so the stages are not run on `meta`.
+        cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1
         size = min(config.batch_size, len(self._data))
         shared_names = check_stages(
             self._provider,
@@ -171,7 +177,8 @@ class Inference:
                 pipeline.model,
                 plan.weights,
                 plan.load_mapper,
-                unused="ignore" if len(plan.program.ranks) > 1 else "error",  # of a stage; the model was checked
+                # A stage uses only a part of the files. `_check` has checked the whole model.
+                unused="ignore" if len(plan.program.ranks) > 1 else "error",
                 progress=self._config.logging.progress,
             )
         pipeline.shared.copy_values()
@@ -182,11 +189,11 @@ class Inference:
     def _compute(
         self, missing: Sequence[int], pipeline: Pipeline, ctx: DistributedContext, watchdog: HangWatchdog
     ) -> None:
-        """Go through the missing parts, each on one data-parallel rank, as many at a time as there are such ranks."""
+        """Compute the missing parts in rounds, one part per data-parallel rank in each round."""
         dp_size, config = ctx.size("batch", "dp"), self._config
         forward = _PartForward(pipeline, self._task, ctx)
         pace = _Pace(ctx, watchdog)
-        # Every rank runs equally many batches, since it takes part in the others' collectives; the rest is ignored.
+        # All ranks run the same number of batches, because they take part in collectives. Padding results are dropped.
         batches_of_a_part = -(-min(config.part_size, len(self._data)) // config.batch_size)
         own = [missing[start : start + dp_size] for start in range(0, len(missing), dp_size)]
         parts = [dict(enumerate(at_once)).get(ctx.coordinate("batch", "dp")) for at_once in own]
@@ -212,7 +219,7 @@ class Inference:
                 sizes = [len(batch) for batch in indices[start : start + batches_of_a_part]]
                 results = forward(placed, sizes, each=partial(pace.batch, number + 1))
             if part is not None and results is not None:
-                # What is left over are the results of batches that only keep this rank in step.
+                # The remaining results are those of padding batches.
                 self._results.write(part, results[: len(self._results.samples_of(part))])
             for _ in own[number]:
                 progress.step()
@@ -241,10 +248,11 @@ def _what_results_follow_from(
 
 @final
 class _Pace:
-    """Keeps ranks within a few batches of each other: else one that is lost would be missed at the end only.
+    """Keeps ranks within `_MOST_AHEAD` batches of each other, so that a lost rank is noticed before the end.
 
-    A rank waits for the others to be through with a batch that is so many behind its own. Of the batch before they have
-    told already, so what it waits for is the rest of one batch: it takes no longer than a batch may.
+    After each batch, a rank starts an asynchronous barrier. It then waits for the barrier of the batch `_MOST_AHEAD`
+    before. The barrier before that one is complete, so a wait covers at most one batch of the slowest rank, and its
+    time limit is that of one batch.
     """
 
     def __init__(self, ctx: DistributedContext, watchdog: HangWatchdog) -> None:
@@ -257,15 +265,19 @@ class _Pace:
 
     @contextmanager
     def batch(self, part: int) -> Generator[None]:
-        """Compute a batch of a part, counted from 1.
+        """Context to compute a batch in.
 
-        Collective: a barrier, which is waited for some batches later, but after the first batch at once.
+        Collective: starts a barrier on exit. It is waited for `_MOST_AHEAD` batches later, or at once after the first
+        batch.
+
+        Args:
+            part: Number of the part, counted from 1, for messages of the watchdog.
         """
         self._watchdog.beat(part, "a batch")
         yield
         self._tell()
         if not self._has_started:
-            # The first batch made kernels and process groups, on all ranks; from then on who is late is lost.
+            # Kernels are compiled and process groups are connected now: switch from the start-up to the step timeout.
             self._wait()
             self._limit, self._has_started = self._ctx.timeouts.step, True
             self._set_timeout()
@@ -273,7 +285,7 @@ class _Pace:
             self._wait()
 
     def end(self) -> None:
-        """All is written: wait until it is so on every rank. Collective: a barrier."""
+        """Wait until every rank has written its results. Collective: a barrier."""
         self._tell()
         while self._told:
             self._wait()
@@ -288,13 +300,16 @@ class _Pace:
             self._told.popleft().wait()
 
     def _set_timeout(self) -> None:
-        """A barrier takes as long as others need for all batches that they are behind."""
+        """Set the timeout of collectives: a barrier may wait for all batches that another rank is behind."""
         self._ctx.set_timeout(self._limit + _MOST_AHEAD * self._ctx.timeouts.step + self._watchdog.margin)
 
 
 @final
 class _PartForward:
-    """Runs the batches of a part through the model, as many at a time as keep all ranks of a pipeline at work."""
+    """Runs the batches of a part through the model.
+
+    An executor step takes two microbatches per pipeline rank, or one microbatch without pipeline parallelism.
+    """
 
     def __init__(self, pipeline: Pipeline, task: InferenceTask, ctx: DistributedContext) -> None:
         self._pipeline, self._task = pipeline, task
@@ -307,15 +322,20 @@ class _PartForward:
     def __call__(
         self, batches: Iterator[Any], sizes: Sequence[int], *, each: Callable[[], AbstractContextManager[None]]
     ) -> list[JsonValue] | None:
-        """The results of all samples in order; `None` on ranks whose results are not written.
+        """Compute the results of a part.
+
+        Collective over the ranks of the pipeline, tensor and context parallelism.
 
         Args:
-            batches: Those of the part come first.
-            sizes: How many samples each batch of the part has.
-            each: A context for as many batches as are computed at a time.
+            batches: Placed batches; the batches of the part are taken from it.
+            sizes: Number of samples of each batch of the part.
+            each: Returns the context of one executor step.
+
+        Returns:
+            Results of all samples in order, those of padding batches included; `None` on ranks that do not write.
 
         Raises:
-            UserError: If the task gives more or fewer results for a batch.
+            UserError: If the number of results of the task differs from the number of samples of the batch.
         """
         results: list[JsonValue] = []
         for start in range(0, len(sizes), self._at_a_time):

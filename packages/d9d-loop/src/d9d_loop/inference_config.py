@@ -1,4 +1,4 @@
-"""Every field an inference job can be configured by."""
+"""Configuration of an inference job, as a frozen pydantic model."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from d9d_loop.resilience import HangConfig
 
 
 class InferenceConfig(JobConfig):
-    """The configuration of an inference job."""
+    """Configuration of an inference job."""
 
     weights: Path | None = Field(
         None, description="Folder in the Hugging Face layout, such as a training's `export/`; null: initial values."
