@@ -14,7 +14,7 @@ def check_degrees(mesh: MeshConfig, task: BatchTask) -> None:
     """Check that the task overrides `split_sequence` if the mesh has several context-parallel ranks.
 
     Raises:
-        UserError: If it does not.
+        UserError: If the task does not override it.
     """
     cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1
     if cuts and not _says_how_to_split(task):

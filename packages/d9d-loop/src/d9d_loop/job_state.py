@@ -36,10 +36,10 @@ class Record:
 
     Attributes:
         step: Number of completed steps.
-        train_loss: Loss of the last completed step; updated when a checkpoint is due. `None` before the first one.
+        train_loss: Training loss of the last step that was saved; `None` before the first save.
         evaluation: Results of the last evaluation, by name; empty before the first one.
         weight_per_second: Mean training throughput since the last start or resume, in units of the loss weight, e.g.
-            tokens. Updated when a checkpoint is due.
+            tokens. Updated at each save; `None` before the first one.
         tracker: State of the trackers; set on the main process only.
     """
 

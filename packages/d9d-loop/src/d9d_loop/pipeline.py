@@ -59,7 +59,11 @@ class Pipeline:
         return self._executor(self._program(self._schedule, num_microbatches))
 
     def gradient_sync(self, num_microbatches: int) -> GradientSync:
-        """Return the gradient reduction of such a step, for the gradients that FSDP does not reduce. Collective."""
+        """Return the reduction of the gradients that FSDP does not reduce. Collective: it creates process groups.
+
+        Args:
+            num_microbatches: Number of microbatches of a training step.
+        """
         # With split backward, a parameter that is used twice may accumulate its gradient in two parts.
         splits = self._program(self._schedule, num_microbatches).splits
         return GradientSync(self.model, num_microbatches=None if splits else num_microbatches)

@@ -216,7 +216,7 @@ def _check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity:
 
 
 def _is_readable(info: CheckpointInfo) -> bool:
-    """Return True if the metadata of a checkpoint is not damaged. If it is, an older checkpoint will be loaded."""
+    """Return True if the metadata of a checkpoint is readable. Damaged checkpoints are skipped on resume."""
     try:
         return info.state is not None
     except StateError:

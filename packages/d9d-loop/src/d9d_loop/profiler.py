@@ -59,7 +59,7 @@ class Profiler:
         self._step = 0
 
     def __enter__(self) -> Self:
-        """Return the profiler. It starts in `step`."""
+        """Return this profiler; `step` starts the first range."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -98,7 +98,7 @@ class Reports:
     def step(self, outcome: StepOutcome) -> None:
         """Count a step, and report its values if it is due. Collective if it is due.
 
-        No host-device synchronization, except on the one step of which the pipeline's timeline is drawn.
+        No host-device synchronization, except on the one step whose pipeline timeline was measured and is drawn.
         """
         self._progress.step()
         self._clock.add(outcome.weight)
@@ -165,7 +165,7 @@ class Reports:
         self._progress.values(step, values)
 
     def _draw_plans(self) -> None:
-        """Draw the pipeline program and the learning-rate schedule, as far as the configuration enables it."""
+        """Draw the pipeline program (with several pipeline ranks) and the learning-rate schedule, if enabled."""
         config = self._config
         if config.pipeline.draw and len(self._program.ranks) > 1:
             draw_program(self._program, config.run.dir, title=self._schedule)
@@ -175,7 +175,7 @@ class Reports:
 
 
 class _Clock:
-    """Measures throughput: weight per second of running time. The clock runs from its construction."""
+    """Measures throughput: weight per second of running time. It starts running when constructed."""
 
     def __init__(self, device: torch.device) -> None:
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -198,7 +198,7 @@ class _Clock:
         return throughput
 
     def average(self) -> torch.Tensor:
-        """Return the throughput since the construction as a device tensor, after waiting for the device."""
+        """Return the throughput over the total running time as a device tensor, after waiting for the device."""
         weight = self._total_weight + self._lap_weight
         weight.item()
         self._take_time()

@@ -46,8 +46,8 @@ class BatchTask(ABC):
     def split_sequence(self, batch: Any, split: ContextSplit) -> Any:
         """Return this context-parallel rank's shard of a batch. Called only with several context-parallel ranks.
 
-        All other methods of the task receive the shard. Split every tensor that has a value per token, including the
-        labels, which must already be shifted. Also pass the positions of this rank's tokens to the model:
+        The task's other methods receive the shard as their batch. Split every tensor that has a value per token,
+        including the labels, which must already be shifted. Also pass the positions of this rank's tokens to the model:
 
             return {**split.split(batch), "position_ids": split.positions(batch["input_ids"].shape[1])}
 

@@ -7,7 +7,7 @@ from typing import Any
 _Span = tuple[float, float]
 
 _COMMUNICATION = ("nccl", "gloo:", "c10d::", "_c10d_functional::", "record_param_comms", "mpi:", "ucc:", "xccl:")
-"""Prefixes of the profiler's event names for collectives: device kernels, backend work on the CPU, and waits for it."""
+"""Prefixes of the profiler's event names for collectives: device kernels, backend work on the CPU, and waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class TimeBreakdown:
         compute: Time in which at least one compute kernel ran; on CPU, at least one torch operator.
         communication: Time in which at least one collective ran.
         exposed: Time in which a collective ran and no kernel computed, which faster links could reduce.
-        idle: Time in which neither ran.
+        idle: Time in which neither a compute event nor a collective ran.
     """
 
     total: float

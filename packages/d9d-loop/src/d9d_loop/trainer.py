@@ -83,6 +83,8 @@ class Trainer:
         Raises:
             UserError: If the configuration, model, data or environment is invalid. Most checks run before the process
                 group starts.
+            StateError: On every rank, if the run has checkpoints, but none is valid.
+            BadStepError: On every rank, if a step was bad and the policy for bad steps is to stop.
             Stopped: If a signal ended the job, after a checkpoint of its last step was saved.
         """
         parts = self._parts

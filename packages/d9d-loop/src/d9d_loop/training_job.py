@@ -248,7 +248,7 @@ class TrainingJob:
     def _heed(self, bad: BadStep, batches: list[Any]) -> bool:
         """Apply the decision on a bad step, which is equal on every rank. Collective.
 
-        A non-finite step is replayed to find the first non-finite tensor.
+        A non-finite step is replayed to find the origin of the non-finite values.
 
         Args:
             bad: The bad step.

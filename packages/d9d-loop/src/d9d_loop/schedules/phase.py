@@ -101,7 +101,7 @@ class CosinePhase(_Leading):
 
 @final
 class PolynomialPhase(_Leading):
-    """Power of the remaining fraction of the phase."""
+    """Polynomial change: a power of the remaining fraction of the phase."""
 
     kind: Literal["polynomial"] = "polynomial"
     power: PositiveFloat = Field(2.0, description="The power.")
