@@ -1,4 +1,4 @@
-"""What any kind of job is checked for before a process group starts or a file is written."""
+"""Checks shared by training and inference jobs, run before a process group starts or a file is written."""
 
 import os
 from pathlib import Path
@@ -11,10 +11,10 @@ from d9d_state import StateMapper, check_model_state
 
 
 def check_degrees(mesh: MeshConfig, task: BatchTask) -> None:
-    """Refuse degrees of parallelism that the loops or the task do not have.
+    """Check that the task overrides `split_sequence` if the mesh has several context-parallel ranks.
 
     Raises:
-        UserError: Naming them.
+        UserError: If the task does not override it.
     """
     cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1
     if cuts and not _says_how_to_split(task):
@@ -30,23 +30,27 @@ def _says_how_to_split(task: BatchTask) -> bool:
 
 
 def check_data(data: Samples, what: str) -> None:
-    """Refuse data without samples.
+    """Check that a dataset has at least one sample.
+
+    Args:
+        data: The dataset.
+        what: Plural noun for the dataset in the error message, e.g. "evaluation data".
 
     Raises:
-        UserError: Naming them.
+        UserError: If the dataset is empty.
     """
     if len(data) == 0:
         raise UserError(f"the {what} are empty; expected at least one sample. Check where they are read from.")
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder that could not be made or written to.
+    """Check that a folder is writable, or can be created. Nothing is created.
 
     Raises:
-        UserError: Naming the folder that is in the way.
+        UserError: If the folder, or its nearest existing parent, is a file or not writable.
     """
     existing = folder.absolute()
-    # Path.exists raises where a folder above may not be searched; this only says no.
+    # os.access returns False if a parent folder is not searchable; Path.exists would raise.
     while not os.access(existing, os.F_OK):
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -57,16 +61,17 @@ def check_writable(folder: Path) -> None:
 
 
 def check_weights(name: str, folder: Path, mapper: StateMapper | None, built: BuiltModel) -> None:
-    """Refuse weights that are not those of a model.
+    """Check that the weights in a folder match the model's names and shapes. No tensor data is read.
 
     Args:
-        name: The key of the configuration that names the folder.
-        folder: Where they are.
-        mapper: How they become the model's.
+        name: Configuration key that names the folder, for the error message.
+        folder: Folder with safetensors files.
+        mapper: State mapper from the folder's weights to the model's; `None` if the names are the same.
         built: The whole model.
 
     Raises:
-        UserError: Listing what is missing, left over, or of another shape.
+        UserError: If weights are missing, unexpected, or have another shape. Also if a parameter was built without
+            values and the folder has none for it.
     """
     try:
         check_model_state(built.module, folder, mapper)

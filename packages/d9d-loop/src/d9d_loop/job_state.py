@@ -1,4 +1,4 @@
-"""What a job must remember to continue as if it had never stopped, and how that is saved and restored."""
+"""State of a training job, and how checkpoints save and restore it."""
 
 import json
 import math
@@ -32,16 +32,15 @@ from d9d_state import (
 
 @dataclass(slots=True, config=ConfigDict(ser_json_inf_nan="strings"))
 class Record:
-    """Where a job stands.
-
-    Everything else follows from it: the data position and the learning rate are functions of the step.
+    """Progress of a training job. The learning rate is a function of the step and is not stored.
 
     Attributes:
-        step: Steps done.
-        train_loss: Loss of the last step.
-        evaluation: Values of the last evaluation.
-        weight_per_second: Throughput so far, in units of the loss's weight.
-        tracker: What trackers continue from; known to the main process.
+        step: Number of completed steps.
+        train_loss: Training loss of the last step that was saved; `None` before the first save.
+        evaluation: Results of the last evaluation, by name; empty before the first one.
+        weight_per_second: Mean training throughput since the last start or resume, in units of the loss weight, e.g.
+            tokens. Updated at each save; `None` before the first one.
+        tracker: State of the trackers; set on the main process only.
     """
 
     step: int = 0
@@ -51,15 +50,15 @@ class Record:
     tracker: dict[str, JsonValue] = field(default_factory=dict)
 
     def quality(self, name: str) -> float | None:
-        """Return a value of the last evaluation, for `checkpoint.best_by`; `None` if it has no such value.
+        """Return the metric `name` of the last evaluation, for `checkpoint.best_by`; `None` if it does not exist.
 
-        It is NaN if the evaluation's loss is not finite: a metric that compares may praise a model of NaNs.
+        Returns NaN if the evaluation loss is not finite, because another metric may be good by chance for NaN outputs.
         """
         value = self.evaluation.get(name)
         return value if value is None or math.isfinite(self.evaluation["loss"]) else math.nan
 
     def take(self, other: "Record") -> None:
-        """Stand where another record does."""
+        """Copy all fields of another record into this one."""
         self.step, self.train_loss = other.step, other.train_loss
         self.evaluation, self.weight_per_second = other.evaluation, other.weight_per_second
         self.tracker = other.tracker
@@ -67,7 +66,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class _RankState:
-    """What a checkpoint keeps for each rank."""
+    """State that a checkpoint stores per rank: generator states, metric values and the non-tensor optimizer state."""
 
     random: JsonValue
     metrics: dict[str, dict[str, list[str]]]
@@ -79,34 +78,34 @@ _RANK_STATE = TypeAdapter(_RankState)
 
 
 class Stateful(Protocol):
-    """A part of a job with a state of its own, which is JSON and the same on every rank."""
+    """Component of a job whose state is JSON and the same on every rank."""
 
     def state_dict(self) -> JsonValue:
-        """What it is to continue from."""
+        """Return the state as JSON."""
         ...
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue from what `state_dict` gave."""
+        """Restore a state that `state_dict` returned."""
         ...
 
 
 class JobState:
-    """The model, the optimizer, the metrics and the record of a job, saved and restored together.
+    """Saves and restores the model, optimizer, metrics, random states and `Record` of a job as one checkpoint.
 
     Args:
-        store: Where checkpoints are.
-        model: Materialised and parallelised.
-        optimizer: Over its parameters, as its provider built it.
-        metrics: Those that gather values between two reports, on this rank.
-        config: The resolved configuration, kept in each checkpoint for people to read.
-        parts: What else continues where it was, by name; equal on every rank, and kept as JSON.
-        data_identity: What the order of samples follows from.
+        store: Checkpoint store of the run.
+        model: This rank's part of the model, materialized and parallelized.
+        optimizer: Optimizer of the model's parameters, as its provider built it.
+        metrics: This rank's training metrics by name. Their values since the last report are saved.
+        config: Resolved configuration, stored in each checkpoint as information only.
+        parts: Other components to save, by name. Their state is the same on every rank.
+        data_identity: JSON value that determines the order of samples, stored in each checkpoint.
         seed: The job's seed.
-        ctx: The job's context.
-        trainable_only: Whether checkpoints leave out parameters that do not require gradients. They keep a digest of
-            them, and are restored over the weights that the job began with.
-        on_saved: Called with the step of each checkpoint that is complete: at the end of `save`, or for one that was
-            written in the background before the next one begins; at the same moment on every rank.
+        ctx: Distributed context.
+        trainable_only: Whether checkpoints contain only parameters that require gradients. A digest of the frozen
+            parameters is stored instead. On restore, the frozen ones keep their initial values.
+        on_saved: Called with the step of each complete checkpoint, at the same point of execution on every rank: at the
+            end of `save`, or for a background save in the next `finish` (which `save` calls first).
     """
 
     def __init__(
@@ -137,18 +136,22 @@ class JobState:
         self._being_written: int | None = None
 
     def restore(self, initialize: Callable[[], object] = lambda: None) -> Record:
-        """Continue from the newest sound checkpoint, or begin if there is none. Collective.
+        """Load the newest valid checkpoint, or initialize the model if there is no checkpoint. Collective.
 
-        Random states are those of the checkpoint if it was saved by as many ranks; else they are seeded anew from the
-        seed and the step.
+        Random states are restored if the checkpoint was saved with the same world size. Otherwise the generators are
+        seeded from the job's seed and the step.
 
         Args:
-            initialize: Gives the model what a new job begins with. Called unless checkpoints have all of it.
+            initialize: Loads the initial weights. Called unless the checkpoint has all parameters and this job saves
+                all parameters.
+
+        Returns:
+            The checkpoint's record, or a new record if there is no checkpoint.
 
         Raises:
-            UserError: On every rank, if the checkpoint has trainable parameters only, and the frozen ones are not those
-                that it was saved with.
-            StateError: On every rank, if there are checkpoints, but none that is sound.
+            UserError: On every rank, if the checkpoint has only trainable parameters and the frozen parameters of this
+                job differ from those of the job that saved it.
+            StateError: On every rank, if there are checkpoints, but none is valid.
         """
         self._store.discard_partials(self._ctx)
         info = self._store.newest(self._ctx)
@@ -184,15 +187,15 @@ class JobState:
     def _load_tensors(self, info: CheckpointInfo, *, trainable_only: bool) -> None:
         prepare_optimizer_for_load(self._model, self._optimizer, info)
         self._store.load(info, self._tensors(trainable_only=trainable_only), self._ctx)
-        if not trainable_only:  # it may have brought frozen parameters that the job does not begin with
+        if not trainable_only:  # the checkpoint may have replaced the frozen parameters
             self._check_frozen()
             self._is_digest_checked = False
 
     def rewind(self) -> Record:
-        """Go back to the newest sound checkpoint. Collective.
+        """Roll back to the newest valid checkpoint, after a pending background save. Collective.
 
         Raises:
-            StateError: On every rank, if there is none.
+            StateError: On every rank, if there is no valid checkpoint, or the background save failed.
         """
         self._store.wait()
         if not self._store.complete():
@@ -200,31 +203,33 @@ class JobState:
                 "there is no checkpoint to go back to; expected one. Set checkpoint.every to fewer steps, or the "
                 "policy for bad steps to skip or stop."
             )
-        # A checkpoint has what changed before it. What changed since then is as it was built, too.
+        # A checkpoint stores only group values that had changed. Values changed after it are reset to their built ones.
         for group, values in zip(self._optimizer.param_groups, self._built_values, strict=True):
             group.update(values)
         return self.restore()
 
     def prepare(self) -> None:
-        """Make room for saves in the background, once the optimizer has all of its state. Collective.
+        """Allocate the host buffer of background saves. Collective.
+
+        Call it after the first optimizer step, when the optimizer state exists.
 
         Raises:
-            UserError: On every rank, if frozen parameters would be left out that are not what the job began with.
+            UserError: On every rank, if `trainable_only` is set and a frozen parameter has changed.
         """
         self._check_frozen()
         self._store.prepare(self._tensors(trainable_only=self._trainable_only), self._ctx)
 
     def save(self, record: Record, *, metric: float | None = None, background: bool = False) -> None:
-        """Save a checkpoint of the record's step. Collective.
+        """Save a checkpoint. Collective. Waits for a pending background save first.
 
         Args:
-            record: Where the job stands.
-            metric: How good the model is, if it was evaluated.
-            background: Whether training may go on before it is complete.
+            record: Progress of the job; its step is the checkpoint's step.
+            metric: Evaluation metric of this step, for the retention of the best checkpoints; `None` without one.
+            background: Whether to return after the copy to host memory and write the files in the background.
 
         Raises:
-            UserError: On every rank, if frozen parameters would be left out that are not what the job began with.
-            StateError: On every rank, if this save failed on one, or the one before in the background.
+            UserError: On every rank, if `trainable_only` is set and a frozen parameter has changed.
+            StateError: On every rank, if this save or the previous background save failed on any rank.
         """
         self._check_frozen()
         self.finish()
@@ -232,7 +237,7 @@ class JobState:
         write(
             record.step,
             self._tensors(trainable_only=self._trainable_only),
-            # A loss may be NaN and a perplexity infinite, which JSON knows as text only.
+            # JSON has no NaN or infinity, which a loss or a perplexity may be: the dump writes them as strings.
             state={
                 "record": json.loads(_RECORD.dump_json(record)),
                 "config": self._config,
@@ -243,7 +248,7 @@ class JobState:
             rank_state={
                 "random": rng_state(),
                 "metrics": _gathered(self._metrics),
-                # The schedule sets the learning rate of every step from what the optimizer was built with.
+                # `lr` is not saved: the learning-rate schedule sets it in every step.
                 "optimizer": optimizer_numbers(self._model, self._optimizer, since=self._built_groups, without=("lr",)),
             },
             metric=metric,
@@ -254,10 +259,10 @@ class JobState:
             self._on_saved(record.step)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is complete. Collective.
+        """Wait for a pending background save, then call `on_saved`. Collective.
 
         Raises:
-            StateError: On every rank, if it failed.
+            StateError: On every rank, if the save failed.
         """
         self._store.wait()
         if self._being_written is not None:
@@ -265,15 +270,21 @@ class JobState:
             self._being_written = None
 
     def raise_if_failed(self) -> None:
-        """Raise what went wrong in a save in the background. Local and cheap.
+        """Raise the error of a failed background save. No collectives, no waiting.
 
         Raises:
-            StateError: If one failed.
+            StateError: If a background save failed.
         """
         self._store.raise_if_failed()
 
     def _check_frozen(self) -> None:
-        """Refuse, the first time, to leave out what could not be brought back: a handler may have changed it."""
+        """Check that frozen parameters still have their initial values; an event handler may have changed them.
+
+        Runs only with `trainable_only`: once, and again after a checkpoint with all parameters was loaded. Collective.
+
+        Raises:
+            UserError: On every rank, if a frozen parameter has changed.
+        """
         if not self._trainable_only or self._is_digest_checked:
             return
         if frozen_digest(self._model, self._ctx) != self._frozen_digest:
@@ -293,7 +304,7 @@ class JobState:
 
 
 def frozen_digest_of(info: CheckpointInfo) -> str | None:
-    """The digest of the frozen parameters that a checkpoint leaves out; `None` if it has all parameters.
+    """Return the digest of the frozen parameters that a checkpoint omits; `None` if it has all parameters.
 
     Raises:
         StateError: If the checkpoint is damaged.
@@ -311,12 +322,15 @@ def _other_frozen(info: CheckpointInfo) -> str:
 
 
 def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group of an optimizer holds besides its parameters."""
+    """Return the values of a parameter group, without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _gathered(metrics: Mapping[str, Metric]) -> dict[str, dict[str, list[str]]]:
-    """What metrics hold, as text: counts in decimal, and other numbers in hexadecimal, exact, infinities among them."""
+    """Return the flattened state of metrics as strings.
+
+    Integers are decimal. Floats are hexadecimal, which is exact and includes infinities.
+    """
     return {
         name: {
             key: [_written(value) for value in state.flatten().tolist()] for key, state in metric.state_dict().items()
@@ -330,7 +344,7 @@ def _written(value: float) -> str:
 
 
 def _gather_into(metrics: Mapping[str, Metric], saved: Mapping[str, Mapping[str, list[str]]]) -> None:
-    """Let metrics take in what metrics of the same names held, on whichever rank that was."""
+    """Add the saved state of one rank's metrics to the metrics of the same names."""
     for name in metrics.keys() & saved.keys():
         for key, accumulator in metrics[name].accumulators().items():
             read = float.fromhex if accumulator.value.is_floating_point() else int

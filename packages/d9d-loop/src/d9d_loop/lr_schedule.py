@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, so that a resumed job needs no state of theirs."""
+"""Learning-rate schedules: pure functions of the step, so checkpoints need no schedule state."""
 
 from collections.abc import Callable
 from types import MappingProxyType
@@ -12,27 +12,28 @@ from d9d_loop.schedules.piecewise import piecewise
 from d9d_loop.section import Section
 
 LrSchedule = Callable[[int], float]
-"""The factor of the peak learning rate for a step, counted from 0."""
+"""Function from the step, counted from 0, to the factor of the peak learning rate."""
 
 
 @final
 class WarmupCosineConfig(Section):
-    """Linear warm-up, then half a cosine (Loshchilov, Hutter, arXiv:1608.03983) down to a fraction of the peak."""
+    """Linear warm-up, then cosine decay (Loshchilov, Hutter, arXiv:1608.03983) to a fraction of the peak."""
 
     kind: Literal["warmup_cosine"] = "warmup_cosine"
     warmup_steps: int = Field(0, ge=0, description="Steps until the peak; 0 starts at the peak.")
     final_fraction: float = Field(0.1, ge=0, le=1, description="Fraction of the peak at the last step.")
 
     def build(self, num_steps: int) -> LrSchedule:
-        """The schedule of a job of so many steps.
+        """Return the schedule for a job of `num_steps` steps.
 
-        Step s of the warm-up has the factor (s + 1) / (warmup_steps + 1), so that the first step is not lost.
+        Warm-up step s, counted from 0, has the factor (s + 1) / (warmup_steps + 1). So the first step's learning rate
+        is not 0.
         """
         decay = CosinePhase(to=self.final_fraction)
         if self.warmup_steps == 0:
             return piecewise([decay], num_steps=num_steps, start=1.0)
         warmup = LinearPhase(steps=self.warmup_steps, to=1.0)
-        # A job may end before its warm-up does.
+        # warmup_steps may exceed num_steps: the job then ends during warm-up.
         return piecewise([warmup, decay], num_steps=max(num_steps, self.warmup_steps + 1))
 
 
@@ -41,7 +42,7 @@ _CURVES = MappingProxyType({"linear": LinearPhase, "cosine": CosinePhase, "sqrt"
 
 @final
 class WsdConfig(Section):
-    """Warm-up, stable, decay (Hu et al., arXiv:2404.06395): only the decay has to know where the job ends."""
+    """Warm-up, stable, decay (Hu et al., arXiv:2404.06395): only the decay depends on the length of the job."""
 
     kind: Literal["wsd"] = "wsd"
     warmup_steps: int = Field(0, ge=0, description="Steps until the peak; 0 starts at the peak.")
@@ -50,10 +51,10 @@ class WsdConfig(Section):
     final_fraction: float = Field(0.0, ge=0, le=1, description="Fraction of the peak at the last step.")
 
     def build(self, num_steps: int) -> LrSchedule:
-        """The schedule of a job of so many steps.
+        """Return the schedule for a job of `num_steps` steps.
 
         Raises:
-            UserError: If warm-up and decay leave no step between them.
+            UserError: If warm-up and decay leave no step for the stable phase.
         """
         decay = _CURVES[self.decay](percent=self.decay_percent, to=self.final_fraction)
         if self.warmup_steps == 0:
@@ -64,17 +65,17 @@ class WsdConfig(Section):
 
 @final
 class PiecewiseConfig(Section):
-    """Phases, one after the other, each of which starts where the one before ends."""
+    """A sequence of phases. Each phase starts at the value where the previous one ended."""
 
     kind: Literal["piecewise"] = "piecewise"
     start: NonNegativeFloat = Field(0.0, description="Factor of the peak learning rate on the first step.")
     phases: tuple[Phase, ...] = Field(min_length=1, description="What happens, in order; one may leave its length out.")
 
     def build(self, num_steps: int) -> LrSchedule:
-        """The schedule of a job of so many steps.
+        """Return the schedule for a job of `num_steps` steps.
 
         Raises:
-            UserError: If the phases leave a gap, or take more steps than there are.
+            UserError: If the phases cover fewer or more steps than the job has.
         """
         try:
             return piecewise(self.phases, num_steps=num_steps, start=self.start)
@@ -83,7 +84,7 @@ class PiecewiseConfig(Section):
 
 
 def _with_kind(value: Any) -> Any:
-    """Warm-up and cosine are meant where no kind is given."""
+    """Set `kind` to "warmup_cosine" if it is missing."""
     return {"kind": "warmup_cosine", **value} if isinstance(value, dict) else value
 
 
@@ -91,4 +92,4 @@ LrScheduleConfig: TypeAlias = Annotated[
     Annotated[WarmupCosineConfig | WsdConfig | PiecewiseConfig, Field(discriminator="kind")],
     BeforeValidator(_with_kind),
 ]
-"""Any of them, told apart by `kind`; warm-up and cosine where that is left out."""
+"""Any learning-rate schedule, selected by `kind`; the default is "warmup_cosine"."""

@@ -1,4 +1,4 @@
-"""Build this rank's stages of a model: parallelized, on the device, with their initial values."""
+"""Build this rank's pipeline stages: parallelized, on the device, with initial values."""
 
 from collections.abc import Mapping
 
@@ -23,21 +23,23 @@ from d9d_loop.pipeline import Pipeline
 
 
 def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedContext, *, seed: int) -> Pipeline:
-    """Build the stages that a plan gives to this rank. Collective.
+    """Build the stages that a plan assigns to this rank. Collective.
 
     Args:
         provider: Builds and parallelizes the model.
-        plan: The plan of the job; its model is parallelized in place.
-        ctx: The job's context.
-        seed: With `late_init`, initial values are a function of it, of a parameter's name and of the index in it. Else
-            it seeds the generators while the model is built.
+        plan: Plan of the job. If the pipeline has one stage, the plan's model is parallelized in place.
+        ctx: Distributed context.
+        seed: With `late_init`, an initial value is a function of the seed, the parameter name and the element index.
+            Otherwise the random number generators are seeded with it while the model is built.
 
     Raises:
-        UserError: If `parallelize` changed what it must not, or left a parameter to fewer ranks than share it.
+        UserError: If `parallelize` changed names, shapes or dtypes, sharded a weight that must stay whole, or did not
+            place a trainable parameter on all ranks of its stage. Also if it sharded no experts although the
+            expert-parallel degree is above 1.
     """
     whole, num_stages = plan.model, plan.program.num_stages
     stages: dict[int, nn.Module] = {}
-    # Made by all ranks together, also by those whose stages have no batch norms.
+    # Creating a process group is collective, so ranks whose stages have no batch norm create it too.
     batch_group = ctx.group_for("batch", "dp", "cp") if ctx.world_size > 1 else None
     for index in plan.program.stages_of(ctx.coordinate("regular", "pp")):
         stage = whole.module
@@ -65,7 +67,11 @@ def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedCon
 
 
 def _values_of(provider: ModelProvider, whole: BuiltModel, *, seed: int) -> Mapping[str, Tensor]:
-    """Build the model once more, for its values."""
+    """Build the model again on rank 0 and return its values by tensor name.
+
+    Raises:
+        UserError: If names, shapes or dtypes differ from those of the first build.
+    """
     module, values = build_with_values(provider, StageInfo(), seed=seed)
     expected, found = (
         {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors}
@@ -81,7 +87,10 @@ def _values_of(provider: ModelProvider, whole: BuiltModel, *, seed: int) -> Mapp
 
 
 def _synchronize(stage: nn.Module, group: dist.ProcessGroup, ctx: DistributedContext) -> None:
-    """Let batch norms and embeddings see the whole batch, and print which batch norms do."""
+    """Synchronize batch norms, and embeddings with `max_norm` or `scale_grad_by_freq`, over the ranks of the batch.
+
+    Rank 0 prints the number of batch norms.
+    """
     synchronize_embeddings(stage, group)
     names = synchronize_batch_norm(stage, group)
     if names and ctx.is_main_process:

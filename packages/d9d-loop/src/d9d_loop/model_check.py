@@ -1,4 +1,4 @@
-"""What a provider's `parallelize` may not do to a model, found when it has run."""
+"""Checks of a model after the provider's `parallelize`."""
 
 from collections.abc import Iterable, Mapping
 
@@ -11,19 +11,21 @@ from d9d_state import TensorInfo, model_tensors
 
 
 def describe_tensors(model: nn.Module) -> dict[str, TensorInfo]:
-    """Global shape and dtype of every parameter and persistent buffer."""
+    """Return the global shape and dtype of every parameter and persistent buffer, by name."""
     return {name.removeprefix("model."): TensorInfo.of(tensor) for name, tensor in model_tensors(model).items()}
 
 
 def check_unchanged(model: nn.Module, built: Mapping[str, TensorInfo]) -> None:
-    """Refuse a model that is not what was built any more: a checkpoint of it would not fit the model of the next start.
+    """Check that `parallelize` changed no name, global shape or dtype.
+
+    Otherwise the model's checkpoints would not fit the model that is built after a restart.
 
     Args:
-        model: After `parallelize`.
-        built: What `describe_tensors` said before.
+        model: Model after `parallelize`.
+        built: Result of `describe_tensors` before `parallelize`.
 
     Raises:
-        UserError: Listing the differences.
+        UserError: Lists the differences.
     """
     now = describe_tensors(model)
     lines = [
@@ -41,10 +43,11 @@ def check_unchanged(model: nn.Module, built: Mapping[str, TensorInfo]) -> None:
 
 
 def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
-    """Refuse a model of which a trainable parameter is not on every axis of more than one rank.
+    """Check that every trainable parameter is a DTensor over all ranks of its stage, if the stage has several ranks.
 
     Raises:
-        UserError: Listing such parameters, whose gradients would not be summed over all ranks.
+        UserError: Lists parameters on fewer ranks, whose gradients would not be reduced over all ranks. Also lists
+            modules that write to their weight in forward, such as embeddings with max_norm, if the weight is sharded.
     """
     num_ranks = ctx.world_size // ctx.size("dense", "pp")
     alone = [
@@ -74,12 +77,12 @@ def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
 
 
 def check_experts_are_shared_out(stages: Iterable[nn.Module], ctx: DistributedContext) -> None:
-    """Refuse an expert-parallel degree that no parameter of the whole model follows. Collective, if there is one.
+    """Check that some parameter is sharded by expert parallelism, if its degree is above 1.
 
-    A stage may hold none of the experts, so all ranks decide together.
+    Collective if the degree is above 1: an all-gather, because a rank's stages may contain no experts.
 
     Raises:
-        UserError: On every rank.
+        UserError: On every rank, if no parameter on any rank is on the `ep_shard` mesh axis.
     """
     num_ranks = ctx.size("expert", "ep_shard")
     if num_ranks == 1:
@@ -97,5 +100,5 @@ def _axes(parameter: torch.Tensor) -> tuple[str, ...]:
 
 
 def _num_ranks(parameter: torch.Tensor) -> int:
-    """How many ranks hold a parameter together, each a part or a copy."""
+    """Return the size of a parameter's device mesh; 1 for a plain tensor."""
     return parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1

@@ -1,4 +1,4 @@
-"""How a model is laid out over the ranks of a job, found before a process group starts."""
+"""Plan of a model's layout over the ranks of a job, made before a process group starts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,17 +18,18 @@ from d9d_state import StateMapper
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """How a model is laid out, found to fit together.
+    """Checked layout of a model over the ranks of a job.
 
     Attributes:
-        launch: The place of this process in the job.
-        mesh: The degrees of parallelism, without -1.
-        schedule: In which order pipeline ranks compute.
-        program: What that is for this job.
-        weights: Folder of the weights to begin with, if there is one.
-        load_mapper: How the weights in that folder become the whole model's.
-        shared_names: Parameters that several stages have, with those stages, the owner first.
-        model: The whole model, as it was built.
+        launch: Rank of this process, world size, and node.
+        mesh: Degrees of parallelism, with -1 resolved.
+        schedule: Pipeline schedule.
+        program: The schedule's program for this number of pipeline ranks and microbatches.
+        weights: Folder of the initial weights; `None` if none are loaded.
+        load_mapper: State mapper from the weights in that folder to those of the whole model; `None` if the names are
+            the same.
+        shared_names: Parameters shared by several stages, with the indices of those stages; the owner comes first.
+        model: The whole model as it was built.
     """
 
     launch: Launch
@@ -42,20 +43,20 @@ class ModelPlan:
 
     @property
     def dp_size(self) -> int:
-        """Number of data-parallel ranks."""
+        """Number of data-parallel ranks: replicate degree times shard degree."""
         return self.mesh.data_parallel_replicate * self.mesh.data_parallel_shard
 
     @property
     def cp_size(self) -> int:
-        """Number of context-parallel ranks."""
+        """Number of context-parallel ranks: shard degree times replicate degree."""
         return self.mesh.context_parallel_shard * self.mesh.context_parallel_replicate
 
 
 def build_program(schedule: Schedule, *, num_ranks: int, num_microbatches: int) -> Program:
-    """Build the program of a job.
+    """Build the pipeline program of a job.
 
     Raises:
-        UserError: If the schedule cannot be run by so many ranks, or with so many microbatches.
+        UserError: If the schedule does not support this number of ranks or microbatches.
     """
     try:
         return build(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches)
@@ -76,21 +77,21 @@ def check_stages(
     stages_per_rank: int,
     inputs: Callable[[], Inputs | Mapping[str, Any]] | None,
 ) -> Mapping[str, tuple[int, ...]]:
-    """Check the stages of a model against the whole of it.
+    """Build all pipeline stages on `meta` and check them against the whole model.
 
     Args:
         provider: Builds the stages.
-        model: The whole model, on `meta`.
-        program: Which rank has which stages.
+        model: The whole model.
+        program: Pipeline program, which assigns stages to ranks.
         seed: The job's seed.
-        stages_per_rank: How many stages each rank has.
-        inputs: Makes what goes in for a microbatch, to run the stages with on `meta`; `None` leaves that out.
+        stages_per_rank: Number of stages on each rank, for the error message.
+        inputs: Returns the model's inputs for a microbatch, to run the stages on `meta`; `None` skips that check.
 
     Returns:
-        Parameters that several stages have, with those stages, the owner first.
+        Parameters shared by several stages, with the indices of those stages; the owner comes first.
 
     Raises:
-        UserError: If stages do not make up the model, or do not fit to each other.
+        UserError: If the stages' parameters differ from the model's, or a stage rejects the previous stage's output.
     """
     if program.num_stages == 1:
         return {}

@@ -1,4 +1,4 @@
-"""Define where a job's model comes from: how it is built, parallelized, loaded and exported."""
+"""Model providers: how a job's model is built, parallelized, loaded and exported."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -12,22 +12,22 @@ from d9d_state import JsonValue, StateMapper
 
 
 class ModelProvider(ABC):
-    """Builds a model and says how it is split. Only `build` has no default.
+    """Builds and parallelizes a model. Subclasses must implement `build`; the other methods have defaults.
 
     Attributes:
-        late_init: If true, the default of a provider, `build` runs on `meta`: no rank ever holds the whole model, and
-            each `reset_parameters` draws the initial values. If false, `build` runs on the CPU under the job's seed,
-            and the model is trained from the values that it was built with.
+        late_init: If true (the default), `build` runs on `meta` and each `reset_parameters` sets the initial values, so
+            no rank holds the whole model. If false, `build` runs on the CPU with the job's seed, and training starts
+            from the values that it returns.
     """
 
     late_init: bool = True
 
     @property
     def initial_weights(self) -> Path | None:
-        """Folder of the weights to begin with where a configuration names none; None for those of `build`.
+        """Folder of the initial weights if the configuration names none; `None` to use the values of `build`.
 
-        If it is set and `late_init` is false, `build` may leave parameters and persistent buffers on `meta`. They are
-        read from the folder, each rank its own part.
+        If a folder is set and `late_init` is false, `build` may leave parameters and persistent buffers on `meta`. Each
+        rank reads its shards of them from the folder.
         """
         return None
 
@@ -35,38 +35,48 @@ class ModelProvider(ABC):
     def build(self, stage: StageInfo) -> nn.Module:
         """Build one stage of the model.
 
-        With `late_init` it is called with `meta` as the default device, and every module that owns parameters or
-        buffers needs `reset_parameters`; torch's own layers have it. Without `late_init` it may do whatever a plain
-        function does, such as loading weights. A pipeline's stages take their values from the whole model,
-        `build(StageInfo())`, by name.
+        With `late_init`, `meta` is the default device, and every module that owns parameters or buffers needs a
+        `reset_parameters` method, as torch's layers have. Without `late_init`, `build` may run any code, such as
+        loading weights. Pipeline stages then take their values from the whole model, `build(StageInfo())`, by name.
+
+        Args:
+            stage: Index of the stage and the number of stages.
         """
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
-        """Split the model over ranks, in place; on several ranks it is on `meta`. Default: HSDP over the dense mesh."""
+        """Parallelize one stage in place. The default is HSDP over the dense mesh.
+
+        Args:
+            model: The stage, on `meta` if the job has several ranks or `late_init` is true.
+            ctx: Distributed context.
+        """
         dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
         parallelize_hsdp(model, dense, shard_axis="dp_cp_shard")
 
     def state_mapper(self, model: nn.Module) -> StateMapper | None:
-        """How weights on disk become the model's; exports use its inverse. By default, they have the same names."""
+        """Return the mapper from weights on disk to those of the model; exports use its inverse.
+
+        The default is `None`: the weights have the same names on disk.
+        """
         return None
 
     def load_mapper(self, model: nn.Module, folder: Path) -> StateMapper | None:
-        """How the weights in a folder become the model's. By default, what `state_mapper` says of every folder."""
+        """Return the mapper from the weights in `folder` to the model's. The default is `state_mapper(model)`."""
         return self.state_mapper(model)
 
     def export_files(self) -> Mapping[str, JsonValue]:
-        """JSON files that belong beside exported weights, such as `config.json`."""
+        """Return JSON files to write beside exported weights, such as `config.json`, by file name."""
         return {}
 
 
 @final
 class FunctionProvider(ModelProvider):
-    """A model given by the function that builds it, with all defaults.
+    """Provider for a build function; all other methods are the defaults of `ModelProvider`.
 
     Args:
-        build: Builds the model, or the stage of it that it is called with.
-        late_init: Whether to build on `meta` and to draw the values by `reset_parameters`. By default the function
-            runs on the CPU, and its values are kept.
+        build: Builds the stage of the model that its argument names.
+        late_init: Whether to build on `meta` and set the values with `reset_parameters`. By default the function runs
+            on the CPU and its values are kept.
     """
 
     def __init__(self, build: Callable[[StageInfo], nn.Module], *, late_init: bool = False) -> None:
@@ -74,5 +84,5 @@ class FunctionProvider(ModelProvider):
         self.late_init = late_init
 
     def build(self, stage: StageInfo) -> nn.Module:
-        """Call the function."""
+        """Call the build function."""
         return self._build(stage)

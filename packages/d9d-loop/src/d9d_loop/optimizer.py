@@ -1,4 +1,4 @@
-"""The optimizers that a configuration can name; any other is passed to the Trainer as a function of the model."""
+"""Optimizer configurations. Other optimizers are passed to `Trainer(optimizer=)` as an `OptimizerProvider`."""
 
 import re
 from abc import ABC, abstractmethod
@@ -27,14 +27,14 @@ from d9d_loop.optimizers.muon import Scale
 from d9d_loop.section import Section
 
 OptimizerProvider = Callable[[nn.Module], Optimizer]
-"""Builds an optimizer over the trainable parameters of a materialised, parallelised model."""
+"""Function that builds an optimizer of the trainable parameters of a materialized, parallelized model."""
 
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class GroupConfig(Section):
-    """Parameters that are treated otherwise than the rest. A parameter belongs to the first group that matches it."""
+    """Overrides for the parameters that match a pattern. The first group that matches a parameter applies."""
 
     pattern: str = Field("", description="Regular expression, searched in names of parameters; '' is found in all.")
     of: Dims = Field("any", description="Of those, which: vectors are norms, biases and whatever else is no matrix.")
@@ -58,7 +58,7 @@ class GroupConfig(Section):
 
 
 class OptimizerSettings(Section, ABC):
-    """What all optimizers of a configuration can be told, and how they get their parameters."""
+    """Base class of the optimizer configurations: common options, and assignment of parameters to groups."""
 
     learning_rate: PositiveFloat = Field(description="The peak learning rate; the schedule multiplies it.")
     weight_decay: NonNegativeFloat = Field(description="Decay of what `decays` says.")
@@ -72,39 +72,46 @@ class OptimizerSettings(Section, ABC):
 
     @final
     def build(self, model: nn.Module, *, whole: bool = True) -> Optimizer:
-        """Build it over the parameters that require gradients, each in one group.
+        """Build the optimizer. Each parameter that requires gradients is in exactly one parameter group.
 
         Args:
-            model: Materialised and parallelised.
-            whole: Whether this is the whole model. A stage of one may lack what a group matches: check the whole model
-                with `check` then.
+            model: Model or pipeline stage, materialized and parallelized.
+            whole: Whether `model` is the whole model, so that every group must match a parameter. Pass false for a
+                pipeline stage, and call `check` on the whole model.
+
+        Returns:
+            The optimizer; a `JoinedOptimizer` if groups use other optimizers.
 
         Raises:
-            UserError: If a group of a whole model matches nothing, or a parameter does not suit its optimizer.
+            UserError: If `whole` is true and a group matches no parameter. Also if an optimizer does not support one of
+                its parameters.
         """
         first, *others = self._optimizers(_trainable(model), whole=whole)
         return JoinedOptimizer([first, *others]) if others else first
 
     @final
     def check(self, model: nn.Module) -> None:
-        """Refuse a whole model that it would not fit; `meta` is enough.
+        """Check that the configuration fits a whole model, which may be on `meta`.
 
         Raises:
-            UserError: As `build`.
+            UserError: If `build` would raise it.
         """
         self.build(model)
 
     @abstractmethod
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Make the optimizer itself.
+        """Construct the optimizer.
 
         Args:
-            groups: With `params`, pairs of name and parameter; `weight_decay`; and `lr`.
+            groups: Parameter groups with the keys `params` (pairs of name and parameter), `lr` and `weight_decay`.
         """
 
     @final
     def _optimizers(self, named: Named, *, whole: bool) -> list[Optimizer]:
-        """This optimizer, then those of its groups; without those that have no parameter here, unless none has."""
+        """Build this optimizer and then those of its groups.
+
+        Optimizers without parameters are omitted. If none has a parameter, this one is built with an empty group.
+        """
         selectors = [Selector(group.pattern, group.of) for group in self.groups]
         rest, *matched = assign(named, selectors, whole=whole)
         own = self._groups(rest)
@@ -114,14 +121,20 @@ class OptimizerSettings(Section, ABC):
                 own += self._groups(members, learning_rate=group.learning_rate, weight_decay=group.weight_decay)
             elif members:
                 others += group.optimizer._optimizers(members, whole=whole)
-        # A stage of a pipeline may have nothing to train; an optimizer wants a group.
+        # torch optimizers require a group, even if a pipeline stage has no trainable parameter.
         filled = [group for group in own if group["params"]] or ([] if others else own[:1])
         return [*([self.make(filled)] if filled else []), *others]
 
     def _groups(
         self, named: Named, *, learning_rate: float | None = None, weight_decay: float | None = None
     ) -> list[dict[str, Any]]:
-        """Those that decay, and those that do not."""
+        """Return two parameter groups: parameters with weight decay, and parameters without.
+
+        Args:
+            named: Parameters with their names.
+            learning_rate: Override of the peak learning rate.
+            weight_decay: Override of the weight decay, which then applies to vectors, too.
+        """
         decays_all = self.decays == "all" or weight_decay is not None
         decayed = [(name, p) for name, p in named if decays_all or is_matrix(p)]
         plain = [(name, p) for name, p in named if not (decays_all or is_matrix(p))]
@@ -144,13 +157,13 @@ class AdamWConfig(OptimizerSettings):
     eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Make torch's AdamW."""
+        """Construct an AdamW: fused on an accelerator, foreach on CPU."""
         return LocalAdamW(groups, betas=self.betas, eps=self.eps, **_kernels(groups))
 
 
 @final
 class AdamConfig(OptimizerSettings):
-    """Adam (Kingma, Ba, arXiv:1412.6980), whose decay is an L2 penalty."""
+    """Adam (Kingma, Ba, arXiv:1412.6980); its weight decay is an L2 penalty."""
 
     kind: Literal["adam"] = "adam"
     learning_rate: PositiveFloat = Field(1e-3, description="The peak learning rate; the schedule multiplies it.")
@@ -159,13 +172,13 @@ class AdamConfig(OptimizerSettings):
     eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Make torch's Adam."""
+        """Construct an Adam: fused on an accelerator, foreach on CPU."""
         return LocalAdam(groups, betas=self.betas, eps=self.eps, **_kernels(groups))
 
 
 @final
 class SGDConfig(OptimizerSettings):
-    """Stochastic gradient descent, with momentum if asked for."""
+    """Stochastic gradient descent, with optional momentum."""
 
     kind: Literal["sgd"] = "sgd"
     learning_rate: PositiveFloat = Field(1e-2, description="The peak learning rate; the schedule multiplies it.")
@@ -182,13 +195,13 @@ class SGDConfig(OptimizerSettings):
         return self
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Make torch's SGD."""
+        """Construct an SGD optimizer."""
         return LocalSGD(groups, momentum=self.momentum, nesterov=self.nesterov)
 
 
 @final
 class MuonConfig(OptimizerSettings):
-    """Muon on whole matrices (arXiv:2502.16982). Vectors, embeddings and heads need a group with another optimizer."""
+    """Muon for whole matrices (arXiv:2502.16982). Vectors, embeddings and heads need a group with another optimizer."""
 
     kind: Literal["muon"] = "muon"
     learning_rate: PositiveFloat = Field(1e-3, description="The peak learning rate; the schedule multiplies it.")
@@ -201,7 +214,7 @@ class MuonConfig(OptimizerSettings):
     )
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Make Muon."""
+        """Construct a Muon optimizer."""
         return Muon(
             groups,
             momentum=self.momentum,
@@ -213,7 +226,7 @@ class MuonConfig(OptimizerSettings):
 
 @final
 class LionConfig(OptimizerSettings):
-    """Lion (arXiv:2302.06675): rates 3 to 10 times smaller than AdamW's, and decays as much larger."""
+    """Lion (arXiv:2302.06675). Use 3 to 10 times AdamW's weight decay, and a learning rate smaller by that factor."""
 
     kind: Literal["lion"] = "lion"
     learning_rate: PositiveFloat = Field(1e-4, description="The peak learning rate; the schedule multiplies it.")
@@ -221,13 +234,13 @@ class LionConfig(OptimizerSettings):
     betas: tuple[_Decay, _Decay] = Field((0.9, 0.99), description="Share of the average in the update, and its decay.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Make Lion."""
+        """Construct a Lion optimizer."""
         return Lion(groups, betas=self.betas)
 
 
 @final
 class ScheduleFreeAdamWConfig(OptimizerSettings):
-    """Schedule-Free AdamW (arXiv:2405.15682): an average of iterates; its schedule warms up and then stays."""
+    """Schedule-Free AdamW (arXiv:2405.15682): averages the iterates. Use a schedule of warm-up and then a constant."""
 
     kind: Literal["schedule_free_adamw"] = "schedule_free_adamw"
     learning_rate: PositiveFloat = Field(2.5e-3, description="The peak learning rate; the schedule multiplies it.")
@@ -238,13 +251,13 @@ class ScheduleFreeAdamWConfig(OptimizerSettings):
     eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Make Schedule-Free AdamW."""
+        """Construct a Schedule-Free AdamW optimizer."""
         return ScheduleFreeAdamW(groups, betas=self.betas, eps=self.eps)
 
 
 @final
 class StochasticAdamWConfig(OptimizerSettings):
-    """AdamW for bfloat16 parameters, rounded stochastically: no float32 copy of the parameters is needed."""
+    """AdamW for bfloat16 parameters with stochastic rounding, which needs no float32 copy of the parameters."""
 
     kind: Literal["stochastic_adamw"] = "stochastic_adamw"
     learning_rate: PositiveFloat = Field(1e-3, description="The peak learning rate; the schedule multiplies it.")
@@ -257,13 +270,13 @@ class StochasticAdamWConfig(OptimizerSettings):
     seed: int = Field(0, ge=0, description="Of what rounding draws.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Make AdamW with stochastic rounding."""
+        """Construct an AdamW with stochastic rounding."""
         dtype = torch.bfloat16 if self.averages == "bfloat16" else torch.float32
         return StochasticAdamW(groups, betas=self.betas, eps=self.eps, average_dtype=dtype, seed=self.seed)
 
 
 def _with_kind(value: Any) -> Any:
-    """AdamW is meant where no kind is given."""
+    """Set `kind` to "adamw" if it is missing."""
     return {"kind": "adamw", **value} if isinstance(value, dict) else value
 
 
@@ -280,13 +293,16 @@ OptimizerConfig: TypeAlias = Annotated[
     ],
     BeforeValidator(_with_kind),
 ]
-"""Any of them, told apart by `kind`; AdamW where that is left out."""
+"""Any optimizer configuration, selected by `kind`; the default is "adamw"."""
 
 GroupConfig.model_rebuild()
 
 
 def _kernels(groups: list[dict[str, Any]]) -> dict[str, bool]:
-    """Which of torch's implementations to take: fused on an accelerator, where it can also leave out a bad step."""
+    """Return the argument that selects torch's implementation: foreach on CPU or `meta`, otherwise fused.
+
+    The fused implementation can skip a bad step on the device, without host-device synchronization.
+    """
     on_cpu = all(parameter.device.type in ("cpu", "meta") for group in groups for _, parameter in group["params"])
     return {"foreach": True} if on_cpu else {"fused": True}
 

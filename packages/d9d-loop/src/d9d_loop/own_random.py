@@ -1,4 +1,4 @@
-"""Random numbers of their own for what runs beside the training, which then draws the same ones with it and without."""
+"""Separate random streams for code such as event handlers, so that it does not change the training's draws."""
 
 import random
 import sys
@@ -12,11 +12,11 @@ from d9d_dist import stream_key
 
 @contextmanager
 def own_random(*parts: str | int, device: bool = False) -> Generator[None]:
-    """Let Python, NumPy (where it is in use) and torch draw from a stream of their own.
+    """Seed the generators of Python, NumPy (if imported) and torch for the body; restore their states afterwards.
 
     Args:
-        parts: What the stream is a function of; equal ones give equal numbers, on every rank and in every run.
-        device: Whether that holds for the accelerator, too; by default, it is left as it was.
+        parts: Key of the random stream; equal parts give equal draws, on every rank and in every run.
+        device: Whether to seed and restore the accelerator's generator, too. By default it is not changed.
     """
     key = stream_key(*parts)
     numpy = sys.modules.get("numpy")

@@ -1,4 +1,4 @@
-"""The stages of a model on this rank, and how they are run together with those of the other ranks of the pipeline."""
+"""This rank's pipeline stages, and the executors that run them together with the other pipeline ranks."""
 
 from collections.abc import Collection, Mapping
 from typing import final
@@ -21,18 +21,18 @@ from d9d_pipeline import (
 
 @final
 class Pipeline:
-    """A model that is cut into stages; a whole model is a pipeline of one stage.
+    """A model split into pipeline stages; a model that is not split is a pipeline of one stage.
 
     Attributes:
-        model: What optimizers, checkpoints and exports take for the model: this rank's part of it.
-        stages: The modules of this rank by global stage index.
-        shared: Keeps parameters that several stages use in step.
+        model: This rank's part of the model, for the optimizer, checkpoints and export.
+        stages: This rank's stage modules by global stage index.
+        shared: Sums the gradients and copies the values of parameters that several stages share.
 
     Args:
-        stages: See the attribute; parallelised and materialised.
-        ctx: The job's context.
-        schedule: In which order ranks compute.
-        shared_names: Names of parameters that several stages use, with those stages, the owner first.
+        stages: This rank's stage modules by global stage index, parallelized and materialized.
+        ctx: Distributed context.
+        schedule: Pipeline schedule; 1F1B by default.
+        shared_names: Parameters shared by several stages, with the indices of those stages; the owner comes first.
     """
 
     def __init__(
@@ -55,21 +55,25 @@ class Pipeline:
         self.shared = SharedParameters(shared, self.stages, stage_ranks=layout.stage_ranks, group=self._group)
 
     def training(self, num_microbatches: int) -> Executor:
-        """What runs a training step of so many microbatches."""
+        """Return an executor of training steps with `num_microbatches` microbatches."""
         return self._executor(self._program(self._schedule, num_microbatches))
 
     def gradient_sync(self, num_microbatches: int) -> GradientSync:
-        """What reduces the gradients of such steps over ranks, as far as FSDP does not."""
-        # Where backward is split, a weight that is used in two ways gets its gradient in two parts.
+        """Return the reduction of the gradients that FSDP does not reduce. Collective: it creates process groups.
+
+        Args:
+            num_microbatches: Number of microbatches of a training step.
+        """
+        # With split backward, a parameter that is used twice may accumulate its gradient in two parts.
         splits = self._program(self._schedule, num_microbatches).splits
         return GradientSync(self.model, num_microbatches=None if splits else num_microbatches)
 
     def evaluation(self, num_microbatches: int) -> Executor:
-        """What runs so many microbatches forward."""
+        """Return an executor of forward passes with `num_microbatches` microbatches."""
         return self._executor(self._program(_forward_only(self._schedule), num_microbatches))
 
     def callable(self) -> PipelinedModel:
-        """What can be called as the whole model, on all ranks of the pipeline together."""
+        """Return a callable that runs the whole model; calls are collective over the pipeline ranks."""
         return PipelinedModel(
             self.stages,
             group=self._group,

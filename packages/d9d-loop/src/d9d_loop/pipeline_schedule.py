@@ -1,4 +1,4 @@
-"""The pipeline schedules that a configuration can name; any other is passed to the Trainer as an object."""
+"""Pipeline schedule configuration. Other schedules are passed to `Trainer(schedule=)` as objects."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
@@ -36,7 +36,7 @@ _BOUNDED: tuple[Kind, ...] = ("1f1b", "interleaved_1f1b", "zb1p")
 
 
 class ScheduleConfig(BaseModel):
-    """A schedule by its name; in a configuration the name alone will do: `--pipeline.schedule zbv`."""
+    """A pipeline schedule and its options. A configuration may give the name alone: `--pipeline.schedule zbv`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,7 +60,7 @@ class ScheduleConfig(BaseModel):
         """Build the schedule.
 
         Raises:
-            UserError: If an option is set that the schedule does not have.
+            UserError: If an option is set that the schedule does not support.
         """
         options: dict[str, Any] = {}
         if self.warmup is not None:
@@ -80,7 +80,7 @@ class ScheduleConfig(BaseModel):
         return _LOOPED[self.kind](self.stages_per_rank or (1 if self.kind == "zb1p" else 2), **options)
 
     def _check(self, name: str, value: object, kinds: Sequence[Kind]) -> None:
-        """Refuse an option of other schedules."""
+        """Check that the schedule is one of `kinds`, which have the option `name`."""
         if self.kind not in kinds:
             raise UserError(
                 f"pipeline.schedule.{name} = {value}; {self.kind} does not have this option. Leave it out, or use one "

@@ -1,4 +1,4 @@
-"""Everything that a user can get wrong about a job, found before a process group starts or a file is written."""
+"""Checks of a training job, run before a process group starts or a file is written."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -32,14 +32,15 @@ from d9d_state import (
 
 @dataclass(frozen=True, slots=True)
 class JobPlan(ModelPlan):
-    """What was derived from a training job's configuration and the environment, and found to fit together.
+    """Checked plan of a training job, derived from its configuration and the environment.
 
     Attributes:
-        export_mapper: How the model's weights become those on disk, if any are written.
-        microbatch_size: Samples of a microbatch on one rank.
-        num_microbatches: Microbatches of a step on one rank.
-        stream: The training data in their order.
-        evaluation_data: The held-out data, if there are any.
+        export_mapper: State mapper from the model's weights to the exported ones; `None` if the names are the same or
+            there is no export.
+        microbatch_size: Samples of a microbatch on one data-parallel rank.
+        num_microbatches: Microbatches of a step on one data-parallel rank.
+        stream: Training samples in the order of training.
+        evaluation_data: Held-out samples; `None` without evaluation.
     """
 
     export_mapper: StateMapper | None
@@ -58,21 +59,22 @@ def check_job(
     optimizer_check: Callable[[nn.Module], None] = lambda _model: None,
     schedule: Schedule | None = None,
 ) -> JobPlan:
-    """Check a job, without collectives and without writing anything.
+    """Check a training job and plan it. No collectives; writes no files.
 
     Args:
         config: The job's configuration.
         provider: Builds the model.
-        task: Makes inputs and losses.
-        data: Makes the data.
-        optimizer_check: Refuses a model, on `meta`, that the optimizer would not fit.
-        schedule: In which order pipeline ranks compute; by default, what the configuration says.
+        task: Prepares inputs and computes the loss.
+        data: Provides training and evaluation data.
+        optimizer_check: Called with the whole model, usually on `meta`; raises `UserError` if the optimizer does not
+            fit it.
+        schedule: Pipeline schedule; by default the one of the configuration.
 
     Returns:
-        What follows from the configuration on this process.
+        The plan of the job on this rank.
 
     Raises:
-        UserError: Naming the field, what was got, what was expected and what to do.
+        UserError: If a check fails. The message names the field, the value, the expected value and the remedy.
     """
     launch = read_launch()
     mesh = config.mesh.resolve(launch.world_size)
@@ -97,7 +99,7 @@ def check_job(
     load_mapper = None if weights is None else provider.load_mapper(model, weights)
     if weights is not None:
         check_weights("initial_weights", weights, load_mapper, built)
-    cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1  # then the task sees cut batches only
+    cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1  # inputs() then expects split sequences
     shared_names = check_stages(
         provider,
         model,
@@ -139,7 +141,11 @@ def _first_batch(stream: SampleStream, data: DataProvider, size: int) -> Any:
 
 
 def _check_batch(config: TrainerConfig, dp_size: int) -> int:
-    """The size of a microbatch."""
+    """Return the microbatch size.
+
+    Raises:
+        UserError: If the global batch is not divisible by the data-parallel ranks times the microbatch size.
+    """
     total, size = config.batch.global_size, config.batch.microbatch_size
     unit = dp_size if size is None else dp_size * size
     if total % unit:
@@ -153,7 +159,12 @@ def _check_batch(config: TrainerConfig, dp_size: int) -> int:
 
 
 def _check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> None:
-    """Refuse reasons to keep checkpoints that never hold, or that change nothing."""
+    """Check the retention of checkpoints.
+
+    Raises:
+        UserError: If a retention option has no effect or does not match the steps of saves and evaluations, or
+            `best_by` is not a metric of the evaluation.
+    """
     checkpoint = config.checkpoint
     if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.every:
         raise UserError(
@@ -167,7 +178,7 @@ def _check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> N
         )
     if checkpoint.keep_best == 0:
         return
-    # A metric has a value before it has seen anything, and the value shows the names.
+    # New metrics can be computed without data, which yields the names of their values.
     names = {"loss", *compute_metrics(task.metrics(), over=None)}
     if not evaluates or checkpoint.best_by not in names:
         found = f"evaluations give {', '.join(sorted(names))}" if evaluates else "there are no evaluation data"
@@ -183,7 +194,13 @@ def _check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> N
 
 
 def _check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity: JsonValue) -> bool:
-    """Whether the job begins with its initial weights. If there is a checkpoint to continue from, it has to fit."""
+    """Check the newest readable checkpoint against the job; return True if the job needs its initial weights.
+
+    It needs them if there is no such checkpoint, or if checkpoints contain only trainable parameters.
+
+    Raises:
+        UserError: If the checkpoint has another model, more steps than the job, or other data.
+    """
     info = next(filter(_is_readable, CheckpointStore(checkpoint_folder(config)).complete()), None)
     if info is None:
         return True
@@ -199,7 +216,7 @@ def _check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity:
 
 
 def _is_readable(info: CheckpointInfo) -> bool:
-    """Whether what is looked at here is sound; if not, an older checkpoint will be loaded."""
+    """Return True if the metadata of a checkpoint is readable. Damaged checkpoints are skipped on resume."""
     try:
         return info.state is not None
     except StateError:
@@ -207,7 +224,11 @@ def _is_readable(info: CheckpointInfo) -> bool:
 
 
 def _check_same_order(config: TrainerConfig, info: CheckpointInfo, identity: JsonValue) -> None:
-    """Refuse a change of what the order of samples follows from: some would be lost, others seen twice."""
+    """Check that the data identity is that of the checkpoint: a change would skip some samples and repeat others.
+
+    Raises:
+        UserError: Lists the differences.
+    """
     state: Any = info.state
     lines = list(_differences(state["data_identity"], identity, "data"))
     if lines:
@@ -227,10 +248,10 @@ def _differences(before: JsonValue, now: JsonValue, name: str) -> Iterator[str]:
 
 
 def check_metric_names(task: Task) -> None:
-    """Refuse metrics of a task that have the names of values that the Trainer reports itself.
+    """Check that no metric of the task has the name of a value that the Trainer reports.
 
     Raises:
-        UserError: Listing them.
+        UserError: Lists the metrics to rename.
     """
     own = {"loss", "grad_norm", "learning_rate", f"{task.weight_unit}_per_second", "step", "time", "config"}
     if taken := sorted(own & task.metrics().keys()):
@@ -240,5 +261,5 @@ def check_metric_names(task: Task) -> None:
 
 
 def checkpoint_folder(config: TrainerConfig) -> Path:
-    """Where a job keeps its checkpoints."""
+    """Return the folder of a job's checkpoints."""
     return config.run.dir / "checkpoints"

@@ -1,4 +1,4 @@
-"""Jobs that are configuration files and nothing else: they name what to train, or to run, by import path."""
+"""Jobs defined by a configuration file alone: it names the model, task and data by import path."""
 
 import sys
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from d9d_loop.trainer import Trainer
 
 
 class PresetConfig(TrainerConfig):
-    """The configuration of a training job, with its parts."""
+    """Configuration of a training job that also names its model, task and data."""
 
     model: Component = Field(description="Makes the model provider.")
     task: Component = Field(description="Makes the task.")
@@ -34,7 +34,7 @@ class PresetConfig(TrainerConfig):
 
 
 class InferencePresetConfig(InferenceConfig):
-    """The configuration of an inference job, with its parts."""
+    """Configuration of an inference job that also names its model, task and data."""
 
     model: Component = Field(description="Makes the model provider.")
     task: Component = Field(description="Makes the inference task.")
@@ -44,10 +44,10 @@ class InferencePresetConfig(InferenceConfig):
 
 
 def preset_trainer(config: PresetConfig) -> Trainer:
-    """The Trainer of a preset.
+    """Build the Trainer of a preset.
 
     Raises:
-        UserError: If a part of it cannot be imported, or be made with the arguments that the preset gives.
+        UserError: If a component cannot be imported, or cannot be called with the preset's arguments.
     """
     trainer = Trainer(
         config,
@@ -66,10 +66,10 @@ def preset_trainer(config: PresetConfig) -> Trainer:
 
 
 def preset_inference(config: InferencePresetConfig) -> Inference:
-    """The inference of a preset.
+    """Build the inference job of a preset.
 
     Raises:
-        UserError: If a part of it cannot be imported, or be made with the arguments that the preset gives.
+        UserError: If a component cannot be imported, or cannot be called with the preset's arguments.
     """
     inference = Inference(
         config,
@@ -83,10 +83,10 @@ def preset_inference(config: InferencePresetConfig) -> Inference:
 
 
 def look_beside_preset(arguments: Sequence[str] | None = None) -> None:
-    """Let imports find what is in the current folder, and beside the preset that the command line names.
+    """Prepend the current folder and the preset file's folder to `sys.path`, so that their modules can be imported.
 
     Args:
-        arguments: The command line without the program's name; that of this process by default.
+        arguments: Command-line arguments without the program name; by default those of this process.
     """
     file, _ = split_words(sys.argv[1:] if arguments is None else arguments)
     folders = [Path.cwd(), *([] if file is None else [Path(file).resolve().parent])]
@@ -94,7 +94,14 @@ def look_beside_preset(arguments: Sequence[str] | None = None) -> None:
 
 
 def _built(**parts: tuple[str, Component | None]) -> dict[str, Any]:
-    """The parts that a preset has, each under the name of the argument that it is."""
+    """Build the components that a preset sets.
+
+    Args:
+        parts: For each keyword argument, the configuration key and the component; `None` if the key is not set.
+
+    Returns:
+        The built objects by keyword argument, without those that are not set.
+    """
     return {name: part.build(key) for name, (key, part) in parts.items() if part is not None}
 
 

@@ -1,4 +1,4 @@
-"""Profiles some steps of a job on every rank, and says in a few lines where the time went."""
+"""Profiles selected steps of a job on every rank: a trace per rank, and a summary of the time of all ranks."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +19,7 @@ _TOP_OPERATORS = 15
 
 
 class ProfileConfig(Section):
-    """Which steps are profiled."""
+    """Selection of the steps to profile, and options of the traces."""
 
     first_step: PositiveInt | None = Field(None, description="The first step to profile; null profiles none.")
     steps: PositiveInt = Field(2, description="How many steps in a row.")
@@ -28,7 +28,7 @@ class ProfileConfig(Section):
     profile_memory: bool = Field(False, description="Whether traces tell allocations.")
 
     def begins_after(self, step: int) -> bool:
-        """Whether the step after this one is the first of a row."""
+        """Return True if step `step + 1` is the first of a range of profiled steps."""
         if self.first_step is None:
             return False
         since = step + 1 - self.first_step
@@ -37,49 +37,53 @@ class ProfileConfig(Section):
 
 @final
 class Profiler:
-    """Writes a compressed trace for each rank and a summary of all, for the steps that are to be profiled.
+    """Profiles ranges of steps and writes a compressed trace per rank, and a summary of all ranks, for each range.
 
-    `profile/step-00000010/rank-00000.json.gz`, for Perfetto or `chrome://tracing`, and `summary.md` beside it.
+    The folder of a range is named after its last step. For example, `profile/step-00000010` contains
+    `rank-00000.json.gz`, for Perfetto or `chrome://tracing`, and `summary.md`.
 
-    A row that the job's last step, or a signal, ends early is written with the steps it has; so is one in which the job
-    goes back to a checkpoint, with the steps after that.
+    If the job ends within a range, or is stopped by a signal, the completed steps of the range are written. If the job
+    rolls back to a step within a range, only the steps after the rollback are written.
 
     Args:
-        config: Which steps.
-        folder: The folder of the run.
-        ctx: The job's context.
-        num_steps: Steps of the whole job.
+        config: Selection of the steps.
+        folder: The run folder.
+        ctx: Distributed context.
+        num_steps: Number of steps of the whole job.
     """
 
     def __init__(self, config: ProfileConfig, folder: Path, ctx: DistributedContext, *, num_steps: int) -> None:
         self._config, self._folder, self._ctx, self._num_steps = config, folder, ctx, num_steps
         self._running: profile | None = None
-        self._first_step = self._last_step = 0  # of the row
+        self._first_step = self._last_step = 0  # of the current range
         self._step = 0
 
     def __enter__(self) -> Self:
-        """Be ready."""
+        """Return this profiler; `step` starts the first range."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Write a row that is under way, if it has steps; drop it on an error. Collective, but on an error."""
+        """Write the current range, if it has completed steps. Collective.
+
+        After an error the range is discarded instead, without collectives.
+        """
         if error is None and self._running is not None and self._step >= self._first_step:
             self._end_row()
         self._drop_row()
 
     @handles(DataReady, StepDone)
     def step(self, event: DataReady | StepDone) -> None:
-        """End a row of steps, begin the next. Collective where one ends."""
+        """Write a range that ends with this step (collective), and start one that begins with the next step."""
         self._step = event.step
         if self._running is not None and event.step == self._last_step:
             self._end_row()
         self._begin_row()
 
     def rewound(self, step: int) -> None:
-        """Leave out of a row what does not count any more: the job has gone back to after a step. No collectives.
+        """Discard the recorded steps after a rollback; restart the range if it includes the next step. No collectives.
 
         Args:
-            step: Steps done.
+            step: Number of completed steps after the rollback.
         """
         self._step = step
         is_inside = self._running is not None and self._first_step <= step + 1

@@ -1,4 +1,4 @@
-"""Derive a `StateMapper` from code that moves tensors: it runs on tensors without values, and each move is recorded."""
+"""Derive a `StateMapper` from code that moves tensor values, by running it on tensors without values."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,13 +36,14 @@ _numbers = count()
 @final
 @dataclass(frozen=True, eq=False, slots=True)
 class _Move:
-    """A recorded operation.
+    """Recorded operation.
 
     Attributes:
-        mapper: The operation as a mapper, between unique names of values; the name of the operation if it computes.
-        is_view: Whether its outputs share the memory of its inputs.
-        parents: The operations that made its inputs.
-        depth: One more than the depth of the deepest parent.
+        mapper: The operation as a mapper between unique value names; for an operation that computes new values, its
+            name.
+        is_view: Whether the outputs share memory with the inputs.
+        parents: Operations that produced the inputs.
+        depth: Depth in the graph of operations: 1 without parents, otherwise one more than the deepest parent.
     """
 
     mapper: StateMapper | str
@@ -53,13 +54,13 @@ class _Move:
 
 @final
 class RecordedTensor(Tensor):
-    """A tensor without values that knows how it is made of named tensors.
+    """Tensor without values that records the operations by which it is derived from named tensors.
 
-    Conversions between floating dtypes are not recorded, since `load_model_state` makes them.
+    Conversions between floating-point dtypes are not recorded, because `load_model_state` converts dtypes.
 
     Attributes:
         value_name: Unique name of the value.
-        move: The operation that made it; None for a tensor made by `named`.
+        move: Operation that produced the tensor; `None` for a tensor created by `named`.
     """
 
     value_name: str
@@ -67,12 +68,12 @@ class RecordedTensor(Tensor):
 
     @classmethod
     def named(cls, name: str, info: TensorInfo) -> Self:
-        """Make the tensor that a name stands for."""
+        """Create the tensor for a named tensor with the given shape and dtype."""
         return cls._of(info.to_meta(), name, None)
 
     @property
     def is_computed(self) -> bool:
-        """Whether the tensor is the new result of an operation that is no move: writes to it change no other one."""
+        """True if an operation computed the tensor into new memory, so that in-place writes change no other tensor."""
         return self.move is not None and isinstance(self.move.mapper, str) and not self.move.is_view
 
     @classmethod
@@ -112,15 +113,15 @@ class RecordedTensor(Tensor):
 
 
 def recorded_mapper(sources: Iterable[str], targets: Mapping[str, Tensor]) -> StateMapper:
-    """Return the mapper that makes recorded tensors of named ones.
+    """Return the mapper from named tensors to recorded tensors.
 
     Args:
-        sources: Names that `RecordedTensor.named` was called with. Those that no target needs are dropped.
-        targets: The recorded tensors to make, by the names that they get.
+        sources: Names of tensors created by `RecordedTensor.named`. The mapper drops names that no target uses.
+        targets: Recorded tensors by output name.
 
     Raises:
-        UserError: If a target is computed by another operation than a move, or a value is needed twice, since no mapper
-            copies values.
+        UserError: If an operation that produced a target computes values instead of moving them. Also if a value is
+            used twice, because mappers cannot copy values.
     """
     recorded = {name: tensor for name, tensor in targets.items() if isinstance(tensor, RecordedTensor)}
     assert len(recorded) == len(targets), "other tensors are not made of named ones"
@@ -144,7 +145,7 @@ def recorded_mapper(sources: Iterable[str], targets: Mapping[str, Tensor]) -> St
 
 
 def _levels(tensors: Iterable[RecordedTensor]) -> Iterator[list[_Move]]:
-    """Yield the operations that made tensors, those that do not depend on each other together, the first ones first."""
+    """Yield the operations that produced tensors, grouped by depth in ascending order."""
     found: dict[_Move, None] = {}
     waiting = [tensor.move for tensor in tensors if tensor.move is not None]
     while waiting:
@@ -157,7 +158,7 @@ def _levels(tensors: Iterable[RecordedTensor]) -> Iterator[list[_Move]]:
 
 
 def _keeps_values(func: Any, recorded: Sequence[RecordedTensor], results: Sequence[Tensor]) -> bool:
-    """Return whether an operation gives the values that it takes, in the same order and shape."""
+    """Return True if an operation returns its one input's values in the same order and shape."""
     if len(recorded) != 1 or len(results) != 1 or recorded[0].shape != results[0].shape:
         return False
     if func in _COPIES:
@@ -179,7 +180,7 @@ _COPIES = {
     _aten.detach.default,
     _aten.alias.default,
     _aten._to_copy.default,
-    _aten.constant_pad_nd.default,  # of no columns
+    _aten.constant_pad_nd.default,  # keeps the values only if the shape is unchanged
 }
 
 _Names = Sequence[str]

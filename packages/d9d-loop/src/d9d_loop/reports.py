@@ -1,4 +1,4 @@
-"""Turns what steps measure into what people and trackers see, and keeps the job's record of it."""
+"""Reports of training values: the progress display, the trackers and the job's record."""
 
 import json
 import time
@@ -25,26 +25,26 @@ from d9d_pipeline import Program
 
 
 class Reports:
-    """Shows and tracks the values of a job, without waiting for them.
+    """Shows and tracks the values of a job, without host-device synchronization in the training step.
 
-    What is due is reduced and brought to the host by a `MetricCollector`: the step's thread only issues the collective,
-    so that it has the same place among all others on every rank. That holds on CPU too, where waiting would let each
-    rank stand still for the slowest one. Values come out in the order of steps, at most two reports late; an
-    evaluation, a save and the end wait for them.
+    A `MetricCollector` reduces the values and copies them to the host in the background. The training thread issues the
+    all-reduce, so every rank issues its collectives in the same order; on CPU, too, it does not wait for the result.
+    Values are delivered in step order, at most two reports late. An evaluation, a save and the end of the job wait for
+    all of them.
 
-    Opening it creates the run's folder, writes `config.json` and the picture of the pipeline's schedule, if there are
-    several ranks in it, and opens the trackers, on the main process.
+    On the main process, `__enter__` creates the run folder, writes `config.json`, opens the trackers, and draws the
+    pipeline program and the learning-rate schedule if the configuration enables it.
 
     Args:
         config: The job's configuration.
-        resolved: The same, as JSON.
-        record: The job's record, which reports keep up to date.
-        metrics: What the task measures, on this rank; reset by each report.
-        weight_unit: What the loss's weight counts, e.g. tokens.
-        program: What the ranks of the pipeline do in a step.
-        schedule: The name of what that follows from.
-        lr_schedule: Factor of the peak learning rate by step.
-        ctx: The job's context.
+        resolved: The resolved configuration as JSON.
+        record: The job's record, which `settle` updates.
+        metrics: This rank's task metrics; each report resets them.
+        weight_unit: Unit of the loss weight, e.g. tokens.
+        program: Pipeline program of a training step.
+        schedule: Name of the pipeline schedule.
+        lr_schedule: Function from the step to the factor of the peak learning rate.
+        ctx: Distributed context.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Reports:
         self._tracker: Tracker = MultiTracker([])
 
     def __enter__(self) -> Self:
-        """Open the trackers and the progress bar; the time of training begins."""
+        """Open the trackers and the progress bar, and start the throughput clock."""
         config, ctx = self._config, self._ctx
         with ExitStack() as opened:
             if ctx.is_main_process:
@@ -76,7 +76,7 @@ class Reports:
                 self._draw_plans()
                 self._tracker = build_trackers(config.trackers, config.run.dir)
                 opened.callback(self._tracker.close)
-                # A run that was killed before its first checkpoint starts over: what it tracked is forgotten too.
+                # A run killed before its first checkpoint restarts at step 0: this discards its tracked values.
                 self._tracker.resume(self._record.step, self._record.tracker)
                 self._tracker.log_config(self._resolved)
             self._progress = Progress(
@@ -92,11 +92,14 @@ class Reports:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Hand on what is on its way, and close the trackers and the progress bar."""
+        """Deliver the pending values, and close the progress bar and the trackers."""
         self._open.__exit__(kind, error, at)
 
     def step(self, outcome: StepOutcome) -> None:
-        """Count a step, and report it if its turn has come. Collective on those steps, and waits for nothing."""
+        """Count a step, and report its values if it is due. Collective if it is due.
+
+        No host-device synchronization, except on the one step whose pipeline timeline was measured and is drawn.
+        """
         self._progress.step()
         self._clock.add(outcome.weight)
         if outcome.timeline is not None and self._ctx.is_main_process:
@@ -116,7 +119,7 @@ class Reports:
 
     @contextmanager
     def not_training(self) -> Generator[None]:
-        """Leave the time of the body out of the throughput."""
+        """Exclude the time of the body from the throughput."""
         self._clock.stop()
         try:
             yield
@@ -124,7 +127,7 @@ class Reports:
             self._clock.start()
 
     def evaluation(self) -> None:
-        """Report the evaluation that the record holds."""
+        """Report the evaluation results of the record, after delivering pending values."""
         values = self._record.evaluation
         self._collector.flush()
         self._tracker.log(self._record.step, {f"evaluation_{name}": value for name, value in values.items()})
@@ -132,17 +135,20 @@ class Reports:
         self._progress.line(f"step {self._record.step}: held-out {shown}")
 
     def line(self, text: str) -> None:
-        """Show a line to people."""
+        """Print a line of text on the main process."""
         self._progress.line(text)
 
     def rewound(self) -> None:
-        """The record stands at an earlier step now: what was tracked since then is forgotten."""
+        """Set trackers and progress bar back to the record's step after a rollback, discarding later tracked values."""
         self._collector.flush()
         self._tracker.resume(self._record.step, self._record.tracker)
         self._progress.go_to(self._record.step)
 
     def settle(self, outcome: StepOutcome) -> None:
-        """Bring the record up to date before it is saved. Collective: the throughput is that of the main process."""
+        """Update the record before a save: training loss, throughput and tracker state.
+
+        Collective: a broadcast of the main process's throughput. The host waits for the device.
+        """
         with self.not_training():
             throughput = self._clock.average()
             if self._ctx.world_size > 1:
@@ -154,12 +160,12 @@ class Reports:
             self._record.tracker = self._tracker.state_dict()
 
     def _deliver(self, step: int, values: Mapping[str, float]) -> None:
-        """Called by the collector's thread."""
+        """Pass values to the tracker and the progress bar. Runs in the collector's thread."""
         self._tracker.log(step, values)
         self._progress.values(step, values)
 
     def _draw_plans(self) -> None:
-        """Draw what is known before the first step."""
+        """Draw the pipeline program (with several pipeline ranks) and the learning-rate schedule, if enabled."""
         config = self._config
         if config.pipeline.draw and len(self._program.ranks) > 1:
             draw_program(self._program, config.run.dir, title=self._schedule)
@@ -169,7 +175,7 @@ class Reports:
 
 
 class _Clock:
-    """Measures throughput: weight over the time between `start` and `stop`. It is made running."""
+    """Measures throughput: weight per second of running time. It starts running when constructed."""
 
     def __init__(self, device: torch.device) -> None:
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -181,9 +187,10 @@ class _Clock:
         self._lap_weight = self._lap_weight + weight
 
     def lap(self) -> torch.Tensor:
-        """Throughput since the last lap, on the device, without waiting for it.
+        """Return the throughput since the last lap as a device tensor, and begin a new lap.
 
-        The time is the host's, which runs ahead of an accelerator at the beginning of a lap as it does at its end.
+        No host-device synchronization: the time is the host's, and the host is about equally far ahead of the device at
+        the start and the end of a lap.
         """
         self._take_time()
         throughput = self._lap_weight / max(self._lap_seconds, 1e-9)
@@ -191,19 +198,19 @@ class _Clock:
         return throughput
 
     def average(self) -> torch.Tensor:
-        """Throughput since the start, on the device; waits for it, so that the time is that of the work."""
+        """Return the throughput over the total running time as a device tensor, after waiting for the device."""
         weight = self._total_weight + self._lap_weight
         weight.item()
         self._take_time()
         return weight / max(self._total_seconds + self._lap_seconds, 1e-9)
 
     def stop(self) -> None:
-        """Leave out the time from here to the next `start`; waits for the device, whose work belongs to before."""
+        """Stop the clock until `start`. Waits for the device first, because its pending work counts."""
         self._lap_weight.item()
         self._take_time()
 
     def start(self) -> None:
-        """Go on after a `stop`."""
+        """Restart the clock after `stop`."""
         self._since = time.perf_counter()
 
     def _take_time(self) -> None:

@@ -1,7 +1,7 @@
-"""Keeps what inference computes, so that each result is written once, in order, however often the job is restarted.
+"""Results of an inference job on disk: each result is written once and in order, even if the job is restarted.
 
-Samples are divided into parts of equally many consecutive ones. A part is a file that appears in one piece; which parts
-are there says all about how far the job is. In the end they become one file.
+Each part is a file with the results of a fixed number of consecutive samples, created by an atomic rename. A restarted
+job computes the parts whose files are missing. At the end, all parts are concatenated into one file.
 """
 
 import json
@@ -18,17 +18,17 @@ from d9d_dist import UserError
 
 @final
 class ResultsFolder:
-    """The results of a job: `results.jsonl`, one line for each sample, in which parts end up; and what they are of.
+    """Folder with the parts, `results.jsonl` (one line per sample) and `plan.json` (the identity of the job).
 
     Attributes:
-        folder: Where they are.
-        file: All results, when the job is done.
+        folder: The results folder.
+        file: File of all results; exists once the job is complete.
 
     Args:
-        folder: See the attribute.
-        num_samples: Samples of the job.
-        part_size: Samples of a part.
-        identity: What else the results follow from; results of something else are not mixed with these.
+        folder: The results folder.
+        num_samples: Number of samples of the job.
+        part_size: Number of samples per part.
+        identity: Other values that determine the results. A folder with another identity is rejected by `check`.
     """
 
     def __init__(
@@ -41,19 +41,19 @@ class ResultsFolder:
 
     @property
     def num_parts(self) -> int:
-        """How many parts there are in all."""
+        """Number of parts of the job."""
         return -(-self._num_samples // self._part_size)
 
     def samples_of(self, part: int) -> range:
-        """Indices of the samples of a part."""
+        """Return the sample indices of a part."""
         start = part * self._part_size
         return range(start, min(start + self._part_size, self._num_samples))
 
     def check(self) -> None:
-        """Check that what is there belongs to this job. Changes nothing.
+        """Check that existing results in the folder belong to this job. Writes nothing.
 
         Raises:
-            UserError: If results of another job are there, saying in what they differ.
+            UserError: If the folder has results of another job. Lists the differences of the identities.
         """
         if not self._plan.exists():
             return
@@ -71,11 +71,14 @@ class ResultsFolder:
             )
 
     def is_complete(self) -> bool:
-        """Whether the job is done."""
+        """Return True if all results are in `file`."""
         return self.file.exists()
 
     def missing(self) -> list[int]:
-        """The parts that are not there yet; makes the folder for them. Called by the main process only."""
+        """Return the indices of the missing parts, after creating the folder and `plan.json`.
+
+        If the job is complete, remove leftover parts and return an empty list. Call it on the main process only.
+        """
         if self.is_complete():
             shutil.rmtree(self._parts, ignore_errors=True)
             return []
@@ -84,10 +87,14 @@ class ResultsFolder:
         return [part for part in range(self.num_parts) if not self._part(part).exists()]
 
     def write(self, part: int, results: Sequence[JsonValue]) -> None:
-        """Write the results of a part; when this returns they are on the disk.
+        """Write the results of a part atomically, with fsync.
+
+        Args:
+            part: Index of the part.
+            results: One result per sample, in the order of `samples_of(part)`.
 
         Raises:
-            UserError: If a result cannot be written as JSON, which has no NaN.
+            UserError: If a result is not valid JSON; NaN and infinity are not.
         """
         assert len(results) == len(self.samples_of(part))
         try:
@@ -100,7 +107,7 @@ class ResultsFolder:
         _write(self._part(part), "".join(lines))
 
     def finish(self) -> None:
-        """Make one file of all parts. Called by the main process only, when all are there."""
+        """Concatenate all parts into `file` and remove them. Call it on the main process when no part is missing."""
         partial = self.file.with_suffix(".jsonl.partial")
         with partial.open("wb") as out:
             for part in range(self.num_parts):

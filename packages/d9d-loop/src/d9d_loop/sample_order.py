@@ -1,4 +1,4 @@
-"""The global order of samples: a function of (seed, position) in constant memory, the same on any number of ranks."""
+"""Global order of samples: a function of (seed, position) in constant memory, independent of the world size."""
 
 from typing import final
 
@@ -13,24 +13,24 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _LARGEST = 1 << 62
 _SCALAR = 128
-"""Up to so many positions are faster one by one than as a tensor."""
+"""Largest number of positions that are faster to permute one by one than as a tensor."""
 
 
 @final
 class SampleOrder:
-    """Maps positions in an endless stream of epochs to sample indices; each epoch is a permutation of the data.
+    """Maps positions in an infinite stream of epochs to sample indices; each epoch is a permutation of the data.
 
-    The permutation is a Feistel network on the smallest square that holds the data, walked until it lands inside
-    (Black, Rogaway: "Ciphers with arbitrary finite domains", 2002). Nothing is stored, so a job of 10^12 samples starts
-    and resumes at once.
+    The permutation is a Feistel network on the range up to the smallest power of 4 that holds all samples. It is
+    applied again while the result is out of range (cycle walking; Black, Rogaway: "Ciphers with arbitrary finite
+    domains", 2002). No permutation is stored, so a job of 10^12 samples starts and resumes at once.
 
     Args:
-        num_samples: Number of samples of an epoch, at least 1 and at most 2^62.
-        seed: Chooses the permutations.
-        shuffle: Whether to permute at all; if not, each epoch goes through the data in order.
+        num_samples: Number of samples per epoch, from 1 to 2^62.
+        seed: Seed of the permutations.
+        shuffle: Whether to permute. If false, each epoch has the samples in their original order.
 
     Raises:
-        UserError: If the number of samples is outside of its range.
+        UserError: If `num_samples` is out of range.
     """
 
     def __init__(self, num_samples: int, *, seed: int, shuffle: bool = True) -> None:
@@ -45,11 +45,11 @@ class SampleOrder:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of an epoch."""
+        """Number of samples per epoch."""
         return self._num_samples
 
     def __getitem__(self, position: int) -> int:
-        """The index of the sample at a position of the stream."""
+        """Return the sample index at a position of the stream."""
         epoch, index = divmod(position, self._num_samples)
         if not self._shuffle:
             return index
@@ -60,7 +60,7 @@ class SampleOrder:
         return index
 
     def take(self, start: int, stop: int) -> list[int]:
-        """The indices of the samples at positions from `start` to before `stop`; much faster than one by one."""
+        """Return the sample indices at positions `start` to `stop - 1`. Much faster than indexing one by one."""
         taken: list[int] = []
         while start < stop:
             epoch, first = divmod(start, self._num_samples)
@@ -81,7 +81,7 @@ class SampleOrder:
         return indices.tolist()
 
     def _round_keys(self, epoch: int) -> list[int]:
-        """The keys of an epoch's rounds; those of the last one asked for are kept."""
+        """Return the round keys of an epoch. The keys of the last epoch are cached."""
         kept, keys = self._keys
         if kept != epoch:
             key = stream_key(self._seed, "sample order", epoch)
@@ -103,14 +103,17 @@ class SampleOrder:
 
 
 def _hash(value: int) -> int:
-    """The finaliser of SplitMix64."""
+    """Return the SplitMix64 finalizer of an unsigned 64-bit integer."""
     value = (value ^ value >> 30) * _FIRST & _MASK
     value = (value ^ value >> 27) * _SECOND & _MASK
     return value ^ value >> 31
 
 
 def _hash_all(values: Tensor) -> Tensor:
-    """The same of int64, whose products wrap as those of unsigned numbers do; shifts must not bring in the sign."""
+    """Return the elementwise `_hash` of an int64 tensor.
+
+    int64 products wrap like unsigned ones. `_shifted` shifts in zeros instead of the sign bit.
+    """
     values = (values ^ _shifted(values, 30)) * _signed(_FIRST)
     values = (values ^ _shifted(values, 27)) * _signed(_SECOND)
     return values ^ _shifted(values, 31)
@@ -121,5 +124,5 @@ def _shifted(values: Tensor, bits: int) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned number."""
+    """Return the int64 that has the same bits as an unsigned 64-bit integer."""
     return value - (1 << 64) if value >> 63 else value

@@ -1,4 +1,4 @@
-"""Shows a job's pipeline in its run folder: the program that ranks follow, and what a step of it really took."""
+"""Text and images of a job's pipeline in its run folder: the program of a step, and a measured step."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,12 +9,12 @@ PROGRAM, MEASURED = "schedule", "schedule_measured"
 
 
 def draw_program(program: Program, folder: Path, *, title: str) -> None:
-    """Write `schedule.txt`, and `schedule.png` where matplotlib is installed.
+    """Write `schedule.txt`, and `schedule.png` if matplotlib is installed.
 
     Args:
-        program: What to show.
-        folder: Where to.
-        title: Stands above the picture.
+        program: Pipeline program. The text shows its simulated timeline.
+        folder: The run folder, which must exist.
+        title: Title of the text and the image.
     """
     _write_text(simulate(program), folder / PROGRAM, title)
     if find_spec("matplotlib") is not None:
@@ -22,7 +22,13 @@ def draw_program(program: Program, folder: Path, *, title: str) -> None:
 
 
 def draw_measured(timeline: Timeline, folder: Path, *, title: str) -> None:
-    """Write `schedule_measured.txt`, and `schedule_measured.png` where matplotlib is installed; see `draw_program`."""
+    """Write `schedule_measured.txt`, and `schedule_measured.png` if matplotlib is installed.
+
+    Args:
+        timeline: Measured times of one step.
+        folder: The run folder, which must exist.
+        title: Title of the text and the image.
+    """
     _write_text(timeline, folder / MEASURED, title)
     if find_spec("matplotlib") is not None:
         plot_simulation(timeline, folder / f"{MEASURED}.png", title=title)

@@ -1,9 +1,9 @@
-"""What all sections of a configuration have in common."""
+"""Base class of the sections of a configuration."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A part of a configuration: frozen, and an unknown key is an error."""
+    """Section of a configuration: immutable; unknown keys, NaN and infinity are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""Sends a training to sleep, so that something else may use the device for a while: rollouts, for instance."""
+"""Offloads training state to host memory, to free device memory for other work such as rollouts."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ from d9d_loop.events import Slept, Woken
 
 @final
 class Sleep:
-    """Keeps parameters, buffers, gradients and the optimizer's state in host memory while the training sleeps.
+    """Offloads parameters, buffers, gradients and optimizer state to host memory for the body of a `with` statement.
 
     Args:
-        model: The model under training: of a pipeline, all stages of this rank, with what they have of one another's.
-        optimizer: Over its parameters.
-        events: Told of `Slept` and `Woken`.
+        model: The trained model. For a pipeline, all stages of this rank, including their copies of shared parameters.
+        optimizer: Optimizer of the model's parameters.
+        events: Event bus that emits `Slept` after offloading and `Woken` after onloading.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, events: Events) -> None:
@@ -29,13 +29,15 @@ class Sleep:
 
     @contextmanager
     def __call__(self, step: int) -> Generator[None]:
-        """Sleep for the body of a `with` statement, between two steps. No collectives.
+        """Offload the state for the body of a `with` statement, and onload it afterwards. No collectives.
+
+        Use it between two steps. `Woken` is not emitted if the body raises.
 
         Args:
-            step: Steps done.
+            step: Number of completed steps, for the events.
 
         Raises:
-            UserError: If the training sleeps already.
+            UserError: If the state is already offloaded.
         """
         self._offloader.offload()
         try:

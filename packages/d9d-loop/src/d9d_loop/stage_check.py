@@ -1,4 +1,4 @@
-"""Whether the stages that a provider builds make up its model, found on `meta` before anything starts."""
+"""Checks on `meta` that the stages of a provider make up its whole model, run before a process group starts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,25 +14,25 @@ from d9d_pipeline import Inputs, check_can_be_sent, shared_names
 
 
 def build_stages(provider: ModelProvider, num_stages: int, *, seed: int = 0) -> list[nn.Module]:
-    """Build every stage of a model on `meta`."""
+    """Build all pipeline stages of a model and keep their structure on `meta`."""
     stages = [StageInfo(index, num_stages) for index in range(num_stages)]
     return [build_model(provider, stage, seed=seed, keep_values=False).module for stage in stages]
 
 
 def check_parts(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
-    """Check that the parameters of stages make up the model.
+    """Check that the parameters of all stages together are those of the model.
 
     Args:
-        model: The whole model, on `meta`.
-        stages: All of its stages, on `meta`.
+        model: The whole model.
+        stages: All of its stages, in order.
 
     Returns:
-        The names of parameters that several stages have, with those stages.
+        Parameters shared by several stages, with the indices of those stages; the owner comes first.
 
     Raises:
-        UserError: Listing tensors that are missing, are on several stages though the model does not tie them, or have
-            other shapes than in the model, are trained on some of their stages only, or are buffers that several stages
-            would save.
+        UserError: Lists parameters that are missing, unexpected or have another shape. Also lists parameters on several
+            stages that the model does not tie, or that only some of their stages train. Also lists persistent buffers
+            on several stages.
     """
     shared = shared_names([dict(stage.named_parameters()) for stage in stages])
     whole, tied = _shapes(model), _tied_names(model)
@@ -82,7 +82,7 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def _tied_names(model: nn.Module) -> set[str]:
-    """First names of parameters that the model uses in several places."""
+    """Return the first name of each tied parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(canonical_name(name))
@@ -90,16 +90,18 @@ def _tied_names(model: nn.Module) -> set[str]:
 
 
 def check_chain(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, stage_ranks: Sequence[int]) -> None:
-    """Check that each stage takes what the one before it returns, if the model can be run on `meta` at all.
+    """Run the stages in order on `meta`, each with the output of the previous one.
+
+    The check is skipped if the whole model cannot run on `meta`.
 
     Args:
-        model: The whole model, on `meta`.
+        model: The whole model.
         stages: All of its stages, on `meta`.
-        inputs: What one microbatch feeds in.
-        stage_ranks: For each stage the rank that holds it.
+        inputs: Inputs of one microbatch.
+        stage_ranks: The pipeline rank that holds each stage.
 
     Raises:
-        UserError: Naming the stage, and what it was given, or what cannot be sent to another rank.
+        UserError: If a stage rejects its inputs, or an output cannot be sent to the next stage's rank.
     """
     first, shared = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (inputs.first, inputs.shared))
     with torch.no_grad(), torch.device("meta"):

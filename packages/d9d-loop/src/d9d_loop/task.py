@@ -1,4 +1,4 @@
-"""What a user's job computes: how a batch becomes the model's input, and the model's output a loss or a result."""
+"""Tasks: conversion of a batch to the model's inputs, and of the model's outputs to a loss or to results."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,14 @@ from d9d_pipeline import Inputs
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss as a sum and its weight, which stay exact however a batch is split.
+    """Sum of the loss over a microbatch, and its weight.
 
-    Gradients are those of the sum over all microbatches and ranks, divided once by the sum of all weights.
+    The loss of a step is the sum of all totals divided by the sum of all weights, over all microbatches and ranks. So
+    it does not depend on how the batch is split. Gradients are divided once, by the sum of all weights.
 
     Attributes:
-        total: Scalar: the *sum* of the loss over what the microbatch holds.
-        weight: What the sum is a sum over: the number of samples, elements or unmasked tokens; must not be negative.
+        total: 0-dim tensor: the loss *summed* over the samples, elements or unmasked tokens of the microbatch.
+        weight: Number of the summed items, or their total weight. Must not be negative.
     """
 
     total: torch.Tensor
@@ -29,33 +30,33 @@ class Loss:
 
 
 class BatchTask(ABC):
-    """Connects batches and the model: what training and inference tasks have in common."""
+    """Base class of training and inference tasks: prepares the model's inputs from a batch."""
 
     @abstractmethod
     def inputs(self, batch: Any) -> Inputs | Mapping[str, Any]:
-        """What the model's forward receives for a microbatch.
+        """Return the arguments of the model's forward for a microbatch.
 
         Args:
-            batch: What the collate function made of the samples, on the job's device.
+            batch: Output of the collate function, on the job's device; under context parallelism, of `split_sequence`.
 
         Returns:
-            Keyword arguments of forward; or `Inputs`, where there are positional ones.
+            Keyword arguments of forward, or `Inputs` if there are positional arguments.
         """
 
     def split_sequence(self, batch: Any, split: ContextSplit) -> Any:
-        """Cut a batch to this rank's share of its sequences; called only under context parallelism.
+        """Return this context-parallel rank's shard of a batch. Called only with several context-parallel ranks.
 
-        What follows sees the cut batch: `inputs`, `loss` and `update_metrics`, or `results`. Cut everything that has a
-        value for each token, labels included, after they were shifted; and give the model the positions of the rest:
+        The task's other methods receive the shard as their batch. Split every tensor that has a value per token,
+        including the labels, which must already be shifted. Also pass the positions of this rank's tokens to the model:
 
             return {**split.split(batch), "position_ids": split.positions(batch["input_ids"].shape[1])}
 
         Args:
-            batch: What the collate function made of the samples, on the job's device.
-            split: Cuts trees of tensors along their sequences, load balanced.
+            batch: Output of the collate function, on the job's device.
+            split: Splits trees of tensors along the sequence dim, load-balanced over the context-parallel ranks.
 
         Raises:
-            UserError: Unless the task says how.
+            UserError: If the task does not override this method.
         """
         raise UserError(
             f"{type(self).__name__} does not say how a batch is cut for context parallelism; expected a method "
@@ -64,53 +65,65 @@ class BatchTask(ABC):
 
 
 class Task(BatchTask):
-    """Connects batches, the model and the loss.
+    """Training task: prepares the model's inputs and computes the loss and metrics from its outputs.
 
     Attributes:
-        weight_unit: What the weight of a loss counts, as a plural noun; names the throughput, e.g. tokens_per_second.
+        weight_unit: Unit of the loss weight as a plural noun. The throughput is named after it, e.g. tokens_per_second.
     """
 
     weight_unit: str = "items"
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Any) -> Loss:
-        """The loss of a microbatch.
+        """Compute the loss of a microbatch.
 
         Args:
-            outputs: What the model's forward returned.
-            batch: The batch that its inputs were made of.
+            outputs: Return value of the model's forward.
+            batch: The batch that was passed to `inputs`.
         """
 
     def metrics(self) -> Mapping[str, Metric]:
-        """Metrics to measure besides the loss, newly made; they are reset after each report."""
+        """Return new metrics to measure besides the loss, by name. Each report resets them."""
         return {}
 
     def update_metrics(self, metrics: Mapping[str, Metric], *, outputs: Any, batch: Any, loss: Loss) -> None:
-        """Take a microbatch into the metrics, without waiting for the device."""
-        return  # a task without metrics has nothing to do
+        """Update the metrics with a microbatch. Avoid host-device synchronization here.
+
+        Args:
+            metrics: Metrics that `metrics` returned, by name.
+            outputs: Return value of the model's forward.
+            batch: The batch that was passed to `inputs`.
+            loss: Loss of the microbatch.
+        """
+        return  # by default there are no metrics
 
 
 class InferenceTask(BatchTask):
-    """Connects batches, the model and what is kept of its outputs."""
+    """Inference task: prepares the model's inputs and converts its outputs to one result per sample."""
 
     @abstractmethod
     def results(self, outputs: Any, batch: Any) -> Sequence[JsonValue]:
-        """What to write for each sample of a microbatch, in their order.
+        """Return one JSON result per sample of a microbatch, in the order of the samples.
 
-        Called on all ranks that have the model's outputs; those of one of them are written.
+        Called on every rank that has the model's outputs; the results of one of these ranks are written.
 
         Args:
-            outputs: What the model's forward returned for the whole batch.
-            batch: The batch that its inputs were made of; under context parallelism, this rank's share of it.
+            outputs: Return value of the model's forward; under context parallelism, of `join_sequence`.
+            batch: The batch that was passed to `inputs`; under context parallelism, this rank's shard.
         """
 
     def join_sequence(self, outputs: Any, split: ContextSplit) -> Any:
-        """Put outputs together of which each rank has a share of the sequences; only under context parallelism.
+        """Gather outputs along the sequence dim from all context-parallel ranks.
 
-        Collective over those ranks; `split.join(outputs)` does it for a tensor of tokens.
+        Called only with several context-parallel ranks. Collective over them. For a tensor with a value per token,
+        return `split.join(outputs)`.
+
+        Args:
+            outputs: Return value of the model's forward for this rank's shard.
+            split: The split that was passed to `split_sequence`.
 
         Raises:
-            UserError: Unless the task says how.
+            UserError: If the task does not override this method.
         """
         raise UserError(
             f"{type(self).__name__} does not say how outputs are put together under context parallelism; expected a "
@@ -119,5 +132,5 @@ class InferenceTask(BatchTask):
 
 
 def to_inputs(inputs: Inputs | Mapping[str, Any]) -> Inputs:
-    """Give what a task returned the form that the pipeline takes."""
+    """Convert the return value of `BatchTask.inputs` to `Inputs`."""
     return inputs if isinstance(inputs, Inputs) else Inputs(**inputs)

@@ -1,4 +1,4 @@
-"""Where the time of a profile went: computing, communicating, and doing neither."""
+"""Time breakdown of a profile: compute, communication, exposed communication and idle time."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from typing import Any
 _Span = tuple[float, float]
 
 _COMMUNICATION = ("nccl", "gloo:", "c10d::", "_c10d_functional::", "record_param_comms", "mpi:", "ucc:", "xccl:")
-"""What the names of collectives begin with: device kernels, the work of a backend's threads, and waiting for it."""
+"""Prefixes of the profiler's event names for collectives: device kernels, backend work on the CPU, and waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeBreakdown:
-    """Seconds of one rank, by what it did; the unions of times, so that what overlaps counts once.
+    """Time breakdown of one rank, in seconds. Overlapping spans count once.
 
     Attributes:
-        total: From the first moment to the last.
-        compute: While at least one kernel computed; on a CPU, one operator of torch.
-        communication: While at least one collective was under way.
-        exposed: While a collective was under way, and nothing computed: what faster links could save.
-        idle: While neither was.
+        total: Time from the start of the first event to the end of the last.
+        compute: Time in which at least one compute kernel ran; on CPU, at least one torch operator.
+        communication: Time in which at least one collective ran.
+        exposed: Time in which a collective ran and no kernel computed, which faster links could reduce.
+        idle: Time in which neither a compute event nor a collective ran.
     """
 
     total: float
@@ -30,12 +30,12 @@ class TimeBreakdown:
 
 
 def break_down(compute: Iterable[_Span], communication: Iterable[_Span], *, total: _Span) -> TimeBreakdown:
-    """Break the time of one rank down.
+    """Compute the time breakdown of one rank.
 
     Args:
-        compute: Start and end of what computed, in seconds, in any order, overlapping as they may.
-        communication: Those of collectives.
-        total: The first moment and the last; what is outside is left out.
+        compute: Start and end of each compute event, in seconds. They may be unordered and overlap.
+        communication: Start and end of each collective, in seconds. They may be unordered and overlap.
+        total: Start and end of the profile, in seconds. Spans are clipped to it.
     """
     computing, communicating = _union(compute, total), _union(communication, total)
     busy = _length(_union([*computing, *communicating], total))
@@ -50,10 +50,10 @@ def break_down(compute: Iterable[_Span], communication: Iterable[_Span], *, tota
 
 
 def spans_of(events: Iterable[Any]) -> tuple[list[_Span], list[_Span]]:
-    """Spans of computing and of communication, in seconds, of what `torch.profiler` recorded.
+    """Return the compute spans and the communication spans of a `torch.profiler` profile, in seconds.
 
     Args:
-        events: `profile.events()`. Where there are kernels of a device among them, those alone count.
+        events: `profile.events()`. If it has device events, only those count.
     """
     known = list(events)
     on_device = [event for event in known if event.device_type.name != "CPU"]
@@ -69,7 +69,7 @@ def spans_of(events: Iterable[Any]) -> tuple[list[_Span], list[_Span]]:
 
 
 def _union(spans: Iterable[_Span], total: _Span) -> list[_Span]:
-    """The same moments as disjoint spans in order, without what is outside."""
+    """Return the union of spans as sorted, disjoint spans, clipped to `total`."""
     cut = sorted((max(start, total[0]), min(end, total[1])) for start, end in spans)
     merged: list[_Span] = []
     for start, end in cut:

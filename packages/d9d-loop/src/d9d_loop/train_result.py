@@ -1,4 +1,4 @@
-"""What a job hands back when it is done."""
+"""Result of a training job."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,15 +7,16 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What came of a job.
+    """Result of a training job, equal on every rank.
 
     Attributes:
-        steps: Steps done, those before a resume included.
+        steps: Number of completed steps, including those before a resume.
         train_loss: Loss of the last step.
-        evaluation: Values of the last evaluation: the loss and the task's metrics.
-        weight_per_second: Throughput, in units of the loss's weight, e.g. tokens.
-        run_dir: Folder of the run.
-        export_dir: Folder of the exported model, if it was exported.
+        evaluation: Loss and task metrics of the last evaluation, by name; empty without evaluation.
+        weight_per_second: Mean training throughput since the last start or resume, in units of the loss weight, e.g.
+            tokens.
+        run_dir: The run folder.
+        export_dir: Folder of the exported model; `None` if it was not exported.
     """
 
     steps: int

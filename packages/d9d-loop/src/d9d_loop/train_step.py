@@ -1,4 +1,4 @@
-"""One optimizer step, top to bottom: the order of lines is the order of things."""
+"""One optimizer step: forward, backward, gradient reduction, clipping and update."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,14 +23,14 @@ from d9d_pipeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step measured; tensors on the device, equal on every rank.
+    """Measured values of a step. Tensors are on the device and equal on every rank.
 
     Attributes:
         loss: Weighted mean of the loss over the global batch, 0-dim float64.
         weight: Weight of the global batch, 0-dim float64.
-        grad_norm: Global norm of the gradients before clipping, 0-dim.
+        grad_norm: Global gradient norm before clipping, 0-dim.
         learning_rate: Learning rate of the first parameter group.
-        timeline: When each rank of the pipeline computed what, if it was measured.
+        timeline: Start and end of every pipeline action; `None` if the step was not measured.
     """
 
     loss: torch.Tensor
@@ -41,19 +41,21 @@ class StepOutcome:
 
 
 class TrainStep:
-    """Takes optimizer steps.
+    """Runs training steps.
+
+    The constructor is collective: it creates process groups.
 
     Args:
-        model: Materialised and parallelised, or the pipeline of its stages.
-        optimizer: Over the model's trainable parameters, at their peak learning rates.
-        task: Makes inputs and losses.
-        metrics: Updated with each microbatch.
-        lr_schedule: Factor of the peak learning rate by step.
-        max_norm: Largest global gradient norm; `None` only measures it.
-        num_microbatches: Microbatches of a step on this rank.
-        ctx: The job's context.
-        events: Told what happens within a step.
-        guard: Takes the optimizer's steps, but for bad ones; `None` takes them all.
+        model: The model, materialized and parallelized, or the pipeline of its stages.
+        optimizer: Optimizer of the model's trainable parameters. Its current learning rates are the peak ones.
+        task: Prepares inputs and computes the loss.
+        metrics: Task metrics, updated with each microbatch.
+        lr_schedule: Function from the step to the factor of the peak learning rate.
+        max_norm: Maximum global gradient norm; `None` measures the norm without clipping.
+        num_microbatches: Number of microbatches of a step on this rank.
+        ctx: Distributed context.
+        events: Event bus for the events of a step.
+        guard: Calls the optimizer and skips bad steps; `None` never skips a step.
     """
 
     def __init__(
@@ -80,25 +82,25 @@ class TrainStep:
         self._max_norm = float("inf") if max_norm is None else max_norm
         self._executor = pipeline.training(num_microbatches)
         self._gradient_sync = pipeline.gradient_sync(num_microbatches)
-        if ctx.size("regular", "pp") > 1:  # stages may reduce over different ranks, or have nothing to reduce
+        if ctx.size("regular", "pp") > 1:  # pipeline ranks may have created different numbers of groups
             ctx.align_groups()
         self._ctx, self._events, self._guard = ctx, events, guard
         self._losses_group = ctx.group_for("batch", "pp", "dp", "cp")
 
     def __call__(self, step: int, batches: Sequence[Any], *, measured: bool = False) -> StepOutcome:
-        """Take one step: forward, backward, reduce, divide by the global weight, clip, update.
+        """Run one step: forward, backward, gradient reduction, division by the global weight, clipping, update.
 
-        Collectives: those of the model, of its gradients and of their norm, sends and receives between its stages; one
-        all-reduce of loss and weight.
+        Collectives: those of the model, the gradient reduction and the gradient norm; sends and receives between
+        stages; one all-reduce of loss and weight; the guard's all-reduce.
 
         Args:
-            step: Number of steps done before this one.
+            step: Number of completed steps before this one.
             batches: This rank's microbatches, on its device.
-            measured: Whether to measure when each rank of the pipeline computes what; some more collectives.
+            measured: Whether to measure the pipeline's timeline, which adds a barrier and an all-gather.
         """
         self._events.emit(StepStarted(step + 1))
         totals = torch.zeros(2, dtype=torch.float64, device=self._ctx.device)
-        total, weight = totals.unbind()  # views, so that ranks add both up at once
+        total, weight = totals.unbind()  # views, so that one all-reduce sums both
 
         def take_loss(outputs: Any, microbatch: int) -> torch.Tensor:
             loss = self._task.loss(outputs, batches[microbatch])
@@ -116,7 +118,7 @@ class TrainStep:
         self._shared.add_gradients()
         if self._losses_group.size() > 1:
             dist.all_reduce(totals, group=self._losses_group)
-        # A batch without weight has no gradients either: they stay zero instead of becoming 0 / 0. NaN stays NaN.
+        # With weight 0 the factor is 0, so that zero gradients do not become 0 / 0. A NaN weight gives NaN.
         per_weight = torch.where(weight > 0, 1.0 / weight, 0.0 * weight)
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)
         self._events.emit(GradientsReady(step + 1, self._model, grad_norm))
@@ -131,19 +133,19 @@ class TrainStep:
             taken = self._guard.step(step + 1, loss=loss, grad_norm=grad_norm)
         self._shared.copy_values()
         self._events.emit(OptimizerDone(step + 1, self._model, self._optimizer, taken))
-        self._model.zero_grad()  # also what the optimizer does not have, which would add up forever
+        self._model.zero_grad()  # includes parameters without an optimizer, whose gradients would accumulate over steps
         return StepOutcome(loss, weight, grad_norm, self._peaks[0] * factor, timeline)
 
     def replay(self, batches: Sequence[Any], watch: Watch) -> None:
-        """Do the forward and backward of a step once more, to look at it, and forget its gradients.
+        """Repeat the forward and backward of a step for diagnosis, and discard the gradients.
 
-        Buffers are put back, so that what gathers in them, such as a batch norm's averages, counts the step once.
+        Buffers are restored, so that statistics such as batch norm averages count the step once.
 
-        Collectives: those of the model and of its gradients.
+        Collectives: those of the model and the gradient reduction.
 
         Args:
             batches: This rank's microbatches of the step.
-            watch: Called with the loss of each microbatch.
+            watch: Called with the text "the loss" and the loss of each microbatch.
         """
 
         def take_loss(outputs: Any, microbatch: int) -> torch.Tensor:
@@ -154,13 +156,13 @@ class TrainStep:
         with _buffers_kept(self._model):
             self._executor.step([to_inputs(self._task.inputs(batch)) for batch in batches], take_loss)
         self._gradient_sync.finish()
-        self._shared.add_gradients()  # takes those of copies, which the model does not list
+        self._shared.add_gradients()  # clears the gradients of copies, which model.parameters() omits
         self._model.zero_grad()
 
 
 @contextmanager
 def _buffers_kept(model: nn.Module) -> Generator[None]:
-    """Let buffers be the same tensors with the same values afterwards, also those that are assigned anew."""
+    """Restore all buffers after the body: the same tensor objects and values, even if the body reassigned them."""
     kept = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""The Trainer: what a job is made of, checked, and run; each part also works without it."""
+"""The Trainer: checks and runs a training job. Its components also work without it."""
 
 import json
 from collections.abc import Callable, Generator
@@ -27,24 +27,25 @@ from d9d_state import CheckpointStore
 
 
 class Trainer:
-    """Trains a model. The same script runs as one process and under torchrun.
+    """Trains a model, in a single process or under torchrun with the same script.
 
     Attributes:
-        events: Subscribe to what happens: `trainer.events.on(StepDone, handler)`.
+        events: Event bus. Subscribe with `trainer.events.on(StepDone, handler)`.
 
     Args:
         config: The job's configuration.
-        model: Builds the model: a provider, or just the function that builds a pipeline stage of it.
-        data: The training data: a provider, or just a dataset.
-        task: Makes inputs and losses.
-        evaluation_data: Held-out data to evaluate on, where `data` is a dataset.
-        collate: Makes a batch of a list of samples, where `data` is a dataset.
-        optimizer: Builds the optimizer; by default, what the configuration says.
-        lr_schedule: Factor of the peak learning rate by step; by default, what the configuration says.
-        schedule: In which order pipeline ranks compute; by default, what the configuration says.
+        model: A model provider, or a function that builds a pipeline stage of the model.
+        data: A data provider, or a dataset of training samples.
+        task: Prepares inputs and computes the loss.
+        evaluation_data: Held-out samples, if `data` is a dataset. `None` disables evaluation.
+        collate: Function that makes a batch of a list of samples, if `data` is a dataset.
+        optimizer: Function that builds the optimizer; by default the optimizer of the configuration.
+        lr_schedule: Function from the step, counted from 0, to the factor of the peak learning rate; by default the
+            schedule of the configuration.
+        schedule: Pipeline schedule; by default the one of the configuration.
 
     Raises:
-        UserError: If evaluation data or a collate function are given beside a data provider, which has its own.
+        UserError: If `evaluation_data` or `collate` is passed with a data provider, which has its own.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Trainer:
             model=model if isinstance(model, ModelProvider) else FunctionProvider(model),
             data=_data_provider(config, data, evaluation_data, collate),
             task=task,
-            # A stage of a pipeline may lack what a group of parameters matches; the whole model was checked.
+            # Stages need not match every parameter group: `check_job` checks the groups on the whole model.
             optimizer=optimizer or partial(config.optimizer.build, whole=False),
             lr_schedule=lr_schedule or config.lr_schedule.build(config.steps),
         )
@@ -74,14 +75,17 @@ class Trainer:
         self._schedule = schedule
 
     def train(self) -> TrainResult:
-        """Run the job to its end, from its newest checkpoint if it has one.
+        """Run the job to its last step, resuming from the newest checkpoint if there is one.
 
         Returns:
-            What came of it; equal on every rank.
+            The result, equal on every rank.
 
         Raises:
-            UserError: If the job cannot be as it was asked for; before anything starts.
-            Stopped: If a signal asked it to stop; all that it did is saved.
+            UserError: If the configuration, model, data or environment is invalid. Most checks run before the process
+                group starts.
+            StateError: On every rank, if the run has checkpoints, but none is valid.
+            BadStepError: On every rank, if a step was bad and the policy for bad steps is to stop.
+            Stopped: If a signal ended the job, after a checkpoint of its last step was saved.
         """
         parts = self._parts
         check_metric_names(parts.task)
@@ -97,7 +101,7 @@ class Trainer:
         with plan.mesh.build(launch=plan.launch, timeouts=timeouts) as ctx:
             result = self._train(plan, ctx)
         if isinstance(result, Stopped):
-            # Only here: within the context, other ranks would be told that this one had failed.
+            # Raised outside of the context, which would report an exception to the other ranks as a failure.
             raise result
         return result
 
@@ -118,7 +122,7 @@ class Trainer:
                 print(health)
             self.events.emit(ConfigReady(0, resolved, ctx))
             store = CheckpointStore(checkpoint_folder(config), retention=config.checkpoint.retention)
-            # However the job ends, a checkpoint under way is finished before another job may take the folder.
+            # On any exit the store finishes a pending save before it releases the lock of the folder.
             with store.locked(ctx), store:
                 job = TrainingJob(config, self._parts, plan=plan, store=store, ctx=ctx, events=self.events)
                 return job.run(on_step=progressed)
@@ -129,18 +133,18 @@ class Trainer:
             yield
         except BaseException as error:
             if isinstance(error, UserError):
-                # From here on a rank may be alone with it: the note makes `command_line` print it there too.
+                # The error may occur on this rank only: with the note, `command_line` prints it on this rank, too.
                 error.add_note(f"on rank {ctx.rank}")
             try:
                 self.events.emit(Failed(steps_done(), error))
             except Exception as another:
-                # Not in the place of what went wrong first.
+                # The first error is raised; an error of a handler of `Failed` becomes a note.
                 error.add_note(f"besides, {another!r} was " + "; ".join(getattr(another, "__notes__", ())))
             raise
 
 
 def _accept(_model: nn.Module) -> None:
-    """Nothing can be said of an optimizer before it is built."""
+    """Accept any model: an optimizer that a function builds cannot be checked in advance."""
 
 
 def _data_provider(

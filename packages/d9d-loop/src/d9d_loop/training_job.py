@@ -1,4 +1,4 @@
-"""A training job under way: what it is built of, in order, and what is done with that, step by step."""
+"""The training loop: builds the components of a job and runs its steps."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -60,14 +60,14 @@ from d9d_state import CheckpointStore, load_model_state, save_model_state
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobParts:
-    """What a user gives to a job.
+    """Components of a training job that the user provides.
 
     Attributes:
         model: Builds the model.
-        data: Makes the data.
-        task: Makes inputs and losses.
+        data: Provides training and evaluation data.
+        task: Prepares inputs and computes the loss.
         optimizer: Builds the optimizer.
-        lr_schedule: Factor of the peak learning rate by step.
+        lr_schedule: Function from the step to the factor of the peak learning rate.
     """
 
     model: ModelProvider
@@ -78,20 +78,22 @@ class JobParts:
 
 
 class BadStepError(RuntimeError):
-    """A step was not as it should be, and the policy says that the job ends. Raised on all ranks together."""
+    """A step was non-finite or a loss spike, and the policy for bad steps ends the job. Raised on all ranks."""
 
 
 @final
 class TrainingJob:
-    """Builds a job, or what its newest checkpoint says of it, and runs it to its end. Collective.
+    """Builds the components of a job, restores the newest checkpoint, and runs the steps.
+
+    The constructor is collective.
 
     Args:
         config: The job's configuration.
-        parts: What the user gave.
-        plan: What was found to fit together.
-        store: Where checkpoints are.
-        ctx: The job's context.
-        events: Told what happens.
+        parts: Components that the user provides.
+        plan: Checked plan of the job.
+        store: Checkpoint store of the run.
+        ctx: Distributed context.
+        events: Event bus for the job's events.
     """
 
     def __init__(
@@ -169,21 +171,21 @@ class TrainingJob:
                 self._model,
                 self._plan.weights,
                 self._plan.load_mapper,
-                unused="ignore" if len(self._plan.program.ranks) > 1 else "error",  # of a stage; the model was checked
+                unused="ignore" if len(self._plan.program.ranks) > 1 else "error",  # weights of other stages are unused
                 progress=self._config.logging.progress,
             )
 
     def run(self, *, on_step: Callable[[int], None]) -> TrainResult | Stopped:
-        """Take the steps that are left. Collective.
+        """Run the remaining steps. Collective.
 
         Args:
-            on_step: Called with the number of steps done, at the start and after each.
+            on_step: Called with the number of completed steps, at the start and after each step.
 
         Returns:
-            What came of it; or that a signal asked the job to stop.
+            The result, or `Stopped` if a signal ended the job.
 
         Raises:
-            BadStepError: On every rank, if the policy for bad steps says so.
+            BadStepError: On every rank, if a step was bad and the policy for bad steps is to stop.
         """
         config, plan, record = self._config, self._plan, self._record
         on_step(record.step)
@@ -197,7 +199,7 @@ class TrainingJob:
             while record.step < config.steps:
                 self._watchdog.beat(record.step + 1)
                 before, batches = batches, next(self._loader)
-                # The second step: the first one makes kernels, process groups and shapes known.
+                # The second step is measured: the first one compiles kernels and creates process groups.
                 is_measured = draws_pipeline and record.step == first_step + 1
                 outcome = self._take_step(record.step, batches, measured=is_measured)
                 record.step += 1
@@ -214,21 +216,50 @@ class TrainingJob:
             return self._finish()
 
     def _end_startup(self) -> None:
-        """The first step makes kernels and process groups; from then on a rank that is late is lost."""
+        """Switch from the start-up timeout to the step timeout after the first step. Collective.
+
+        The first step takes longer because it compiles kernels and creates process groups. Persistent buffers are
+        checked for equality between ranks, and the host buffer of background saves is allocated.
+        """
         check_buffers(self._model, step=self._record.step, ctx=self._ctx)
         self._ctx.set_timeout(self._ctx.timeouts.step + self._watchdog.margin)
         if self._config.checkpoint.background:
             self._state.prepare()
 
     def _heed_bad_steps(self, batches: list[Any], before: list[Any], *, settle: bool) -> bool:
-        """Do what was decided about the last step, and the one before it; whether the job has gone back."""
+        """Apply the decisions on bad steps that are known by now.
+
+        Args:
+            batches: This rank's microbatches of the last step.
+            before: This rank's microbatches of the step before it.
+            settle: Whether to wait for the decision on the last step.
+
+        Returns:
+            True if the job rolled back to a checkpoint.
+
+        Raises:
+            BadStepError: On every rank, if a decision is to stop.
+        """
         while (bad := self._guard.verdict(settle=settle)) is not None:
             if self._heed(bad, batches if bad.step == self._record.step else before):
                 return True
         return False
 
     def _heed(self, bad: BadStep, batches: list[Any]) -> bool:
-        """Do what all ranks decided about a bad step; whether the job has gone back."""
+        """Apply the decision on a bad step, which is equal on every rank. Collective.
+
+        A non-finite step is replayed to find the origin of the non-finite values.
+
+        Args:
+            bad: The bad step.
+            batches: This rank's microbatches of that step.
+
+        Returns:
+            True if the job rolled back to a checkpoint.
+
+        Raises:
+            BadStepError: On every rank, if the decision is to stop.
+        """
         why = bad.why
         if bad.kind == "non-finite":
             with own_random(self._config.seed, "replay", bad.step, device=True):
@@ -252,7 +283,7 @@ class TrainingJob:
         return True
 
     def _after_step(self, outcome: StepOutcome) -> None:
-        """Tell of a step, and do what is due after it."""
+        """Emit `StepDone`, report the step, and run the evaluation, replica check and save that are due. Collective."""
         config, record = self._config, self._record
         self._state.raise_if_failed()
         done = StepDone(
@@ -263,7 +294,7 @@ class TrainingJob:
             asleep=self._asleep,
         )
         self._events.emit(done)
-        # Not through the bus, whose care for what handlers do takes time.
+        # Called directly: the event bus saves and restores random and module states around each handler.
         self._profiler.step(done)
         self._garbage.collect(done)
         self._reports.step(outcome)
@@ -280,7 +311,7 @@ class TrainingJob:
 
     @contextmanager
     def _asleep(self) -> Generator[None]:
-        """Nobody waits for a training that sleeps, and its time is not the training's."""
+        """Offload training state for the body: pause the watchdog, and exclude the time from the throughput."""
         unlimited = timedelta(days=365)
         with (
             self._reports.not_training(),
@@ -299,7 +330,7 @@ class TrainingJob:
         with self._reports.not_training(), self._watchdog.phase("an evaluation"), self._result_in_place():
             record.evaluation = self._evaluate()
         self._reports.evaluation()
-        # A copy: what a handler does to it must not reach the record.
+        # A copy, so that a handler cannot change the record.
         self._events.emit(EvaluationDone(record.step, dict(record.evaluation)))
 
     def _save(self, outcome: StepOutcome, *, background: bool, is_evaluated: bool = False) -> None:
@@ -311,9 +342,13 @@ class TrainingJob:
             self._state.save(self._record, metric=metric, background=background)
 
     def _save_to_leave(self, outcome: StepOutcome, batches: list[Any]) -> None:
-        """Have a checkpoint of the last step; the one that is written already, if its turn had come."""
+        """Make sure that a checkpoint of the last step is complete before the job stops on a signal. Collective.
+
+        If the step was just saved, wait for that save instead of saving again. If a bad step causes a rollback, the
+        job already has a checkpoint of its step.
+        """
         if self._heed_bad_steps(batches, batches, settle=True):
-            return  # gone back to one
+            return  # rolled back to a checkpoint
         with self._watchdog.phase("a save"):
             if self._is_saved_after(self._record.step):
                 self._state.finish()
@@ -322,7 +357,7 @@ class TrainingJob:
 
     def _finish(self) -> TrainResult:
         config, record, limit = self._config, self._record, self._ctx.timeouts.startup
-        # Everything is saved. An export, and what handlers do with the result, may take longer than any step.
+        # All steps are saved. The export and the handlers of `Finished` may take longer than a step.
         self._ctx.set_timeout(limit + self._watchdog.margin)
         with self._watchdog.phase("the end of the job", timeout=limit), self._result_in_place():
             export_dir = self._export() if config.export else None
@@ -341,7 +376,10 @@ class TrainingJob:
 
     @contextmanager
     def _result_in_place(self) -> Generator[None]:
-        """Let the model hold what the training has come to, which with some optimizers is not what it trains with."""
+        """Swap in the evaluation weights for the body. They differ from the training weights if the optimizer averages.
+
+        Collective over the pipeline: shared parameters are copied from the owning stage, before and after the body.
+        """
         with evaluation_weights(self._model, self._optimizer):
             self._pipeline.shared.copy_values()
             yield
@@ -399,7 +437,14 @@ class TrainingJob:
         return folder
 
     def _source(self, earlier: Path) -> Path | None:
-        """Find the folder whose tokenizer and other files are exported, too; a resumed job can do without it."""
+        """Return the folder whose tokenizer and other files are copied to the export; `None` if there is none.
+
+        It is the folder of the initial weights. If that no longer exists, as may happen after a resume, it is an
+        earlier export.
+
+        Args:
+            earlier: Folder of an earlier export, which may not exist.
+        """
         folder = self._config.initial_weights or self._parts.model.initial_weights
         if folder is None or folder.is_dir():
             return folder

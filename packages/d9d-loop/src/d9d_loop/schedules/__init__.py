@@ -1,4 +1,4 @@
-"""Learning-rate schedules that are put together of phases, and pictures of them."""
+"""Learning-rate schedules composed of phases, and plots of them."""
 
 from d9d_loop.schedules.phase import (
     ConstantPhase,

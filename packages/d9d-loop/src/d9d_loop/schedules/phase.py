@@ -1,4 +1,4 @@
-"""The phases of a learning-rate schedule: how long each is, and by which curve it gets from one value to another."""
+"""Phases of a learning-rate schedule: the length of each and its curve."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from d9d_loop.section import Section
 
 
 class PhaseSettings(Section, ABC):
-    """How long a phase is: a number of steps, a part of the job, or, with neither, what the others leave."""
+    """Base class of phases. The length is a number of steps or a percentage; with neither, the remaining steps."""
 
     steps: PositiveInt | None = Field(None, description="Its length in steps.")
     percent: Annotated[float, Field(gt=0, le=100)] | None = Field(
@@ -29,122 +29,122 @@ class PhaseSettings(Section, ABC):
 
     @abstractmethod
     def end(self, start: float) -> float:
-        """The factor that a phase leads to which starts from another one."""
+        """Return the final factor of the phase if its initial factor is `start`."""
 
     @abstractmethod
     def value(self, start: float, progress: float) -> float:
-        """The factor of the peak learning rate.
+        """Return the factor of the peak learning rate at a point of the phase.
 
         Args:
-            start: The factor at the start of the phase.
-            progress: From 0 to 1, at which it is `end(start)`.
+            start: Factor at the start of the phase.
+            progress: Elapsed fraction of the phase, from 0 to 1; the factor at 1 is `end(start)`.
         """
 
 
 class _Leading(PhaseSettings, ABC):
-    """A phase that leads to a value of its own, `start + (to - start) (1 - left(progress))`."""
+    """Phase that ends at the factor `to`; its curve is `start + (to - start) (1 - left(progress))`."""
 
     to: NonNegativeFloat = Field(description="Factor of the peak learning rate that it leads to.")
 
     @final
     def end(self, start: float) -> float:
-        """What it leads to."""
+        """Return `to`."""
         return self.to
 
     @final
     def value(self, start: float, progress: float) -> float:
-        """See `PhaseSettings.value`."""
+        """Interpolate between `start` and `to`, see `PhaseSettings.value`."""
         left = self.left(progress)
         return left * start + (1.0 - left) * self.to
 
     @abstractmethod
     def left(self, progress: float) -> float:
-        """The part of the way that is left: 1 at a progress of 0, and 0 at 1."""
+        """Return the remaining fraction of the change, from 1 at progress 0 to 0 at progress 1."""
 
 
 @final
 class ConstantPhase(PhaseSettings):
-    """Stays where it starts."""
+    """Phase with a constant factor."""
 
     kind: Literal["constant"] = "constant"
 
     def end(self, start: float) -> float:
-        """The start."""
+        """Return `start`."""
         return start
 
     def value(self, start: float, progress: float) -> float:
-        """The start."""
+        """Return `start`."""
         return start
 
 
 @final
 class LinearPhase(_Leading):
-    """A straight line."""
+    """Linear change."""
 
     kind: Literal["linear"] = "linear"
 
     def left(self, progress: float) -> float:
-        """`1 - progress`."""
+        """Return `1 - progress`."""
         return 1.0 - progress
 
 
 @final
 class CosinePhase(_Leading):
-    """Half a cosine (Loshchilov, Hutter, arXiv:1608.03983, equation 5)."""
+    """Half a period of a cosine (Loshchilov, Hutter, arXiv:1608.03983, equation 5)."""
 
     kind: Literal["cosine"] = "cosine"
 
     def left(self, progress: float) -> float:
-        """`(1 + cos(pi progress)) / 2`."""
+        """Return `(1 + cos(pi progress)) / 2`."""
         return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 @final
 class PolynomialPhase(_Leading):
-    """A power of what is left of the phase."""
+    """Polynomial change: a power of the remaining fraction of the phase."""
 
     kind: Literal["polynomial"] = "polynomial"
     power: PositiveFloat = Field(2.0, description="The power.")
 
     def left(self, progress: float) -> float:
-        """`(1 - progress) ^ power`."""
+        """Return `(1 - progress) ^ power`."""
         return (1.0 - progress) ** self.power
 
 
 @final
 class SqrtPhase(_Leading):
-    """Falls fast at first (Hägele et al., arXiv:2405.18392, "1-sqrt")."""
+    """Changes fast at first (Hägele et al., arXiv:2405.18392, "1-sqrt")."""
 
     kind: Literal["sqrt"] = "sqrt"
 
     def left(self, progress: float) -> float:
-        """`1 - sqrt(progress)`."""
+        """Return `1 - sqrt(progress)`."""
         return 1.0 - math.sqrt(progress)
 
 
 @final
 class RexPhase(_Leading):
-    """Falls slowly at first (Chen et al.: "REX: revisiting budgeted training", arXiv:2107.04197)."""
+    """Changes slowly at first (Chen et al.: "REX: revisiting budgeted training", arXiv:2107.04197)."""
 
     kind: Literal["rex"] = "rex"
 
     def left(self, progress: float) -> float:
-        """`(1 - progress) / (1 - progress / 2)`."""
+        """Return `(1 - progress) / (1 - progress / 2)`."""
         return (1.0 - progress) / (1.0 - progress / 2.0)
 
 
 @final
 class ExponentialPhase(PhaseSettings):
-    """The same factor from each step to the next."""
+    """Exponential change: the same ratio between any two consecutive steps."""
 
     kind: Literal["exponential"] = "exponential"
     to: PositiveFloat = Field(description="Factor of the peak learning rate that it leads to.")
 
     def end(self, start: float) -> float:
-        """What it leads to.
+        """Return `to`.
 
         Raises:
-            UserError: If it starts at 0, from where no factor leads anywhere.
+            UserError: If `start` is 0, because no ratio leads from 0 to another value.
         """
         if start == 0:
             raise UserError(
@@ -153,7 +153,7 @@ class ExponentialPhase(PhaseSettings):
         return self.to
 
     def value(self, start: float, progress: float) -> float:
-        """`start (to / start) ^ progress`."""
+        """Return `start (to / start) ^ progress`."""
         return start * (self.to / start) ** progress
 
 
@@ -161,4 +161,4 @@ Phase: TypeAlias = Annotated[
     ConstantPhase | LinearPhase | CosinePhase | PolynomialPhase | SqrtPhase | RexPhase | ExponentialPhase,
     Field(discriminator="kind"),
 ]
-"""Any phase, told apart by `kind`."""
+"""Any phase, selected by `kind`."""

@@ -1,4 +1,4 @@
-"""Draws a learning-rate schedule, to be looked at before a job starts."""
+"""Plots of learning-rate schedules."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Target: TypeAlias = "Path | str | Axes"
-"""Where a picture goes: a file, whose name says in which format (`.png`, `.svg`, `.pdf`), or axes of a figure."""
+"""Output of a plot: a file, whose suffix selects the format (`.png`, `.svg`, `.pdf`), or matplotlib axes."""
 
 _POINTS = 2000
 _COLOR, _GREY = "#0072b2", "#5a5a5a"
@@ -18,17 +18,17 @@ _COLOR, _GREY = "#0072b2", "#5a5a5a"
 def plot_lr_schedule(
     schedule: Callable[[int], float], target: Target, *, num_steps: int, peak: float = 1.0, title: str = ""
 ) -> None:
-    """Draw the learning rate over the steps of a job.
+    """Plot the learning rate over the steps of a job.
 
     Args:
-        schedule: The factor of the peak for a step, counted from 0.
-        target: Where to.
-        num_steps: Steps of the job.
-        peak: The peak learning rate; 1 shows the factor.
-        title: Stands above the picture.
+        schedule: Function from the step, counted from 0, to the factor of the peak learning rate.
+        target: File or axes to draw to.
+        num_steps: Number of steps of the job.
+        peak: Peak learning rate; 1 plots the factor.
+        title: Title of the plot.
 
     Raises:
-        ModuleNotFoundError: If matplotlib is missing.
+        ModuleNotFoundError: If `target` is a file and matplotlib is not installed.
     """
     if isinstance(target, Path | str):
         try:
@@ -43,7 +43,14 @@ def plot_lr_schedule(
 
 
 def draw_lr_schedule(schedule: Callable[[int], float], folder: Path, *, num_steps: int, peak: float) -> None:
-    """Write `lr_schedule.png` into a run's folder, where matplotlib is installed; see `plot_lr_schedule`."""
+    """Write `lr_schedule.png` if matplotlib is installed; otherwise do nothing.
+
+    Args:
+        schedule: Function from the step, counted from 0, to the factor of the peak learning rate.
+        folder: The run folder, which must exist.
+        num_steps: Number of steps of the job.
+        peak: Peak learning rate.
+    """
     if find_spec("matplotlib") is not None:
         title = f"learning rate, peak {peak:g}"
         plot_lr_schedule(schedule, folder / "lr_schedule.png", num_steps=num_steps, peak=peak, title=title)

@@ -1,4 +1,4 @@
-"""Phases, one after the other, as a pure function of the step."""
+"""Composition of phases to a learning-rate schedule."""
 
 import math
 from bisect import bisect_right
@@ -10,22 +10,23 @@ from d9d_loop.schedules.phase import PhaseSettings
 
 
 def piecewise(phases: Sequence[PhaseSettings], *, num_steps: int, start: float = 0.0) -> Callable[[int], float]:
-    """Put phases together.
+    """Compose phases to a schedule, which is a pure function of the step.
 
-    Each phase starts at the value to which the one before leads, on its first step; the last one gets to its end on
-    the last step of the job, if it has more than one, and stays there where a job goes on. From a start of 0 the first
-    phase counts from one step before the job, since a step at a learning rate of 0 would be lost.
+    On its first step, each phase has the final factor of the previous phase. The last phase reaches its final factor on
+    the last step of the job, if it has several steps, and keeps it on later steps. If `start` is 0, the first phase
+    begins one step before the job, because a step with learning rate 0 would have no effect.
 
     Args:
-        phases: One or more. Lengths in percent are rounded so that their sum is not off by more than half a step.
-        num_steps: Steps of the whole job.
-        start: Factor of the peak learning rate on the first step.
+        phases: One or more phases. Lengths in percent are rounded such that their sum is off by at most half a step.
+        num_steps: Number of steps of the whole job.
+        start: Factor of the peak learning rate at the start of the first phase.
 
     Returns:
-        The factor of the peak learning rate for a step, counted from 0.
+        Function from the step, counted from 0, to the factor of the peak learning rate.
 
     Raises:
-        UserError: If the phases leave steps without a phase, or take more steps than there are.
+        UserError: If the phases cover fewer or more than `num_steps` steps, or several have no length. Also if an
+            exponential phase starts at 0.
     """
     ends = _ends(phases, num_steps)
     begins = [0, *ends[:-1]]
@@ -43,7 +44,7 @@ def piecewise(phases: Sequence[PhaseSettings], *, num_steps: int, start: float =
 
 
 def _ends(phases: Sequence[PhaseSettings], num_steps: int) -> list[int]:
-    """The step after the last one of each phase."""
+    """Return the end of each phase: one more than the index of its last step."""
     _check_percents(phases)
     open_phases = [index for index, phase in enumerate(phases) if phase.steps is None and phase.percent is None]
     if not phases or len(open_phases) > 1:
@@ -78,7 +79,10 @@ def _check_percents(phases: Sequence[PhaseSettings]) -> None:
 
 
 def _lengths(phases: Sequence[PhaseSettings], num_steps: int) -> list[int]:
-    """Lengths in steps, 0 for what is left; parts of a job are rounded where they end, counted together."""
+    """Return the length of each phase in steps; 0 for a phase without a length.
+
+    The cumulative percentages are rounded to steps, so that rounding errors do not add up.
+    """
     lengths: list[int] = []
     percent = 0.0
     for phase in phases:

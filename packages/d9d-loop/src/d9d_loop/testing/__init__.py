@@ -1,4 +1,4 @@
-"""The oracle: proves that a layout of your own model computes what one process computes."""
+"""Tests that a model computes the same in a distributed layout as in a single process."""
 
 from d9d_loop.testing.layout import Layout, parse_layout
 from d9d_loop.testing.oracle import Around, Experiment, assert_same_as_one_process, trace_layout

@@ -1,4 +1,4 @@
-"""A layout as one short line: which degrees of parallelism, and how large a microbatch."""
+"""Layouts of a job, and their notation in one line: degrees of parallelism, microbatch size and schedule."""
 
 from dataclasses import dataclass
 from math import prod
@@ -22,12 +22,12 @@ ONE_FORWARD_ONE_BACKWARD = ScheduleConfig.model_validate({})
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the numbers of a job are computed.
+    """Layout of a job: how its computation is distributed over ranks and microbatches.
 
     Attributes:
-        mesh: The degrees of parallelism, none of them -1.
-        microbatch_size: Samples of a forward pass on one rank; `None` for all of a rank's samples at once.
-        schedule: In which order pipeline ranks compute.
+        mesh: Degrees of parallelism; none may be -1.
+        microbatch_size: Samples of a microbatch on one data-parallel rank; `None` for all of the rank's samples.
+        schedule: Pipeline schedule.
     """
 
     mesh: MeshConfig
@@ -36,19 +36,20 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks; experts borrow theirs."""
+        """Number of ranks: the product of all degrees except `ep`, which reuses the ranks of other axes."""
         return prod(getattr(self.mesh, name) for axis, name in _DEGREES.items() if axis != "ep")
 
 
 def parse_layout(text: str) -> Layout:
-    """Read a layout such as `"pp=2,tp=2,schedule=zbv,microbatch=1"`; `""` is one process.
+    """Parse a layout such as `"pp=2,tp=2,schedule=zbv,microbatch=1"`; `""` is a single process.
 
     Args:
-        text: Degrees by axis (pp, dp_replicate, dp_shard, cp_shard, cp_replicate, tp, ep), 1 where left out, the
-            size of a microbatch, and a schedule by its name in the configuration.
+        text: Comma-separated `axis=degree` for the axes pp, dp_replicate, dp_shard, cp_shard, cp_replicate, tp and ep
+            (default 1), `microbatch=size`, and `schedule=` with its name in the configuration.
 
     Raises:
-        UserError: If a name or a number is none of these.
+        UserError: If an item has an unknown name, a repeated axis, or a value that is not a positive integer or a
+            schedule.
     """
     values: dict[str, int] = {}
     schedule = ONE_FORWARD_ONE_BACKWARD

@@ -1,7 +1,7 @@
-"""Trains a model on one process and again in a layout, through the real Trainer, and compares every number.
+"""Trains a model with the Trainer in a single process and in a distributed layout, and compares all values.
 
-In float64 two layouts differ by rounding alone, some 1e-15 relative. A wrong factor, a missing reduction or a double
-count is larger by many orders of magnitude: it cannot hide in a tolerance.
+In float64, two layouts differ by rounding only, by a relative error of about 1e-15. A wrong factor, a missing reduction
+or a double count causes a difference that is larger by many orders of magnitude, far above the tolerance.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,21 +28,21 @@ from d9d_loop.trainer import Trainer
 from d9d_state import JsonValue, StateMapper
 
 Around = Callable[[], AbstractContextManager[object]]
-"""Makes the context in which a rank trains, e.g. one that breaks something on purpose."""
+"""Function that returns a context manager around a rank's training, e.g. one that injects a fault."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """What is trained in every layout; all of it picklable.
+    """Training job to run in several layouts. All attributes must be picklable.
 
     Attributes:
-        model: Builds and parallelises the model.
-        batch: The samples of one step; every step takes all of them, in an order of its own.
-        task: Makes inputs and losses.
-        collate: Makes a batch of a list of samples.
-        num_steps: Optimizer steps.
-        dtype: What floating-point parameters and samples are converted to; float32 where a kernel demands it.
+        model: Builds and parallelizes the model.
+        batch: Samples of one step. Every step uses all of them, in a different order.
+        task: Prepares inputs and computes the loss.
+        collate: Function that makes a batch of a list of samples.
+        num_steps: Number of optimizer steps.
+        dtype: Dtype of floating-point parameters and samples. Use float32 if a kernel requires it.
     """
 
     model: ModelProvider
@@ -62,22 +62,21 @@ def assert_same_as_one_process(
     collate: Collate = default_collate,
     rtol: float = 1e-9,
 ) -> None:
-    """Assert that every layout computes what one process computes: losses, gradients, norms, trained parameters.
+    """Assert that losses, gradients, gradient norms and trained parameters of every layout equal those of one process.
 
-    Each run is a job of the Trainer in float64: built on meta, parallelised, materialised, trained for three steps with
-    AdamW and clipping, over real collectives among processes of this machine. A script that calls this needs
-    `if __name__ == "__main__":`, since those processes import it.
+    Each run is a Trainer job in float64 on CPU: three steps with AdamW and clipping, with one process per rank on this
+    machine. A script that calls this function needs `if __name__ == "__main__":`, because these processes import it.
 
     Args:
-        model: Builds and parallelises the model; it and all other arguments are picklable.
-        batch: The samples of one step; every step takes all of them, in an order of its own.
-        task: Makes inputs and losses.
-        layouts: Such as `["dp_shard=4", "tp=2,cp_shard=2,microbatch=1"]`, see `parse_layout`.
-        collate: Makes a batch of a list of samples.
-        rtol: The largest relative error ||got - expected|| / ||expected|| of a tensor.
+        model: Builds and parallelizes the model. This and the other arguments must be picklable.
+        batch: Samples of one step. Every step uses all of them, in a different order.
+        task: Prepares inputs and computes the loss.
+        layouts: Layouts such as `["dp_shard=4", "tp=2,cp_shard=2,microbatch=1"]`, see `parse_layout`.
+        collate: Function that makes a batch of a list of samples.
+        rtol: Maximum relative error ||got - expected|| / ||expected|| of a tensor.
 
     Raises:
-        AssertionError: If a layout computes anything else: names the layout, the first tensor that differs and where.
+        AssertionError: If a layout computes other values. Names the layout, the first different tensor and the place.
     """
     experiment = Experiment(model=model, batch=batch, task=task, collate=collate)
     expected = trace_layout(experiment, parse_layout(""))
@@ -92,19 +91,20 @@ def assert_same_as_one_process(
 def trace_layout(
     experiment: Experiment, layout: Layout, *, around: Around = nullcontext, device: Device = "cpu"
 ) -> dict[str, Any]:
-    """Train in a layout, and give all numbers that came up on the way.
+    """Train in a layout, and return the values of every step.
 
     Args:
-        experiment: What to train.
-        layout: Where to compute it.
-        around: A context for the training on each rank.
-        device: "cpu", or "accelerator" for one of the machine's accelerators for each rank.
+        experiment: The training job.
+        layout: The layout, which determines the number of processes.
+        around: Returns a context manager around the training of each rank.
+        device: "cpu", or "accelerator" to give each rank one of the machine's accelerators.
 
     Returns:
-        For each step, in order, the loss, the full gradients by name and their norm; then the full trained parameters.
+        For each key "step 1", "step 2" and so on, a dictionary of `loss`, `gradients` (full tensors on the CPU by
+        parameter name) and `grad_norm`; under the key "parameters", the full trained parameters by name.
 
     Raises:
-        AssertionError: If ranks disagree on a loss or a norm.
+        AssertionError: If ranks have different losses or gradient norms.
     """
     with TemporaryDirectory() as folder:
         first, *others = run_ranks(
@@ -120,7 +120,7 @@ def trace_layout(
 
 
 def _train(experiment: Experiment, layout: Layout, folder: str, around: Around) -> dict[str, Any]:
-    """The trace of this rank; tensors only on the first rank of each stage of a pipeline."""
+    """Train on this rank and return its values; gradients and parameters only on the first rank per pipeline rank."""
     trace: dict[str, Any] = {}
     gradients: dict[int, Mapping[str, torch.Tensor]] = {}
 
@@ -132,7 +132,7 @@ def _train(experiment: Experiment, layout: Layout, folder: str, around: Around) 
         }
 
     def take_parameters(done: Finished) -> None:
-        parameters = full_parameters(done.model)  # collective
+        parameters = full_parameters(done.model)  # collective: called on every rank
         if done.ctx.rank % (done.ctx.world_size // done.ctx.size("regular", "pp")) == 0:
             trace["parameters"] = parameters
             return
@@ -167,7 +167,7 @@ def _config(experiment: Experiment, layout: Layout, folder: Path) -> TrainerConf
             "trackers": (),
             "logging": {"progress": False},
             "export": False,
-            # What would take longer than the job.
+            # Disabled because they would take longer than the job.
             "host": {"collect_garbage_every": None},
             "resilience": {"health": {"enabled": False}, "watchdog": {"enabled": False}},
         }
@@ -180,7 +180,7 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
 
 @final
 class _InDtype(ModelProvider):
-    """A provider whose model computes in another dtype."""
+    """Wraps a provider and converts its model to another dtype."""
 
     def __init__(self, provider: ModelProvider, dtype: torch.dtype) -> None:
         self._provider, self._dtype = provider, dtype
