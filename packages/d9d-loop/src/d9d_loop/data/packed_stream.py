@@ -36,7 +36,7 @@ class PackedStream(SampleStream):
     - `sources`: index of each position's source, -1 for padding. Only if the documents come from a mixture.
 
     Args:
-        documents: Stream of documents: a `DocumentStream`, a `TokenizedStream`, or a mixture of such.
+        documents: Stream of documents: a `DocumentStream`, a `TokenizedStream`, or a mixture of these.
         row_length: Row length L, in positions.
         window: Number of documents packed together. Larger windows leave less padding: 16,384 leave about 0.05 %.
         seed: Seed of the order of the rows of a window.

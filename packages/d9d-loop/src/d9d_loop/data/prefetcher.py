@@ -79,7 +79,7 @@ class Prefetcher(Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stop the thread and drop all prepared items. Blocks until `items` and `prepare` return."""
+        """Stop the thread and drop all prepared items. Blocks until the thread has finished its current item."""
         self._stopped.set()
         while self._thread.is_alive():
             while not self._ready.empty():  # the thread may be blocked on a full queue

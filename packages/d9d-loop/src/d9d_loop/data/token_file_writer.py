@@ -61,9 +61,8 @@ class TokenFileWriter:
         Raises:
             UserError: If the document has no tokens, or a token is outside the vocabulary.
         """
-        values = (
-            tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
-        )  # array(code, bytes) would reinterpret the bytes
+        # A list, because array(code, bytes) would reinterpret the bytes.
+        values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
         if not values:
             raise UserError(f"document {self._num_documents} has no tokens; expected at least one. Leave it out.")
         if min(values) < 0 or max(values) >= self._vocab_size:

@@ -13,7 +13,7 @@ class LocalAdam(torch.optim.Adam):
     def _init_group(  # ty: ignore[incompatible-method-override]  (takes all that its parent does)
         self, group: dict[str, Any], *lists: list[torch.Tensor]
     ) -> bool:
-        """Fill the lists of parameters, gradients and states for a step, with local shards in place of DTensors."""
+        """Fill the lists of tensors for a step as torch does, then replace DTensors by their local shards."""
         has_complex = super()._init_group(group, *lists)
         _localize(lists)
         return has_complex
@@ -30,7 +30,7 @@ class LocalAdamW(torch.optim.AdamW):
     def _init_group(  # ty: ignore[incompatible-method-override]  (takes all that its parent does)
         self, group: dict[str, Any], *lists: list[torch.Tensor]
     ) -> bool:
-        """Fill the lists of parameters, gradients and states for a step, with local shards in place of DTensors."""
+        """Fill the lists of tensors for a step as torch does, then replace DTensors by their local shards."""
         has_complex = super()._init_group(group, *lists)
         _localize(lists)
         return has_complex

@@ -39,11 +39,11 @@ class Muon(GroupwiseOptimizer):
     Whole matrices are orthogonalized, so results do not depend on the sharding. Matrices sharded along one mesh axis
     are distributed over its ranks; see `map_matrices` for the collectives. A parameter of more than two dims is a stack
     of matrices in its last two dims. A stack sharded only between its matrices, such as expert weights under expert
-    parallelism, needs no collectives. All ranks of a mesh must have gradients for the same parameters,
-    which holds after gradient reduction.
+    parallelism, needs no collectives. All ranks of a mesh must have gradients for the same parameters, which holds
+    after gradient reduction.
 
     Args:
-        params: Parameters of two or more dims, or parameter groups of such.
+        params: Parameters of two or more dims, or parameter groups.
         lr: Learning rate.
         momentum: Decay mu of the momentum average.
         nesterov: Use Nesterov momentum.
@@ -94,7 +94,7 @@ class Muon(GroupwiseOptimizer):
 
 @torch.no_grad()
 def orthogonalize(matrices: Tensor, *, num_iterations: int = 5) -> Tensor:
-    """Orthogonalize matrices approximately by Newton-Schulz iteration: for X = U S V^T, return about U V^T.
+    """Orthogonalize matrices approximately by Newton-Schulz iteration: for X = U S V^T, approximate U V^T.
 
         X = X / |X|                                     Frobenius norm
         X = a X + (b X X^T + c (X X^T)^2) X             repeated

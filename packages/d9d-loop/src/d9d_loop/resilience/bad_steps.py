@@ -109,7 +109,7 @@ class StepGuard:
         if is_left_out:
             return torch.zeros_like(gate, dtype=torch.bool)
         if not _takes_flag(self._optimizer):
-            if not gate:  # the host waits here
+            if not gate:  # host-device synchronization
                 self._optimizer.step()
             return gate == 0
         optimizer: Any = self._optimizer  # the flag is an attribute, as `GradScaler` sets it

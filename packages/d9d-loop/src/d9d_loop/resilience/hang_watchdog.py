@@ -35,10 +35,7 @@ _HEAR_INTERVALS = 5.0  # polling intervals to wait for the report of the rank th
 _REPORT_INTERVALS = 6.0  # polling intervals in which the asker gets the report of an alarm
 _LEAVE_SECONDS = 1.5  # time for the main thread to exit by itself after a peer failed
 _LOCKED_SECONDS = 1.5  # time after the timeout, for a process whose interpreter lock is held
-_ALARM, _LOST = (
-    "alarm",
-    "lost: ",
-)  # key of an alarm; its value is the rank that raised it, or this prefix and a lost rank
+_ALARM, _LOST = "alarm", "lost: "  # key of an alarm; its value is the rank that raised it, or `_LOST` and a description
 _MARGIN_INTERVALS = 20.0  # polling intervals for an alarm, the answers and the report, on a busy machine
 _LATE = 0.75  # fraction of a timeout after which an error may be the consequence of a hang
 _LARGE_WORLD = 1024  # number of ranks above which each rank polls the store less often
@@ -101,9 +98,9 @@ class HangWatchdog:
 
     @property
     def margin(self) -> timedelta:
-        """Time to add to the step timeout for collectives, so that the watchdog reports before they time out.
+        """Time to add to the step timeout in `ctx.set_timeout`, so that the watchdog reports before collectives fail.
 
-        Add it to the step timeout that is passed to `ctx.set_timeout`. Zero for a single rank or a disabled watchdog.
+        Zero for a single rank or a disabled watchdog.
         """
         if not self._enabled or self._asker is None:
             return timedelta(0)
@@ -250,7 +247,7 @@ class _Asker:
         if in_order and not self._thread.is_alive():
             try:
                 self._channel.write(f"left/{self._rank}", "")
-            except RuntimeError:  # rank 0 holds the store and may have left before
+            except RuntimeError:  # rank 0 holds the store and may have exited already
                 return
 
     def _ask(self) -> None:
@@ -268,7 +265,7 @@ class _Asker:
             return
         try:
             self._tell_and_hear()
-        except RuntimeError:  # the store is gone
+        except RuntimeError:  # the store is unavailable
             self.text = self.describe_silence()
         self.report.set()
 

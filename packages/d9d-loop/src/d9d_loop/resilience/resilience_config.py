@@ -1,4 +1,4 @@
-"""Configuration of fault handling."""
+"""Configuration of fault handling. Every check can be disabled."""
 
 from datetime import timedelta
 from signal import Signals
