@@ -1,4 +1,4 @@
-"""The command that makes token files of text files.
+"""Command that tokenizes text files into token files.
 
 python -m d9d_loop.data books/ notes.txt crawl.jsonl --output tokens --tokenizer tokenizer.json
 """
@@ -14,13 +14,13 @@ from d9d_loop.data.text_tokens import END_TOKEN, TextFiles, is_held_out, tokeniz
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; prints a line of JSON for each token file that it wrote.
+    """Run the command, and print one line of JSON for each token file written.
 
     Args:
-        arguments: The command line without the program's name; that of this process by default.
+        arguments: Command line without the program name; by default, that of this process.
 
     Raises:
-        UserError: If a file or an option is wrong.
+        UserError: If an input file or an option value is invalid.
     """
     parser = argparse.ArgumentParser(prog="python -m d9d_loop.data", description="Make a token file of text.")
     parser.add_argument("paths", type=Path, nargs="+", help="text files, .jsonl files, and folders of such")

@@ -1,30 +1,30 @@
-"""Best-fit decreasing bin packing, fast enough to be done by every rank for all: a group of equal lengths at a time."""
+"""Best-fit decreasing bin packing, which places items of equal length together. Fast enough to run on every rank."""
 
 from collections.abc import Sequence
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items into as few rows as best-fit decreasing needs.
+    """Pack items into rows by best-fit decreasing.
 
-    The longest item is placed first, each into the row with the least room that it fits into, and into a new row where
-    it fits into none (Johnson: "Near-optimal bin packing algorithms", 1973; "Fewer Truncations Improve Language
-    Modeling", arXiv:2404.10830, for documents). Rows with equal room are alike, and so are items of one length: they
-    are placed together, as many as there are of both, and the least room that is large enough is found in a bit set. So
-    what counts is the number of different lengths.
+    Items are placed in descending order of length. Each goes into the row with the least sufficient free space, or into
+    a new row if none has enough (Johnson: "Near-optimal bin packing algorithms", 1973; for documents: "Fewer
+    Truncations Improve Language Modeling", arXiv:2404.10830). Rows with equal free space are interchangeable, and so
+    are items of equal length, so a group of items is placed into a group of rows at once. A bit set finds the least
+    sufficient free space. The number of these group placements depends mostly on the number of distinct lengths.
 
     Args:
         lengths: Length of each item, from 1 to `capacity`.
-        capacity: Length of a row.
+        capacity: Row length.
 
     Returns:
-        For each row the numbers of its items, the longest first; a function of the arguments alone.
+        Item indices of each row, longest item first. Deterministic: equal arguments give equal rows.
     """
     items_of: list[list[int]] = [[] for _ in range(capacity + 1)]  # by length
     for item, length in enumerate(lengths):
         items_of[length].append(item)
     rows: list[list[int]] = []
-    rows_with: list[list[list[int]]] = [[] for _ in range(capacity + 1)]  # by room that is left
-    rooms = 0  # the bit of each room that a row has
+    rows_with: list[list[list[int]]] = [[] for _ in range(capacity + 1)]  # by free space
+    rooms = 0  # bit set: bit r is set if a row has free space r
     assert not items_of[0]
     for length in range(capacity, 0, -1):
         items = items_of[length]
@@ -37,7 +37,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
                 candidates += ([] for _ in range(max(len(items) // (capacity // length), 1)))
                 rows += candidates
                 rooms |= 1 << capacity
-            # A row that takes an item has the least room of all from then on, as long as another fits.
+            # After a row takes an item, it has the least sufficient free space, until no further item fits.
             each = min(room // length, len(items))
             chosen = candidates[-(len(items) // each) :]
             for number, row in enumerate(chosen):

@@ -1,4 +1,4 @@
-"""Brings samples of about one length together, so that little of a padded batch is padding."""
+"""Groups samples of similar length, which reduces the padding of batches."""
 
 from typing import Any, final
 
@@ -12,18 +12,18 @@ from d9d_loop.data.window_cursor import WindowCursor
 
 @final
 class BucketedStream(SampleStream):
-    """A stream of which each window is sorted by length and cut into groups, which are then shuffled.
+    """Sorts each window of a stream by length, splits it into groups, and shuffles the groups.
 
-    Nothing is lost and nothing comes twice: only the order changes, within a window.
+    It only permutes the samples of a window: none is dropped or repeated.
 
     Args:
-        stream: The stream to bring into groups.
-        group_size: Samples of a group: the size of a microbatch, or a multiple of it.
-        num_groups: Groups of a window; the more there are, the closer are their lengths.
-        seed: Chooses the order of the groups.
+        stream: Stream to reorder.
+        group_size: Number of samples in a group: the microbatch size or a multiple of it.
+        num_groups: Number of groups in a window. With more groups, the lengths within a group differ less.
+        seed: Seed of the order of the groups.
 
     Raises:
-        UserError: If a group or a window is empty.
+        UserError: If `group_size` or `num_groups` is below 1.
     """
 
     def __init__(self, stream: SampleStream, *, group_size: int, num_groups: int = 64, seed: int) -> None:
@@ -33,19 +33,19 @@ class BucketedStream(SampleStream):
         self._stream, self._group_size, self._num_groups, self._seed = stream, group_size, num_groups, seed
 
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """A place in the stream; one inside of a window takes it from its stream again."""
+        """Return a cursor. If `state` points into a window, that window is taken from the stream and sorted again."""
         return WindowCursor(self._stream, state, size=self._group_size * self._num_groups, arrange=self._arrange)
 
     def read(self, entry: Entry) -> Any:
-        """The sample of an entry."""
+        """Read the sample that `entry` points to."""
         return self._stream.read(entry)
 
     def length(self, entry: Entry) -> int:
-        """The length of an entry's sample."""
+        """Return the sample length in tokens."""
         return self._stream.length(entry)
 
     def identity(self) -> JsonValue:
-        """Sizes, seed, and what is brought into groups."""
+        """Return the sizes, the seed, and the identity of the reordered stream."""
         sizes = {"group_size": self._group_size, "num_groups": self._num_groups}
         return {"bucketed": {**sizes, "seed": self._seed, "of": self._stream.identity()}}
 

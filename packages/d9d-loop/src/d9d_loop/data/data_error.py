@@ -1,5 +1,8 @@
-"""The error of data that cannot be read while a job runs."""
+"""Error for data that cannot be read while a job runs."""
 
 
 class DataError(RuntimeError):
-    """A sample could not be read, or the process that was to read it is gone. Names both."""
+    """A sample could not be read or collated, or a worker died or timed out. The message names the sample.
+
+    With workers, the message also names the worker.
+    """

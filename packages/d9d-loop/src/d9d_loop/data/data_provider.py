@@ -1,4 +1,4 @@
-"""Where a job's data come from: a provider, or simply a dataset, which is one with all defaults."""
+"""Source of a job's data: a `DataProvider`, or a plain dataset wrapped by `DatasetProvider`."""
 
 from abc import ABC, abstractmethod
 from typing import Any, final
@@ -13,44 +13,46 @@ from d9d_loop.data.sample_stream import SampleStream
 
 
 class DataProvider(ABC):
-    """Makes the training data of a job, its evaluation data, and batches of both.
+    """Provides the training data and evaluation data of a job, and collates both into batches.
 
     Attributes:
-        draws: Whether reading samples or making batches may draw random numbers, as augmentations do. They come from
-            streams that follow from the samples' positions then, which takes some tens of microseconds for each
-            microbatch; data that draw nothing may say so.
+        draws: True if reading samples or collating may draw random numbers, as data augmentation does. The generators
+            are then seeded from the position of the samples, which takes tens of microseconds for each microbatch.
+            Set it to False if neither draws any.
     """
 
     draws: bool = True
 
     @abstractmethod
     def training(self, *, seed: int) -> SampleStream:
-        """The training data in the order in which the job sees them. Called on every rank, and must give all the same.
+        """Return the training data, in the order in which the job reads them.
+
+        Called on every rank, and must return an equal stream on each.
 
         Args:
-            seed: The seed of the job.
+            seed: Seed of the job.
         """
 
     def evaluation(self) -> Samples | None:
-        """Held-out data to evaluate on, if there are any."""
+        """Return the held-out data for evaluation, or `None`."""
         return None
 
     def collate(self, samples: list[Any]) -> Any:
-        """Make a batch, any pytree of tensors, of a list of samples. May run in a worker process."""
+        """Collate samples into a batch, which may be any pytree of tensors. May run in a worker process."""
         return default_collate(samples)
 
 
 @final
 class DatasetProvider(DataProvider):
-    """A dataset, in an order that is a function of seed and position.
+    """A map-style dataset, read in an order that is a function of the seed and the position.
 
-    Lists, tuples and tensors are known to draw no random numbers; of other datasets it is assumed that they may.
+    `draws` is False if the dataset is a list, tuple or tensor and `collate` is the default one, else True.
 
     Args:
-        samples: The training data.
-        shuffle: Whether each epoch has a random order of its own.
-        evaluation: Held-out data, if there are any.
-        collate: Makes a batch of a list of samples.
+        samples: Training data.
+        shuffle: If True, shuffle each epoch, in a different order each time.
+        evaluation: Held-out data, or `None`.
+        collate: Collates a list of samples into a batch.
     """
 
     def __init__(
@@ -66,7 +68,11 @@ class DatasetProvider(DataProvider):
         self.draws = type(samples) not in {list, tuple, Tensor} or collate is not default_collate
 
     def training(self, *, seed: int) -> SampleStream:
-        """The samples, shuffled anew in each epoch if they are at all."""
+        """Return the samples as an `IndexedStream`.
+
+        Raises:
+            UserError: If the dataset is empty.
+        """
         if len(self._samples) == 0:
             raise UserError(
                 "the training data are empty; expected at least one sample. Check where they are read from."
@@ -74,9 +80,9 @@ class DatasetProvider(DataProvider):
         return IndexedStream(self._samples, seed=seed, shuffle=self._shuffle)
 
     def evaluation(self) -> Samples | None:
-        """The held-out data."""
+        """Return the held-out data, or `None`."""
         return self._evaluation
 
     def collate(self, samples: list[Any]) -> Any:
-        """Make a batch as told."""
+        """Collate samples with the `collate` function of the constructor."""
         return self._collate(samples)

@@ -1,4 +1,4 @@
-"""Documents as streams: of a token file, or made of samples on the way; long ones are cut, and no token is lost."""
+"""Streams of documents, from a token file or tokenized on the fly. Long documents are split without losing tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from d9d_loop.data.token_file import TokenFile
 
 _MOST_AHEAD = 64
-"""Documents that are looked up together; of long ones, all parts are kept."""
+"""Largest number of documents whose parts are computed in one batch."""
 
 
 class Document(TypedDict):
     """A document, or a part of one.
 
     Attributes:
-        tokens: int64 [n + 1]: n inputs, and the n tokens after them.
-        source: Number of its source in a mixture.
+        tokens: int64 [n + 1]. The first n are inputs, the last n are labels.
+        source: Index of its source in a mixture; absent without a mixture.
     """
 
     tokens: Tensor
@@ -34,15 +34,15 @@ class Document(TypedDict):
 
 
 def cut(num_tokens: int, max_length: int) -> list[tuple[int, int]]:
-    """Cut a document so that each token but the first is the label of one position.
+    """Split a document into parts so that each token but the first is the label of exactly one position.
 
     Args:
-        num_tokens: Tokens of the document.
-        max_length: Most positions of a part.
+        num_tokens: Number of tokens of the document.
+        max_length: Largest number of positions of a part.
 
     Returns:
-        First and last token of each part, which begins with the token that the one before it ends with; none for a
-        document of fewer than two tokens, which has nothing to predict.
+        The indices of the first and last token of each part, both inclusive. A part starts at the last token of the
+        previous part. A document of fewer than two tokens has no parts, since there is no label.
     """
     last = num_tokens - 1
     return [(start, min(start + max_length, last)) for start in range(0, last, max_length)]
@@ -50,7 +50,7 @@ def cut(num_tokens: int, max_length: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Position of a document in the order of documents, and how many of its parts were taken."""
+    """Position of a document in the order of documents, and the number of its parts that were taken."""
 
     document: int = 0
     part: int = 0
@@ -61,15 +61,15 @@ _PLACE = TypeAdapter(_Place)
 
 @final
 class DocumentStream(SampleStream):
-    """The documents of a token file, in an order that is another one in each epoch.
+    """Repeated epochs of the documents of a token file.
 
-    An entry is (document, first token, last token); only that much is read of a document.
+    An entry is (document, first token, last token), both tokens inclusive; only these tokens are read.
 
     Args:
-        file: The token file.
-        max_length: Longer documents are cut into parts of at most so many positions: the length of a packed row.
-        seed: Chooses the order of each epoch.
-        shuffle: Whether to have another order than that of the file.
+        file: Token file.
+        max_length: Longer documents are split into parts of at most this many positions. For packing, the row length.
+        seed: Seed of the order of each epoch.
+        shuffle: If False, read each epoch in the order of the file.
 
     Raises:
         UserError: If `max_length` is below 1, or no document has two tokens.
@@ -78,7 +78,7 @@ class DocumentStream(SampleStream):
     def __init__(self, file: "TokenFile", *, max_length: int, seed: int, shuffle: bool = True) -> None:
         _check_max_length(max_length)
         manifest = file.manifest
-        if manifest.num_tokens == manifest.num_documents:  # none is empty
+        if manifest.num_tokens == manifest.num_documents:  # no document is empty, so each has one token
             raise UserError(
                 f"all {manifest.num_documents} documents have one token, which leaves nothing to predict; expected "
                 "longer ones. Check how they were written."
@@ -93,22 +93,22 @@ class DocumentStream(SampleStream):
         }
 
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """A place in the stream; made at once, wherever it is."""
+        """Return a cursor, in constant time for any position."""
         return _DocumentCursor(self._file, self._order, state, max_length=self._max_length)
 
     def read(self, entry: tuple[int, int, int]) -> Document:
-        """The tokens of a part of a document."""
+        """Return the tokens of a part of a document."""
         document, first, last = entry
         start, _ = self._file.bounds(document)
         return {"tokens": self._file.tokens(start + first, start + last + 1)}
 
     def length(self, entry: tuple[int, int, int]) -> int:
-        """Positions of a part: one fewer than it has tokens."""
+        """Return the number of positions of a part, which is its number of tokens minus one."""
         _, first, last = entry
         return last - first
 
     def identity(self) -> JsonValue:
-        """The digest of the tokens, and what was asked for."""
+        """Return the digest of the tokens and the constructor arguments."""
         return {"documents": self._identity}
 
 
@@ -118,20 +118,20 @@ class _DocumentCursor(Cursor):
         place = _Place() if state is None else _PLACE.validate_python(state)
         self._file, self._max_length = file, max_length
         self._order = OrderCursor(order, {"position": place.document})
-        self._ahead: list[tuple[int, tuple[int, int, int]]] = []  # parts, each with the position of its document
+        self._ahead: list[tuple[int, tuple[int, int, int]]] = []  # (position of the document, entry) of each part
         if place.part:
             self._look_ahead(1)
             self._ahead = self._ahead[place.part :]
 
     def take(self, num_entries: int) -> list[tuple[int, int, int]]:
-        """The next parts of documents."""
+        """Return the next parts of documents."""
         while (missing := num_entries - len(self._ahead)) > 0:
             self._look_ahead(min(missing, _MOST_AHEAD))
         taken, self._ahead = self._ahead[:num_entries], self._ahead[num_entries:]
         return [part for _, part in taken]
 
     def state_dict(self) -> JsonValue:
-        """Which document comes next, or which part of the last one."""
+        """Return the position of the document of the next part, and the index of that part."""
         if not self._ahead:
             return asdict(_Place(self._order.position))
         position, (_, first, _) = self._ahead[0]
@@ -148,18 +148,18 @@ class _DocumentCursor(Cursor):
 
 @final
 class TokenizedStream(SampleStream):
-    """Documents that are tokenised on the way.
+    """Documents that are tokenized on the fly.
 
-    Every rank tokenises every sample, since how long they are decides what comes where. Where that is too slow, write a
+    Every rank tokenizes every sample, since the lengths determine the order of the parts. If that is too slow, write a
     token file once. An entry is the tokens of a part.
 
     Args:
-        stream: The samples to make documents of.
-        tokenize: Makes the tokens of a sample: integers, with whatever is to mark its end.
-        max_length: Longer documents are cut into parts of at most so many positions: the length of a packed row.
-        name: Names what `tokenize` does, in place of the function itself, which cannot be compared: a job that resumes
-            with another name is refused.
-        window: Samples that are tokenised at a time, and again where a job resumes.
+        stream: Stream of samples to tokenize.
+        tokenize: Returns the tokens of a sample as integers, including an end token if one is wanted.
+        max_length: Longer documents are split into parts of at most this many positions. For packing, the row length.
+        name: Identifies `tokenize`, since functions cannot be compared. A job that resumes with another name is
+            refused.
+        window: Number of samples tokenized at a time. A job that resumes inside a window tokenizes the window again.
 
     Raises:
         UserError: If `max_length` or `window` is below 1.
@@ -181,19 +181,19 @@ class TokenizedStream(SampleStream):
         self._name, self._window = name, window
 
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """A place in the stream; one inside of a window tokenises it again."""
+        """Return a cursor. If `state` points into a window, that window is tokenized again."""
         return WindowCursor(self._stream, state, size=self._window, arrange=self._arrange)
 
     def read(self, entry: list[int]) -> Document:
-        """The tokens of a part of a document."""
+        """Return the tokens of a part of a document."""
         return {"tokens": torch.tensor(entry)}
 
     def length(self, entry: list[int]) -> int:
-        """Positions of a part: one fewer than it has tokens."""
+        """Return the number of positions of a part, which is its number of tokens minus one."""
         return len(entry) - 1
 
     def identity(self) -> JsonValue:
-        """The name, the sizes, and what is tokenised."""
+        """Return the name, the sizes, and the identity of the tokenized stream."""
         sizes = {"max_length": self._max_length, "window": self._window}
         return {"tokenized": {"name": self._name, **sizes, "of": self._stream.identity()}}
 

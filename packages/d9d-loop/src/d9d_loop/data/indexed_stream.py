@@ -1,4 +1,4 @@
-"""Any map-style dataset as a stream: shuffled anew in each epoch, at no cost of memory or start-up."""
+"""Stream over a map-style dataset, shuffled in a new order each epoch. No permutation is stored or precomputed."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,22 +13,22 @@ from d9d_loop.data.sample_stream import Cursor, SampleStream
 from d9d_loop.sample_order import SampleOrder
 
 _MOST_AHEAD = 4096
-"""Positions that are looked up together, which is what makes them cheap; a cursor begins with fewer."""
+"""Largest number of positions whose indices are computed in one call. A cursor starts with fewer and doubles them."""
 
 
 @final
 class IndexedStream(SampleStream):
-    """The samples of a dataset in the order of `SampleOrder`, one epoch after the other. An entry is a sample's index.
+    """Repeated epochs of a map-style dataset, in the order of `SampleOrder`. An entry is a sample index.
 
     Args:
-        samples: Read by index: a `torch.utils.data.Dataset`, a Hugging Face dataset, a list, anything alike.
-        seed: Chooses the order of each epoch.
-        shuffle: Whether to have another order than that of the data.
-        length: Length of the sample at an index; by default the sample, which must be a tensor or a list then, is read
-            and measured.
+        samples: Map-style dataset: a `torch.utils.data.Dataset`, a Hugging Face dataset or a list, for example.
+        seed: Seed of the order of each epoch.
+        shuffle: If False, read each epoch in the order of the dataset.
+        length: Returns the length of the sample at an index. By default, the sample is read and `len` is applied, which
+            requires a tensor or a sequence.
 
     Raises:
-        UserError: If there are no samples.
+        UserError: If the dataset is empty.
     """
 
     def __init__(
@@ -39,29 +39,29 @@ class IndexedStream(SampleStream):
         self._identity: dict[str, JsonValue] = {"samples": len(samples), "seed": seed, "shuffle": shuffle}
 
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """A place in the stream; made at once, wherever it is."""
+        """Return a cursor, in constant time for any position."""
         return OrderCursor(self._order, state)
 
     def read(self, entry: int) -> Any:
-        """The sample at an index."""
+        """Read the sample at an index."""
         return self._samples[entry]
 
     def length(self, entry: int) -> int:
-        """Length of the sample at an index."""
+        """Return the length of the sample at an index."""
         if self._length is not None:
             return self._length(entry)
         return measured_length(self._samples[entry])
 
     def identity(self) -> JsonValue:
-        """Number of samples, seed, and whether they are shuffled."""
+        """Return the dataset size, the seed, and the `shuffle` flag."""
         return {"indexed": self._identity}
 
 
 def measured_length(sample: Any) -> int:
-    """The length of a sample that is a sequence itself.
+    """Return `len` of a sample that is a list, tuple, string, bytes or tensor.
 
     Raises:
-        UserError: If it is none: the number of keys of a dictionary is not its length.
+        UserError: If the sample has another type, such as a dictionary, whose `len` is the number of keys.
     """
     if isinstance(sample, list | tuple | str | bytes) or (isinstance(sample, Tensor) and sample.dim()):
         return len(sample)
@@ -81,11 +81,11 @@ _PLACE = TypeAdapter(_Place)
 
 @final
 class OrderCursor(Cursor):
-    """A place in a sample order; its entries are indices.
+    """Cursor over a `SampleOrder`. Its entries are sample indices.
 
     Args:
-        order: The order.
-        state: What `state_dict` returned; `None` for the beginning.
+        order: Order of the samples.
+        state: Result of `state_dict`; `None` starts at the beginning.
     """
 
     def __init__(self, order: SampleOrder, state: JsonValue = None) -> None:
@@ -96,11 +96,11 @@ class OrderCursor(Cursor):
 
     @property
     def position(self) -> int:
-        """How many entries of the stream come before this place."""
+        """Number of entries taken so far, from the beginning of the stream."""
         return self._position
 
     def take(self, num_entries: int) -> list[int]:
-        """The next indices."""
+        """Return the next sample indices."""
         missing = num_entries - (len(self._ahead) - self._used)
         if missing > 0:
             start = self._position + len(self._ahead) - self._used
@@ -113,5 +113,5 @@ class OrderCursor(Cursor):
         return taken
 
     def state_dict(self) -> JsonValue:
-        """The position in the stream."""
+        """Return the position in the stream."""
         return asdict(_Place(self._position))

@@ -1,4 +1,4 @@
-"""Data that can only be read in their own order, as a stream: a streamed Hugging Face dataset, or anything alike."""
+"""Stream over an iterable dataset, such as a streamed Hugging Face dataset."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -12,34 +12,34 @@ from d9d_loop.data.sample_stream import Cursor, SampleStream
 
 
 class StatefulIterable(Protocol):
-    """An iterable that knows how far the iterator it made last has come, as `datasets.IterableDataset` does."""
+    """An iterable whose last iterator can be saved and restored, such as `datasets.IterableDataset`."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Go through the data, from the place that was loaded if there is one."""
+        """Iterate over the data, from the loaded state if one was loaded."""
         ...
 
     def state_dict(self) -> Any:
-        """How far the last iterator has come, as numbers, strings, lists and dictionaries of such."""
+        """Return the position of the last iterator, as a JSON value."""
         ...
 
     def load_state_dict(self, state: Any) -> None:
-        """Let the next iterator go on from there."""
+        """Make the next iterator continue from `state`."""
         ...
 
 
 @final
 class IteratedStream(SampleStream):
-    """One epoch after the other of data that are iterated over. An entry is what the iterator gave, before `transform`.
+    """Repeated epochs of an iterable dataset. An entry is an element of the iterable, before `transform`.
 
-    Every rank iterates over all data, so that it can go on anywhere; only what a rank takes itself is transformed. So
-    keep what is expensive out of the iterable and in `transform`. Shuffle with `ShuffledStream`: the shuffle buffer of
-    an iterable is filled anew when a job resumes, and what was in it is lost.
+    Every rank iterates over all data, but applies `transform` only to its own samples, so expensive work belongs in
+    `transform`. Shuffle with `ShuffledStream`: the shuffle buffer of an iterable is lost when a job resumes.
 
     Args:
-        epoch: Gives the data of an epoch, counted from 0; e.g. `lambda epoch: load_dataset(..., streaming=True)`.
-        name: Names the data, which cannot be compared themselves: a job that resumes with another name is refused.
-        transform: Makes a sample of what was iterated over.
-        length: Length of an element before `transform`; by default it must be a tensor or a list itself.
+        epoch: Returns the data of an epoch, counted from 0; e.g. `lambda epoch: load_dataset(..., streaming=True)`.
+        name: Identifies the data, whose contents are not compared. A job that resumes with another name is refused.
+        transform: Converts an element to a sample.
+        length: Returns the length of an element before `transform`. By default `len`, which requires a tensor or a
+            sequence.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class IteratedStream(SampleStream):
         self._epoch, self._name, self._transform, self._length = epoch, name, transform, length
 
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """A place in the stream."""
+        """Return a cursor, whose position is the epoch and the state of the iterable."""
         return _IteratedCursor(self._epoch, state, name=self._name)
 
     def read(self, entry: Any) -> Any:
-        """The sample that is made of an element."""
+        """Return the element, transformed if there is a `transform`."""
         return entry if self._transform is None else self._transform(entry)
 
     def length(self, entry: Any) -> int:
-        """Length of an element."""
+        """Return the length of an element, before `transform`."""
         return self._length(entry)
 
     def identity(self) -> JsonValue:
-        """The name of the data."""
+        """Return the name of the data."""
         return {"iterated": self._name}
 
 
@@ -86,17 +86,21 @@ class _IteratedCursor(Cursor):
         self._epoch = place.epoch
         self._data = epoch(place.epoch)
         self._is_new = place.data is None
-        self._loaded = place.data  # until an element is taken, data may not tell that they were moved
+        self._loaded = place.data  # before its first element, an iterable may not report the loaded state
         if place.data is not None:
             self._data.load_state_dict(place.data)
         self._elements = iter(self._data)
 
     def take(self, num_entries: int) -> list[Any]:
-        """The next elements."""
+        """Return the next elements.
+
+        Raises:
+            UserError: If an epoch has no elements.
+        """
         return [self._next() for _ in range(num_entries)]
 
     def state_dict(self) -> JsonValue:
-        """The epoch, and how far its data were iterated over."""
+        """Return the epoch and the state of its iterable."""
         if self._is_new or self._loaded is not None:
             return asdict(_Place(self._epoch, self._loaded))
         return asdict(_Place(self._epoch, self._data.state_dict()))

@@ -1,4 +1,4 @@
-"""Mixes streams in given shares, which may change along the way: weights, temperature, phases, annealing."""
+"""Mixes streams in given shares, which may change over time: weights, temperature, phases, annealing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,18 +12,19 @@ from d9d_dist import UserError, stream_key
 from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
 
 Unit = Literal["samples", "tokens"]
-"""What the shares of a mixture are shares of."""
+"""Unit in which the shares of a mixture are measured."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """From where on a mixture has which weights.
+    """Weights of a mixture from a given position on.
 
     Attributes:
-        weights: Of each source; in proportion to each other. A source without one has none.
-        start: Samples or tokens of the mixture before the phase.
-        ramp: Samples or tokens over which the shares move here from those before, linearly; 0 for at once.
+        weights: Relative weight of each source, by name. A missing source has weight 0.
+        start: Position in the mixture at which the phase starts, in the unit of the mixture (samples or tokens).
+        ramp: Length of the linear transition from the shares of the previous phase, in the same unit; 0 switches at
+            once.
     """
 
     weights: Mapping[str, float]
@@ -34,7 +35,7 @@ class Phase:
 @final
 @dataclass(frozen=True, slots=True)
 class SourceCount:
-    """What a mixture took of a source so far."""
+    """Number of samples and tokens that a mixture has taken from a source."""
 
     samples: int
     tokens: int
@@ -42,26 +43,25 @@ class SourceCount:
 
 @final
 class MixtureStream(SampleStream):
-    """A stream that takes each entry from one of several, such that their shares of what was taken are as asked for.
+    """Mixes several streams so that each source has a given share of the entries.
 
-    The next entry comes from a source that is behind its share, drawn at random in proportion to how far it is behind:
-    shares are met closely at every moment, without a pattern that ranks could fall in step with. Each source keeps its
-    own place and its own epochs.
+    Each entry is taken from a source whose count is below its share. The source is drawn with a probability in
+    proportion to its deficit. So the counts stay close to the shares at every position, without a periodic pattern that
+    could align with the ranks. Each source has its own position and epochs.
 
-    Samples that are dictionaries get `source`, the number of their source in the order of `sources`, which losses of
-    each source can be told by; `PackedStream` makes `sources` of it.
+    Dictionary samples get the key `source`, the index of their source in the order of `sources`. It allows losses per
+    source; `PackedStream` turns it into `sources`.
 
     Args:
-        sources: The streams, by name.
-        weights: Weight of each, or phases of weights.
-        temperature: Weights are raised to the power 1 / temperature: 1 leaves them, and the higher it is, the more
-            alike they become ("Massively Multilingual Neural Machine Translation in the Wild", arXiv:1907.05019,
-            section 4).
-        unit: Whether shares, and the starts of phases, count samples, or tokens as `length` tells them.
-        seed: Chooses among the sources that are behind.
+        sources: Streams by name.
+        weights: Weight of each source by name, or phases of weights.
+        temperature: Weights are raised to the power 1 / temperature. 1 leaves them unchanged; higher values make them
+            more uniform ("Massively Multilingual Neural Machine Translation in the Wild", arXiv:1907.05019, section 4).
+        unit: Unit of shares and of the positions of phases: `samples`, or `tokens` as measured by `length`.
+        seed: Seed of the draws.
 
     Raises:
-        UserError: If weights, phases or the temperature make no mixture.
+        UserError: If the weights, phases or temperature are invalid.
     """
 
     def __init__(
@@ -87,30 +87,34 @@ class MixtureStream(SampleStream):
         self._seed = seed
 
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """A place in the stream."""
+        """Return a cursor, whose state contains the state of each source."""
         return _MixtureCursor(
             self._streams, self.shares, _read_place(state, self._streams), unit=self._unit, seed=self._seed
         )
 
     def read(self, entry: tuple[int, Entry]) -> Any:
-        """The sample of an entry; a dictionary with its source's number."""
+        """Read the sample that `entry` points to. If it is a dictionary, add the index of its source."""
         number, inner = entry
         sample = self._streams[number].read(inner)
         return {**sample, "source": number} if isinstance(sample, Mapping) else sample
 
     def length(self, entry: tuple[int, Entry]) -> int:
-        """The length of an entry's sample."""
+        """Return the sample length in tokens."""
         number, inner = entry
         return self._streams[number].length(inner)
 
     def identity(self) -> JsonValue:
-        """The sources, and how they are mixed."""
+        """Return the phases, the unit, the seed, and the identities of the sources."""
         phases: JsonValue = [[start, ramp, *shares] for start, ramp, shares in self._phases]
         sources: JsonValue = {name: stream.identity() for name, stream in self._sources.items()}
         return {"mixture": {"phases": phases, "unit": self._unit, "seed": self._seed, "of": sources}}
 
     def shares(self, position: int) -> tuple[float, ...]:
-        """The share of each source, in their order, after so many samples or tokens; they add up to 1."""
+        """Return the share of each source at a position of the mixture. Shares sum to 1.
+
+        Args:
+            position: Number of samples or tokens taken so far, depending on the unit.
+        """
         before: tuple[float, ...] = self._phases[0][2]
         for start, ramp, shares in self._phases:
             if position < start:
@@ -120,7 +124,14 @@ class MixtureStream(SampleStream):
         return before
 
     def counts(self, state: JsonValue) -> dict[str, SourceCount]:
-        """What was taken of each source up to a place, a state of this stream; tokens only where they are the unit."""
+        """Return the samples and tokens taken from each source.
+
+        Args:
+            state: Cursor state of this stream; `None` for the beginning.
+
+        Returns:
+            Counts by source name. Tokens are counted only if the unit is `tokens`, and are 0 otherwise.
+        """
         place = _read_place(state, self._streams)
         counted = zip(self._sources, place.samples, place.tokens, strict=True)
         return {name: SourceCount(samples, tokens) for name, samples, tokens in counted}
@@ -128,7 +139,7 @@ class MixtureStream(SampleStream):
 
 @dataclass(slots=True)
 class _Place:
-    """How much of each source was taken, how far each is behind its share, and where it stands."""
+    """Samples and tokens taken from each source, its deficit relative to its share, and its cursor state."""
 
     samples: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -156,11 +167,11 @@ class _MixtureCursor(Cursor):
         self._cursors = [stream.cursor(state) for stream, state in zip(streams, place.sources, strict=True)]
 
     def take(self, num_entries: int) -> list[tuple[int, Entry]]:
-        """The next entries, each with the number of its source."""
+        """Return the next entries, each with the index of its source."""
         return [self._next() for _ in range(num_entries)]
 
     def state_dict(self) -> JsonValue:
-        """What was taken of each source, and its place."""
+        """Return the counts, deficit and cursor state of each source."""
         states = [cursor.state_dict() for cursor in self._cursors]
         return asdict(_Place(list(self._samples), list(self._tokens), list(self._behind), states))
 
@@ -180,7 +191,7 @@ class _MixtureCursor(Cursor):
 
     def _draw(self, shares: Sequence[float], number: int) -> int:
         owed = [max(behind + share, 0.0) if share else 0.0 for behind, share in zip(self._behind, shares, strict=True)]
-        if not any(owed):  # those that are behind have no share any more
+        if not any(owed):  # every source with a deficit has share 0 in this phase
             owed = list(shares)
         point = stream_key(self._seed, "mixture", number) / (1 << 63) * sum(owed)
         source = 0
@@ -195,7 +206,7 @@ class _MixtureCursor(Cursor):
 
 def _shares(weights: Sequence[float], temperature: float) -> tuple[float, ...]:
     powers = [weight ** (1 / temperature) for weight in weights]
-    # Rounded, since powers differ in their last bits between machines, and all ranks have to draw alike.
+    # Rounded, because powers differ in their last bits between machines, and all ranks must draw the same source.
     return tuple(round(power / sum(powers), 12) for power in powers)
 
 

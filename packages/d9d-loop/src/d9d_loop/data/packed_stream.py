@@ -1,6 +1,6 @@
-"""Packs documents into rows of one length, with almost no padding, and marks where each document is.
+"""Packs documents into rows of equal length with little padding, and marks the document of each position.
 
-B: rows, L: positions of a row.
+L: row length, in positions.
 """
 
 from typing import Any, final
@@ -17,31 +17,33 @@ from d9d_loop.data.shuffled_stream import shuffled
 from d9d_loop.data.window_cursor import WindowCursor
 
 IGNORED_LABEL = -100
-"""The label of padding, as of `torch.nn.functional.cross_entropy`."""
+"""Label of padding; the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
 @final
 class PackedStream(SampleStream):
-    """Rows into which the documents of a window are packed by best-fit decreasing; then the rows are shuffled.
+    """Packs each window of documents into rows by best-fit decreasing, then shuffles the rows of the window.
 
-    The rows of a window are a function of where it begins, so all ranks pack alike, and each reads only its rows. All
-    rows are almost full: ranks with equally many rows have equally many tokens. A sample is a dictionary of int64 [L]:
+    The rows of a window are a function of its start, so all ranks compute the same packing, and each reads only its own
+    rows. Almost all rows are full, so ranks with equally many rows have about equally many tokens. A sample is a
+    dictionary of int64 [L]:
 
-    - `input_ids`, and `labels`: the token after each one. No label crosses into another document, and none is lost.
-    - `documents`: the number of each position's document within its row; padding is a document of its own. For the
-      `documents_BL` of a model, which keeps attention within a document.
-    - `position_ids`: positions within the document.
-    - `sources`, of the documents of a mixture: number of the source of each position; -1 for padding.
+    - `input_ids`.
+    - `labels`: the next token of each position. No label belongs to another document, and no label is lost.
+    - `documents`: index of each position's document within its row; padding counts as one more document. It is the
+      `documents_BL` argument of models, which restricts attention to a document.
+    - `position_ids`: position within the document.
+    - `sources`: index of each position's source, -1 for padding. Only if the documents come from a mixture.
 
     Args:
-        documents: Streams documents: a `DocumentStream`, a `TokenizedStream`, or a mixture of such.
-        row_length: Positions of a row, L.
-        window: Documents that are packed together; the more there are, the less is padding. 16,384 leave about 0.05 %.
-        seed: Chooses the order of the rows of a window.
-        pad_token: The token of padding.
+        documents: Stream of documents: a `DocumentStream`, a `TokenizedStream`, or a mixture of these.
+        row_length: Row length L, in positions.
+        window: Number of documents packed together. Larger windows leave less padding: 16,384 leave about 0.05 %.
+        seed: Seed of the order of the rows of a window.
+        pad_token: Padding token of `input_ids`.
 
     Raises:
-        UserError: If a row or a window is empty; on taking, if a document does not fit into a row.
+        UserError: If `row_length` or `window` is below 1; in `Cursor.take`, if a document is longer than a row.
     """
 
     def __init__(
@@ -54,19 +56,19 @@ class PackedStream(SampleStream):
         self._seed, self._pad_token = seed, pad_token
 
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """A place in the stream; one inside of a window packs it again."""
+        """Return a cursor. If `state` points into a window, that window is packed again."""
         return WindowCursor(self._documents, state, size=self._window, arrange=self._arrange)
 
     def read(self, entry: tuple[Entry, ...]) -> dict[str, Tensor]:
-        """A row."""
+        """Read the documents of a row and pack them; see `pack_row`."""
         return pack_row([self._documents.read(part) for part in entry], self._row_length, pad_token=self._pad_token)
 
     def length(self, entry: tuple[Entry, ...]) -> int:
-        """Positions of a row that are no padding."""
+        """Return the number of positions of a row, excluding padding."""
         return sum(map(self._documents.length, entry))
 
     def identity(self) -> JsonValue:
-        """Sizes, seed, and what is packed."""
+        """Return the row length, the window, the seed, and the identity of the documents."""
         sizes = {"row_length": self._row_length, "window": self._window}
         return {"packed": {**sizes, "seed": self._seed, "of": self._documents.identity()}}
 
@@ -83,12 +85,15 @@ class PackedStream(SampleStream):
 
 
 def pack_row(documents: list[Document], row_length: int, *, pad_token: int = 0) -> dict[str, Tensor]:
-    """Lay documents into a row, one after the other, and pad what is left; see `PackedStream`.
+    """Concatenate documents into a row, and pad the remaining positions.
 
     Args:
-        documents: Each with `tokens`, int64 [n + 1], of which n become inputs and n labels.
-        row_length: Positions of the row, L; at least the sum of all n.
-        pad_token: The token of padding.
+        documents: Each with `tokens`, int64 [n + 1]: the first n become inputs, the last n labels.
+        row_length: Row length L, at least the sum of n over the documents.
+        pad_token: Padding token of `input_ids`.
+
+    Returns:
+        A sample as described in `PackedStream`.
     """
     row: dict[str, Any] = {
         "input_ids": torch.full((row_length,), pad_token),

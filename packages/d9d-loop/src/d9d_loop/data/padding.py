@@ -1,6 +1,6 @@
-"""Makes batches of samples of different lengths, by padding.
+"""Pads sequences of different lengths into batches.
 
-B: samples, L: the longest length, rounded up.
+B: number of samples, L: padded length.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from d9d_dist import UserError
 
 Side = Literal["left", "right"]
-"""Where padding goes."""
+"""Side of a sequence on which it is padded."""
 
 
 def pad_sequences(
@@ -25,17 +25,18 @@ def pad_sequences(
     multiple_of: int = 1,
     side: Side = "right",
 ) -> Tensor:
-    """Pad sequences to one length.
+    """Pad sequences to equal length and stack them.
 
     Args:
-        sequences: Each [n, ...], of one dtype and equal further dims.
-        value: What to pad with.
-        length: The length L to pad to; by default that of the longest one.
-        multiple_of: L is rounded up to a multiple of this, as context and tensor parallelism and kernels like it.
-        side: Where padding goes.
+        sequences: Tensors [n, ...] of the same dtype and device, which differ only in the size n of the first dim.
+        value: Padding value.
+        length: Length to pad to; by default, the longest sequence.
+        multiple_of: L is `length` rounded up to a multiple of this number, as context parallelism, tensor parallelism
+            and some kernels require.
+        side: Side to pad on.
 
     Returns:
-        [B, L, ...], of the dtype and on the device of the sequences.
+        Tensor [B, L, ...] with the dtype and device of the sequences.
 
     Raises:
         UserError: If a sequence is longer than `length`.
@@ -54,15 +55,16 @@ def pad_sequences(
 @final
 @dataclass(frozen=True, slots=True)
 class PaddingCollate:
-    """A collate function for samples that are dictionaries with sequences of different lengths.
+    """Collate function for dictionary samples that contain sequences of different lengths.
 
     Attributes:
-        values: What to pad with, by the key of each sequence: `{"input_ids": 0, "labels": -100}`. Other keys are
-            batched as `default_collate` does.
-        length: The length to pad to; by default that of the longest one.
-        multiple_of: Lengths are rounded up to a multiple of this.
-        side: Where padding goes.
-        mask: If not empty, the key of a tensor to add, bool [B, L]: where there is no padding.
+        values: Padding value of each sequence, by key: `{"input_ids": 0, "labels": -100}`. Other keys are collated
+            with `default_collate`.
+        length: Length to pad to; by default, the longest sequence of a key.
+        multiple_of: Padded lengths are rounded up to a multiple of this number.
+        side: Side to pad on.
+        mask: Key of an additional bool [B, L] mask, which is False at padding of the first key of `values`. Empty for
+            no mask.
     """
 
     values: Mapping[str, float]
@@ -72,10 +74,10 @@ class PaddingCollate:
     mask: str = ""
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """Make a batch.
+        """Collate samples into a batch.
 
         Raises:
-            UserError: If a sample has not all keys, or a sequence is too long.
+            UserError: If a sample lacks a key of `values`, or a sequence is longer than `length`.
         """
         for sample in samples:
             if missing := sorted(self.values.keys() - sample.keys()):

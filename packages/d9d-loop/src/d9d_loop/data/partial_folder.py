@@ -1,8 +1,8 @@
-"""A folder under another name until it is complete; what a killed process left of one, the next process takes away.
+"""Temporary folder that is renamed into place when complete. Folders of killed processes are removed later.
 
-A writer holds a lock on its folder, which the system gives back however the writer dies. Where a file system has no
-locks nothing is taken away; where its locks are of one machine only, neither is what others write: names say whose
-folder it is.
+A writer holds a `flock` on its folder, which the operating system releases when the writer dies. On a file system
+without locks, no folder is removed. The folder name contains the host name, and a process removes only folders of its
+own host, since locks may be local to a machine.
 """
 
 import fcntl
@@ -19,15 +19,15 @@ _SUFFIX = ".d9d-partial"
 
 @final
 class PartialFolder:
-    """A new folder beside its final place, which holds no files yet.
+    """A new, empty temporary folder in the parent folder of `target`.
 
-    What processes of this machine left beside it when they were killed is removed.
+    The constructor also removes temporary folders there that killed processes of this machine left behind.
 
     Args:
-        target: Its final place.
+        target: Final path of the folder.
 
     Attributes:
-        path: Where it is until then.
+        path: Temporary path, until `publish`.
     """
 
     def __init__(self, target: Path) -> None:
@@ -41,31 +41,31 @@ class PartialFolder:
             self.path = Path(tempfile.mkdtemp(prefix=f".{target.name}{here}", suffix=_SUFFIX, dir=target.parent))
             try:
                 self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except FileNotFoundError:  # another process took it away already
+            except FileNotFoundError:  # another process has removed it already
                 continue
-            with suppress(OSError):  # no locks here
+            with suppress(OSError):  # the file system has no locks
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             if self.path.exists():
                 return
-            os.close(self._descriptor)  # another process took it away before it was locked
+            os.close(self._descriptor)  # another process removed it before it was locked
 
     def publish(self) -> None:
-        """Give the folder its place.
+        """Rename the folder to its final path.
 
         Raises:
-            OSError: If something is there.
+            OSError: If the final path is a file or a folder with contents.
         """
-        self.path.chmod(0o755)  # a temporary folder is for its owner alone
+        self.path.chmod(0o755)  # mkdtemp creates it with mode 0o700
         self.path.rename(self._target)
 
     def close(self) -> None:
-        """Remove it, unless it has its place."""
+        """Remove the folder unless it was published, and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._descriptor)
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove a folder whose lock can be had: nobody writes to it."""
+    """Remove a folder if its lock is free, which means that its writer has ended."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

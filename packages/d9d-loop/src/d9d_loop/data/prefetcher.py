@@ -1,4 +1,4 @@
-"""Prepares batches ahead of their use, in a thread: on an accelerator, they are there before they are needed."""
+"""Prefetches batches in a background thread, and copies them to the accelerator on a side stream."""
 
 import queue
 import threading
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Ready(Generic[T]):
-    """An item, and on an accelerator what to wait for before it may be used."""
+    """A prepared item; on an accelerator, also the event that marks the end of its copies."""
 
     item: T
     copied: torch.Event | None
@@ -23,31 +23,31 @@ class _Ready(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """There are no more items, for a reason or none."""
+    """End of the items: the error that ended them, or `None` if they are exhausted."""
 
     error: BaseException | None
 
 
 def pinned(item: Any) -> Any:
-    """Copy every tensor of a pytree to memory from which an accelerator copies without the host waiting."""
+    """Copy every tensor of a pytree to pinned memory, from which copies to an accelerator can be asynchronous."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.pin_memory(), item)
 
 
 @final
 class Prefetcher(Generic[T]):
-    """Iterates over items in a thread, up to `depth` ahead, and prepares them there.
+    """Iterates over `items` in a background thread, up to `depth` items ahead, and applies `prepare` there.
 
-    On an accelerator, items are pinned, and prepared on a stream of their own, so copies run beside the computation;
-    whoever takes an item waits for its copies on the device, not on the host. Only what was taken was used: state that
-    is to be saved belongs into the items.
+    On an accelerator, items are pinned and prepared on a side stream, so copies overlap with computation. The stream
+    that takes an item waits for its copies; the host does not. Items that were prefetched but not taken are lost on
+    `close`, so state to be saved must be part of the items.
 
-    The thread draws no random numbers, and neither may items and `prepare`: the generators are those of the training.
+    `items` and `prepare` must not draw random numbers, because the thread shares the training's generators.
 
     Args:
-        items: What to iterate over, in the thread alone.
-        prepare: Applied to each item, e.g. copies it to the device.
-        depth: How many items are kept ready, at least 1.
-        device: The device that `prepare` copies to.
+        items: Iterator, used only by the background thread.
+        prepare: Function applied to each item; for example, it copies the item to the device.
+        depth: Largest number of prepared items, at least 1.
+        device: Device that `prepare` copies to.
     """
 
     def __init__(self, items: Iterator[T], *, prepare: Callable[[T], T], depth: int, device: torch.device) -> None:
@@ -63,11 +63,11 @@ class Prefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """The next item.
+        """Return the next item.
 
         Raises:
-            StopIteration: When there are no more.
-            Exception: What the items or `prepare` raised, after the items before it.
+            StopIteration: If the items are exhausted.
+            Exception: The error that `items` or `prepare` raised, once all earlier items have been taken.
         """
         if self._ended is None:
             ready = self._ready.get()
@@ -79,10 +79,10 @@ class Prefetcher(Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread, once what it is waiting for is there; items that are ready are dropped."""
+        """Stop the thread and drop all prepared items. Blocks until the thread has finished its current item."""
         self._stopped.set()
         while self._thread.is_alive():
-            while not self._ready.empty():  # it may be waiting for room
+            while not self._ready.empty():  # the thread may be blocked on a full queue
                 self._ready.get_nowait()
             self._thread.join(0.05)
 
@@ -90,7 +90,7 @@ class Prefetcher(Generic[T]):
         if ready.copied is not None:
             stream = torch.accelerator.current_stream(self._device)
             stream.wait_event(ready.copied)
-            # Memory of the other stream must not be given out again before this one is done with it.
+            # The allocator must not reuse memory of the side stream before this stream has finished with it.
             pytree.tree_map_only(Tensor, lambda tensor: tensor.record_stream(stream), ready.item)
         return ready.item
 
@@ -102,14 +102,14 @@ class Prefetcher(Generic[T]):
                     return
                 self._ready.put(_Ready(prepare(item), None) if side is None else _on_stream(side, item, prepare))
             self._ready.put(_Ended(None))
-        except BaseException as error:  # it belongs to whoever takes the items
+        except BaseException as error:  # raised again in the thread that takes the items
             if not self._stopped.is_set():
                 self._ready.put(_Ended(error))
 
     def _side_stream(self) -> torch.Stream | None:
         if self._device.type == "cpu":
             return None
-        torch.accelerator.set_device_index(self._device)  # a thread starts with the first one
+        torch.accelerator.set_device_index(self._device)  # in a new thread the current device is device 0
         return torch.Stream(self._device)
 
 

@@ -1,4 +1,4 @@
-"""Reads the samples of a batch and makes the batch; whatever goes wrong names the sample."""
+"""Reads the samples of a batch and collates them. Errors name the sample."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -13,48 +13,52 @@ _LONGEST = 120
 @final
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """A batch to be read.
+    """A batch to read.
 
     Attributes:
-        position: Position of its first sample in the global order.
-        entries: Its samples, which are consecutive.
+        position: Position of the first sample in the global order.
+        entries: Entries of the samples, which are consecutive in the global order.
     """
 
     position: int
     entries: list[Entry]
 
     def describe(self, number: int) -> str:
-        """Names a sample of the batch, for people."""
+        """Describe a sample of the batch for error messages.
+
+        Args:
+            number: Index of the sample in the batch.
+        """
         entry = repr(self.entries[number])
         entry = entry if len(entry) <= _LONGEST else f"{entry[:_LONGEST]}..."
         return f"sample {entry} (position {self.position + number} of the global order)"
 
 
 class OnSample(Protocol):
-    """Is told which sample of a batch is about to be read."""
+    """Callback before each sample of a batch is read."""
 
     def __call__(self, number: int, /) -> None:
-        """Told its number within the batch."""
+        """Receive the index of the sample in the batch."""
         ...
 
 
 @final
 class SampleReader:
-    """Reads batches, in this process or a worker.
+    """Reads batches, in this process or in a worker.
 
     Args:
-        stream: The samples.
-        collate: Makes a batch of samples.
+        stream: Stream of samples.
+        collate: Collates a list of samples into a batch.
     """
 
     def __init__(self, stream: SampleStream, collate: Collate) -> None:
         self._stream, self._collate = stream, collate
 
     def __call__(self, job: ReadJob, on_sample: OnSample = lambda _number: None) -> Any:
-        """Read a batch.
+        """Read the samples of a job and collate them.
 
         Raises:
-            DataError: From what a sample or the collate function raised.
+            DataError: If reading a sample or collating raises an exception, which is chained.
         """
         samples: list[Any] = []
         for number, entry in enumerate(job.entries):

@@ -1,9 +1,9 @@
-"""What training data are to a job: one global order of samples, followed by every rank, each reading only its own.
+"""Interface of training data: one global order of samples, from which each rank reads only its own share.
 
-A stream is planned and read apart. Every rank plans all of it, which is cheap: entries say which sample comes next. A
-rank reads only the entries that fall to it, in worker processes if there are any. So the state of a stream is one for
-the whole job, equal on every rank, and a job that resumes on any other number of ranks goes on right after the last
-sample that was seen: there is nothing to be divided anew.
+Planning and reading are separate. Every rank plans the whole stream, which is cheap: a cursor returns small entries
+that identify the next samples. A rank reads only its own entries, in worker processes if there are any. The state of a
+stream is therefore equal on every rank. A job can resume on any number of ranks, right after the last sample that was
+used.
 """
 
 from abc import ABC, abstractmethod
@@ -12,45 +12,51 @@ from typing import Any
 from pydantic import JsonValue
 
 Entry = Any
-"""Says which sample is meant: small, cheap to make, and understood by the stream that it comes from."""
+"""Identifies a sample to the stream that created the entry. Entries are small and cheap to create."""
 
 
 class Cursor(ABC):
-    """A place in a stream, which moves on as entries are taken."""
+    """Current position in a stream; `take` advances it."""
 
     @abstractmethod
     def take(self, num_entries: int) -> list[Entry]:
-        """The next entries; a stream has no end, so there are always enough."""
+        """Return the next `num_entries` entries, always that many: streams are endless."""
 
     @abstractmethod
     def state_dict(self) -> JsonValue:
-        """The place right after the last entry that was taken, for `SampleStream.cursor`; it does not grow."""
+        """Return the position after the last taken entry, for `SampleStream.cursor`. Its size does not grow."""
 
 
 class SampleStream(ABC):
-    """Samples in an endless global order: a pure function of what the stream was made from.
+    """Endless sequence of samples in a global order, which is a pure function of the constructor arguments.
 
-    Every rank has to be given an equal stream. Streams that other streams are made from, as by packing, are among their
-    constructor's arguments.
+    Every rank must create an equal stream. A stream that transforms another one, such as packing, takes it as a
+    constructor argument.
     """
 
     @abstractmethod
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """A place in the stream.
+        """Return a cursor.
 
         Args:
-            state: What `Cursor.state_dict` of this stream returned, in this process or another one; `None` for the
+            state: Result of `Cursor.state_dict` of an equal stream, possibly in another process. `None` starts at the
                 beginning.
         """
 
     @abstractmethod
     def read(self, entry: Entry) -> Any:
-        """The sample of an entry: any pytree that the collate function takes. May run in a worker process."""
+        """Read the sample that `entry` points to: any pytree the collate function accepts.
+
+        May run in a worker process.
+        """
 
     @abstractmethod
     def length(self, entry: Entry) -> int:
-        """How long the sample of an entry is, in tokens; what packing and bucketing go by."""
+        """Return the sample length in tokens, which packing and bucketing use."""
 
     @abstractmethod
     def identity(self) -> JsonValue:
-        """What the order follows from. A job that resumes with another one would lose samples, or see some twice."""
+        """Return everything that determines the order, as JSON.
+
+        A job that resumed with another identity would skip or repeat samples.
+        """

@@ -1,4 +1,4 @@
-"""A share of a dataset: for data that ranks go through by themselves, as in evaluation or inference."""
+"""A shard of a map-style dataset, for evaluation and inference, where each data-parallel rank reads its own shard."""
 
 from typing import Any, Literal, final
 
@@ -6,26 +6,25 @@ from d9d_dist import UserError
 from d9d_loop.batches import Samples
 
 Layout = Literal["round_robin", "chunked"]
-"""Which samples make a share: every n-th one, or consecutive ones."""
+"""Samples of a shard: `round_robin` takes every n-th sample, `chunked` takes consecutive samples."""
 
 
 @final
 class ShardedSamples:
-    """The samples of a dataset that fall to one of several shards; together they are all of it, each sample once.
+    """One shard of a dataset. The shards are disjoint and together contain every sample.
 
-    It has no state: a share and an index say which sample is meant. Training needs no shards, since ranks share out the
-    samples of each step, whatever their number is.
+    It has no state. Training does not use shards: the ranks divide the samples of each step among them instead.
 
     Args:
         samples: The whole dataset.
-        shard: Number of the share, e.g. the data-parallel rank.
-        num_shards: Number of shares.
-        layout: Which samples make a share.
-        padded: Whether short shares repeat their last sample until all are equally long, as ranks need that wait for
-            each other; `num_real` says how many count. If not, lengths differ by up to one.
+        shard: Index of the shard, for example the data-parallel rank.
+        num_shards: Number of shards.
+        layout: Assignment of samples to shards.
+        padded: If True, short shards repeat their last sample until all shards have equal length, so that ranks run
+            equally many collectives; `num_real` excludes the repeats. If False, lengths differ by at most one.
 
     Raises:
-        UserError: If there is no such shard, or no sample.
+        UserError: If `shard` is not below `num_shards`, or the dataset is empty.
     """
 
     def __init__(
@@ -42,20 +41,24 @@ class ShardedSamples:
         else:
             self._real = range(shard * total // num_shards, (shard + 1) * total // num_shards)
         self._length = -(-total // num_shards) if padded else len(self._real)
-        # A share without a sample of its own repeats one of others'.
+        # An empty shard repeats the last sample of the dataset.
         self._padding = self._real[-1] if self._real else total - 1
 
     @property
     def num_real(self) -> int:
-        """How many samples at the front count; those after them are repeated."""
+        """Number of samples without padding. They come first; the samples after them are repeats."""
         return len(self._real)
 
     def __len__(self) -> int:
-        """Number of samples, repeated ones included."""
+        """Return the number of samples, including repeats."""
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        """The sample at an index of the share."""
+        """Read a sample by its index in the shard.
+
+        Raises:
+            IndexError: If the index is negative or not below the length.
+        """
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} of a share of {self._length}")
         return self._samples[self._real[index] if index < len(self._real) else self._padding]

@@ -1,4 +1,4 @@
-"""Shuffles a stream that can only be read in its own order, as far as a window reaches."""
+"""Shuffles a sequential stream within windows."""
 
 from typing import Any, final
 
@@ -11,24 +11,31 @@ from d9d_loop.sample_order import SampleOrder
 
 
 def shuffled(entries: list[Entry], *, seed: int, purpose: str, window: int) -> list[Entry]:
-    """Entries in another order, a function of the other arguments."""
+    """Return the entries in a pseudorandom order, which is a function of their number and the other arguments.
+
+    Args:
+        entries: Entries to shuffle.
+        seed: Seed of the stream.
+        purpose: Name of the random stream; different names give independent orders.
+        window: Index of the window.
+    """
     order = SampleOrder(len(entries), seed=stream_key(seed, purpose, window))
     return [entries[index] for index in order.take(0, len(entries))]
 
 
 @final
 class ShuffledStream(SampleStream):
-    """A stream of which each window is shuffled.
+    """Shuffles each window of a stream.
 
-    Unlike a shuffle buffer, which must be filled anew, it loses nothing when a job resumes: the window is read again.
+    When a job resumes, the window is taken from the stream again, so unlike with a shuffle buffer no sample is lost.
 
     Args:
-        stream: The stream to shuffle.
-        window: Entries that are shuffled together.
-        seed: Chooses the order of each window.
+        stream: Stream to shuffle.
+        window: Number of entries shuffled together.
+        seed: Seed of the order of each window.
 
     Raises:
-        UserError: If a window has no entries.
+        UserError: If `window` is below 1.
     """
 
     def __init__(self, stream: SampleStream, *, window: int, seed: int) -> None:
@@ -37,19 +44,19 @@ class ShuffledStream(SampleStream):
         self._stream, self._window, self._seed = stream, window, seed
 
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """A place in the stream; one inside of a window takes it from its stream again."""
+        """Return a cursor. If `state` points into a window, that window is taken from the stream and shuffled again."""
         return WindowCursor(self._stream, state, size=self._window, arrange=self._arrange)
 
     def read(self, entry: Entry) -> Any:
-        """The sample of an entry."""
+        """Read the sample that `entry` points to."""
         return self._stream.read(entry)
 
     def length(self, entry: Entry) -> int:
-        """The length of an entry's sample."""
+        """Return the sample length in tokens."""
         return self._stream.length(entry)
 
     def identity(self) -> JsonValue:
-        """Window, seed, and what is shuffled."""
+        """Return the window, the seed, and the identity of the shuffled stream."""
         return {"shuffled": {"window": self._window, "seed": self._seed, "of": self._stream.identity()}}
 
     def _arrange(self, entries: list[Entry], window: int) -> list[Entry]:

@@ -1,4 +1,4 @@
-"""The microbatches of a rank, step by step, from a stream; with a state that says what was used, and nothing else."""
+"""Loader of a rank's microbatches, step by step. Its state covers only samples of steps that were returned."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,11 +24,14 @@ from d9d_loop.data_random import check_draws_nothing, position_random
 @final
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which samples of a step fall to a rank: of microbatch m, the (m * dp_size + dp_rank)-th run of consecutive ones.
+    """A rank's share of the samples of a step.
+
+    The samples of a step are split into consecutive runs of `microbatch_size`. Microbatch m of a rank is run number
+    m * dp_size + dp_rank.
 
     Attributes:
-        microbatch_size: Samples of a microbatch.
-        num_microbatches: Microbatches of a step on one rank.
+        microbatch_size: Number of samples in a microbatch.
+        num_microbatches: Number of microbatches per step and rank.
         dp_rank: Data-parallel rank.
         dp_size: Number of data-parallel ranks.
     """
@@ -40,18 +43,18 @@ class Share:
 
     @property
     def global_size(self) -> int:
-        """Samples of a step, over all ranks."""
+        """Global batch size: number of samples in a step over all ranks."""
         return self.microbatch_size * self.num_microbatches * self.dp_size
 
     def starts(self) -> range:
-        """Where each microbatch of the rank begins in a step."""
+        """Return the index of the first sample of each of the rank's microbatches within the step."""
         size = self.microbatch_size
         return range(self.dp_rank * size, self.global_size, self.dp_size * size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """How many samples of the stream were used, over all ranks, and where that is."""
+    """Number of samples used over all ranks, and the cursor state after them."""
 
     position: int = 0
     stream: JsonValue = None
@@ -62,29 +65,29 @@ _PLACE = TypeAdapter(_Place)
 
 @final
 class StreamLoader:
-    """Iterates over the steps of a job: for each, the list of this rank's microbatches.
+    """Iterator over the steps of a job. Each item is the list of this rank's microbatches of a step.
 
-    Every rank takes the whole stream, and reads its share of it. So `state_dict` is equal on all ranks, one is enough
-    to be saved, and any number of ranks goes on from it: what all of them have used is a prefix of the global order.
-    Batches that were read ahead and not handed out are not part of it.
+    Every rank plans the whole stream, and reads its own share. The samples used so far are always a prefix of the
+    global order. So `state_dict` is equal on all ranks, it suffices to save one, and a job with any number of ranks can
+    resume from it. Prefetched batches that were not returned do not count as used.
 
-    What samples and the collate function draw at random is a function of the seed and of the position of a microbatch's
-    first sample, in workers or without.
+    With `draws`, the random numbers that samples and `collate` draw are a function of the seed and the position of the
+    microbatch's first sample. They do not depend on `num_workers`.
 
     Args:
-        stream: The samples; equal on every rank.
-        share: Which of them fall to this rank.
-        seed: The seed of the job.
-        collate: Makes a batch, any pytree of tensors, of a list of samples.
-        place: Brings a batch to where it is used; with workers, it runs in a thread, and must draw no random numbers.
-        device: Where `place` brings them.
-        num_workers: Processes that read samples; 0 reads in this one, at the moment that a batch is asked for.
-        prefetch: Steps that are kept ready in a thread, if there are workers.
-        timeout: Seconds that a worker may take for a batch; `None` for any time.
-        draws: Whether samples and the collate function may draw random numbers; see `DataProvider`.
+        stream: Stream of samples; equal on every rank.
+        share: This rank's share of the samples.
+        seed: Seed of the job.
+        collate: Collates a list of samples into a batch, which may be any pytree of tensors.
+        place: Copies a batch to `device`. With workers, it runs in a thread and must not draw random numbers.
+        device: Device that `place` copies to.
+        num_workers: Number of worker processes. With 0, this process reads a batch when a step asks for it.
+        prefetch: Number of steps to prefetch in a thread; only used with workers.
+        timeout: Time limit of a worker for a batch, in seconds; `None` for no limit.
+        draws: If True, samples and `collate` may draw random numbers; see `DataProvider`.
 
     Raises:
-        UserError: If a number is out of its range.
+        UserError: If `num_workers` is negative or `prefetch` is below 1.
     """
 
     def __init__(
@@ -115,11 +118,11 @@ class StreamLoader:
         self._prefetcher: Prefetcher[tuple[list[Any], _Place]] | None = None
 
     def state_dict(self) -> JsonValue:
-        """Where the next step begins; the same on every rank."""
+        """Return the position of the next step; equal on every rank."""
         return asdict(self._used)
 
     def load_state_dict(self, state: JsonValue) -> None:
-        """Go on from a state, of a job with any number of ranks; what was read ahead is dropped."""
+        """Resume from the state of a job with any number of ranks, and drop prefetched batches."""
         self.close()
         self._used = _PLACE.validate_python(state)
 
@@ -127,22 +130,22 @@ class StreamLoader:
         return self
 
     def __next__(self) -> list[Any]:
-        """The microbatches of the next step. There is always one.
+        """Return the microbatches of the next step. The iterator is endless.
 
         Raises:
-            DataError: If a sample could not be read, or a worker is gone.
+            DataError: If a sample cannot be read or collated, or a worker died or timed out.
         """
         if self._steps is None:
             self._steps = self._start()
         try:
             microbatches, self._used = next(self._steps)
         except BaseException:
-            self.close()  # what was read ahead belongs to a step that is not there
+            self.close()  # prefetched batches belong to later steps than the failed one
             raise
         return microbatches
 
     def close(self) -> None:
-        """End workers and threads. The next step that is asked for starts them again."""
+        """Stop the workers and the prefetch thread. The next `__next__` starts them again."""
         if self._pool is not None:
             self._pool.close()
         if self._prefetcher is not None:
@@ -172,7 +175,7 @@ class StreamLoader:
         return self._prefetcher
 
     def _jobs(self, places: deque[_Place]) -> Iterator[ReadJob]:
-        """This rank's jobs, one step after the other; `places` gets where each step ends."""
+        """Yield this rank's read jobs, step by step, and append the end of each step to `places`."""
         size = self._share.microbatch_size
         position, cursor = self._used.position, self._stream.cursor(self._used.stream)
         while True:

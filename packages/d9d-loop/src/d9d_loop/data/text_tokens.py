@@ -1,4 +1,4 @@
-"""Makes token files of text: what is done once before many jobs. The command is `python -m d9d_loop.data`."""
+"""Tokenizes text files into a token file, once for many jobs. The command is `python -m d9d_loop.data`."""
 
 import hashlib
 import json
@@ -25,12 +25,12 @@ _DOCUMENTS_AT_A_TIME = 256
 @final
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """Documents of text: a file is one, and of a `.jsonl` file each line.
+    """Text documents: each line of a `.jsonl` file is a document; any other file is one document.
 
     Attributes:
-        paths: Files, and folders to look for files in.
-        pattern: Which files of a folder.
-        field: The field of a line of JSON that holds the text.
+        paths: Files, and folders that are searched with `pattern`.
+        pattern: Glob pattern for files in a folder.
+        field: JSON field that holds the text of a `.jsonl` line.
     """
 
     paths: Sequence[Path]
@@ -38,10 +38,10 @@ class TextFiles:
     field: str = "text"
 
     def files(self) -> list[Path]:
-        """All files, those of a folder in the order of their names.
+        """Return all files, in the order of `paths`; the files of a folder are sorted by path.
 
         Raises:
-            UserError: If a path does not exist, or there is no file at all.
+            UserError: If a path does not exist, or no file is found.
         """
         files: list[Path] = []
         for path in self.paths:
@@ -55,10 +55,10 @@ class TextFiles:
         return files
 
     def __iter__(self) -> Iterator[str]:
-        """The text of each document that is not empty.
+        """Iterate over the text of all documents, skipping empty ones.
 
         Raises:
-            UserError: Naming the file that is not text, and the line that has none.
+            UserError: If a file is not UTF-8, or a line of a `.jsonl` file has no text in `field`.
         """
         for file in self.files():
             try:
@@ -88,15 +88,15 @@ class TextFiles:
 
 
 def train_tokenizer(documents: Iterable[str], *, vocab_size: int, end_token: str = END_TOKEN) -> "Tokenizer":
-    """Train a byte-level BPE tokenizer, which has a token for any text.
+    """Train a byte-level BPE tokenizer, which can encode any text.
 
     Args:
-        documents: The text to train on.
-        vocab_size: Number of tokens, at least 257: one for each byte, and the end of a document.
-        end_token: The token that ends a document.
+        documents: Text to train on.
+        vocab_size: Vocabulary size, at least 257: the 256 bytes and the end token.
+        end_token: Special token that ends a document.
 
     Raises:
-        UserError: If the vocabulary is too small.
+        UserError: If `vocab_size` is below 257.
         ModuleNotFoundError: If `tokenizers` is not installed.
     """
     if vocab_size < 257:
@@ -116,26 +116,31 @@ def train_tokenizer(documents: Iterable[str], *, vocab_size: int, end_token: str
 
 
 def is_held_out(text: str, part: float) -> bool:
-    """Whether a document belongs to the held-out part, 0 to 1: by the hash of its text, so that copies agree."""
+    """Return True if a document is held out. A hash of the text decides, so duplicates are on the same side.
+
+    Args:
+        text: Text of the document.
+        part: Fraction of documents to hold out, 0 to 1.
+    """
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") < part * 2**64
 
 
 def tokenize_text(
     documents: Iterable[str], folder: str | Path, *, tokenizer: str | Path, end_token: str | None = END_TOKEN
 ) -> TokenFile:
-    """Write the tokens of documents to a token file.
+    """Tokenize documents and write them to a token file.
 
     Args:
-        documents: Their text.
-        folder: Where to write; must not exist.
-        tokenizer: The `tokenizer.json` of a model.
-        end_token: Put after each document; `None` for nothing.
+        documents: Text of each document.
+        folder: Folder to write; must not exist.
+        tokenizer: Path of a model's `tokenizer.json`.
+        end_token: Special token appended to each document, or `None`.
 
     Returns:
-        What was written.
+        The token file, opened for reading.
 
     Raises:
-        UserError: If the tokenizer cannot be read or has no such end token, the folder exists, or there is no document.
+        UserError: If the tokenizer cannot be read or lacks `end_token`, the folder exists, or there are no documents.
         ModuleNotFoundError: If `tokenizers` is not installed.
     """
     path = Path(tokenizer)
@@ -168,7 +173,7 @@ def _read_tokenizer(path: Path) -> "Tokenizer":
         )
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # it raises nothing narrower
+    except Exception as error:  # tokenizers raises plain Exception
         raise UserError(f"{path} is no tokenizer.json: {error}") from None
 
 

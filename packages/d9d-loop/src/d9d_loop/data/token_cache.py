@@ -1,4 +1,4 @@
-"""Token files that are written by the first job that needs them, and opened by all others."""
+"""Cache of token files: the first job that needs a file writes it, later jobs open it."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -18,20 +18,21 @@ def cached_token_file(
     name: str = "bytes",
     vocab_size: int = 256,
 ) -> TokenFile:
-    """The token file of documents, which is looked for by their digest, and written if it is not there.
+    """Open the token file of some documents, and write it first if the cache does not contain it.
 
-    All ranks of a job may call it at once: each writes for itself, and the one that is done first stays. Where that
-    takes too long, write the file before the job starts: `python -m d9d_loop.data`.
+    The cache key is a digest of the documents, `vocab_size` and `name`. All ranks of a job may call this at once: each
+    rank writes a temporary folder, and the first to finish renames its own into place. If that takes too long, write
+    a token file before the job starts with `python -m d9d_loop.data`.
 
     Args:
-        documents: Text, or whatever else the tokens are made of; those without a token are left out.
+        documents: Text, or other data to tokenize. Documents without tokens are skipped.
         cache: Folder of token files.
-        tokenize: Makes the tokens of a document; by default, each byte is one.
-        name: Names what `tokenize` does, in place of the function itself, which has no digest.
-        vocab_size: Number of different tokens.
+        tokenize: Tokenizes a document; by default, each byte is a token.
+        name: Identifies `tokenize` in the cache key, since a function has no digest.
+        vocab_size: Vocabulary size.
 
     Raises:
-        UserError: If there is no token at all, or one is outside of the vocabulary.
+        UserError: If no document has tokens, or a token is outside the vocabulary.
     """
     folder = Path(cache, f"{name.replace('/', '-')}-{_digest(documents, vocab_size)}")
     if not folder.exists():
@@ -40,7 +41,7 @@ def cached_token_file(
                 for document in documents:
                     if len(tokens := tokenize(document)):
                         writer.append(tokens)
-        except (OSError, ValueError):  # a rank that was faster, if it is there now
+        except (OSError, ValueError):  # if the folder exists now, another rank has written it
             if not folder.exists():
                 raise
     return TokenFile(folder)

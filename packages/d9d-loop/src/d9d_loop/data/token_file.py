@@ -1,8 +1,8 @@
-"""Tokens of many documents on disk, read through a memory map: opened at once, whatever their number.
+"""Memory-mapped tokens of many documents. The time to open a token file does not depend on the number of documents.
 
-A folder of three files. `tokens.bin`: the tokens of all documents, one after the other; `documents.bin`: where each
-document begins, and the end of the last one, int64; `manifest.json`: what they are, with sizes and digests, so that
-nothing has to be guessed. Numbers are little-endian.
+A token file is a folder of three files. `tokens.bin` has the concatenated tokens of all documents. `documents.bin` has
+the start of each document, in tokens, and the end of the last one, as int64. `manifest.json` has the token dtype, the
+counts, and the sizes and digests of the other two files. Numbers are little-endian.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from d9d_dist import UserError
 from d9d_loop.data.document_stream import Document
 
 TokenDtype = Literal["uint16", "uint32"]
-"""How a token is kept: 2 bytes for vocabularies of up to 65,536 tokens, else 4."""
+"""Storage dtype of tokens: uint16 for vocabularies of up to 65,536 tokens, else uint32."""
 
 MANIFEST, TOKENS, DOCUMENTS = "manifest.json", "tokens.bin", "documents.bin"
 TORCH_DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
@@ -35,7 +35,7 @@ class _Strict(BaseModel):
 
 @final
 class FileRecord(_Strict):
-    """What a file holds: its size in bytes, and its SHA-256 digest in hexadecimal."""
+    """Size of a file in bytes, and its SHA-256 digest in hexadecimal."""
 
     bytes: NonNegativeInt
     sha256: str
@@ -43,15 +43,15 @@ class FileRecord(_Strict):
 
 @final
 class TokenManifest(_Strict):
-    """What the files of a token file are.
+    """Contents of `manifest.json`.
 
     Attributes:
-        format: Says that this is one, and the version of how it is laid out.
-        dtype: How a token is kept.
-        num_tokens: Tokens of all documents.
+        format: Name and version of the file format.
+        dtype: Storage dtype of tokens.
+        num_tokens: Number of tokens of all documents.
         num_documents: Number of documents.
-        files: Size and digest of each file beside the manifest.
-        about: What the writer has to say about the tokens: the tokenizer, where the text is from.
+        files: Size and digest of each other file, by file name.
+        about: Metadata from the writer, such as the tokenizer and its digest.
     """
 
     format: Literal["d9d-tokens-1"] = "d9d-tokens-1"
@@ -63,22 +63,22 @@ class TokenManifest(_Strict):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token."""
+        """Size of a stored token in bytes."""
         return TORCH_DTYPES[self.dtype].itemsize
 
 
 @final
 class TokenFile:
-    """The documents of a folder that `TokenFileWriter` wrote: a map-style dataset of `{"tokens": ...}`.
+    """Map-style dataset of the documents in a folder that `TokenFileWriter` wrote. A sample is `{"tokens": ...}`.
 
-    Nothing but the manifest is read before a document is asked for. It can be sent to other processes, which open the
-    files themselves.
+    The constructor reads only the manifest and the file sizes. Instances can be pickled: the receiving process opens
+    the files itself.
 
     Args:
-        folder: Where the files are.
+        folder: Folder of the token file.
 
     Raises:
-        UserError: If there is no manifest, or a file is not of the size that the manifest says.
+        UserError: If the manifest cannot be read, a file size differs from the manifest, or this machine is big-endian.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -91,39 +91,43 @@ class TokenFile:
 
     @property
     def manifest(self) -> TokenManifest:
-        """What is in the files."""
+        """Manifest of the token file."""
         return self._manifest
 
     def __len__(self) -> int:
-        """Number of documents."""
+        """Return the number of documents."""
         return self._manifest.num_documents
 
     def __getitem__(self, document: int) -> Document:
-        """The tokens of a document, int64 [n]."""
+        """Return the tokens of a document as int64 [n]."""
         return {"tokens": self.tokens(*self.bounds(document))}
 
     def bounds(self, document: int) -> tuple[int, int]:
-        """The tokens at which a document begins and before which it ends."""
+        """Return the token range [start, stop) of a document.
+
+        Raises:
+            IndexError: If there is no such document.
+        """
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of {len(self)} in {self._folder}")
         start, stop = _BOUNDS.unpack_from(self._offsets, document * _OFFSET_BYTES)
         return start, stop
 
     def tokens(self, start: int, stop: int) -> Tensor:
-        """Tokens from one position to before another one, across documents, int64 [stop - start]; a copy."""
+        """Return a copy of the tokens [start, stop), possibly across documents, as int64 [stop - start]."""
         assert 0 <= start <= stop <= self._manifest.num_tokens
         if start == stop:
             return torch.empty(0, dtype=torch.int64)
         each = self._token_bytes
-        # Torch takes no memory that must not be written to: it gets a copy, which the conversion would need anyway.
+        # torch.frombuffer warns about read-only memory, so it gets a copy; the mapping stays untouched.
         raw = bytearray(memoryview(self._tokens)[start * each : stop * each])
         return torch.frombuffer(raw, dtype=self._token_dtype).long()
 
     def verify(self) -> None:
-        """Read all files and compare them with their digests, and check that documents follow one another.
+        """Read all files, compare their digests, and check that the documents are contiguous and not empty.
 
         Raises:
-            UserError: Naming the file that is not what was written.
+            UserError: If a file is damaged. The message names the file.
         """
         for name, record in self._manifest.files.items():
             if (digest := _digest(self._folder / name)) != record.sha256:

@@ -1,4 +1,4 @@
-"""Writes token files: one document after the other, and all of it or nothing."""
+"""Atomic writer of token files: documents are appended one by one, and the folder is renamed into place at the end."""
 
 import hashlib
 import os
@@ -22,18 +22,18 @@ _TYPE_CODES = {"uint16": "H", "uint32": "I"}
 
 @final
 class TokenFileWriter:
-    """Writes a folder for `TokenFile`, in a `with` statement.
+    """Context manager that writes a folder for `TokenFile`.
 
-    The folder appears when the statement ends, complete; an exception in it leaves nothing behind. What a process that
-    was killed left is removed by the next one that writes beside it on that machine.
+    The complete folder appears when the `with` block ends; after an exception, nothing remains. The temporary folder of
+    a killed process is removed by the next process on the same machine that writes to the same parent folder.
 
     Args:
-        folder: Where to write; must not exist.
-        vocab_size: Number of different tokens, which says how many bytes a token takes.
-        about: What to keep in the manifest about the tokens.
+        folder: Folder to write; must not exist.
+        vocab_size: Vocabulary size. Up to 65,536 tokens are stored as uint16, larger vocabularies as uint32.
+        about: Metadata for the manifest, such as the name of the tokenizer.
 
     Raises:
-        UserError: If the folder exists, or the vocabulary is empty or too large; at the end, if there was no document.
+        UserError: If the folder exists or `vocab_size` is not in 1 to 2^32; at exit, if no document was appended.
     """
 
     def __init__(self, folder: str | Path, *, vocab_size: int, about: Mapping[str, JsonValue] | None = None) -> None:
@@ -53,15 +53,16 @@ class TokenFileWriter:
         return self
 
     def append(self, tokens: Sequence[int] | Tensor) -> None:
-        """Add a document.
+        """Append a document.
 
         Args:
-            tokens: Its tokens; of a tensor, integers [n].
+            tokens: Tokens of the document: a sequence of integers, or an integer tensor [n].
 
         Raises:
-            UserError: If there are none, or one is outside of the vocabulary.
+            UserError: If the document has no tokens, or a token is outside the vocabulary.
         """
-        values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)  # an array would take bytes as memory
+        # A list, because array(code, bytes) would reinterpret the bytes.
+        values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
         if not values:
             raise UserError(f"document {self._num_documents} has no tokens; expected at least one. Leave it out.")
         if min(values) < 0 or max(values) >= self._vocab_size:
@@ -105,7 +106,7 @@ class TokenFileWriter:
 
 @final
 class _DigestedFile:
-    """A new file, and the digest of what was written to it."""
+    """A new file, with the SHA-256 digest of the bytes written to it."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("xb")
@@ -117,7 +118,7 @@ class _DigestedFile:
         self._bytes += len(data)
 
     def finish(self) -> FileRecord:
-        """Bring the file to the disk and close it."""
+        """Flush, fsync and close the file; return its size and digest."""
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())

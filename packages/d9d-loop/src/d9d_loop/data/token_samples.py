@@ -1,4 +1,4 @@
-"""Token files as map-style datasets of rows: consecutive windows, or all documents packed at once; for evaluation."""
+"""Map-style datasets of rows from a token file, for evaluation: consecutive windows, or packed documents."""
 
 from typing import final
 
@@ -13,17 +13,17 @@ from d9d_loop.data.token_file import TokenFile
 
 @final
 class TokenWindows:
-    """Consecutive windows of all tokens, across documents: `input_ids` and `labels`, int64 [L].
+    """Consecutive windows of all tokens, across documents. A sample has `input_ids` and `labels`, int64 [L].
 
-    A window begins with the last label of the one before it, so each token but the first is a label once; up to L
-    tokens at the end are left out.
+    A window starts at the last label of the previous window, so each token but the first is a label exactly once.
+    Fewer than L tokens at the end are dropped.
 
     Args:
-        file: The token file.
-        length: Positions of a window, L.
+        file: Token file.
+        length: Window length L, in positions.
 
     Raises:
-        UserError: If there are not enough tokens for one window.
+        UserError: If the token file is too short for one window, or `length` is below 1.
     """
 
     def __init__(self, file: TokenFile, *, length: int) -> None:
@@ -34,11 +34,15 @@ class TokenWindows:
         self._file, self._length = file, length
 
     def __len__(self) -> int:
-        """Number of windows."""
+        """Return the number of windows."""
         return (self._file.manifest.num_tokens - 1) // self._length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """A window."""
+        """Return a window.
+
+        Raises:
+            IndexError: If there is no such window.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         tokens = self._file.tokens(index * self._length, (index + 1) * self._length + 1)
@@ -47,17 +51,17 @@ class TokenWindows:
 
 @final
 class PackedSamples:
-    """All documents of a token file, packed at once; rows as `PackedStream` makes them.
+    """All documents of a token file, packed into rows together. A sample is a row as in `PackedStream`.
 
-    Looks at the length of every document, so it is for data of up to some millions of them.
+    The constructor reads the length of every document, so it suits files of up to a few million documents.
 
     Args:
-        file: The token file.
-        row_length: Positions of a row.
-        pad_token: The token of padding.
+        file: Token file.
+        row_length: Row length, in positions.
+        pad_token: Padding token.
 
     Raises:
-        UserError: If a row is empty, or no document has two tokens.
+        UserError: If `row_length` is below 1, or no document has two tokens.
     """
 
     def __init__(self, file: TokenFile, *, row_length: int, pad_token: int = 0) -> None:
@@ -74,11 +78,11 @@ class PackedSamples:
         self._file, self._row_length, self._pad_token = file, row_length, pad_token
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """A row."""
+        """Read the documents of a row and pack them."""
         return pack_row(
             [{"tokens": self._file.tokens(first, last + 1)} for first, last in self._rows[index]],
             self._row_length,

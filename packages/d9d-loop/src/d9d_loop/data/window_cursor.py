@@ -1,4 +1,4 @@
-"""Streams that arrange the entries of another one anew, a window at a time, and can go on from inside of a window."""
+"""Cursor of streams that rearrange another stream window by window, and can resume inside a window."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -10,20 +10,20 @@ from d9d_dist import UserError
 from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
 
 Arrange = Callable[[list[Entry], int], list[Entry]]
-"""Makes new entries of a window's entries and its number; a pure function of the two, which may give none."""
+"""Maps the entries of a window and the window index to new entries. Must be a pure function; may return no entries."""
 
 _MOST_EMPTY = 100
-"""After so many windows of nothing one after the other, there is nothing to come."""
+"""Number of consecutive windows without new entries after which `take` raises an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place in the arranged stream.
+    """A position in the rearranged stream.
 
     Attributes:
-        window: Number of the window.
-        start: Where the window begins in the stream that it is of.
-        offset: How many of the window's new entries were taken.
+        window: Index of the window.
+        start: Cursor state of the underlying stream at the start of the window.
+        offset: Number of the window's new entries that were taken.
     """
 
     window: int = 0
@@ -36,15 +36,16 @@ _PLACE = TypeAdapter(_Place)
 
 @final
 class WindowCursor(Cursor):
-    """Takes a window of entries at a time and hands on what they are arranged into.
+    """Takes windows of entries from a stream and returns their rearranged entries.
 
-    A window is a pure function of where it begins, so a place is that and an offset: what is inside is made again.
+    A window is a pure function of its start. So the state is only that start and an offset, and on resume the window is
+    arranged again.
 
     Args:
-        stream: The stream that is arranged.
-        state: What `state_dict` returned; `None` for the beginning.
-        size: Entries of a window.
-        arrange: Arranges a window.
+        stream: Underlying stream.
+        state: Result of `state_dict`; `None` starts at the beginning.
+        size: Number of entries of the underlying stream in a window.
+        arrange: Rearranges a window.
     """
 
     def __init__(self, stream: SampleStream, state: JsonValue, *, size: int, arrange: Arrange) -> None:
@@ -56,7 +57,11 @@ class WindowCursor(Cursor):
         self._num_empty = 0
 
     def take(self, num_entries: int) -> list[Entry]:
-        """The next arranged entries."""
+        """Return the next rearranged entries.
+
+        Raises:
+            UserError: If many consecutive windows have no entries after rearranging.
+        """
         taken: list[Entry] = []
         while len(taken) < num_entries:
             if self._arranged is None:
@@ -80,5 +85,5 @@ class WindowCursor(Cursor):
         return arranged
 
     def state_dict(self) -> JsonValue:
-        """The window's number and beginning, and how much of it was taken."""
+        """Return the index and start of the current window, and the offset inside it."""
         return asdict(_Place(self._window, self._start, self._offset))

@@ -1,8 +1,8 @@
-"""Processes that read batches. One that dies, fails or hangs is an error that names it and its sample; never a wait.
+"""Pool of worker processes that read batches. If a worker dies, fails or times out, the error names it and its sample.
 
-Not torch's `DataLoader`: that seeds its workers by their number, where here what a batch draws is a function of its
-position, so that it does not depend on how many workers there are or where a job resumed; and it cannot tell which
-sample a worker died of.
+It replaces `torch.utils.data.DataLoader` for two reasons. `DataLoader` seeds a worker by its index; here the random
+numbers of a batch are a function of its position, independent of the number of workers and of where a job resumed.
+And `DataLoader` cannot report the sample at which a worker died.
 """
 
 import gc
@@ -25,12 +25,12 @@ from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data_random import seed_data_random
 
 _PATIENCE = 5.0
-"""Seconds that a process gets to end."""
+"""Time limit for a worker process to exit, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """What a worker sends instead of a batch."""
+    """Error that a worker sends instead of a batch."""
 
     message: str
     traceback: str
@@ -38,16 +38,16 @@ class _Failed:
 
 @final
 class WorkerPool:
-    """Reads batches in worker processes, in order; each works at one batch ahead of what was asked for.
+    """Reads batches in worker processes and returns them in order. Each worker reads one batch at a time, ahead of use.
 
     Args:
-        reader: Reads a batch. Is sent to the workers, unless they are forked.
+        reader: Reads a batch. It is pickled and sent to the workers, unless they are forked.
         num_workers: Number of processes, at least 1.
-        seed: The seed of the job.
-        timeout: Seconds that a batch may take; `None` for any time.
+        seed: Seed of the job.
+        timeout: Time limit for a batch, in seconds; `None` for no limit.
 
     Raises:
-        UserError: If the data cannot be sent to a worker.
+        UserError: If the reader cannot be pickled.
     """
 
     def __init__(self, reader: SampleReader, *, num_workers: int, seed: int, timeout: float | None = None) -> None:
@@ -65,12 +65,12 @@ class WorkerPool:
             ) from error
 
     def batches(self, jobs: Iterable[ReadJob]) -> Iterator[Any]:
-        """The batches of jobs, in order. For one iteration over the life of the pool.
+        """Read the batches of jobs, in order. Call it only once per pool.
 
         Raises:
-            DataError: If a worker failed, died, or took too long; names it and the sample.
+            DataError: If a worker fails, dies or times out. The message names the worker and the sample.
         """
-        # One job for each worker at a time: then neither side can wait for the other to read what it writes.
+        # A worker has at most one job, so that both pipe ends can never block on a write at the same time.
         waiting = iter(jobs)
         busy = [worker for worker, job in zip(self._workers, waiting, strict=False) if worker.start(job)]
         while busy:
@@ -81,7 +81,7 @@ class WorkerPool:
             yield batch
 
     def close(self) -> None:
-        """End the workers, at once; may be called from any thread, and twice."""
+        """Kill the workers. May be called from any thread, and more than once."""
         for worker in self._workers:
             worker.stop()
         for worker in self._workers:
@@ -90,13 +90,13 @@ class WorkerPool:
 
 @final
 class _Worker:
-    """A worker process, as its parent sees it."""
+    """Parent's handle of a worker process."""
 
     def __init__(self, number: int, reader: SampleReader, *, seed: int) -> None:
         self._number = number
         context = multiprocessing.get_context()
         self._connection, theirs = context.Pipe()
-        self._sample = context.RawValue("q", 0)  # number of the sample that is being read
+        self._sample = context.RawValue("q", 0)  # index of the sample being read
         self._process: BaseProcess = context.Process(
             target=_work, args=(theirs, self._sample, reader, seed), name=f"d9d-data-{number}", daemon=True
         )
@@ -105,7 +105,11 @@ class _Worker:
         theirs.close()
 
     def start(self, job: ReadJob) -> bool:
-        """Hand over a job."""
+        """Send a job to the worker. Always returns True.
+
+        Raises:
+            DataError: If the worker has died.
+        """
         self._job, self._sample.value = job, 0
         try:
             self._connection.send(job)
@@ -114,7 +118,11 @@ class _Worker:
         return True
 
     def finish(self, timeout: float | None) -> Any:
-        """Wait for the batch of the job."""
+        """Wait for the batch of the current job, for up to `timeout` seconds.
+
+        Raises:
+            DataError: If the worker fails, dies or times out.
+        """
         ready = wait([self._connection, self._process.sentinel], timeout)
         if not ready:
             raise DataError(
@@ -134,12 +142,12 @@ class _Worker:
         return result
 
     def stop(self) -> None:
-        """Stop the process: what it reads is not needed any more."""
+        """Kill the process, without waiting for it to exit."""
         self._connection.close()
         self._process.kill()
 
     def end(self) -> None:
-        """Wait until it is gone."""
+        """Wait for the process to exit, for up to `_PATIENCE` seconds."""
         self._process.join(_PATIENCE)
 
     def _died(self) -> DataError:
@@ -158,12 +166,12 @@ class _Worker:
 
 
 def _work(connection: Connection, sample: Any, reader: SampleReader, seed: int) -> None:
-    """What a worker process does until its parent stops it or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes, and the parent stops this one
+    """Read batches until the connection closes or the parent exits: the main function of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent stops the workers
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        # They go to whole process groups, and mean the job: it still needs its data, until it has saved.
+        # Schedulers send these to whole process groups. The job still needs data until it has saved a checkpoint.
         signal.signal(number, signal.SIG_IGN)
-    gc.enable()  # the training process collects at set steps; here nobody would
+    gc.enable()  # a forked worker inherits the disabled collector of the training process
     torch.set_num_threads(1)
     parent = parent_process()
     assert parent is not None
@@ -179,7 +187,7 @@ def _work(connection: Connection, sample: Any, reader: SampleReader, seed: int) 
         seed_data_random(seed, position=job.position)
         try:
             result = reader(job, on_sample)
-        except Exception as error:  # whatever it is, the parent is told
+        except Exception as error:  # sent to the parent
             result = _Failed(str(error), traceback.format_exc())
         try:
             connection.send(result)

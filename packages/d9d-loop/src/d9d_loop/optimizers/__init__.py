@@ -1,7 +1,7 @@
-"""The optimizers themselves: plain `torch.optim.Optimizer`s over the parameters of a parallelised model.
+"""Optimizers: subclasses of `torch.optim.Optimizer` for the parameters of a parallelized model.
 
-Each keeps its state as DTensors that are placed like their parameters, or as numbers, so that job checkpoints hold it
-and another mesh can continue from it.
+Optimizer state is either DTensors with the placements of their parameters, or numbers. So job checkpoints contain it,
+and a job can resume on a different mesh.
 """
 
 from d9d_loop.optimizers.adam import LocalAdam, LocalAdamW

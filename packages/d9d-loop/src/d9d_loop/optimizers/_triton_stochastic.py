@@ -1,10 +1,10 @@
-"""Stochastic rounding as kernels: a copy, and a whole step of AdamW, each number read once and written once.
+"""Triton kernels with stochastic rounding: a copy, and a whole AdamW step, which read and write each value once.
 
-Arithmetic is in float32; bfloat16 is loaded, and stored as the upper half of the bits of a float32. What is drawn is
-what `random_bits` draws.
+Arithmetic is in float32. bfloat16 values are loaded and stored as the upper 16 bits of a float32. The random bits equal
+those of `random_bits`.
 """
 
-# A kernel takes pointers and numbers, which have no type in Python, and takes them by position.
+# Kernel arguments are pointers and numbers without Python types, passed by position.
 # ruff: noqa: ANN001, ANN202, PLR0917
 
 from collections.abc import Callable
@@ -19,19 +19,22 @@ from d9d_loop.optimizers.local_box import IndexRule
 from d9d_loop.optimizers.stochastic_adamw import AdamWNumbers
 
 _BLOCK = 1024
-"""Elements of one program."""
+"""Number of elements per Triton program."""
 
 
 class _Kernel(Protocol):
-    """What `triton.jit` makes of a function; its own type knows nothing of how a kernel is launched."""
+    """A function decorated with `triton.jit`. Triton's own type does not describe how a kernel is launched."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        """A function that launches a program for each point of the grid."""
+        """Return a function that launches one program per point of the grid."""
         ...
 
 
 def _jit(*, varying: tuple[str, ...]) -> Callable[[Callable[..., Any]], _Kernel]:
-    """`triton.jit`, without a kernel of its own for special values of the arguments that vary from step to step."""
+    """Return a `triton.jit` decorator that does not specialize the kernel on the arguments in `varying`.
+
+    Arguments that change from step to step would otherwise cause recompilation for special values such as 1.
+    """
 
     def decorate(kernel: Callable[..., Any]) -> _Kernel:
         launchable: _Kernel = triton.jit(do_not_specialize=varying)(kernel)
@@ -41,13 +44,20 @@ def _jit(*, varying: tuple[str, ...]) -> Callable[[Callable[..., Any]], _Kernel]
 
 
 def _inlined(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A function for kernels to call."""
+    """Return a device function that kernels can call."""
     callable_by_kernels: Callable[..., Any] = triton.jit(kernel)
     return callable_by_kernels
 
 
 def copy(target: Tensor, source: Tensor, *, key: int, rule: IndexRule) -> None:
-    """Copy float32 [N] to bfloat16 [N]; both contiguous."""
+    """Copy float32 [N] to bfloat16 [N] with stochastic rounding; both must be contiguous.
+
+    Args:
+        target: bfloat16 [N].
+        source: float32 [N].
+        key: Key of the random bits.
+        rule: Rule for the global indices of the elements.
+    """
     size = target.numel()
     _copy_kernel[-(-size // _BLOCK),](
         target.view(torch.int16), source, key, *rule, size, ROWS=rule.run < size, BLOCK=_BLOCK
@@ -55,16 +65,16 @@ def copy(target: Tensor, source: Tensor, *, key: int, rule: IndexRule) -> None:
 
 
 def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, numbers: AdamWNumbers, key: int, rule: IndexRule) -> None:
-    """Take a step in place.
+    """Run one AdamW step in place. All tensors are contiguous and of shape [N].
 
     Args:
-        w: Weights [N], contiguous as all of these; float32 or bfloat16.
-        g: Their gradients, of any floating-point dtype.
-        m: Average of gradients; float32 or bfloat16.
-        v: Average of their squares; of the dtype of `m`.
-        numbers: What the step does.
-        key: Of what is drawn.
-        rule: The global indices of the elements.
+        w: Weights, float32 or bfloat16.
+        g: Gradients of the weights, any floating-point dtype.
+        m: Average of the gradients, float32 or bfloat16.
+        v: Average of the squared gradients, in the dtype of `m`.
+        numbers: Scalars of the step.
+        key: Key of the random bits.
+        rule: Rule for the global indices of the elements.
     """
     size = w.numel()
     _adamw_kernel[-(-size // _BLOCK),](
@@ -90,13 +100,13 @@ def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, numbers: AdamWNumbers, 
 
 
 def _storage(x: Tensor) -> Tensor:
-    """The bits of bfloat16 as integers."""
+    """Return a bfloat16 tensor viewed as int16; other dtypes unchanged."""
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
 @_inlined
 def _random_bits(i, key, offset, run, stride, ROWS: tl.constexpr):
-    """64 bits for each element of a part, from its global index."""
+    """Return 64 random bits per element, computed from its global index."""
     index = offset + i
     if ROWS:
         index = offset + i // run * stride + i % run
@@ -108,18 +118,18 @@ def _random_bits(i, key, offset, run, stride, ROWS: tl.constexpr):
 
 @_inlined
 def _rounded(values, bits, NUMBER: tl.constexpr):
-    """The upper 16 bits of float32 values, after noise was added to the lower ones; NaN and infinity are kept."""
+    """Add noise to the lower 16 bits of float32 values, and return the upper 16 bits. NaN and infinity are kept."""
     noise = ((bits >> (16 * NUMBER)) & 0xFFFF).to(tl.int32)
     exact = values.to(tl.int32, bitcast=True)
     is_finite = (exact & 0x7F800000) != 0x7F800000
     is_nan = (exact & 0x7FFFFFFF) > 0x7F800000
-    kept = tl.where(is_nan, exact | 0x400000, exact)  # so that a NaN keeps a bit that is not cut off
+    kept = tl.where(is_nan, exact | 0x400000, exact)  # sets a mantissa bit that truncation keeps
     return (tl.where(is_finite, exact + noise, kept) >> 16).to(tl.int16)
 
 
 @_inlined
 def _load(ptr, i, mask, IS_BITS: tl.constexpr):
-    """float32, of a tensor of floating-point numbers or of the bits of bfloat16."""
+    """Load values as float32, from floating-point numbers or, with `IS_BITS`, from bfloat16 bits stored as int16."""
     values = tl.load(ptr + i, mask=mask, other=0)
     if IS_BITS:
         return (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -136,7 +146,7 @@ def _store(ptr, i, values, bits, mask, NUMBER: tl.constexpr, ROUND: tl.constexpr
 
 @_jit(varying=("key", "offset", "run", "stride"))
 def _copy_kernel(target_ptr, source_ptr, key, offset, run, stride, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    # Past 2 ** 31 elements a 32-bit offset would wrap around.
+    # A 32-bit offset would overflow beyond 2^31 elements.
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < size
     bits = _random_bits(i, key, offset, run, stride, ROWS)

@@ -1,4 +1,4 @@
-"""torch's Adam and AdamW on what this rank holds of every DTensor."""
+"""Adam and AdamW of torch, applied to the local shards of DTensors."""
 
 from typing import Any, final
 
@@ -8,12 +8,12 @@ from torch.distributed.tensor import DTensor
 
 @final
 class LocalAdam(torch.optim.Adam):
-    """`torch.optim.Adam` that computes with this rank's part of every DTensor as a plain tensor; see `LocalAdamW`."""
+    """`torch.optim.Adam` that computes on the local shard of each DTensor as a plain tensor; see `LocalAdamW`."""
 
     def _init_group(  # ty: ignore[incompatible-method-override]  (takes all that its parent does)
         self, group: dict[str, Any], *lists: list[torch.Tensor]
     ) -> bool:
-        """Fill the lists of parameters, gradients and states that a step works on; torch's own hook for it."""
+        """Fill the lists of tensors for a step as torch does, then replace DTensors by their local shards."""
         has_complex = super()._init_group(group, *lists)
         _localize(lists)
         return has_complex
@@ -21,16 +21,16 @@ class LocalAdam(torch.optim.Adam):
 
 @final
 class LocalAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` that computes with this rank's part of every DTensor as a plain tensor.
+    """`torch.optim.AdamW` that computes on the local shard of each DTensor as a plain tensor.
 
-    The update is elementwise, so the result is the same. What is saved are DTensors as ever. Without it, each of its
-    operations asks DTensor how lists of placements combine, which takes seconds in the first step.
+    The update is elementwise, so the result is the same. The optimizer state still consists of DTensors. On DTensors,
+    each operation would propagate the placements of the lists, which takes seconds in the first step.
     """
 
     def _init_group(  # ty: ignore[incompatible-method-override]  (takes all that its parent does)
         self, group: dict[str, Any], *lists: list[torch.Tensor]
     ) -> bool:
-        """Fill the lists of parameters, gradients and states that a step works on; torch's own hook for it."""
+        """Fill the lists of tensors for a step as torch does, then replace DTensors by their local shards."""
         has_complex = super()._init_group(group, *lists)
         _localize(lists)
         return has_complex

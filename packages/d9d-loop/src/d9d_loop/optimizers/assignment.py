@@ -1,4 +1,4 @@
-"""Which parameter belongs to which group: by patterns, each parameter to exactly one."""
+"""Assigns each parameter to exactly one optimizer group, by name pattern and number of dims."""
 
 import re
 from collections.abc import Sequence
@@ -10,54 +10,55 @@ from torch import Tensor
 from d9d_dist import UserError
 
 Named: TypeAlias = list[tuple[str, Tensor]]
-"""Parameters with their names."""
+"""(name, parameter) pairs."""
 
 Dims: TypeAlias = Literal["any", "matrices", "vectors"]
-"""Parameters of any shape; of two or more dims; of fewer."""
+"""Filter by number of dims: `any`, `matrices` (two or more) or `vectors` (fewer than two)."""
 
 _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Chooses parameters.
+    """Selects parameters by name and number of dims.
 
     Attributes:
-        pattern: Regular expression, searched in the parameters' names.
-        of: Of those, which.
+        pattern: Regular expression, searched in the parameter name.
+        of: Filter by number of dims.
     """
 
     pattern: str
     of: Dims
 
     def __str__(self) -> str:
-        """How a message calls it."""
+        """Return the selector as written in error messages."""
         return f"pattern = {self.pattern!r}" + ("" if self.of == "any" else f" of {self.of}")
 
     def chooses(self, name: str, parameter: Tensor) -> bool:
-        """Whether it chooses a parameter."""
+        """Return True if the selector matches the parameter."""
         fits = self.of == "any" or (self.of == "matrices") == is_matrix(parameter)
         return fits and re.search(self.pattern, name) is not None
 
 
 def is_matrix(parameter: Tensor) -> bool:
-    """Whether a parameter is a matrix, or a stack of them; what is not is a norm's weight, a bias or a number."""
+    """Return True for a matrix or a stack of matrices; False for norm weights, biases and scalars."""
     return parameter.ndim >= 2
 
 
 def assign(named: Named, selectors: Sequence[Selector], *, whole: bool = True) -> list[Named]:
-    """Give every parameter to the first selector that chooses it.
+    """Assign each parameter to the first selector that matches it.
 
     Args:
         named: Trainable parameters with their names.
-        selectors: In the order in which they are asked.
-        whole: Whether these are the parameters of a whole model; a stage of one may have none for a selector.
+        selectors: Selectors, in order of precedence.
+        whole: True if `named` contains the parameters of the whole model. A pipeline stage may have no parameter for
+            some selectors.
 
     Returns:
-        The parameters that none chooses, then those of each selector, in the order given; together all of them.
+        First the parameters that match no selector, then those of each selector, in the order of `selectors`.
 
     Raises:
-        UserError: If a selector of a whole model gets no parameter.
+        UserError: If `whole` is True and a selector gets no parameter.
     """
     found: list[Named] = [[] for _ in (None, *selectors)]
     for name, parameter in named:

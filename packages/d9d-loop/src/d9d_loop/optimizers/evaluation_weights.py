@@ -1,4 +1,4 @@
-"""Some optimizers train with other weights than those that are their result; this puts the result in place."""
+"""Swaps in the evaluation weights of optimizers that train with different weights, such as averaging optimizers."""
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,23 +11,23 @@ from torch.optim import Optimizer
 
 @runtime_checkable
 class Averaging(Protocol):
-    """An optimizer whose result is an average that its parameters do not hold while it trains."""
+    """An optimizer whose evaluation weights are an average, while the parameters hold the training weights."""
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
-        """Let the parameters hold the result in the body, and the same bits as before after it."""
+        """Swap in the evaluation weights for the body of the `with` block, and restore the parameters bit for bit."""
         ...
 
 
 @contextmanager
 def evaluation_weights(model: nn.Module, optimizer: Optimizer) -> Generator[None]:
-    """Let a model hold what its optimizer's training has come to, to evaluate or export it.
+    """Swap in the evaluation weights for the body of the `with` block, to evaluate or export a model.
 
-    With most optimizers that is what the model holds anyway. After the body the training weights are back, bit for bit.
-    No collectives. Job checkpoints are saved outside of it: they continue a training.
+    For optimizers that are not `Averaging`, the weights do not change. The training weights are restored bit for bit.
+    No collectives. Do not save job checkpoints in the body, since they must contain the training weights.
 
     Args:
-        model: Materialised and parallelised.
-        optimizer: Over its parameters.
+        model: Materialized and parallelized model.
+        optimizer: Optimizer of its parameters.
     """
     if not isinstance(optimizer, Averaging):
         yield
@@ -41,7 +41,7 @@ def evaluation_weights(model: nn.Module, optimizer: Optimizer) -> Generator[None
 
 
 def _forget_gathered(model: nn.Module) -> None:
-    """Free what FSDP may have kept of the full parameters: it would not see that their parts change."""
+    """Free unsharded parameters that FSDP may have kept, since FSDP does not notice changes of their shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

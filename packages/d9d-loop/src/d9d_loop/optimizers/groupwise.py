@@ -1,4 +1,4 @@
-"""What the optimizers of our own have in common: one group after the other, each with its trained parameters."""
+"""Base class and helpers of d9d's own optimizers, which update one parameter group at a time."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 class GroupwiseOptimizer(Optimizer, ABC):
-    """An optimizer whose step is the same update for every group."""
+    """Optimizer whose step calls `update` for each parameter group."""
 
     @final
     @torch.no_grad()
@@ -21,7 +21,10 @@ class GroupwiseOptimizer(Optimizer, ABC):
         """Update every parameter that has a gradient.
 
         Args:
-            closure: Computes the loss anew; called once, with gradients.
+            closure: Recomputes and returns the loss; called once, with gradients enabled.
+
+        Returns:
+            The loss, or `None` without a closure.
         """
         loss = None
         if closure is not None:
@@ -35,33 +38,35 @@ class GroupwiseOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Update some parameters of a group, one or more, all of which have gradients.
+        """Update the parameters of a group that have gradients.
 
         Args:
-            group: The group's settings.
-            parameters: Plain or DTensors; their states are in `self.state`.
+            group: Parameter group, with its hyperparameters.
+            parameters: Parameters with gradients, at least one; plain tensors or DTensors. Their state is in
+                `self.state`.
         """
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, in the same memory."""
+    """Return the local shard of a DTensor, sharing its memory; a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_parts(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """What this rank holds of some tensors: an update that treats each element alike needs no more.
+    """Return the non-empty local shards of tensors, which suffice for an elementwise update.
 
-    On DTensors themselves each operation would first ask how lists of placements combine, which takes seconds in the
-    first step. Parts without an element are left out; those of one parameter are without one together.
+    With DTensors, each operation would first propagate the placements of the lists, which takes seconds in the first
+    step. `None` and empty shards are dropped. If the shard of a parameter is empty, so are those of its gradient and
+    state, so parallel lists still match.
     """
     parts = [local_part(tensor) for tensor in tensors if tensor is not None]
     return [part for part in parts if part.numel()]
 
 
 def scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply tensors by a number, in place.
+    """Multiply tensors by a number in place, with the number in at least float32.
 
-    `torch._foreach_mul_` rounds a Python number to the tensors' dtype on CPUs: 0.99 is 0.98828125 in bfloat16.
+    On CPUs, `torch._foreach_mul_` rounds a Python number to the dtype of the tensors: 0.99 is 0.98828125 in bfloat16.
     """
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     torch._foreach_mul_(list(tensors), torch.full((), factor, dtype=wide, device=tensors[0].device))

@@ -1,4 +1,4 @@
-"""Several optimizers that pass for one, each with parameters of its own: Muon for matrices, AdamW for the rest."""
+"""Combines several optimizers with disjoint parameters into one, such as Muon for matrices and AdamW for others."""
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
@@ -14,13 +14,13 @@ from d9d_loop.optimizers.evaluation_weights import Averaging
 
 @final
 class JoinedOptimizer(Optimizer):
-    """Takes a step of each of its optimizers; its groups and its state are theirs, in this order, not copies.
+    """Optimizer that steps each of its optimizers. It shares their parameter groups and state, without copies.
 
     Attributes:
-        optimizers: Those that it is made of.
+        optimizers: The combined optimizers. `param_groups` has their groups in this order.
 
     Args:
-        optimizers: One or more, none of which has a parameter of another.
+        optimizers: Optimizers with disjoint parameters, at least one.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -39,7 +39,10 @@ class JoinedOptimizer(Optimizer):
         """Update every parameter that has a gradient.
 
         Args:
-            closure: Computes the loss anew; called once, with gradients.
+            closure: Recomputes and returns the loss; called once, with gradients enabled.
+
+        Returns:
+            The loss, or `None` without a closure.
         """
         loss = None
         if closure is not None:
@@ -50,7 +53,7 @@ class JoinedOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave; see `torch.optim.Optimizer.load_state_dict`."""
+        """Load a state dict into all optimizers; see `torch.optim.Optimizer.load_state_dict`."""
         super().load_state_dict(state_dict)
         groups = iter(self.param_groups)
         for optimizer in self.optimizers:
@@ -58,10 +61,10 @@ class JoinedOptimizer(Optimizer):
         self._share(self.state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group while the optimizer is built; later it would be nobody's.
+        """Add a parameter group; only for use by the constructor, since a later group would belong to no optimizer.
 
         Raises:
-            TypeError: After that.
+            TypeError: If called after the constructor.
         """
         if "optimizers" in vars(self):
             raise TypeError("a JoinedOptimizer takes no more groups; give them to one of the optimizers it is made of.")
@@ -69,7 +72,7 @@ class JoinedOptimizer(Optimizer):
 
     @contextmanager
     def evaluation_weights(self) -> Generator[None]:
-        """Let the parameters of those that average hold their results in the body."""
+        """Swap in the evaluation weights of the averaging optimizers for the body of the `with` block."""
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 if isinstance(optimizer, Averaging):

@@ -1,4 +1,4 @@
-"""Lion: the sign of an average of gradients, so that every weight moves by the learning rate."""
+"""Lion optimizer: the update is the sign of averaged gradients, so every weight moves by the learning rate."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -19,10 +19,10 @@ class Lion(GroupwiseOptimizer):
         m = beta2 m + (1 - beta2) g
 
     Args:
-        params: Parameters or groups of them.
-        lr: The learning rate; 3 to 10 times smaller than that of AdamW.
-        betas: Share of the average in the update, and its decay.
-        weight_decay: Decoupled; 3 to 10 times larger than that of AdamW.
+        params: Parameters or parameter groups.
+        lr: Learning rate, typically 3 to 10 times smaller than for AdamW.
+        betas: beta1, the weight of m in the update, and beta2, the decay of m.
+        weight_decay: Decoupled weight decay, typically 3 to 10 times larger than for AdamW.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Lion(GroupwiseOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Follow the equations above, with all parameters of the group at once."""
+        """Apply the equations of the class docstring to all parameters at once (`torch._foreach_*`)."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""Where in a full tensor this rank's part of it lies, for what must not depend on how the tensor is split."""
+"""Position of this rank's shard in the full tensor, for computations whose result must not depend on the sharding."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 class LocalBox(NamedTuple):
-    """A box of a tensor.
+    """A box-shaped region of a tensor.
 
     Attributes:
-        offsets: First index in every dim of the full tensor.
-        sizes: Sizes of the box; some of them are 0 where a rank holds nothing.
+        offsets: First index in each dim of the full tensor.
+        sizes: Size of the box in each dim; at least one is 0 if a rank holds no elements.
     """
 
     offsets: tuple[int, ...]
@@ -21,7 +21,7 @@ class LocalBox(NamedTuple):
 
 
 def local_box(tensor: Tensor) -> LocalBox:
-    """The box that this rank holds; all of a plain tensor."""
+    """Return the box of this rank's shard of a DTensor; for a plain tensor, the whole tensor."""
     if not isinstance(tensor, DTensor):
         return LocalBox((0,) * tensor.ndim, tuple(tensor.shape))
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -29,16 +29,16 @@ def local_box(tensor: Tensor) -> LocalBox:
 
 
 def whole_of(part: Tensor, like: Tensor) -> Tensor:
-    """The full tensor of which every rank gives its part, split like another tensor.
+    """All-gather the full tensor from the local shards of all ranks.
 
-    Collective over the axes that split it.
+    Collective over the mesh axes that shard `like`.
 
     Args:
-        part: This rank's part, a plain tensor.
-        like: Says how the full tensor is split.
+        part: This rank's local shard, a plain tensor.
+        like: Tensor with the shape and placements of the full tensor.
 
     Returns:
-        A plain tensor, equal on every rank.
+        The full tensor as a plain tensor, equal on every rank.
     """
     if not isinstance(like, DTensor):
         return part
@@ -49,7 +49,12 @@ def whole_of(part: Tensor, like: Tensor) -> Tensor:
 
 
 def own_part(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a full tensor, split like another tensor; a view."""
+    """Return a view of this rank's shard of a full tensor.
+
+    Args:
+        whole: Full tensor, a plain tensor.
+        like: Tensor with the placements of the shard.
+    """
     box = local_box(like)
     for dim, (offset, size) in enumerate(zip(*box, strict=True)):
         whole = whole.narrow(dim, offset if size else 0, size)
@@ -57,12 +62,12 @@ def own_part(whole: Tensor, like: Tensor) -> Tensor:
 
 
 class IndexRule(NamedTuple):
-    """A rule for the global flat index of element i of a part: `offset + i // run * stride + i % run`.
+    """Maps the index i of an element to its flat index in the full tensor: `offset + i // run * stride + i % run`.
 
     Attributes:
-        offset: Global index of the first element.
-        run: Elements in a row that are neighbours in the full tensor too.
-        stride: Distance between the first elements of two runs in the full tensor.
+        offset: Flat index of the first element in the full tensor.
+        run: Number of consecutive elements that are contiguous in the full tensor.
+        stride: Distance in the full tensor between the starts of consecutive runs.
     """
 
     offset: int
@@ -71,20 +76,20 @@ class IndexRule(NamedTuple):
 
 
 def index_rules(tensor: Tensor) -> list[tuple[int, IndexRule]]:
-    """Rules for the elements of this rank's part of a tensor, row by row, whatever the full tensor's split.
+    """Return the index rules of this rank's shard of a tensor, for any sharding.
 
     Args:
-        tensor: Any number of dims.
+        tensor: DTensor or plain tensor of any number of dims.
 
     Returns:
-        How many elements follow a rule, and the rule; together all elements of the part. One rule, unless a tensor of
-        three or more dims is split along two of those.
+        Pairs of a number of elements and their rule, which cover the elements of the flattened shard in order. There is
+        one rule, unless a tensor of three or more dims is sharded along several of them. Empty for an empty shard.
     """
     box = local_box(tensor)
     if 0 in box.sizes:
         return []
     dims = _merged(box, tuple(tensor.shape))
-    # (first index, size of the part, size of the whole) of each dim, the last one fastest
+    # (first index, shard size, full size) of each dim; the last dim varies fastest
     *outer, (row_start, row_size, row_total), (start, run, stride) = [(0, 1, 1), (0, 1, 1), *dims][-max(len(dims), 2) :]
     places = [0]
     for first, size, total in outer:
@@ -94,7 +99,7 @@ def index_rules(tensor: Tensor) -> list[tuple[int, IndexRule]]:
 
 
 def _merged(box: LocalBox, shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """First index, size and full size of each dim, where a dim that is not split is one with the dim before it."""
+    """Return (first index, shard size, full size) of each dim, after merging each unsharded dim into the previous."""
     merged: list[tuple[int, int, int]] = []
     for offset, size, total in zip(*box, shape, strict=True):
         if merged and size == total:
@@ -106,7 +111,7 @@ def _merged(box: LocalBox, shape: tuple[int, ...]) -> list[tuple[int, int, int]]
 
 
 def global_indices(rule: IndexRule, begin: int, end: int, device: torch.device) -> Tensor:
-    """Global indices of elements `begin` to `end` of a part that follows a rule, int64."""
+    """Return the global indices of the elements [begin, end) that follow a rule, as int64 [end - begin]."""
     i = torch.arange(begin, end, device=device)
     if rule.run == rule.stride or end <= rule.run:
         return i.add_(rule.offset)

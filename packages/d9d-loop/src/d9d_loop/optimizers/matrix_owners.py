@@ -1,4 +1,4 @@
-"""Shares whole matrices out to the ranks that hold parts of them: each rank computes with some, and none with all."""
+"""Distributes computations on whole matrices over the ranks that hold their shards, where the sharding allows it."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -14,23 +14,24 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from d9d_loop.optimizers.local_box import own_part, whole_of
 
 Compute: TypeAlias = Callable[[Tensor], Tensor]
-"""A function of a matrix, or of a stack of them, to one of the same shape."""
+"""Maps a matrix, or a stack of matrices, to a tensor of the same shape."""
 
 
 def map_matrices(compute: Compute, parts: Sequence[Tensor], likes: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Apply a function to whole matrices of which every rank gives its part.
+    """Apply a function to whole matrices that are sharded over ranks.
 
-    Matrices that one axis of a mesh splits are dealt out to its ranks: a matrix goes to its owner, and the result comes
-    back, by two all-to-alls for as many matrices as there are ranks. Those that several axes split are gathered on
-    every rank, by an all-gather for each axis. Those that no axis splits, or only between a stack's matrices, stay.
+    Matrices sharded along a single mesh axis are distributed over its ranks. Each rank receives one whole matrix, and
+    sends back the shards of the result: two all-to-alls per batch of `axis size` matrices. Matrices sharded in any
+    other way are all-gathered and computed on every rank. Unsharded matrices, and stacks sharded only between their
+    matrices, are computed locally without collectives.
 
     Args:
-        compute: What to apply.
-        parts: This rank's parts, plain tensors.
-        likes: Tensors that are split as they are; in the same order on every rank of a mesh.
+        compute: Function to apply.
+        parts: This rank's local shards, plain tensors.
+        likes: Tensors with the shapes and placements of `parts`; in the same order on every rank of a mesh.
 
-    Returns:
-        Positions and this rank's parts of the results, in any order.
+    Yields:
+        Pairs of an index into `parts` and this rank's shard of the result, in any order.
     """
     dealt: dict[tuple[DeviceMesh, int, torch.dtype], list[int]] = defaultdict(list)
     for index, (part, like) in enumerate(zip(parts, likes, strict=True)):
@@ -53,11 +54,11 @@ def map_matrices(compute: Compute, parts: Sequence[Tensor], likes: Sequence[Tens
 def _deal(
     compute: Compute, parts: Sequence[Tensor], likes: Sequence[Tensor], *, mesh: DeviceMesh, axis: int
 ) -> list[Tensor]:
-    """Apply a function to at most as many matrices as an axis has ranks, one on each."""
+    """Apply a function to at most `axis size` matrices, one per rank. Two all-to-alls over the axis."""
     group, size, rank = mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis)
     given = [part.numel() for part in parts] + [0] * (size - len(parts))
     dim = _plain_dim(likes[rank], axis) if rank < len(likes) else None
-    # What each rank holds of the matrix that this rank owns.
+    # Shapes of all ranks' shards of the matrix that this rank owns.
     shapes = [] if dim is None else _chunk_shapes(likes[rank].shape, size, dim)
     owned = [shape.numel() for shape in shapes] + [0] * (size - len(shapes))
     sent = torch.cat([part.reshape(-1) for part in parts])
@@ -73,12 +74,12 @@ def _deal(
 
 
 def _chunk_shapes(shape: torch.Size, num_chunks: int, dim: int) -> list[torch.Size]:
-    """Shapes of the chunks of a tensor, those that are empty left out."""
+    """Return the shapes of the non-empty chunks of a tensor, split as by `torch.chunk`."""
     return [chunk.shape for chunk in torch.empty(shape, device="meta").chunk(num_chunks, dim)]
 
 
 def _splitting_axes(like: Tensor) -> list[int]:
-    """The mesh axes that split matrices themselves, not only a stack of them."""
+    """Return the mesh axes that shard the matrices themselves, not only the stack dims."""
     if not isinstance(like, DTensor):
         return []
     return [
@@ -89,7 +90,7 @@ def _splitting_axes(like: Tensor) -> list[int]:
 
 
 def _plain_dim(like: Tensor, axis: int) -> int | None:
-    """The dim that an axis splits, if it does so as `torch.chunk` would, and no other axis splits anything."""
+    """Return the dim that an axis shards, or `None` if it does not shard like `torch.chunk` or another axis shards."""
     assert isinstance(like, DTensor)
     placement = like.placements[axis]
     others = (other for number, other in enumerate(like.placements) if number != axis)
@@ -97,5 +98,5 @@ def _plain_dim(like: Tensor, axis: int) -> int | None:
 
 
 def _is_plain(placement: Placement) -> TypeGuard[Shard]:
-    """Whether a placement splits as `torch.chunk` does; a strided shard is a subclass of Shard in some torches."""
+    """Return True if a placement shards like `torch.chunk`; in some torch versions `_StridedShard` is a `Shard`."""
     return isinstance(placement, Shard) and not isinstance(placement, _StridedShard)

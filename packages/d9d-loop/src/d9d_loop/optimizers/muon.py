@@ -1,4 +1,4 @@
-"""Muon: momentum of which every matrix is made orthogonal, the whole matrix, however it is split over ranks."""
+"""Muon optimizer: orthogonalized momentum. Each matrix is orthogonalized as a whole, however it is sharded."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,10 @@ from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_part
 from d9d_loop.optimizers.matrix_owners import map_matrices
 
 Scale: TypeAlias = Literal["match_rms_adamw", "original"]
-"""How the step of a matrix depends on its shape."""
+"""Scaling of the update of a matrix with its shape; see `Muon`."""
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic that the iteration repeats; they raise small singular values fast, and leave all near 1."""
+"""Coefficients a, b, c of the quintic Newton-Schulz iteration, which maps singular values to about 1 in few steps."""
 
 _SCALES: Mapping[Scale, Callable[[int, int], float]] = MappingProxyType(
     {
@@ -36,21 +36,22 @@ class Muon(GroupwiseOptimizer):
         u = mu m + (1 - mu) g with Nesterov, else m
         w = (1 - lr wd) w - lr scale orthogonalize(u)
 
-    The whole matrix is made orthogonal, so that results do not depend on the layout. Matrices that are split over an
-    axis of the mesh are dealt out to its ranks, each of which makes its own orthogonal; see `map_matrices` for the
-    collectives. Parameters of more than two dims are stacks of matrices, the last two dims; a stack that is only split
-    between its matrices, such as that of a rank's experts, stays where it is. Ranks of a mesh must have gradients for
-    the same parameters, as they do after they were reduced.
+    Whole matrices are orthogonalized, so results do not depend on the sharding. Matrices sharded along one mesh axis
+    are distributed over its ranks; see `map_matrices` for the collectives. A parameter of more than two dims is a stack
+    of matrices in its last two dims. A stack sharded only between its matrices, such as expert weights under expert
+    parallelism, needs no collectives. All ranks of a mesh must have gradients for the same parameters, which holds
+    after gradient reduction.
 
     Args:
-        params: Parameters of two or more dims, or groups of them.
-        lr: The learning rate.
-        momentum: Decay of the momentum's average.
-        nesterov: Whether to look a step ahead.
-        weight_decay: Decoupled.
-        num_iterations: Repetitions of the iteration that makes a matrix orthogonal.
-        scale: With `match_rms_adamw` updates are as large as those of AdamW, 0.2 sqrt(max(rows, columns)) (Moonshot,
-            arXiv:2502.16982), so that its learning rates and decays fit; `original` is sqrt(max(1, rows / columns)).
+        params: Parameters of two or more dims, or parameter groups.
+        lr: Learning rate.
+        momentum: Decay mu of the momentum average.
+        nesterov: Use Nesterov momentum.
+        weight_decay: Decoupled weight decay.
+        num_iterations: Number of Newton-Schulz iterations.
+        scale: Scaling of the update. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)) (Moonshot, arXiv:2502.16982), the
+            update size of AdamW, whose learning rate and weight decay can be reused. `original`:
+            sqrt(max(1, rows / columns)).
 
     Raises:
         UserError: If a parameter has fewer than two dims.
@@ -73,7 +74,7 @@ class Muon(GroupwiseOptimizer):
             _check_matrices(group)
 
     def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Follow the equations above."""
+        """Apply the equations of the class docstring. Collective as in `map_matrices`."""
         lr, mu = group["lr"], group["momentum"]
         updates: list[Tensor] = []
         for parameter in parameters:
@@ -93,16 +94,16 @@ class Muon(GroupwiseOptimizer):
 
 @torch.no_grad()
 def orthogonalize(matrices: Tensor, *, num_iterations: int = 5) -> Tensor:
-    """Nearly the orthogonal matrices next to some: with X = U S V^T about U V^T, by an iteration of Newton and Schulz.
+    """Orthogonalize matrices approximately by Newton-Schulz iteration: for X = U S V^T, approximate U V^T.
 
-        X = X / |X|                                     Frobenius
+        X = X / |X|                                     Frobenius norm
         X = a X + (b X X^T + c (X X^T)^2) X             repeated
 
-    Singular values end between about 0.7 and 1.2, which serves as well as 1.
+    The resulting singular values are between about 0.7 and 1.2, which is sufficient for Muon.
 
     Args:
-        matrices: [..., rows, columns]. Float64 is computed in float64, all else in bfloat16.
-        num_iterations: Repetitions.
+        matrices: Tensor [..., rows, columns]. The computation is in float64 for float64 input, else in bfloat16.
+        num_iterations: Number of iterations.
 
     Returns:
         A tensor of the same shape, in the dtype of the computation.

@@ -1,4 +1,4 @@
-"""Schedule-Free AdamW: an average of the iterates takes the place of a schedule that has to know where it ends."""
+"""Schedule-Free AdamW: averages the iterates instead of decaying the learning rate, for runs of unknown length."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -15,19 +15,20 @@ from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_part, local_
 class ScheduleFreeAdamW(GroupwiseOptimizer):
     """Schedule-Free AdamW (Defazio et al.: "The road less scheduled", arXiv:2405.15682, algorithm 1).
 
-        y = (1 - beta1) z + beta1 x              where gradients are taken: what the parameters hold
-        z = z - lr (g / (sqrt(v) + eps) + wd y)  v is the average of the squared gradients, without its bias
-        x = (1 - c) x + c z                      the result; c = lr_max^2 / (sum of lr_max^2 over all steps)
+        y = (1 - beta1) z + beta1 x              training weights, at which gradients are computed
+        z = z - lr (g / (sqrt(v) + eps) + wd y)  v: bias-corrected average of the squared gradients
+        x = (1 - c) x + c z                      evaluation weights; c = lr_max^2 / (sum of lr_max^2 over all steps)
 
-    The parameters hold y, the state z and v; x follows from both, see `evaluation_weights`. A schedule of the learning
-    rate should warm up and then stay: steps count by the square of the largest learning rate so far.
+    The parameters hold y, and the state holds z and v. x is computed from y and z by `evaluation_weights`. A learning
+    rate schedule should warm up and then stay constant: each step has the weight lr_max^2, where lr_max is the largest
+    learning rate so far.
 
     Args:
-        params: Parameters or groups of them.
-        lr: The learning rate.
-        betas: Share of x in y, and the decay of the average of squared gradients; the first is not 0.
-        eps: Added to the denominator.
-        weight_decay: Decoupled, of y.
+        params: Parameters or parameter groups.
+        lr: Learning rate.
+        betas: beta1, the weight of x in y, which must not be 0; and beta2, the decay of v.
+        eps: Constant added to the denominator.
+        weight_decay: Decoupled weight decay, applied to y.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class ScheduleFreeAdamW(GroupwiseOptimizer):
         self._holds_result = False
 
     def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Follow the equations above; x is never computed."""
+        """Apply the equations of the class docstring, without computing x."""
         assert not self._holds_result, "expected a step outside of evaluation_weights()"
         for parameter in parameters:
             if not self.state[parameter]:
@@ -53,7 +54,7 @@ class ScheduleFreeAdamW(GroupwiseOptimizer):
         group["steps"] += 1
         group["largest_lr"] = max(lr, group["largest_lr"])
         group["weight_sum"] += group["largest_lr"] ** 2
-        # While a warm-up starts from 0 nothing moves, and nothing counts.
+        # While a warm-up is at learning rate 0, the weights do not change and the step has weight 0.
         c = group["largest_lr"] ** 2 / group["weight_sum"] if group["weight_sum"] > 0 else 0.0
         y = local_parts(parameters)
         if not y:
@@ -76,7 +77,7 @@ class ScheduleFreeAdamW(GroupwiseOptimizer):
     @contextmanager
     @torch.no_grad()
     def evaluation_weights(self) -> Generator[None]:
-        """Let the parameters hold x in the body, and the same bits of y after it; keeps a copy of y meanwhile."""
+        """Swap in x for the body of the `with` block, and restore y bit for bit. Keeps a copy of y in the meantime."""
         assert not self._holds_result, "expected evaluation_weights() not to be entered twice"
         averaged = [
             (local_part(parameter), local_part(self.state[parameter]["z"]), group["betas"][0])

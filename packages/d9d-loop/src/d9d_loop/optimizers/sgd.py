@@ -1,4 +1,4 @@
-"""torch's SGD on what this rank holds of every DTensor."""
+"""SGD of torch, applied to the local shards of DTensors."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -13,16 +13,16 @@ from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_parts
 
 @final
 class LocalSGD(GroupwiseOptimizer):
-    """`torch.optim.SGD` that computes with this rank's part of every DTensor as a plain tensor.
+    """`torch.optim.SGD` that computes on the local shard of each DTensor as a plain tensor.
 
-    The momentum buffer starts as zeros, which gives what torch gets by starting with the first gradient.
+    The momentum buffer starts at zero, which is equivalent to torch's start at the first gradient.
 
     Args:
-        params: Parameters or groups of them.
-        lr: The learning rate.
-        momentum: Factor of the last step's buffer in this step's.
-        nesterov: Whether to look a step ahead.
-        weight_decay: The L2 penalty.
+        params: Parameters or parameter groups.
+        lr: Learning rate.
+        momentum: Momentum factor.
+        nesterov: Use Nesterov momentum.
+        weight_decay: L2 penalty.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class LocalSGD(GroupwiseOptimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay})
 
     def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Let torch's function take the step."""
+        """Update the local shards with `torch.optim.sgd.sgd`."""
         values = local_parts(parameters)
         buffers: list[Tensor | None] = [None] * len(values)
         if group["momentum"]:

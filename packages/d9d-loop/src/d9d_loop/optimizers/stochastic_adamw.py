@@ -1,4 +1,4 @@
-"""AdamW for bfloat16 parameters without a float32 copy of them: what is stored is rounded stochastically."""
+"""AdamW for bfloat16 parameters without float32 master weights, by stochastic rounding."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from d9d_loop.optimizers.stochastic_copy import CHUNK, has_kernel, round_stochas
 
 @dataclass(frozen=True, slots=True)
 class AdamWNumbers:
-    """What one step of AdamW does to every element alike.
+    """Scalars of one AdamW step.
 
     Attributes:
-        lr: The learning rate.
-        beta1: Decay of the gradients' average m.
-        beta2: Decay of the squares' average v.
-        eps: Added to the denominator.
-        weight_decay: Decoupled.
-        step: Which step this is, from 1; corrects the averages' bias.
+        lr: Learning rate.
+        beta1: Decay of m, the average of the gradients.
+        beta2: Decay of v, the average of the squared gradients.
+        eps: Constant added to the denominator.
+        weight_decay: Decoupled weight decay.
+        step: Step number, counted from 1, for bias correction.
     """
 
     lr: float
@@ -37,12 +37,12 @@ class AdamWNumbers:
 
     @property
     def step_size(self) -> float:
-        """The learning rate over the correction of m."""
+        """Learning rate divided by the bias correction of m, 1 - beta1^step."""
         return self.lr / (1.0 - self.beta1**self.step)
 
     @property
     def square_correction(self) -> float:
-        """The square root of the correction of v."""
+        """Square root of the bias correction of v, sqrt(1 - beta2^step)."""
         return (1.0 - self.beta2**self.step) ** 0.5
 
 
@@ -50,26 +50,27 @@ class AdamWNumbers:
 class StochasticAdamW(GroupwiseOptimizer):
     """AdamW (arXiv:1711.05101) that stores bfloat16 by stochastic rounding (Gupta et al., arXiv:1502.02551).
 
-    It computes in float32. What is stored in bfloat16, the parameters and, if asked for, the averages, is rounded up or
-    down by chance, so that small updates are not lost but arrive on average. With averages in bfloat16 a parameter
-    takes 6 bytes, with float32 10; AdamW on float32 parameters takes 12. Parameters of float32 or float64 are stored as
-    they are, their averages in their own dtype.
+    It computes in float32. Values stored in bfloat16 are rounded up or down at random, so that small updates are kept
+    on average instead of being lost. These are bfloat16 parameters and, with `average_dtype=torch.bfloat16`, their
+    averages. A parameter and its averages take 6 bytes with bfloat16 averages and 10 bytes with float32 averages; AdamW
+    on float32 parameters takes 12. Parameters in float32 or float64 are not rounded, and their averages have their own
+    dtype.
 
-    What is drawn for an element is a function of (seed, name, step, index in the full tensor), so that results do not
-    depend on the layout, and a resumed job continues with the same bits. On an accelerator with Triton a step is one
-    kernel for each parameter. No collectives.
+    The random bits of an element are a function of (seed, name, step, index in the full tensor). So results do not
+    depend on the sharding, and a resumed job draws the same bits. On an accelerator with Triton, a step usually
+    launches one kernel per parameter. No collectives.
 
     Args:
-        params: `model.named_parameters()`, or groups of pairs of name and parameter.
-        lr: The learning rate.
-        betas: Decays of the averages of gradients and of their squares.
-        eps: Added to the denominator.
-        weight_decay: Decoupled.
-        average_dtype: Of the averages of bfloat16 parameters.
-        seed: Of what is drawn.
+        params: `model.named_parameters()`, or parameter groups of (name, parameter) pairs.
+        lr: Learning rate.
+        betas: Decay of the average of gradients, and of the average of squared gradients.
+        eps: Constant added to the denominator.
+        weight_decay: Decoupled weight decay.
+        average_dtype: Dtype of the averages of bfloat16 parameters.
+        seed: Seed of the random bits.
 
     Raises:
-        UserError: If the parameters have no names, or a dtype that can be neither stored nor rounded to.
+        UserError: If the parameters have no names, or a dtype other than bfloat16, float32 or float64.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class StochasticAdamW(GroupwiseOptimizer):
             self._names |= _names_of(group)
 
     def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Take a step, one parameter after the other."""
+        """Update the parameters one after the other."""
         for parameter in parameters:
             state = self.state[parameter]
             if not state:
@@ -121,7 +122,7 @@ class StochasticAdamW(GroupwiseOptimizer):
 
 
 def _step(w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, numbers: AdamWNumbers, key: int, rule: IndexRule) -> None:
-    """A step on 1-dim tensors, by a kernel where there is one."""
+    """Update 1-dim tensors in place, with the Triton kernel if it is available."""
     if has_kernel(w.device) and w.dtype != torch.float64:
         from d9d_loop.optimizers import _triton_stochastic  # noqa: PLC0415  (Triton is optional)
 
@@ -137,11 +138,11 @@ def _step(w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, numbers: AdamWNumbers, 
 
 
 def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: AdamWNumbers) -> tuple[Tensor, Tensor, Tensor]:
-    """New w, m and v, not rounded."""
+    """Return the new w, m and v, without rounding."""
     dtype = torch.promote_types(w.dtype, torch.float32)
     w, g, m, v = (tensor.to(dtype) for tensor in (w, g, m, v))
-    # One operation at a time, each rounded as the standard says: fused ones may give other bits at the end of a part,
-    # where a processor's vectors do not fit, and then they would depend on the layout.
+    # Separate operations, each rounded as IEEE 754 defines. A fused operation may give different bits in the scalar
+    # tail of a vectorized loop, and then the result would depend on the sharding.
     m = m * numbers.beta1 + g * (1.0 - numbers.beta1)
     v = v * numbers.beta2 + (g * g) * (1.0 - numbers.beta2)
     direction = m / (v.sqrt() / numbers.square_correction + numbers.eps)

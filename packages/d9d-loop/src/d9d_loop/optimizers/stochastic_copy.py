@@ -1,7 +1,7 @@
-"""Copies float32 to bfloat16 by stochastic rounding: up or down by chance, so that it is exact on average.
+"""Copies float32 to bfloat16 by stochastic rounding: up or down at random, so that the mean is exact.
 
-bfloat16 has 8 bits of precision. An update of less than half of the last one is lost by rounding to nearest, in every
-step; by chance the right part of them arrives.
+bfloat16 has 8 bits of precision. Rounding to nearest loses every update smaller than half a unit in the last place;
+with stochastic rounding, the parameter changes by the right amount on average.
 """
 
 from importlib.util import find_spec
@@ -15,26 +15,26 @@ from d9d_loop.optimizers.local_box import IndexRule, global_indices, index_rules
 from d9d_loop.optimizers.random_bits import bits_at, draw
 
 CHUNK = 1 << 18
-"""Elements that torch's operators take at once: what is made on the way stays small."""
+"""Number of elements processed at a time without Triton, which limits the memory of temporary tensors."""
 
 
 @torch.no_grad()
 def stochastic_copy_(target: Tensor, source: Tensor, *, seed: int, step: int, name: str) -> None:
-    """Copy a tensor to one of bfloat16, rounding each value up or down with the probability that keeps its mean.
+    """Copy float32 to bfloat16 with stochastic rounding, in place. The expected value of the result is the source.
 
-    What is drawn for an element is a function of the seed, the step, the name and the element's index in the full
-    tensor: results do not depend on the layout, and a step that is repeated rounds alike. Values that are not finite
-    are kept. On an accelerator with Triton it is one kernel. No collectives.
+    The random bits of an element are a function of the seed, the step, the name and the element's index in the full
+    tensor. So results do not depend on the sharding, and a repeated step rounds identically. NaN and infinity are kept.
+    On an accelerator with Triton, it usually launches one kernel. No collectives.
 
     Args:
-        target: bfloat16, plain or a DTensor.
-        source: float32, of the same shape, device and placements.
-        seed: The seed.
-        step: Which step this is.
-        name: Which tensor this is.
+        target: bfloat16 plain tensor or DTensor.
+        source: float32 tensor of the same shape, device and placements.
+        seed: Seed of the random bits.
+        step: Step number.
+        name: Tensor name.
 
     Raises:
-        UserError: If the dtypes or shapes are others.
+        UserError: If a dtype is wrong or the shapes differ.
     """
     if target.dtype != torch.bfloat16 or source.dtype != torch.float32 or target.shape != source.shape:
         raise UserError(
@@ -63,19 +63,19 @@ def _copy(target: Tensor, source: Tensor, *, key: int, rule: IndexRule) -> None:
 
 
 def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
-    """float32 to bfloat16: away from zero with a probability of the 16 bits that are cut off, over 65536.
+    """Round float32 to bfloat16: away from zero with probability (discarded 16 bits) / 65536, else toward zero.
 
     Args:
-        values: float32.
-        noise: Uniform from 0 to 65535, int32.
+        values: float32 tensor.
+        noise: int32 tensor, uniform from 0 to 65535.
     """
-    # The carry would make another value of one that is not finite.
+    # Adding noise could carry into other bits of NaN and infinity.
     rounded = values.view(torch.int32).add(noise).bitwise_and_(-0x10000).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether our Triton kernels can compute on a device: an accelerator, with Triton installed."""
+    """Return True if the Triton kernels support the device: an accelerator, with Triton installed."""
     return device.type not in ("cpu", "meta") and find_spec("triton") is not None
 
 

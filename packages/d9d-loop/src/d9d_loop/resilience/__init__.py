@@ -1,4 +1,4 @@
-"""What a job does about what goes wrong: each part works in a loop of your own as it does in the Trainer."""
+"""Fault handling: health check, watchdog, bad steps, replica check, stop signals. Each also works without `Trainer`."""
 
 from d9d_loop.resilience.bad_steps import BadStep, StepGuard
 from d9d_loop.resilience.exit_codes import ExitCode

@@ -1,9 +1,9 @@
-"""Keeps a bad step away from the parameters: one whose loss or gradient is not finite, or whose loss is a spike.
+"""Skips the optimizer step of bad steps: those with a non-finite loss or gradient norm, or with a loss spike.
 
-All ranks decide together. On an accelerator they do so there: the optimizer's update is left out on the device, and
-the host learns of it a step later, so that it never waits. This needs an optimizer whose kernels take a flag, as
-torch's fused ones do (`found_inf`, the protocol of `torch.amp.GradScaler`); for others the host waits for the flag. On
-a CPU there is nothing to wait for, and plain numbers are cheaper than tensors.
+All ranks decide together. On an accelerator, the optimizer step is skipped on the device, and the host reads the
+decision one step later, so there is no host-device synchronization. This requires an optimizer whose kernels accept a
+skip flag, as torch's fused optimizers do (`found_inf`, the protocol of `torch.amp.GradScaler`). For other optimizers
+the host waits for the flag. On a CPU, the decision uses Python numbers, which are cheaper than tensors.
 """
 
 import math
@@ -24,16 +24,16 @@ Decision = Literal["report", "skip", "rewind", "stop"]
 
 @dataclass(frozen=True, slots=True)
 class BadStep:
-    """What all ranks decided about a step.
+    """A bad step, and the joint decision of all ranks.
 
     Attributes:
-        step: The step, counted from 1.
-        kind: What was wrong with it.
-        loss: Its loss.
-        grad_norm: Its global gradient norm.
-        decision: What to do: nothing but report it; nothing more, because its update was left out; go back to the last
-            checkpoint and call `StepGuard.rewound`; stop.
-        why: The same for people.
+        step: Step number, counted from 1.
+        kind: Type of the fault.
+        loss: Loss of the step.
+        grad_norm: Global gradient norm of the step.
+        decision: `report`: the update was applied. `skip`: the update was skipped. `rewind`: the caller must roll back
+            to the last checkpoint and call `StepGuard.rewound`. `stop`: the caller must stop the job.
+        why: Message that describes the step and the decision.
     """
 
     step: int
@@ -46,11 +46,11 @@ class BadStep:
 
 @final
 class StepGuard:
-    """Takes the optimizer's steps, but for bad ones.
+    """Runs the optimizer steps, except bad ones.
 
     Args:
-        optimizer: Over the model's trainable parameters.
-        config: What to do about bad steps.
+        optimizer: Optimizer of the model's trainable parameters.
+        config: Actions for bad steps.
         ctx: The job's context.
     """
 
@@ -59,23 +59,23 @@ class StepGuard:
         self._is_on_host = _is_on_host(ctx.device)
         self._losses = LossWindow(config)
         self._pending: list[_Measured] = []
-        self._left_out: set[int] = set()  # steps whose update is left out when they come again
+        self._left_out: set[int] = set()  # steps whose update is skipped after a rollback
         self._rewound_from: set[int] = set()
         self._in_a_row = self._num_rewinds = 0
 
     def step(self, step: int, *, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
-        """Take the optimizer's step, unless it is a bad one.
+        """Run the optimizer step, unless it is a bad one.
 
-        Collective over all ranks: an all-reduce of two numbers, so that replicas which differ, as they never should, do
-        not part.
+        Collective over all ranks: an all-reduce of two numbers. It keeps the decision equal on all ranks even if their
+        replicas differ because of a fault.
 
         Args:
-            step: The step, counted from 1.
-            loss: Weighted mean over the global batch, 0-dim.
-            grad_norm: Global norm of the gradients, 0-dim.
+            step: Step number, counted from 1.
+            loss: Weighted mean loss over the global batch, 0-dim.
+            grad_norm: Global gradient norm, 0-dim.
 
         Returns:
-            Whether it was taken, 0-dim bool, on the device.
+            0-dim bool tensor on the device: True if the update was applied.
         """
         limit = self._losses.limit(step)
         is_left_out = step in self._left_out
@@ -99,7 +99,7 @@ class StepGuard:
     def _step_on_device(
         self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, *, limit: float, is_left_out: bool
     ) -> torch.Tensor:
-        # What exceeds its limit, and what is no number, which compares as false.
+        # NaN > limit is False, so non-finite values have a flag of their own.
         bad = torch.stack([~(torch.isfinite(loss) & torch.isfinite(grad_norm)), loss > limit]).to(torch.float32)
         if self._ctx.world_size > 1:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
@@ -109,10 +109,10 @@ class StepGuard:
         if is_left_out:
             return torch.zeros_like(gate, dtype=torch.bool)
         if not _takes_flag(self._optimizer):
-            if not gate:  # the host waits here
+            if not gate:  # host-device synchronization
                 self._optimizer.step()
             return gate == 0
-        optimizer: Any = self._optimizer  # it takes the flag as an attribute, as `GradScaler` gives it
+        optimizer: Any = self._optimizer  # the flag is an attribute, as `GradScaler` sets it
         optimizer.found_inf, optimizer.grad_scale = gate, None
         try:
             self._optimizer.step()
@@ -125,13 +125,13 @@ class StepGuard:
         return self._config.spike in {"skip", "rewind", "stop"}
 
     def verdict(self, *, settle: bool = False) -> BadStep | None:
-        """What was decided about the next bad step that the host knows of and has not told; equal on every rank.
+        """Return the next bad step that was not returned yet, or `None`. Equal on every rank.
 
-        To be called after every `step`, until it gives `None` or a step to go back from or to stop for. On a CPU the
-        last step is known, on an accelerator the one before it.
+        Call it after every `step`, until it returns `None` or a step with the decision `rewind` or `stop`. On a CPU it
+        covers all steps so far; on an accelerator, all but the latest.
 
         Args:
-            settle: Whether to wait for the device and take the last step: before a save, and at the end.
+            settle: If True, synchronize with the device and cover the latest step too: before a save, and at the end.
         """
         unknown = 0 if settle or self._is_on_host else 1
         while len(self._pending) > unknown:
@@ -141,15 +141,18 @@ class StepGuard:
         return None
 
     def rewound(self) -> None:
-        """Forget what came after the checkpoint that the job has gone back to; its updates are taken again.
+        """Discard the pending measurements after a rollback to a checkpoint.
 
-        The updates of a spike, and of the steps just before it, are left out when they come again.
+        When the steps are repeated, the updates of a spike and of the `spike_skip_before` steps before it are skipped.
         """
         self._pending.clear()
         self._in_a_row = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON: recent losses and what to leave out. After `verdict(settle=True)`."""
+        """Return the state for a checkpoint, as JSON: recent losses, steps to skip, and skipped steps in a row.
+
+        Call it after `verdict(settle=True)`, since pending measurements are not included.
+        """
         return {
             "losses": self._losses.state_dict(),
             "left_out": sorted(self._left_out),
@@ -157,7 +160,7 @@ class StepGuard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` gave. What to leave out is added to what is known already."""
+        """Restore the result of `state_dict`. Its steps to skip are added to those known in this process."""
         self._losses.load_state_dict(state["losses"])
         self._left_out |= set(state["left_out"])
         self._in_a_row = state["in_a_row"]
@@ -206,7 +209,7 @@ class StepGuard:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What a step measured: `values` gives whether it was not finite or a spike, its loss and its gradient norm."""
+    """Measurements of a step. `values` returns the non-finite flag, the spike flag, the loss and the gradient norm."""
 
     step: int
     values: Callable[[], list[float]]
@@ -214,7 +217,7 @@ class _Measured:
 
 
 def _on_its_way(values: torch.Tensor) -> Callable[[], list[float]]:
-    """Copy numbers to the host, which waits for them only when it asks."""
+    """Start an asynchronous copy to the host, and return a function that waits for it and returns the numbers."""
     if values.device.type == "cpu":
         return values.tolist
     on_host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
@@ -230,11 +233,11 @@ def _on_its_way(values: torch.Tensor) -> Callable[[], list[float]]:
 
 
 def _is_on_host(device: torch.device) -> bool:
-    """Whether the host knows at once what is computed there."""
+    """Return True if results are available to the host without synchronization."""
     return device.type == "cpu"
 
 
 def _takes_flag(optimizer: Optimizer) -> bool:
-    """Whether its kernels leave an update out where a flag on the device says so; torch's protocol for it."""
+    """Return True if the optimizer's kernels can skip the update by the device flag `found_inf` of torch."""
     has_protocol = getattr(optimizer, "_step_supports_amp_scaling", False)
     return has_protocol and all(group.get("fused", True) for group in optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""Says which rank the others wait for, from where each of them is: the step, the collective, the line."""
+"""Determines the missing ranks of a hang from the location of each rank: step, collective and line."""
 
 import json
 from collections import Counter
@@ -12,12 +12,12 @@ _SHOWN = 8
 def describe_hang(
     places: Mapping[int, RankPlace | None], *, seconds: float, states: Mapping[int, str] | None = None
 ) -> str:
-    """A text for people: who is missing, and where everybody is.
+    """Return a report of the missing ranks and the location of each rank.
 
     Args:
-        places: Where each rank is; `None` for one that does not answer.
-        seconds: For how long nothing has moved.
-        states: What is known of the processes of ranks, such as "its process 12 on a is stopped".
+        places: Location of each rank; `None` for a rank that does not answer.
+        seconds: Time without progress, in seconds.
+        states: Known process states by rank, such as "its process 12 on a is stopped".
     """
     states = states or {}
     lines = [f"no progress for {seconds:.1f} s."]
@@ -38,10 +38,16 @@ def describe_hang(
 
 
 def missing_ranks(places: Mapping[int, RankPlace | None]) -> list[int]:
-    """The ranks that the others wait for.
+    """Return the ranks that the other ranks wait for.
 
-    Those that do not answer; else those that are steps behind; else those in no collective while others are in one;
-    else those that are where the fewest are.
+    The first of these rules that finds any ranks applies:
+
+    1. Ranks that do not answer.
+    2. Ranks at an earlier step than the latest.
+    3. Ranks in no collective, while others are in one.
+    4. Ranks at the location with the fewest ranks.
+
+    Empty if all ranks are at the same location.
     """
     known = {rank: place for rank, place in places.items() if place is not None}
     silent = [rank for rank, place in places.items() if place is None]
@@ -58,7 +64,7 @@ def missing_ranks(places: Mapping[int, RankPlace | None]) -> list[int]:
 
 
 def _part(known: Collection[int], ranks: list[int]) -> list[int]:
-    """Some ranks, unless they are all of them, which tells nothing."""
+    """Return `ranks`, or an empty list if they are all known ranks, which identifies no rank as missing."""
     return ranks if len(ranks) < len(known) else []
 
 
@@ -74,10 +80,10 @@ def _waiting(places: Mapping[int, RankPlace]) -> list[str]:
 
 
 def dump_place(place: RankPlace) -> str:
-    """For the side channel."""
+    """Serialize a location to JSON, for the side channel."""
     return json.dumps(place.as_json())
 
 
 def parse_place(text: str) -> RankPlace:
-    """The inverse of `dump_place`."""
+    """Parse the result of `dump_place`."""
     return RankPlace(**json.loads(text))

@@ -1,12 +1,13 @@
-"""Ends a job in which nothing moves, and says why: which rank is missing, where the others wait, all stacks.
+"""Ends a job that makes no progress, and reports the missing rank, the location of the other ranks, and all stacks.
 
-A collective whose peer does not come tells nothing but that it timed out. So each rank has two threads beside the main
-one. The *decider* looks at the clock and at what the other one has heard; it never touches the network. The *asker*
-talks to the other ranks over the job's store: a rank in which nothing has moved for the timeout rings an alarm there,
-every asker answers where its main thread is, and whoever rang writes down who does not answer or is somewhere else.
+When a collective times out, its error does not name the missing rank. So each rank runs two threads beside the main
+thread. The *decider* checks the clock and the results of the asker; it never uses the network. The *asker*
+communicates with the other ranks through the job's store. A rank without progress for its timeout raises an alarm in
+the store. Every asker then writes the location of its main thread, and the rank that raised the alarm writes a report
+of the ranks that do not answer or are elsewhere.
 
-A process whose interpreter is locked by native code can run neither thread. The others name it as the one that does not
-answer; itself it is ended by a third thread, of `faulthandler`, that needs no interpreter.
+A process whose native code holds the interpreter lock can run neither thread. The other ranks report that it does not
+answer. The process itself is ended by the thread of `faulthandler`, which does not need the interpreter lock.
 """
 
 import faulthandler
@@ -28,21 +29,21 @@ from d9d_loop.resilience.exit_codes import ExitCode
 from d9d_loop.resilience.hang_report import describe_hang, dump_place, parse_place
 from d9d_loop.resilience.rank_place import RankPlace, main_thread_place
 
-_INTERVAL = 0.25  # seconds between looks
-_ANSWER_INTERVALS = 3.2  # in which other ranks say where they are
-_HEAR_INTERVALS = 5.0  # in which the report of the rank that rang the alarm is there
-_REPORT_INTERVALS = 6.0  # in which the asker hears what came of an alarm
-_LEAVE_SECONDS = 1.5  # for the main thread to leave by itself when a peer has failed
-_LOCKED_SECONDS = 1.5  # over the timeout, for a process whose interpreter is locked
-_ALARM, _LOST = "alarm", "lost: "  # the key of an alarm, which holds the rank that rang it, or this and who is lost
-_MARGIN_INTERVALS = 20.0  # for an alarm, its answers and the report, on a busy machine
-_LATE = 0.75  # of a timeout, from when on what fails may have failed because of a hang
-_LARGE_WORLD = 1024  # ranks, from which on each of them asks the store less often
+_INTERVAL = 0.25  # polling interval in seconds
+_ANSWER_INTERVALS = 3.2  # polling intervals to wait for the locations of other ranks
+_HEAR_INTERVALS = 5.0  # polling intervals to wait for the report of the rank that raised the alarm
+_REPORT_INTERVALS = 6.0  # polling intervals in which the asker gets the report of an alarm
+_LEAVE_SECONDS = 1.5  # time for the main thread to exit by itself after a peer failed
+_LOCKED_SECONDS = 1.5  # time after the timeout, for a process whose interpreter lock is held
+_ALARM, _LOST = "alarm", "lost: "  # key of an alarm; its value is the rank that raised it, or `_LOST` and a description
+_MARGIN_INTERVALS = 20.0  # polling intervals for an alarm, the answers and the report, on a busy machine
+_LATE = 0.75  # fraction of a timeout after which an error may be the consequence of a hang
+_LARGE_WORLD = 1024  # number of ranks above which each rank polls the store less often
 
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """What the main thread does, and since when by the monotonic clock."""
+    """Phase of the main thread, its start by the monotonic clock, and its timeout in seconds."""
 
     step: int
     doing: str
@@ -52,18 +53,18 @@ class _Progress:
 
 @final
 class HangWatchdog:
-    """Watches a job from `with` to the end of its block, on every rank.
+    """Context manager that ends the process if the job makes no progress. Enter it on every rank.
 
-    What is watched is `beat`, called once a step by the main thread: it costs an assignment. The process ends with
-    `ExitCode.HANG` at most 2 seconds after the timeout, or with `ExitCode.PEER_LOST` at most 2 seconds after another
-    rank failed or its process of the same machine is gone, if the main thread has not left by itself by then.
+    The main thread calls `beat` once per step, which only stores a few numbers. Without progress, the process exits
+    with `ExitCode.HANG` at most 2 seconds after the timeout. If another rank fails, or its process on the same machine
+    dies, this process exits with `ExitCode.PEER_LOST` at most 2 seconds later, unless the main thread exits by itself.
 
-    Beyond 1024 ranks these 2 seconds grow with the number of ranks, so that the store is not asked too often. Ranks
-    enter phases together: the first one whose timeout is over ends the job.
+    Beyond 1024 ranks these 2 seconds grow with the number of ranks, which limits the load on the store. All ranks must
+    enter phases together: the first rank to time out ends the job.
 
     Args:
-        ctx: The job's context, whose timeouts are used: that of start-up to the end of the first step.
-        enabled: Whether to watch at all.
+        ctx: The job's context. Its start-up timeout applies until the end of the first step, then its step timeout.
+        enabled: If False, do nothing.
     """
 
     def __init__(self, ctx: DistributedContext, *, enabled: bool = True) -> None:
@@ -76,7 +77,7 @@ class HangWatchdog:
         self._decider = threading.Thread(target=self._decide, name="d9d-hang-decider", daemon=True)
 
     def __enter__(self) -> Self:
-        """Begin to watch."""
+        """Start the threads."""
         if self._enabled:
             if self._asker is not None:
                 self._asker.start()
@@ -84,7 +85,7 @@ class HangWatchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """End watching. The other ranks are told that this one has left in good order, or that it has not."""
+        """Stop the threads. Unless an exception was raised, mark this rank as finished for the other ranks."""
         if not self._enabled:
             return
         if error is not None:
@@ -97,35 +98,36 @@ class HangWatchdog:
 
     @property
     def margin(self) -> timedelta:
-        """How much longer than a step collectives are to wait: nothing is known any more once they fail by themselves.
+        """Time to add to the step timeout in `ctx.set_timeout`, so that the watchdog reports before collectives fail.
 
-        Give it to `ctx.set_timeout` on top of the step's limit.
+        Zero for a single rank or a disabled watchdog.
         """
         if not self._enabled or self._asker is None:
             return timedelta(0)
         return timedelta(seconds=_MARGIN_INTERVALS * self._asker.interval)
 
     def beat(self, step: int, doing: str = "a step") -> None:
-        """Say that the main thread moves. Local, and cheap.
+        """Record progress of the main thread. Local, and cheap.
 
-        The first step makes kernels and process groups, and waits for data workers that import: it has start-up's time.
+        The start-up timeout applies to the first step too, which compiles kernels, creates process groups and waits for
+        data workers to import.
 
         Args:
-            step: The step that it works on, counted from 1.
-            doing: On what, for messages.
+            step: Step that starts now, counted from 1.
+            doing: Phase of the job, for messages.
         """
         limit = self._timeout if self._progress.step else self._startup
         self._progress = _Progress(step, doing, time.monotonic(), limit)
 
     @contextmanager
     def phase(self, doing: str, *, timeout: timedelta | None = None) -> Generator[None]:
-        """Give a part of the job a name, and a time limit of its own: a save, an evaluation, the handlers of an event.
+        """Give a phase of the job its own name and timeout: a save, an evaluation, the handlers of an event.
 
-        What is around it begins a new time limit when it ends.
+        When the phase ends, the timeout of the enclosing phase starts again.
 
         Args:
-            doing: Its name, for messages: "a save".
-            timeout: Its limit; by default, that of a step, or that of the phase around it if that is longer.
+            doing: Name of the phase, for messages: "a save".
+            timeout: Timeout of the phase. By default, the longer of the step timeout and that of the enclosing phase.
         """
         before = self._progress
         limit = max(self._timeout, before.timeout) if timeout is None else timeout.total_seconds()
@@ -136,16 +138,19 @@ class HangWatchdog:
             self._progress = _Progress(before.step, before.doing, time.monotonic(), before.timeout)
 
     def place(self) -> RankPlace:
-        """Where the main thread is."""
+        """Return the current location of the main thread."""
         progress = self._progress
         return main_thread_place(progress.step, progress.doing)
 
     def stuck_seconds(self) -> float:
-        """For how long nothing has moved."""
+        """Return the time since the last progress, in seconds."""
         return time.monotonic() - self._progress.since
 
     def _prefer_report(self, error: BaseException) -> None:
-        """End by the report of a hang, if one is under way, rather than by what a peer that ended so made fail here."""
+        """Exit with the report of a hang, if there is one.
+
+        If a peer exits because of a hang, collectives on this rank fail; the report explains more than their error.
+        """
         if self._asker is None or self._asker.lost is not None:
             return
         if self.stuck_seconds() < _LATE * self._progress.timeout:
@@ -155,7 +160,7 @@ class HangWatchdog:
             self._end_process(f"{hang}\nIts step ended with {error!r}", ExitCode.HANG)
 
     def _decide(self) -> None:
-        """Look at the clock and at what the asker has heard, until the end."""
+        """Check the clock and the results of the asker until the watchdog stops: the decider's loop."""
         armed_for: _Progress | None = None
         while True:
             progress = self._progress
@@ -171,7 +176,7 @@ class HangWatchdog:
                 return
 
     def _heed(self, asker: "_Asker") -> None:
-        """End the process if another rank rang the alarm, or failed and this one does not leave by itself."""
+        """Exit if there is the report of a hang, or if a rank is lost and the main thread does not exit by itself."""
         if (hang := asker.hang()) is not None:
             self._end_process(hang, ExitCode.HANG)
         if (lost := asker.lost) is not None and not self._end.wait(_LEAVE_SECONDS):
@@ -181,7 +186,7 @@ class HangWatchdog:
         self._end_process(f"{why}\nThis rank is {self.place().describe()}.", ExitCode.PEER_LOST)
 
     def _end_hang(self) -> None:
-        # What has armed itself for a locked interpreter must not end the process before it has said why.
+        # The timer of faulthandler must not end the process before the report is written.
         faulthandler.cancel_dump_traceback_later()
         if self._asker is None:
             self._end_process(describe_hang({self._rank: self.place()}, seconds=self.stuck_seconds()), ExitCode.HANG)
@@ -193,8 +198,8 @@ class HangWatchdog:
         self._end_process(self._asker.text if heard else self._asker.describe_silence(), ExitCode.HANG)
 
     def _end_process(self, text: str, code: ExitCode) -> None:
-        """Say why, of a hang with all stacks, and end without waiting for anything."""
-        if self._end.is_set():  # the main thread has left after all
+        """Print the reason, and for a hang all stacks, then exit immediately with `os._exit`."""
+        if self._end.is_set():  # the main thread has exited by itself
             return
         out = sys.__stderr__ or sys.stderr
         print(f"d9d: rank {self._rank} ends: {text}", file=out, flush=True)
@@ -206,14 +211,14 @@ class HangWatchdog:
 
 
 class _Asker:
-    """Talks to the other ranks, in a thread of its own, which may wait for the store as long as it likes.
+    """Communicates with the other ranks, in its own thread, which may block on the store.
 
     Attributes:
-        alarm: Set by this rank's decider when nothing has moved for the timeout.
-        report: Set when `text` says what came of an alarm, this rank's or another's.
-        text: What came of it.
-        lost: What happened to a peer that failed or is gone, if one did.
-        interval: Seconds between two questions to the store.
+        alarm: Set by this rank's decider when there was no progress for the timeout.
+        report: Set when `text` is the final report of an alarm of any rank.
+        text: Report of the alarm.
+        lost: Description of a peer that failed or whose process died, or `None`.
+        interval: Polling interval of the store in seconds.
     """
 
     def __init__(self, ctx: DistributedContext, watchdog: HangWatchdog) -> None:
@@ -229,7 +234,7 @@ class _Asker:
         self._thread = threading.Thread(target=self._ask, name="d9d-hang-asker", daemon=True)
 
     def hang(self) -> str | None:
-        """The report of a hang, if there is one. That the others wait for a rank which is lost is none."""
+        """Return the report of a hang, or `None`. Waiting for a lost rank does not count as a hang."""
         return self.text if self.report.is_set() and self.lost is None else None
 
     def start(self) -> None:
@@ -242,7 +247,7 @@ class _Asker:
         if in_order and not self._thread.is_alive():
             try:
                 self._channel.write(f"left/{self._rank}", "")
-            except RuntimeError:  # rank 0 holds the store and may have left before
+            except RuntimeError:  # rank 0 holds the store and may have exited already
                 return
 
     def _ask(self) -> None:
@@ -253,19 +258,19 @@ class _Asker:
                     break
                 self._look_for_lost(alarm)
             except RuntimeError:
-                # Without the store, which may have gone with a rank that left because of what was heard before.
+                # The store is unavailable; the process that holds it may have exited because of a lost rank.
                 if self.lost is None and (gone := self._gone()):
                     self.lost = _describe_gone(gone[0])
         if self._end.is_set():
             return
         try:
             self._tell_and_hear()
-        except RuntimeError:  # the store is gone
+        except RuntimeError:  # the store is unavailable
             self.text = self.describe_silence()
         self.report.set()
 
     def describe_silence(self) -> str:
-        """What can be said when the store does not answer: what this machine shows. No collectives, no network."""
+        """Return a report for an unresponsive store, from the processes of this machine. No collectives, no network."""
         lines = [
             "no progress, and the job's store does not answer either: the process that holds it, which is rank 0 or "
             "the launcher, is stopped, gone, or too slow."
@@ -275,7 +280,10 @@ class _Asker:
         return "\n".join([*lines, f"This rank is {self._watchdog.place().describe()}."])
 
     def _look_for_lost(self, alarm: str | None) -> None:
-        """Hear of a rank that failed; or find one whose process is gone without having left, and tell the others."""
+        """Set `lost` if a rank failed, or if its process died before it was marked as finished.
+
+        The rank that finds a dead process on its own machine publishes it as an alarm, unless there is one already.
+        """
         left = [peer for peer in self._gone() if not self._channel.has(f"left/{peer.rank}")]
         if left and alarm is None:
             alarm = self._channel.write_first(_ALARM, _LOST + _describe_gone(left[0]))
@@ -289,9 +297,9 @@ class _Asker:
         return [peer for peer in self._here if peer.state() == "is gone"]
 
     def _tell_and_hear(self) -> None:
-        """Say where this rank is; as the first to ring the alarm, write the report, else read it.
+        """Publish this rank's location, then write the report if this rank raised the alarm first, else read it.
 
-        Unless the others wait for a rank that failed or is gone: that is what happened, and no hang.
+        If a rank is lost, set `lost` and return without a report: the other ranks wait for it, which is not a hang.
         """
         seconds = self._watchdog.stuck_seconds()
         self._channel.write(f"place/{self._rank}", dump_place(self._watchdog.place()))

@@ -1,8 +1,8 @@
-"""Looks at every rank's device and links before anything is built: one slow or wrong one makes all ranks slow or wrong.
+"""Checks every rank's device and links before the model is built, since a single slow or faulty one affects all ranks.
 
-A device multiplies matrices of small integers, whose product is exact in float32 in any order of adding up, and writes
-and reads memory. Links carry a message around the ring of all ranks, where the time of each is its own; then an
-all-reduce of as much over all ranks, which is as fast as the slowest.
+Each device multiplies matrices of small integers, whose product is exact in float32 for any summation order, and writes
+and reads memory. For the links, each rank sends a message to the next rank of a ring, which measures each link
+separately. Then follows an all-reduce of the same size over all ranks, whose time is that of the slowest link.
 """
 
 import socket
@@ -19,28 +19,28 @@ from d9d_dist import DistributedContext, all_gather_variadic
 from d9d_loop.resilience.resilience_config import HealthConfig
 
 _MIB = 1 << 20
-_REPEATS = 3  # of which the fastest counts; the first one makes kernels and connections
-_LEAST_SECONDS = 1e-3  # what takes less is not called slow
+_REPEATS = 3  # the fastest one counts; the first one compiles kernels and opens connections
+_LEAST_SECONDS = 1e-3  # shorter measurements are never reported as slow
 _SHOWN = 8
 
 
 class HealthError(RuntimeError):
-    """A device or a link gives wrong values. Raised on all ranks together, with the same message."""
+    """A device or a link failed or gave wrong values. Raised on all ranks together, with the same message."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankHealth:
-    """What was measured on a rank.
+    """Measurements of a rank. Times are in seconds.
 
     Attributes:
         rank: Global rank.
-        host: Its machine.
-        device: Its device there.
+        host: Host name.
+        device: Device of the rank.
         compute_seconds: Time of a matrix product.
         memory_seconds: Time to write and read memory.
-        link_seconds: Time of a message from the rank before it, or from the last to the first.
+        link_seconds: Time of a message from the previous rank; for rank 0, from the last rank.
         all_reduce_seconds: Time of an all-reduce over all ranks.
-        wrong: What gave wrong values, or failed; empty if nothing did.
+        wrong: Descriptions of the checks that failed or gave wrong values; empty if all passed.
     """
 
     rank: int
@@ -58,37 +58,37 @@ _RANK_HEALTH = TypeAdapter(RankHealth)
 
 @dataclass(frozen=True, slots=True)
 class HealthReport:
-    """What was measured on all ranks.
+    """Measurements of all ranks.
 
     Attributes:
-        ranks: In their order.
-        slow: What took much longer than on most ranks, for people; empty if nothing did.
+        ranks: Measurements in rank order.
+        slow: Descriptions of the measurements that exceed the median by `slow_factor`; empty if there are none.
     """
 
     ranks: tuple[RankHealth, ...]
     slow: tuple[str, ...]
 
     def __str__(self) -> str:
-        """For people: the usual times, and what is slow."""
+        """Return the median times and the slow measurements as text."""
         usual = ", ".join(f"{what} {1e3 * median(times):.1f} ms" for what, times in _times(self.ranks).items())
         return "\n".join([f"health of {len(self.ranks)} ranks, by the median: {usual}.", *self.slow])
 
 
 def check_health(config: HealthConfig, *, ctx: DistributedContext) -> HealthReport | None:
-    """Check every rank's device and links, and take their times. Takes well below a second a rank, on any number.
+    """Check and time every rank's device and links. Takes well below a second, for any number of ranks.
 
-    Collective over all ranks: sends and receives between neighbours, all-reduces, an all-gather of the results. To be
-    called before models are built, when ranks wait for each other anyway; the main process logs what is slow.
+    Collective over all ranks: sends and receives between neighbors, all-reduces, barriers, and an all-gather of the
+    results. Call it before models are built. The main process logs slow measurements.
 
     Args:
-        config: How much to compute and to send, and what is slow.
+        config: Problem sizes, and the factor above which a measurement is slow.
         ctx: The job's context.
 
     Returns:
-        The measurements, equal on every rank; `None` if the check is switched off.
+        The measurements, equal on every rank; `None` if the check is disabled.
 
     Raises:
-        HealthError: On all ranks, if a device or a link of one gives wrong values or fails. It names all of those.
+        HealthError: On all ranks, if a device or a link of any rank fails or gives wrong values. Lists the faulty ones.
     """
     if not config.enabled:
         return None
@@ -105,9 +105,9 @@ def check_health(config: HealthConfig, *, ctx: DistributedContext) -> HealthRepo
 
 
 def find_slow(ranks: Sequence[RankHealth], *, factor: float) -> list[str]:
-    """What took more than `factor` times the median over ranks, and more than a millisecond.
+    """Describe the measurements that took more than `factor` times the median over ranks, and more than a millisecond.
 
-    An all-reduce is as slow everywhere as it is on one rank, so its time is in the report only.
+    All-reduce times are not compared, since one slow rank makes the all-reduce slow on every rank.
     """
     found: list[str] = []
     for what, times in _times(ranks).items():
@@ -138,7 +138,7 @@ def _where(what: str, rank: RankHealth, ranks: Sequence[RankHealth]) -> str:
 
 
 def _measure(config: HealthConfig, ctx: DistributedContext) -> RankHealth:
-    """Measure this rank. What fails here must not keep it from its peers, which wait for it in the links' part."""
+    """Measure this rank. Device errors are recorded, not raised, since peers wait for this rank in the link check."""
     wrong: list[str] = []
     compute = _guarded(lambda: _compute(config.matrix_size, ctx), wrong, "computing")
     memory = _guarded(lambda: _memory(config.memory_mib * _MIB // 4, ctx), wrong, "memory")
@@ -164,27 +164,39 @@ def _guarded(measure: Callable[[], tuple[float, bool]], wrong: list[str], what: 
 
 
 def _compute(size: int, ctx: DistributedContext) -> tuple[float, bool]:
-    """The product of a[i, k] = i + k mod 3 and b[k, j] = k + j mod 5, less 2; by its sums, in integers."""
+    """Time the product of a[i, k] = (i + k) mod 3 and b[k, j] = (k + j) mod 5 - 2, and check its row and column sums.
+
+    Returns:
+        Time in seconds, and True if the sums equal those computed with integers.
+    """
     index = torch.arange(size, device=ctx.device)
     a_MK = (index[:, None] + index) % 3
     b_KN = (index[:, None] + index) % 5 - 2
     a, b = a_MK.float(), b_KN.float()
     seconds, product_MN = _fastest(lambda: a @ b, ctx)
-    # A product of all ones on either side costs no second matrix product.
+    # The expected row and column sums need only matrix-vector products, not a second matrix product.
     rows_M, columns_N = (a_MK * b_KN.sum(1)).sum(1), (b_KN * a_MK.sum(0)[:, None]).sum(0)
     product = product_MN.round().long()
     return seconds, torch.equal(product.sum(1), rows_M) and torch.equal(product.sum(0), columns_N)
 
 
 def _memory(size: int, ctx: DistributedContext) -> tuple[float, bool]:
-    """Write a pattern and its complement, and read them."""
+    """Write a pattern and its complement to memory, and compare them.
+
+    Returns:
+        Time in seconds to write the complement, and True if it is right.
+    """
     pattern = torch.arange(size, dtype=torch.int32, device=ctx.device)
     seconds, copy = _fastest(pattern.bitwise_not, ctx)
     return seconds, torch.equal(copy.bitwise_not_(), pattern)
 
 
 def _link(size: int, ctx: DistributedContext) -> tuple[float, bool]:
-    """Send to the next rank, receive from the one before."""
+    """Send a message to the next rank, and receive one from the previous rank.
+
+    Returns:
+        Time in seconds, and True if the received message is right.
+    """
     before, after = (ctx.rank - 1) % ctx.world_size, (ctx.rank + 1) % ctx.world_size
     message = _message(ctx.rank, size, ctx)
     received = torch.empty_like(message)
@@ -201,7 +213,11 @@ def _link(size: int, ctx: DistributedContext) -> tuple[float, bool]:
 
 
 def _all_reduce(size: int, ctx: DistributedContext) -> tuple[float, bool]:
-    """Sum a message in which ranks differ by whole numbers."""
+    """All-reduce a message of small integers, which differ between ranks.
+
+    Returns:
+        Time in seconds, and True if the sums are right.
+    """
     message = _message(ctx.rank, size, ctx)
 
     def reduce() -> torch.Tensor:
@@ -211,7 +227,7 @@ def _all_reduce(size: int, ctx: DistributedContext) -> tuple[float, bool]:
 
     seconds, total = _fastest(reduce, ctx, together=True)
     ranks = torch.arange(ctx.world_size, device=ctx.device)
-    # (x + rank) mod 256 over ranks, for the 256 values of x; integers below 2^24, so float32 has them exactly.
+    # Sum of (x + rank) mod 256 over ranks, for each x in 0..255. Integers below 2^24 are exact in float32.
     sums = ((torch.arange(256, device=ctx.device)[:, None] + ranks) % 256).sum(1).float()
     return seconds, torch.equal(total, sums[torch.arange(size, device=ctx.device) % 256])
 
@@ -223,7 +239,16 @@ def _message(rank: int, size: int, ctx: DistributedContext) -> torch.Tensor:
 def _fastest(
     work: Callable[[], torch.Tensor], ctx: DistributedContext, *, together: bool = False
 ) -> tuple[float, torch.Tensor]:
-    """The least time of a few, with the device's work done; and what the last one gave."""
+    """Run `work` a few times, synchronizing the device after each run.
+
+    Args:
+        work: Function to time.
+        ctx: The job's context.
+        together: If True, all ranks wait for each other (a barrier) before each run.
+
+    Returns:
+        The shortest time in seconds, and the result of the last run.
+    """
     seconds = []
     for _ in range(_REPEATS):
         if together:
@@ -237,7 +262,7 @@ def _fastest(
 
 
 def _gather(mine: RankHealth, ctx: DistributedContext) -> list[RankHealth]:
-    """What was measured on all ranks, as bytes of JSON: nothing of a peer is unpickled."""
+    """All-gather the measurements of all ranks, as JSON bytes so that no data of a peer is unpickled."""
     if ctx.world_size == 1:
         return [mine]
     data = torch.tensor(list(_RANK_HEALTH.dump_json(mine)), dtype=torch.uint8, device=ctx.device)

@@ -1,12 +1,13 @@
-"""The losses that a loss is compared with, and from which one on it is a spike.
+"""Window of recent losses, and the limit above which a loss is a spike.
 
 A loss is a spike if it exceeds
 
     median + deviations * max(1.4826 * MAD, 0.01 * |median|)
 
-of a window of losses that ends two steps before it, where MAD is the median distance from the median (Leys et al.:
-"Detecting outliers", 2013); 1.4826 MAD is the standard deviation of normal numbers, and the other term keeps a plateau
-from having no deviation at all. Two steps, because the host of an accelerator does not know the last one.
+of a window of losses that ends two steps before it. MAD is the median absolute deviation from the median (Leys et al.:
+"Detecting outliers", 2013). 1.4826 MAD estimates the standard deviation of a normal distribution. The other term is a
+lower bound for plateaus, where MAD is close to 0. The window ends two steps before, because on an accelerator the host
+does not yet know the loss of the previous step.
 """
 
 import math
@@ -18,32 +19,35 @@ from typing import final
 from d9d_loop.resilience.resilience_config import BadStepConfig
 
 _MAD_TO_DEVIATION = 1.4826
-_LEAST_DEVIATION = 0.01  # of the median
-_UNKNOWN_STEPS = 1  # before a step, of which the host of an accelerator knows nothing yet
+_LEAST_DEVIATION = 0.01  # relative to the median
+_UNKNOWN_STEPS = 1  # number of previous steps whose loss the host of an accelerator does not know yet
 
 
 @final
 class LossWindow:
-    """The last losses of a job, kept in order too, so that a step's limit costs little.
+    """Recent losses of a job, also kept sorted so that the spike limit of a step is cheap to compute.
 
     Args:
-        config: How long the window is, and what a spike is.
+        config: Window length and spike threshold.
     """
 
     def __init__(self, config: BadStepConfig) -> None:
         self._config = config
         self._window: deque[float] = deque()
-        self._sorted: list[float] = []  # the same losses
+        self._sorted: list[float] = []  # the losses of `_window`, in ascending order
         self._steps: deque[tuple[int, float]] = deque(maxlen=config.spike_window + _UNKNOWN_STEPS)
-        self._late: deque[tuple[int, float]] = deque(maxlen=self._steps.maxlen)  # too new for the window
+        self._late: deque[tuple[int, float]] = deque(maxlen=self._steps.maxlen)  # too recent for the window
 
     def add(self, step: int, loss: float) -> None:
-        """Take the loss of a step, later than all before."""
+        """Add the loss of a step. Steps must be added in ascending order."""
         self._steps.append((step, loss))
         self._late.append((step, loss))
 
     def limit(self, step: int) -> float:
-        """The loss from which on that of a step is a spike; infinite if those before are too few, or nobody asks."""
+        """Return the limit above which the loss of a step is a spike.
+
+        The limit is infinite if there are too few earlier losses, or if the configuration ignores spikes.
+        """
         if self._config.spike == "ignore":
             return math.inf
         while self._late and self._late[0][0] < step - _UNKNOWN_STEPS:
@@ -51,15 +55,15 @@ class LossWindow:
         return spike_limit(self._sorted, self._config)
 
     def median(self) -> float:
-        """The median of all losses, the latest included."""
+        """Return the median of the recent losses, including the latest."""
         return _median(sorted(loss for _, loss in self._steps))
 
     def state_dict(self) -> list[list[int | str]]:
-        """The losses with their steps, as JSON, to the last bit."""
+        """Return [step, loss] pairs for JSON. Losses are hexadecimal strings, which are exact."""
         return [[step, float(loss).hex()] for step, loss in self._steps]
 
     def load_state_dict(self, state: Sequence[tuple[int, str]]) -> None:
-        """Continue from what `state_dict` gave."""
+        """Restore the losses from the result of `state_dict`."""
         for each in (self._window, self._sorted, self._steps, self._late):
             each.clear()
         for step, loss in state:
@@ -73,7 +77,15 @@ class LossWindow:
 
 
 def spike_limit(sorted_losses: Sequence[float], config: BadStepConfig) -> float:
-    """The equation at the top of this file, for a window in ascending order; infinite if it holds too few."""
+    """Return the spike limit of the module docstring.
+
+    Args:
+        sorted_losses: Losses of the window, in ascending order.
+        config: Thresholds.
+
+    Returns:
+        The limit, or infinity for fewer than `config.spike_after` losses.
+    """
     if len(sorted_losses) < config.spike_after:
         return math.inf
     middle = _median(sorted_losses)
@@ -87,10 +99,10 @@ def _median(ordered: Sequence[float]) -> float:
 
 
 def _median_distance(ordered: Sequence[float], middle: float) -> float:
-    """The median distance of ordered values from one, in logarithmic time."""
+    """Return the median absolute distance of sorted values from `middle`, in logarithmic time."""
 
     def distance(rank: int) -> float:
-        """The rank-th smallest distance: the largest one within the window of so many values that lies closest."""
+        """Return the rank-th smallest distance: the largest distance within the `rank` consecutive closest values."""
         starts = range(len(ordered) - rank)
         start = bisect_left(starts, True, key=lambda i: middle - ordered[i] <= ordered[i + rank] - middle)
         return max(middle - ordered[start], ordered[start + rank - 1] - middle)

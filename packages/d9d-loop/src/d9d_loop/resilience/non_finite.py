@@ -1,8 +1,8 @@
-"""Finds where a number that is not finite comes from: the first module, tensor and rank, by doing a bad step again.
+"""Finds the origin of a non-finite value, by replaying a bad step: the first rank, module and tensor.
 
-Behind a reduction every rank has the same NaN, and a module that gets one gives one. So the step's batches are run once
-more, with every input, output, parameter gradient and loss looked at on its own rank, in the order in which they come
-to be. That costs a few times the step, and nothing on any other step.
+After a reduction, every rank has the same NaN, and modules propagate NaN from input to output. So the step's batches
+are run once more. Each rank checks its own module inputs, outputs, parameters, gradients and losses, in the order of
+computation. The replay takes a few times as long as the step. Other steps have no overhead.
 """
 
 from collections.abc import Callable, Generator
@@ -20,22 +20,22 @@ from torch.utils.hooks import RemovableHandle
 from d9d_dist import DistributedContext, all_gather_variadic
 
 Watch: TypeAlias = Callable[[str, torch.Tensor], None]
-"""Looks at a tensor, and later at its gradient, by a name: "the loss"."""
+"""Checks a tensor, and later its gradient, and reports them under the given name, such as "the loss"."""
 
 _Phase = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The first tensor that is not finite.
+    """First non-finite tensor of a step.
 
     Attributes:
-        ranks: The ranks on which it is the first one; several where they exchange tensors within a module.
-        module: The module's name; empty for the model itself, or what is outside of it.
-        tensor: What it is to the module: "the output", "the gradient of weight".
-        phase: Whether forward or backward.
-        stage: The place in the pipeline of these ranks.
-        number: How many tensors were looked at before it on its rank.
+        ranks: Ranks on which it is the first one; several if they exchange tensors within a module.
+        module: Module name; empty for the model itself and for tensors outside it.
+        tensor: Role of the tensor in the module: "the output", "the gradient of weight".
+        phase: Pass in which it occurred.
+        stage: Pipeline-parallel rank of these ranks.
+        number: Number of tensors that were checked before it on its rank.
     """
 
     ranks: tuple[int, ...]
@@ -46,7 +46,7 @@ class NonFinite:
     number: int
 
     def __str__(self) -> str:
-        """For people."""
+        """Return a description for messages."""
         where = f" of {self.module!r}" if self.module else ""
         ranks = f"rank{'s' if self.ranks[1:] else ''} {', '.join(map(str, self.ranks))}"
         return f"the first tensor that is not finite is {self.tensor}{where}, in the {self.phase} pass of {ranks}"
@@ -56,20 +56,20 @@ _NON_FINITE = TypeAdapter(NonFinite)
 
 
 def find_non_finite(model: nn.Module, replay: Callable[[Watch], None], *, ctx: DistributedContext) -> NonFinite | None:
-    """Do a bad step again, and find where what is not finite comes from.
+    """Replay a bad step and find the first non-finite tensor.
 
-    Collective over all ranks: what `replay` does, and two small all-gathers. Parameters are to be as they were in the
-    step, so call it before they change; gradients and metrics are the caller's to throw away.
+    Collective over all ranks: the collectives of `replay`, and two small all-gathers. Call it before the parameters
+    change. The replay accumulates gradients and metrics, which the caller must discard.
 
     Args:
-        model: This rank's part of the model: its stages, in a pipeline.
-        replay: Runs forward and backward with the batches of the step. It gives the loss, and whatever else is to be
-            looked at outside of modules, to the function that it gets.
+        model: This rank's part of the model; in a pipeline, its stages.
+        replay: Runs forward and backward with the batches of the step. It must pass the loss, and any other tensor to
+            check outside modules, to the `Watch` function it receives.
         ctx: The job's context.
 
     Returns:
-        What was found, equal on every rank; `None` if everything is finite this time. Then random numbers made it, or
-        a machine.
+        The first non-finite tensor, equal on every rank; `None` if the replay is finite. Then the cause was random
+        numbers or a hardware fault.
     """
     probe = _Probe(ctx.coordinate("regular", "pp"))
     with probe.attached(model):
@@ -82,13 +82,13 @@ def find_non_finite(model: nn.Module, replay: Callable[[Watch], None], *, ctx: D
 
 
 def _order(found: NonFinite) -> tuple[int, int, int]:
-    """Which rank's was first: stages pass on what is not finite, forward to later, backward to earlier ones."""
+    """Return a sort key for the origin: non-finite values move to later stages in forward, to earlier in backward."""
     return (0, found.stage, found.number) if found.phase == "forward" else (1, -found.stage, found.number)
 
 
 @final
 class _Probe:
-    """Looks at tensors until it has found one; the host waits for the device every time."""
+    """Checks tensors until it finds a non-finite one. Each check synchronizes the host with the device."""
 
     def __init__(self, stage: int) -> None:
         self.found: NonFinite | None = None
@@ -112,7 +112,7 @@ class _Probe:
 
     def _before(self, module_name: str) -> Callable[..., None]:
         def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # Inputs of inner modules are outputs of others, but for what their parent does to them in between.
+            # Inputs are checked as well as outputs, since a parent module may compute between two child modules.
             for tensor in _tensors((args, kwargs)):
                 self._look(module_name, "an input", tensor, "forward")
                 self._follow(module_name, "the gradient of an input", tensor)
@@ -130,7 +130,7 @@ class _Probe:
         return look
 
     def _follow(self, module: str, name: str, tensor: torch.Tensor) -> None:
-        """Look at a gradient when it comes, before it is reduced over ranks."""
+        """Check the gradient of a tensor in backward, before it is reduced over ranks."""
         if tensor.requires_grad:
             hook = tensor.register_hook(lambda gradient: self._look(module, name, gradient, "backward"))
             self._handles.append(hook)
@@ -150,7 +150,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _gather(found: NonFinite | None, ctx: DistributedContext) -> list[NonFinite]:
-    """What all ranks found, as bytes of JSON: nothing of a peer is unpickled."""
+    """All-gather the findings of all ranks, as JSON bytes so that no data of a peer is unpickled."""
     mine = b"" if found is None else _NON_FINITE.dump_json(found)
     if ctx.world_size == 1:
         texts = [mine]

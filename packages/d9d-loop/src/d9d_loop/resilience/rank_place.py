@@ -1,4 +1,4 @@
-"""Where the main thread of a rank is: in which collective, called from where; read from its stack by another thread."""
+"""Location of a rank's main thread: the collective it is in and the calling line, read from its stack by any thread."""
 
 import linecache
 import sys
@@ -13,20 +13,20 @@ import torch.distributed as dist
 
 _TORCH = str(Path(torch.__file__).parent)
 _DISTRIBUTED = str(Path(dist.__file__).parent)
-# The files of the functions that people call collectives, as against the wrappers around them.
+# Files with the public collective functions; other files of torch.distributed contain wrappers.
 _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 _RANKS_SHOWN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """What a rank was doing when it was asked.
+    """Location of a rank's main thread at one moment.
 
     Attributes:
-        step: The step it works on, counted from 1; 0 before the first.
-        doing: The part of the step or of the job, such as "a step".
-        collective: The collective that it is in, with the ranks that take part, or `None`.
-        at: The innermost line outside of torch.
+        step: Current step, counted from 1; 0 before the first step.
+        doing: Phase of the job, such as "a step" or "a save".
+        collective: Name of the collective it is in, with the participating ranks if known, or `None`.
+        at: Innermost line outside torch.
     """
 
     step: int
@@ -35,17 +35,24 @@ class RankPlace:
     at: str
 
     def describe(self) -> str:
-        """As a part of a sentence that begins with the rank."""
+        """Return a phrase for messages, to follow "rank N is"."""
         what = "in no collective" if self.collective is None else f"in {self.collective}"
         return f"in {self.doing}, step {self.step}, {what}, at {self.at}"
 
     def as_json(self) -> dict[str, str | int | None]:
-        """For `RankPlace(**...)` on another rank."""
+        """Return the fields as a dictionary, from which another rank creates `RankPlace(**fields)`."""
         return asdict(self)
 
 
 def main_thread_place(step: int, doing: str) -> RankPlace:
-    """Where the main thread of this process is now. May be called from any thread; the main one need not answer."""
+    """Return the current location of this process's main thread.
+
+    May be called from any thread, even while the main thread is blocked.
+
+    Args:
+        step: Current step, counted from 1.
+        doing: Phase of the job.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = list(_outwards(frame))
     outside = [frame for frame in frames if not frame.f_code.co_filename.startswith(_TORCH)]
@@ -59,11 +66,11 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _collective(frames: list[FrameType]) -> str | None:
-    """The innermost function of `torch.distributed` on the stack, the well-known ones first."""
+    """Return the innermost `torch.distributed` function on the stack, preferring public collectives over wrappers."""
     distributed = [frame for frame in frames if frame.f_code.co_filename.startswith(_DISTRIBUTED)]
     named = [frame for frame in distributed if frame.f_code.co_filename.endswith(_COLLECTIVES)]
     if not distributed:
-        # A collective that was started before is waited for in native code: only the line that calls it tells.
+        # Waiting for an asynchronous collective happens in native code, so only the calling line identifies it.
         line = linecache.getline(frames[0].f_code.co_filename, frames[0].f_lineno) if frames else ""
         return "the wait for a collective" if ".wait(" in line else None
     frame = (named or distributed)[0]

@@ -1,10 +1,10 @@
-"""Finds replicas that are no longer equal, before they have trained apart for days: a flipped bit, a lost reduction.
+"""Detects replicas that are no longer equal, for example because of a flipped bit or a missing reduction.
 
-What several ranks hold is equal bit for bit, or there is a fault: all of them get the same sum of gradients and do the
-same arithmetic. So a checksum of each tensor tells, and 8 bytes of a tensor travel.
+Replicas are bitwise equal unless there is a fault, since all ranks get the same gradient sums and run the same
+arithmetic. So the ranks compare a checksum of 8 bytes per tensor.
 
-The checksum of the 64-bit words w of a tensor's bytes is sum_i (2i + 1) w_i mod 2^64. A change of one word changes it,
-because 2i + 1 is odd; so do most exchanges of words.
+The checksum of the 64-bit words w of a tensor's bytes is sum_i (2i + 1) w_i mod 2^64. A change of a single word always
+changes it, because 2i + 1 is odd; most permutations of words change it too.
 """
 
 import json
@@ -26,13 +26,13 @@ _SHOWN = 8
 
 
 class ReplicaError(RuntimeError):
-    """Ranks that should hold equal tensors do not. Raised on all ranks together, with the same message."""
+    """Replicas differ between ranks. Raised on all ranks together, with the same message."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class _Replica:
-    """A tensor of this rank that the other ranks of some groups should have too."""
+    """Local tensor that must be equal on all ranks of each of its groups."""
 
     name: str
     local: torch.Tensor
@@ -41,20 +41,20 @@ class _Replica:
 
 @torch.no_grad()
 def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: DistributedContext) -> None:
-    """Check that parameters and optimizer states are equal on all ranks that should have equal ones.
+    """Check that replicas of parameters and optimizer states are equal.
 
-    Those of a DTensor are equal along the axes of its mesh on which it is replicated, those of a plain tensor on all
-    ranks of a pipeline stage. Collective over all ranks: an all-gather of 8 bytes a tensor over each such axis, and one
-    of what was found. Reads every such tensor once; the host waits.
+    DTensors are compared along the mesh axes on which they are replicated, plain tensors over all ranks of a pipeline
+    stage. Collective over all ranks: an all-gather of 8 bytes per tensor over each such group, and an all-gather of the
+    differences. Reads each replicated tensor once, and synchronizes the host with the device.
 
     Args:
         model: This rank's part of the model.
-        optimizer: Over its parameters.
-        step: Steps done, for the message.
+        optimizer: Optimizer of its parameters.
+        step: Number of completed steps, for the message.
         ctx: The job's context.
 
     Raises:
-        ReplicaError: On all ranks, if some differ. It names tensors, and the ranks that differ from the majority.
+        ReplicaError: On all ranks, if replicas differ. It names tensors, and the ranks that differ from the majority.
     """
     if ctx.world_size == 1:
         return
@@ -74,18 +74,19 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: Di
 
 @torch.no_grad()
 def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> None:
-    """Check that persistent buffers are equal on all ranks that share out a batch.
+    """Check that persistent buffers are equal on all ranks that split a batch (axes `dp` and `cp`).
 
-    A forward that updates a buffer from its own microbatch, such as a moving average or a codebook, makes them differ.
-    Collective over all ranks: two all-gathers, of 8 bytes a buffer and of what was found; the host waits.
+    They differ if forward updates a buffer, such as a moving average or a codebook, from the local microbatch only.
+    Collective over all ranks: an all-gather of 8 bytes per buffer, and an all-gather of the differences. Synchronizes
+    the host with the device.
 
     Args:
         model: This rank's part of the model.
-        step: Steps done, for the message.
+        step: Number of completed steps, for the message.
         ctx: The job's context.
 
     Raises:
-        ReplicaError: On all ranks, if some differ. It names the buffers.
+        ReplicaError: On all ranks, if buffers differ. It names the buffers.
     """
     if ctx.world_size == 1:
         return
@@ -107,18 +108,18 @@ def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> No
 
 
 def _listed(problems: list[str], ctx: DistributedContext) -> str:
-    """The problems of all ranks, a line each; the same on every rank. Collective."""
+    """All-gather the problems of all ranks, and return up to `_SHOWN` of them, one per line; equal on every rank."""
     found = sorted({problem for each in _share(problems, ctx) for problem in each})
     more = f"\nand {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
     return "\n".join(f"- {problem}" for problem in found[:_SHOWN]) + more
 
 
 def _replicas(model: nn.Module, optimizer: Optimizer, stage: dist.ProcessGroup) -> list[_Replica]:
-    """The tensors that other ranks have too, in an order that is the same on all of those."""
+    """Return the replicated tensors of this rank, in the same order on all ranks that hold them."""
     found: list[_Replica] = []
     for name, parameter in model.named_parameters():
         tensors = {name: parameter.detach()}
-        # A state of the optimizer is split as its parameter is; what is no tensor, or on the host, is no replica's.
+        # Optimizer state is sharded like its parameter. Non-tensors and tensors on another device are not compared.
         states = optimizer.state.get(parameter, {})
         tensors |= {f"{key} of {name}": state for key, state in sorted(states.items()) if _is_state(state, parameter)}
         for label, tensor in tensors.items():
@@ -134,7 +135,7 @@ def _is_state(state: object, parameter: nn.Parameter) -> bool:
 
 
 def _groups(parameter: nn.Parameter, stage: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
-    """The groups along which a parameter is replicated."""
+    """Return the groups of more than one rank over which a parameter is replicated."""
     if not isinstance(parameter, DTensor):
         return (stage,) if stage.size() > 1 else ()
     mesh = parameter.device_mesh
@@ -146,12 +147,12 @@ def _groups(parameter: nn.Parameter, stage: dist.ProcessGroup) -> tuple[dist.Pro
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """See the equation at the top of this file; 0-dim int64, on the tensor's device."""
+    """Return the checksum of the module docstring, as a 0-dim int64 tensor on the tensor's device."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
     rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
     rest[: data.numel() - whole] = data[whole:]
-    total = rest.view(torch.int64).squeeze(0)  # a word of its own, with the factor 1
+    total = rest.view(torch.int64).squeeze(0)  # the last, zero-padded word has the factor 1
     for start in range(0, whole // 8, _WORDS_AT_ONCE):
         words = data[start * 8 : min((start + _WORDS_AT_ONCE) * 8, whole)].view(torch.int64)
         factors = torch.arange(start + 1, start + 1 + words.numel(), device=data.device).mul_(2).add_(1)
@@ -160,7 +161,7 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _compare(checksums: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> list[str]:
-    """What differs over a group, the same on all of its ranks."""
+    """All-gather the checksums over a group, and describe the tensors that differ; equal on all ranks of the group."""
     mine = torch.stack([checksum for _, checksum in checksums])
     gathered = mine.new_empty(group.size() * mine.numel())
     dist.all_gather_into_tensor(gathered, mine, group=group)
@@ -175,7 +176,7 @@ def _compare(checksums: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessG
 
 
 def _odd_ones(checksums: Mapping[int, int]) -> str:
-    """Which ranks differ from most; where there is no majority, who differs from whom."""
+    """Describe which ranks differ from the majority; without a majority, return the number of different values."""
     (value, count), *_ = Counter(checksums.values()).most_common()
     if 2 * count <= len(checksums):
         return f"ranks {', '.join(map(str, checksums))} have {len(set(checksums.values()))} different values"

@@ -1,4 +1,4 @@
-"""What a job does about what goes wrong, as configured: every part can be switched off."""
+"""Configuration of fault handling. Every check can be disabled."""
 
 from datetime import timedelta
 from signal import Signals
@@ -12,7 +12,7 @@ BadStepAction = Literal["skip", "rewind", "stop"]
 
 
 class HealthConfig(BaseModel):
-    """The check of devices and links before anything is built."""
+    """Configuration of the health check of devices and links, which runs before the model is built."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -24,7 +24,7 @@ class HealthConfig(BaseModel):
 
 
 class StopConfig(BaseModel):
-    """Signals by which a scheduler asks the job to save and leave."""
+    """Configuration of the signals on which a job saves a checkpoint and exits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -41,22 +41,22 @@ class StopConfig(BaseModel):
 
     @property
     def numbers(self) -> tuple[Signals, ...]:
-        """The signals."""
+        """The signals as `signal.Signals` members."""
         return tuple(Signals[name] for name in self.signals)
 
     @property
     def grace(self) -> timedelta | None:
-        """The grace period."""
+        """Time from the first signal until the process is ended without saving; `None` for no limit."""
         return None if self.grace_seconds is None else timedelta(seconds=self.grace_seconds)
 
     @property
     def repeat(self) -> timedelta:
-        """From when on a signal is another one."""
+        """Time after the first signal from which another signal ends the process at once."""
         return timedelta(seconds=self.repeat_seconds)
 
 
 class BadStepConfig(BaseModel):
-    """Steps whose loss or gradient is not finite, or whose loss is far above those before."""
+    """Configuration of bad steps: a non-finite loss or gradient norm, or a loss far above the recent losses."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -81,7 +81,7 @@ class BadStepConfig(BaseModel):
 
 
 class WatchdogConfig(BaseModel):
-    """What ends a job in which nothing moves. How long it waits follows from the time limits of collectives."""
+    """Configuration of the watchdog, which ends a job without progress. It uses the timeouts of `TimeoutConfig`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -89,7 +89,7 @@ class WatchdogConfig(BaseModel):
 
 
 class ReplicaConfig(BaseModel):
-    """The check that replicas of parameters and optimizer states are equal."""
+    """Configuration of the check that replicas of parameters and optimizer states are equal."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -97,7 +97,7 @@ class ReplicaConfig(BaseModel):
 
 
 class TimeoutConfig(BaseModel):
-    """How long ranks wait for each other."""
+    """Timeouts of start-up and of steps, for collectives and the watchdog."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -113,12 +113,12 @@ class TimeoutConfig(BaseModel):
 
     @property
     def timeouts(self) -> Timeouts:
-        """The same for a context."""
+        """The timeouts in the form that `DistributedContext` accepts."""
         return Timeouts(timedelta(seconds=self.startup_seconds), timedelta(seconds=self.step_seconds))
 
 
 class HangConfig(BaseModel):
-    """What a job does about ranks that do not come."""
+    """Configuration of hang detection: timeouts and the watchdog."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -127,7 +127,7 @@ class HangConfig(BaseModel):
 
 
 class ResilienceConfig(HangConfig):
-    """What a job does about what goes wrong."""
+    """Configuration of fault handling in a training job."""
 
     health: HealthConfig = HealthConfig.model_validate({})
     stop: StopConfig = StopConfig.model_validate({})

@@ -1,8 +1,8 @@
-"""A scheduler that wants its machines back sends a signal: all ranks agree on the step at which they save and leave.
+"""Handling of preemption signals: all ranks agree on the step after which they save a checkpoint and exit.
 
-A rank that acted on its own signal alone would save while the others compute. So at the end of every step ranks take
-the maximum of what they got, over their hosts, and look at the result a step later: by then it is there, and nobody
-waits, neither a host for its device nor, but for one step, a host for another.
+A rank that acted on its own signal alone would save while the others compute. So after every step, the ranks start an
+asynchronous all-reduce (maximum) of the received signal numbers on the CPU, and read the result one step later. There
+is no host-device synchronization, and a host waits for another only if that one is more than a step behind.
 """
 
 import faulthandler
@@ -27,23 +27,23 @@ from d9d_loop.resilience.exit_codes import ExitCode
 
 _Handler: TypeAlias = "signal._HANDLER"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_END = b"\0"  # no signal has this number
+_END = b"\0"  # 0 is not a signal number
 
 
 @final
 class Stopped(SystemExit):
-    """The job has saved and leaves, as a signal asked. Not caught, it ends the process with `ExitCode.STOPPED`.
+    """Raised after the job has saved a checkpoint because of a signal. Uncaught, it exits with `ExitCode.STOPPED`.
 
-    The signals are ignored from then on, so that one that comes once more does not change the exit code. Whoever
-    catches this and goes on gives them a meaning again, with `signal.signal`.
+    The signals are ignored from then on, so that another signal does not change the exit code. A caller that catches
+    this exception and continues must set their handlers again with `signal.signal`.
 
     Attributes:
         by: The signal.
-        step: Steps done, all of which are saved.
+        step: Number of completed steps, all of which are saved.
 
     Args:
-        by: See the attribute.
-        step: See the attribute.
+        by: The signal.
+        step: Number of completed steps.
     """
 
     def __init__(self, by: signal.Signals, *, step: int) -> None:
@@ -51,24 +51,27 @@ class Stopped(SystemExit):
         self.by, self.step = by, step
 
     def __str__(self) -> str:
-        """For people."""
+        """Return the message."""
         return f"stopped by {self.by.name} after step {self.step}, which is saved. The same command continues."
 
 
 @final
 class StopSignals:
-    """Catches signals from `with` to the end of its block, and tells all ranks together.
+    """Context manager that catches signals, and makes all ranks agree on them in `agreed`.
 
-    Only Python's main thread may catch signals. In another thread, and for a signal that native code handles already,
-    this rank catches none, and hears of those of the others.
+    Python allows signal handlers only in the main thread. In another thread, this rank catches no signals, but still
+    learns of the signals of other ranks. The same holds for a signal that has a handler in native code.
 
     Args:
         ctx: The job's context.
-        signals: Which signals ask the job to stop.
-        every: After how many calls of `agreed` ranks ask each other. All give the same.
-        grace: How long after the first signal the process ends, saved or not; `None` leaves that to who sent it.
-        repeat: A signal that comes so much later than the first one ends the process at once. One that comes sooner is
-            the same once more: a scheduler signals a launcher and its ranks, and the launcher its ranks again.
+        signals: Signals that stop the job.
+        every: Number of calls of `agreed` between two all-reduces; equal on all ranks.
+        grace: Time from the first signal until the process exits, saved or not; `None` for no limit.
+        repeat: A signal at least this much later than the first one ends the process at once. An earlier one is taken
+            as a duplicate: a scheduler may signal the launcher and its ranks, and the launcher signals its ranks again.
+
+    Raises:
+        UserError: If `every` is below 1.
     """
 
     def __init__(
@@ -93,9 +96,9 @@ class StopSignals:
         self._mask: set[signal.Signals | int] = set()
 
     def __enter__(self) -> Self:
-        """Begin to catch them."""
+        """Install the signal handlers and start the watching thread."""
         if threading.current_thread() is threading.main_thread():
-            # Handlers run in the main thread, which may be in a collective; what is written here is read in any case.
+            # Handlers run in the main thread, which may be blocked in a collective. The wakeup socket is always read.
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
             self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -107,23 +110,23 @@ class StopSignals:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Let signals do what they did before, or nothing if the process is about to end."""
+        """Restore the previous signal handlers; after `leave`, ignore the signals instead."""
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._handlers.items():
                 signal.signal(number, signal.SIG_IGN if self._is_leaving else handler)
             signal.set_wakeup_fd(self._wakeup_before)
             self._handlers = {}
-            # Not by closing it: a process that was forked meanwhile may hold it open.
+            # Closing the socket would not end the thread, since a forked process may hold it open.
             self._writer.send(_END)
             self._thread.join()
             self._writer.close()
             self._reader.close()
         if error is None and self._asked is not None:
-            self._asked[1].wait()  # nobody leaves while others may still need it
+            self._asked[1].wait()  # other ranks may still need this rank in the all-reduce
 
     def _keep_from_forks(self) -> None:
-        """Let forked processes, such as those that read data, have signals of their own."""
-        me = weakref.ref[StopSignals](self)  # what is registered stays for ever
+        """Register fork hooks that restore the previous handlers in forked processes, such as data workers."""
+        me = weakref.ref[StopSignals](self)  # fork hooks cannot be unregistered
         os.register_at_fork(
             before=partial(_in_fork, me, StopSignals._block),
             after_in_parent=partial(_in_fork, me, StopSignals._unblock),
@@ -131,7 +134,7 @@ class StopSignals:
         )
 
     def _block(self) -> None:
-        """A signal that comes right after the fork waits until the child has forgotten the handlers."""
+        """Block the signals during a fork, so that the child receives them only after it restored the handlers."""
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._handlers)
 
     def _unblock(self) -> None:
@@ -145,19 +148,19 @@ class StopSignals:
         self._handlers = {}
 
     def leave(self) -> None:
-        """Have signals ignored from the end of the block on: all is saved, and the process is about to end.
+        """Ignore the signals from the end of the `with` block on. Call it when all is saved and the process will exit.
 
-        Python takes its own handlers away before the process is gone, and a signal that comes then, such as the
-        scheduler's second one, would end it with another exit code.
+        Python removes its handlers before the process exits. Another signal at that time, such as the scheduler's
+        second one, would change the exit code.
         """
         self._is_leaving = True
 
     def agreed(self) -> signal.Signals | None:
-        """The signal that all ranks are to stop for now, or `None`; the same on all of them.
+        """Return the signal for which all ranks must stop now, or `None`. Equal on all ranks.
 
-        To be called by all ranks at the end of every step. Collective, on every `every`-th call: an all-reduce of one
-        integer over the hosts, which is looked at on the next such call. So a signal is heard of after at most
-        `2 * every` steps; in a job of one process at once.
+        Call it on all ranks at the end of every step. Collective on every `every`-th call: an asynchronous all-reduce
+        of one integer on the CPU, whose result is read on the next such call. So a signal is returned after at most
+        `2 * every` steps; with a single process, immediately.
         """
         if self._group is None:
             return _signal(self._received)
@@ -181,7 +184,7 @@ class StopSignals:
         self._received = number
 
     def _watch(self) -> None:
-        """End the process on a second signal, or when the grace period is over; in a thread of its own."""
+        """End the process on a second signal or after the grace period. Runs in its own thread."""
         first: float | None = None
         deadline: float | None = None
         while True:
@@ -213,7 +216,7 @@ class StopSignals:
 
 
 def _in_fork(signals: "weakref.ref[StopSignals]", do: Callable[[StopSignals], None]) -> None:
-    """Do something around a fork, if signals are still caught."""
+    """Run a fork hook if the `StopSignals` still exists and catches signals."""
     here = signals()
     if here is not None and here._handlers:
         do(here)
@@ -224,7 +227,10 @@ def _signal(number: int) -> signal.Signals | None:
 
 
 def _host_group(ctx: DistributedContext) -> dist.ProcessGroup | None:
-    """A group of all ranks that works on the CPU; the default group if it does."""
+    """Return a group of all ranks with a CPU backend: the default group if it has one, else a new group.
+
+    Collective if it creates a group. `None` for a single process.
+    """
     if ctx.world_size == 1:
         return None
     backends = dist.get_backend_config().split(",")
