@@ -149,7 +149,7 @@ def test_a_backward_that_is_not_split_computes_everything() -> None:
 
 
 def test_what_waits_is_not_added_to_by_others() -> None:
-    """`shift` gets the gradient tensor that the linear layer has saved; the next gradient must not be added in place."""
+    """`shift` gets the gradient tensor that the linear layer has saved; the next gradient must not change it."""
     torch.manual_seed(0)
     linear, shift = nn.Linear(3, 3, bias=False).double(), nn.Parameter(torch.zeros(2, 5, 3, dtype=torch.float64))
     x, grad_y = (torch.randn(2, 5, 3, dtype=torch.float64) for _ in range(2))
