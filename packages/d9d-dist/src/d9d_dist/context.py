@@ -189,7 +189,7 @@ class DistributedContext:
 
         Raises:
             UserError: On every rank, with the same message, if the values differ. The message names the ranks that
-                differ from the most common value.
+                differ from the most common value; on a tie, from that of the lowest rank.
         """
         check_agreement(name, value, device=self.device)
 

@@ -23,8 +23,7 @@ from d9d_dist._unused_parameters import UnusedParameters
 from d9d_dist.errors import UserError
 
 BUCKET_BYTES = 4 * 2**20
-"""Default bucket size: large enough for network efficiency, and smaller than most weights of a large model, which are
-then reduced without a copy."""
+"""Default bucket size. Larger weights, i.e. most weights of a large model, are reduced without a copy."""
 
 
 @final
@@ -41,7 +40,7 @@ class GradientSync:
     - A parameter that any rank used has a gradient on all ranks. A parameter that no rank used has its previous
       gradient: usually `None`, so optimizers skip it. Only a rank that lacks a gradient synchronizes its host with the
       device. The same holds for parameters that FSDP manages. A module that was passed to `parallelize_hsdp` must run
-      on all ranks or on none, because FSDP all-gathers its parameters; its submodules may run on some ranks.
+      on all ranks or on none, because FSDP all-gathers its parameters; its submodules may differ.
     - If `.grad` was not `None` before the step, the sum is added to it.
 
     Construction is collective over the ranks of each gradient's axes: it creates separate process groups, so that its

@@ -26,7 +26,7 @@ class AllToAllAttention:
 
     Args:
         attention: Attention over whole rows; called with L = S. If it has parameters per query head
-            (`AttentionOfHeads`), the part for this rank's heads is called.
+            (`AttentionOfHeads`), it is called for this rank's heads only.
         mesh: A mesh of one axis, over which rows are split by `ContextSplit`.
     """
 
