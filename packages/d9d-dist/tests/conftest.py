@@ -10,7 +10,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(params=["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Device:
-    """Where the ranks of a test run; rows on accelerators are skipped, at no cost, where there are too few."""
+    """Device type of a test's ranks. Parameters on accelerators are skipped if the machine has too few."""
     marker = request.node.get_closest_marker("world_size")
     ranks = marker.args[0] if marker else 2
     if request.param == "accelerator" and not accelerators_for(ranks):

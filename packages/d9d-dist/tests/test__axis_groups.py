@@ -17,7 +17,7 @@ DEGREES = {
 
 
 def _axes() -> dict[str, tuple[list[int], int]]:
-    """The ranks of each axis of each domain, and this rank's place there, as d9d and as torch itself lays them out."""
+    """Return the ranks of each axis of each domain and this rank's coordinate, after comparison with torch's meshes."""
     config = MeshConfig.model_validate(DEGREES)
     with config.build() as ctx:
         axes = {}
@@ -47,10 +47,10 @@ def test_axes_are_those_of_torch_and_their_groups_work(device: Device) -> None:
 
 def _num_groups() -> int:
     with MeshConfig.model_validate(DEGREES).build() as ctx:
-        # pp, dp, tp, the expert replicas (every second rank of a stage), one rank alone, and the whole world.
+        # pp, dp, tp, the expert replicas (every second rank of a stage), a single rank, and all ranks.
         num_groups = len(dist.distributed_c10d._world.pg_map)
         assert ctx.group_for("regular", "tp") is ctx.group_for("dense", "tp") is ctx.group_for("batch", "tp")
-        assert ctx.group_for("regular", "tp") is ctx.group_for("expert", "ep_shard")  # equal ranks, another domain
+        assert ctx.group_for("regular", "tp") is ctx.group_for("expert", "ep_shard")  # the same ranks in another domain
         assert ctx.group_for("regular", "pp") is ctx.mesh_for("batch")["pp"].get_group()
         assert ctx.group_for("regular", "cp_shard") is ctx.group_for("dense", "dp_replicate")
         assert ctx.group_for("batch", "pp", "dp", "tp") is dist.group.WORLD
@@ -63,7 +63,7 @@ def _num_groups() -> int:
 
 @pytest.mark.world_size(8)
 def test_equal_sets_of_ranks_have_one_group(device: Device) -> None:
-    # The world, one rank alone, pp, tp and dp; what the experts use is among them.
+    # All ranks, a single rank, pp, tp and dp; the groups of the expert domain are among them.
     assert run_ranks(_num_groups, world_size=8, device=device) == [5] * 8
 
 

@@ -9,7 +9,7 @@ from d9d_dist.testing import run_ranks
 
 
 def _fail_while_others_wait() -> tuple[float, str]:
-    """Rank 1 fails while rank 0 is inside a collective; each tells how long it took to leave, and its error."""
+    """Raise on rank 1 while rank 0 is inside a collective; return each rank's time to leave, and its error."""
     start, text = time.monotonic(), ""
     try:
         with MeshConfig(tensor_parallel=2).build() as ctx:
@@ -29,7 +29,7 @@ def test_a_failing_rank_waits_for_nobody_and_the_others_learn_why() -> None:
     assert "Rank" not in culprit
     assert "RuntimeError" in waiting
     assert "Rank 1 failed before this rank: KeyError: 'the culprit'" in waiting
-    assert max(waited, took) < 50  # the groups' timeout is half an hour
+    assert max(waited, took) < 50  # the groups' timeout is 30 minutes
 
 
 def _fail_alike() -> list[str]:

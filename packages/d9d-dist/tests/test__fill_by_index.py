@@ -47,7 +47,7 @@ def _halve_if_any(module: "_Written", weight: Tensor) -> None:
 
 def _truncate_and_draw(module: "_Written", weight: Tensor) -> None:
     nn.init.trunc_normal_(weight, std=0.3, a=-0.3, b=0.3)
-    module.table.copy_(nn.init.normal_(torch.empty(5)))  # how often each rank drew again must not matter here
+    module.table.copy_(nn.init.normal_(torch.empty(5)))  # must not depend on the number of redraws of each rank
     nn.init.trunc_normal_(module.bias, std=0.3, a=-0.3, b=0.3)
 
 
@@ -99,7 +99,7 @@ WAYS: dict[str, Write] = {
 
 
 class _Written(nn.Module):
-    """Every tensor is filled, and then written to in some of the ways."""
+    """Fills every tensor, and then writes to it in some of the ways."""
 
     def __init__(self, ways: list[str], rows: int, columns: int) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class _Written(nn.Module):
 
 
 class _Parent(nn.Module):
-    """Changes what its children have filled: whole parameters, parts of them, and tied ones."""
+    """Changes the values that its children have set: whole parameters, parts of them, and tied parameters."""
 
     def __init__(self, inner: nn.Module, rows: int, columns: int) -> None:
         super().__init__()
@@ -127,14 +127,14 @@ class _Parent(nn.Module):
         self.head.weight = self.embedding.weight
 
     def reset_parameters(self) -> None:
-        self.head.bias.mul_(0.3)  # undone when the next line ends the attempt
+        self.head.bias.mul_(0.3)  # restored when the next line raises NeedsFullTensor
         self.embedding.weight[1].fill_(0.1)
         for parameter in self.inner.parameters():
             parameter.data.mul_(0.3)
 
 
 def _build(seed: int) -> nn.Sequential:
-    """A model whose modules write in every way, in random company."""
+    """Build a model whose modules write in all ways, in random combinations."""
     generator = random.Random(seed)  # noqa: S311
     models: list[nn.Module] = []
     for way in WAYS:
@@ -191,7 +191,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_way_to_write_gives_the_values_of_one_process(layout: str) -> None:
     kind, degrees = LAYOUTS[layout]
-    seed = 1 if " x rows" in layout else 2  # a dim that several axes split must divide
+    seed = 1 if " x rows" in layout else 2  # if several axes split a dim, they must divide it
     expected = _values("one", {}, seed)
     for values in run_ranks(_values, kind, degrees, seed, world_size=prod(degrees.values())):
         assert values.keys() == expected.keys()

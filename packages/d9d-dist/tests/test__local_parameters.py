@@ -25,7 +25,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 class _Sum(nn.Module):
-    """Two parameters whose gradients are one tensor of autograd's; one with an expanded gradient."""
+    """Two parameters that receive the same gradient tensor from autograd, and one with an expanded gradient."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ FACTORS = torch.arange(16.0).view(4, 4)
 
 
 class _Spy(torch.autograd.Function):
-    """Between a parameter and `own_gradient`: keeps the gradients as they pass."""
+    """Records the gradients between `own_gradient` and a parameter."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
@@ -28,7 +28,7 @@ class _Spy(torch.autograd.Function):
 
 
 def _gradients(function: Function, *, own: bool = True) -> list[torch.Tensor]:
-    """The very tensors that autograd hands to two parameters."""
+    """Return the gradient tensors that autograd passes to two parameters, without copies."""
     seen: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     leaves = [torch.ones(4, 4, requires_grad=True) for _ in seen]
     spied = [_Spy.apply(leaf, gradients) for leaf, gradients in zip(leaves, seen, strict=True)]
@@ -60,11 +60,11 @@ def test_shared_gradients_are_told_apart(function: Function) -> None:
 @pytest.mark.parametrize("shape", [(4, 4), (16,)], ids=["itself", "view"])
 @pytest.mark.parametrize("goes_first", [True, False])
 def test_a_gradient_that_somebody_keeps_is_not_taken(goes_first: bool, shape: tuple[int, ...]) -> None:
-    """The stream of gradients into earlier layers may not be written to, nor what a hook has kept."""
+    """A gradient that also flows into earlier layers, or that a hook keeps, must be copied."""
     kept: list[torch.Tensor] = []
     taken: list[torch.Tensor] = []
     a, b = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4, requires_grad=True)
-    # Backward runs what was made last first.
+    # Backward runs the last created node first.
     stream = None if goes_first else _Spy.apply(b.view(shape).exp(), kept)
     own = own_gradient(_Spy.apply(a, taken)).view(shape)
     stream = _Spy.apply(b.view(shape).exp(), kept) if stream is None else stream

@@ -1,4 +1,4 @@
-"""Parameters that only some ranks of FSDP use have the gradients of one process, and those that none uses have none."""
+"""Parameters that only some FSDP ranks use have the gradients of a single process; unused ones have none."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ _NUM_MICROBATCHES = 2
 
 
 class _Branches(nn.Module):
-    """Two branches of equal sizes, whose gradients FSDP could take for each other, and one that nobody uses."""
+    """Two branches of equal sizes, whose gradients FSDP could confuse, and one unused branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def _batch(rank: int, microbatch: int) -> torch.Tensor:
 
 
 def _chosen(kind: str, rank: int, microbatch: int) -> list[int]:
-    """Which branches a rank uses: one of its own, one more on the first rank, another one in each microbatch."""
+    """Return the branches that a rank uses: one of its own, one more on rank 0, and another one in each microbatch."""
     match kind:
         case "own":
             return [rank % 2]
@@ -51,7 +51,7 @@ def _on_ranks(kind: str, shard: int, replicate: int) -> Mapping[str, torch.Tenso
         mesh = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"]
         parallelize_hsdp(model, mesh, shard_axis="dp_cp_shard")
         sync = GradientSync(model, num_microbatches=_NUM_MICROBATCHES)
-        for _ in range(2):  # the second step finds no trace of the first
+        for _ in range(2):  # the first step must not affect the second
             model.zero_grad()
             for microbatch in range(_NUM_MICROBATCHES):
                 set_gradient_sync(model, microbatch == _NUM_MICROBATCHES - 1)
@@ -77,5 +77,5 @@ def test_ranks_may_use_different_parameters(kind: str, shard: int, replicate: in
     assert "branches.2.weight" not in expected
     for gradients in run_ranks(_on_ranks, kind, shard, replicate, world_size=world_size):
         assert gradients.keys() == expected.keys()
-        for name, gradient in expected.items():  # a few dozen float32 terms of about one
+        for name, gradient in expected.items():  # a few dozen float32 terms with values of about one
             torch.testing.assert_close(gradients[name].double(), gradient, rtol=1e-5, atol=1e-5)

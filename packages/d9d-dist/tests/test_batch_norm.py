@@ -16,7 +16,7 @@ SPLITS = (slice(0, 5), slice(5, 8))
 
 
 class WithActivation(nn.BatchNorm2d):
-    """As timm's `BatchNormAct2d` and others: its own forward calls `F.batch_norm` on what comes in."""
+    """As timm's `BatchNormAct2d`: its own forward calls `F.batch_norm` on the layer's input."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         factor = 0.0 if self.momentum is None else self.momentum
@@ -27,7 +27,7 @@ class WithActivation(nn.BatchNorm2d):
 
 
 class OfHalves(nn.BatchNorm2d):
-    """As timm's `SplitBatchNorm2d`."""
+    """Batch norm of two halves of the batch, as timm's `SplitBatchNorm2d`."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         return torch.cat([super(OfHalves, self).forward(half) for half in input.chunk(2)])
@@ -76,7 +76,7 @@ def _layer(name: str) -> tuple[nn.Module, Tensor]:
 
 
 def _trace(layer: nn.Module, x: Tensor, part: slice) -> dict[str, Tensor]:
-    """Loss, gradients, gradients of gradients and buffers after two steps of a part of the batch."""
+    """Return loss, gradients, second derivatives and buffers after two steps with a part of the batch."""
     x = x.clone().requires_grad_()
     factors = torch.cos(torch.arange(x.numel(), dtype=x.dtype)).view(x.shape)
     for _ in range(2):
@@ -105,7 +105,7 @@ def test_two_ranks_equal_one_with_both_batches() -> None:
     for name in LAYERS:
         layer, x = _layer(name)
         if isinstance(layer, nn.SyncBatchNorm):
-            layer.__class__ = nn.BatchNorm2d  # torch's has no kernel for one process on a CPU
+            layer.__class__ = nn.BatchNorm2d  # nn.SyncBatchNorm has no CPU kernel for a single process
         for key, expected in _trace(layer, x, slice(None)).items():
             ours = first[name][key]
             if key.startswith("buffer"):
@@ -116,7 +116,7 @@ def test_two_ranks_equal_one_with_both_batches() -> None:
 
 
 def test_each_rank_alone_gives_something_else() -> None:
-    """What makes the test above one."""
+    """The comparison above is meaningful only if statistics of a single rank give another loss."""
     layer, x = _layer("2d without parameters")
     expected = _trace(copy.deepcopy(layer), x, slice(None))["loss"]
     apart = sum(_trace(copy.deepcopy(layer), x, part)["loss"] for part in SPLITS)
@@ -141,7 +141,7 @@ def _kept() -> None:
         x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(ctx.rank))
         model(x)
         assert calls == ["hook"]
-        # Evaluation needs no other rank.
+        # Evaluation issues no collectives.
         model.eval()
         if ctx.rank == 0:
             with torch.no_grad():
@@ -203,7 +203,7 @@ def _half() -> tuple[torch.dtype, torch.dtype, bool]:
     with MeshConfig(data_parallel_shard=2).build() as ctx:
         layer = nn.BatchNorm2d(3)
         synchronize_batch_norm(layer, ctx.group_for("batch", "dp", "cp"))
-        # One value for a channel on this rank; and a mean so large that squares of bfloat16 would cancel.
+        # One value per channel on this rank, and a mean so large that bfloat16 squares would cancel.
         x = torch.full((1, 3, 1, 1), 1000.0 + 8 * ctx.rank, dtype=torch.bfloat16, requires_grad=True)
         y = layer(x)
         y.sum().backward()

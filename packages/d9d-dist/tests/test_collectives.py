@@ -28,7 +28,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8
 
 
 def _tensor(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A rank's tensor of small whole numbers, exact in every dtype and sum; transposed, so not contiguous."""
+    """Return a rank's tensor of small integers, exact in every dtype and sum; transposed, so not contiguous."""
     draws = torch.Generator().manual_seed(rank)
     return torch.randint(0, 8, tuple(reversed(SHAPE)), generator=draws).to(dtype).permute(2, 1, 0)
 
@@ -38,7 +38,7 @@ def _tensors(size: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def _cases(size: int, dtype: torch.dtype) -> dict[str, tuple[Callable[..., Tensor | None], Callable[[int], Any]]]:
-    """By name: a collective, and what it gives on a rank, from the tensors of all ranks."""
+    """Return, by name, a collective and its expected result on a rank, computed from the tensors of all ranks."""
     whole, last = _tensors(size, dtype), size - 1
 
     def sums(rank: int, dim: int) -> Tensor:
@@ -68,7 +68,7 @@ def _cases(size: int, dtype: torch.dtype) -> dict[str, tuple[Callable[..., Tenso
 
 
 def _failing_cases(dtype: torch.dtype) -> dict[str, str]:
-    """What differs from the same on one process, by case."""
+    """Return the cases in which a collective's result differs from the expected one."""
     with MeshConfig(data_parallel_shard=-1).build() as ctx:
         failures = {}
         for name, (collective, expect) in _cases(ctx.world_size, dtype).items():
@@ -97,7 +97,7 @@ def test_equals_one_process_on_other_numbers_of_ranks(world_size: int, device: D
 
 
 def _in_groups() -> dict[str, Any]:
-    """Everything once in a group whose ranks are not those of the job: 0 and 2, 1 and 3."""
+    """Run all cases in groups of some of the job's ranks: 0 and 2, 1 and 3."""
     with MeshConfig(data_parallel_replicate=2, data_parallel_shard=2).build() as ctx:
         group = ctx.group_for("regular", "dp_replicate")
         mine = torch.tensor([ctx.rank, 10 + ctx.rank], device=ctx.device)
@@ -151,7 +151,7 @@ def test_0_dim_tensors_are_stacked(device: Device) -> None:
     assert run_ranks(_scalars_gathered, device=device) == [[0, 1]] * 2
 
 
-SEND_SIZES = [[2, 0, 1], [0, 0, 0], [3, 1, 2]]  # what each rank has for each
+SEND_SIZES = [[2, 0, 1], [0, 0, 0], [3, 1, 2]]  # rows that each rank sends to each rank
 
 
 def _uneven_all_to_all() -> list[list[int]]:
@@ -170,9 +170,9 @@ def test_all_to_all_of_uneven_parts(device: Device) -> None:
 
 
 VARIADIC_SHAPES = [
-    [(2, 3), (4, 1), (0, 7)],  # one of them empty
-    [(0, 3), (0, 3), (5, 0)],  # nothing at all
-    [(3, 3), (3, 3), (3, 3)],  # all the same
+    [(2, 3), (4, 1), (0, 7)],  # one rank's tensor is empty
+    [(0, 3), (0, 3), (5, 0)],  # all tensors are empty
+    [(3, 3), (3, 3), (3, 3)],  # equal shapes
     [(), (), ()],
     [(5,), (0,), (1,)],
 ]
@@ -211,7 +211,7 @@ def test_tensors_of_different_shapes(dtype: torch.dtype, device: Device) -> None
 
 @contextmanager
 def _travelling() -> Generator[dict[str, int]]:
-    """Count the bytes that this rank hands to torch.distributed as a source of data, by collective, and the calls."""
+    """Count the bytes that this rank passes to torch.distributed as a sender, by collective, and the calls."""
     names = ("all_gather_into_tensor", "broadcast", "all_to_all_single")
     sent = dict.fromkeys((*names, "calls"), 0)
 
@@ -262,7 +262,7 @@ def test_only_what_is_there_travels() -> None:
     for rank, found in enumerate(run_ranks(_bytes_sent, world_size=3)):
         mixed, nothing, same = (8 * numel[rank] for numel in numels)
         assert found == [
-            (header, mixed, 0, 1 + 2),  # of three tensors, one is empty
+            (header, mixed, 0, 1 + 2),  # one of the three tensors is empty
             (header, 0, mixed, 2),
             (header, nothing, 0, 1),
             (header, 0, nothing, 2),
@@ -320,7 +320,7 @@ def _objects() -> tuple[Any, ...]:
             [_describe(obj) for obj in all_gather_objects(mine)],
             None if gathered is None else [_describe(obj) for obj in gathered],
             _describe(broadcast_object(mine, src=2)),
-            all_gather_objects(None),  # pickles of equal length
+            all_gather_objects(None),  # the pickles have equal lengths
         )
 
 
@@ -335,7 +335,7 @@ def _reduced_scalars() -> dict[str, Any]:
     with MeshConfig(data_parallel_shard=-1).build() as ctx:
         values: dict[str, Tensor | float] = {
             "float": 0.1 * (ctx.rank + 1),
-            "int": 2**40 + ctx.rank,  # not a float32
+            "int": 2**40 + ctx.rank,  # not representable in float32
             "flag": ctx.rank == 1,
             "tensor": torch.tensor([1.5], dtype=torch.bfloat16, device=ctx.device, requires_grad=True),
             "cpu": torch.tensor(2),

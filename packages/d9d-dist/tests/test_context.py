@@ -37,7 +37,7 @@ def test_domains_agree_on_who_is_where(device: Device) -> None:
 
 
 def _build_on_nodes(ranks_of_nodes: list[int]) -> DistributedContext:
-    """Join as a rank of nodes that hold so many ranks each."""
+    """Build the context of a rank on nodes with the given number of ranks each."""
     rank = int(os.environ["RANK"])
     places = [(node, local) for node, size in enumerate(ranks_of_nodes) for local in range(size)]
     node, local = places[rank]
@@ -84,7 +84,7 @@ def _fail_first(nodes: list[int], failing: int, local: bool) -> str:
                 if ctx.rank == failing:
                     raise KeyError("on this one")
         except (KeyError, RuntimeError) as error:
-            ctx.wait_world()  # nobody is left behind
+            ctx.wait_world()  # all ranks must get here
             return f"{'ran' if ran else 'did not run'}; {error}"
         return "went on"
 
@@ -157,7 +157,10 @@ def test_contexts_may_follow_each_other() -> None:
 
 
 def _late_peer(folder: str, group_kind: str) -> float:
-    """How long a collective waits in vain, after one for which the peer came late but within start-up's time."""
+    """Return the seconds until a collective times out, after a first one whose peer was late but did arrive.
+
+    The peer arrives at the first collective within the start-up timeout. `set_timeout` is called before the second one.
+    """
     with MeshConfig(data_parallel_shard=2, tensor_parallel=2).build(timeouts=Timeouts(timedelta(minutes=5))) as ctx:
         group = ctx.group_for("regular", "tp")
         if group_kind == "flattened":
@@ -184,11 +187,11 @@ def _late_peer(folder: str, group_kind: str) -> float:
 def test_a_collective_fails_after_the_time_that_was_set_last(group_kind: str, tmp_path: Path) -> None:
     waited = run_ranks(_late_peer, str(tmp_path), group_kind, world_size=4, timeout=60)
     for seconds in waited[::2]:
-        assert 0.9 < seconds < 50  # at build it was five minutes
+        assert 0.9 < seconds < 50  # the start-up timeout was five minutes
 
 
 def _timeouts_of_groups() -> list[float]:
-    """The timeouts of an axis group at start-up, and then of that and of two later groups, in seconds."""
+    """Return the timeout of an axis group at start-up, then those of it and of two later groups, in seconds."""
     with MeshConfig(data_parallel_shard=2, tensor_parallel=2).build(timeouts=Timeouts(timedelta(minutes=5))) as ctx:
         groups = [ctx.group_for("regular", "dp_shard")]
         at_startup = [_timeout_of(groups[0], ctx.device)]

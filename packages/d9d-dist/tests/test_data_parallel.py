@@ -27,7 +27,7 @@ HSDP_AXES = ("dp_replicate", "dp_cp_shard", "cp_replicate")
 
 
 class _Sum(torch.autograd.Function):
-    """Adds up over ranks; every rank goes on with the sum, so its gradient is the same on all of them."""
+    """Sums over ranks; all ranks use the sum alike, so its gradient is equal on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -41,7 +41,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Mlp(nn.Module):
-    """Column parallel, a scale whose gradient each rank has a part of, row parallel, a bias that all compute alike."""
+    """A column-parallel layer, a scale with partial gradients, a row-parallel layer, and a replicated bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Scale(nn.Module):
 
 
 def _tensor_parallel(model: _Mlp, mesh: DeviceMesh) -> None:
-    """By hand; a parallel style is the subject of other tests."""
+    """Split a model by hand; other tests cover the tensor-parallel styles."""
     if mesh.size() == 1:
         return
     placements = {id(model.up.weight): Shard(0), id(model.down.weight): Shard(1)}
@@ -84,7 +84,7 @@ def _inputs() -> torch.Tensor:
 
 
 def _gradients(model: nn.Module, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Summed loss, in two microbatches, of which only the last one reduces."""
+    """Return the gradients of a summed loss over two microbatches; only the last one reduces."""
     first, second = inputs.chunk(2)
     set_gradient_sync(model, False)
     model(first).square().sum().backward()
@@ -247,7 +247,7 @@ def test_refuses_several_axes_where_one_is_meant() -> None:
 
 
 class _Odd(nn.Module):
-    """Parameters that FSDP2 cannot shard as one group: 0-dim, empty, in two dtypes, frozen in a third, and shared."""
+    """Parameters that FSDP2 cannot shard as one group: 0-dim, empty, of two dtypes, frozen in a third, and tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ def test_parameters_that_fsdp_cannot_shard_are_replicated(degrees: dict[str, int
     expected, _ = _odd_gradients({})
     assert expected.keys() >= {"temperature", "odd.scale", "odd.empty", "odd.small.weight", "odd.tied.bias"}
     for gradients, placements in run_ranks(_odd_gradients, degrees, world_size=prod(degrees.values())):
-        # Float32 in the middle of the model, and sums of 16 samples in another order.
+        # A part of the model is float32, and sums over 16 samples have another order.
         assert_trees_close(gradients, expected, rtol=1e-5)
         for name in ("temperature", "odd.scale", "odd.empty", "odd.small.weight"):
             assert all(placement.is_replicate() for placement in placements[name]), name
@@ -343,7 +343,7 @@ def test_gradient_penalties_are_exact_over_replicas_and_refused_over_shards() ->
 
 
 class _Lent(nn.Module):
-    """Uses a scalar and a weight of a layer outside of that layer's forward."""
+    """Uses a scalar and a weight of a submodule outside of that submodule's forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,7 +354,9 @@ class _Lent(nn.Module):
         self.again.weight = self.inner.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.again(self.inner(self.layer(x)).float()).sum() * self.inner.scale  # used without its module
+        return (
+            self.again(self.inner(self.layer(x)).float()).sum() * self.inner.scale
+        )  # the scalar is used without calling its module
 
 
 class _Inner(nn.Module):
@@ -398,7 +400,7 @@ def test_replicated_parameters_are_used_without_their_module(degrees: dict[str, 
 
 
 class _Writes(nn.Linear):
-    """Its forward casts itself, or clips its weight."""
+    """A layer whose forward casts the layer, or clamps its weight."""
 
     def __init__(self, how: str) -> None:
         super().__init__(4, 4)

@@ -20,9 +20,8 @@ from d9d_dist.testing import Device, run_ranks
 SHAPE = (4, 8, 12)
 DIMS = [0, 1, -1]
 
-# Each case: how a global tensor is spread over ranks, the function, how the global result is spread over ranks, and the
-# same maths on one process. "equal": all ranks have it; "part": ranks have parts of a sum; a number: cut on that dim.
-# A gradient is spread by the adjoint's rule: of what is equal it is a part of a sum where ranks use it differently.
+# Placement of a global tensor over ranks. "equal": equal on all ranks; "part": each rank has a part of a sum; a number:
+# split on that dim. If the ranks use an equal value differently, its gradient is a "part".
 Spread = str | int
 Operation = Callable[[Tensor, DeviceMesh], Tensor]
 
@@ -41,7 +40,7 @@ def _operation(name: str, dim: int, other: int) -> Operation:
 
 
 def _spreads(name: str, dim: int, other: int) -> tuple[Spread, Spread, Spread, Spread]:
-    """How input, output, the output's gradient, and the input's gradient are spread over ranks."""
+    """Return the placements of the input, the output, the output's gradient and the input's gradient."""
     spreads: dict[str, tuple[Spread, Spread, Spread, Spread]] = {
         "enter_partial": ("equal", "equal", "part", "equal"),
         "sum_partial": ("part", "equal", "equal", "equal"),
@@ -55,7 +54,7 @@ def _spreads(name: str, dim: int, other: int) -> tuple[Spread, Spread, Spread, S
 
 
 def _rank_part(spread: Spread, whole: Tensor, rank: int, size: int, seed: int) -> Tensor:
-    """This rank's part of a global tensor; parts of a sum are random, but for the first rank's."""
+    """Return a rank's part of a global tensor. Parts of a sum are random on all ranks but the first."""
     if isinstance(spread, int):
         return whole.chunk(size, dim=spread)[rank].clone()
     if spread == "equal":
@@ -65,7 +64,7 @@ def _rank_part(spread: Spread, whole: Tensor, rank: int, size: int, seed: int) -
 
 
 def _random(seed: int) -> Tensor:
-    """A transposed tensor, so that neither inputs nor gradients are contiguous."""
+    """Return a transposed tensor, so that neither inputs nor gradients are contiguous."""
     draws = torch.Generator().manual_seed(seed)
     return torch.randn(*reversed(SHAPE), dtype=torch.float64, generator=draws).permute(2, 1, 0)
 
@@ -95,7 +94,7 @@ NAMES = [
 
 
 def _check(name: str, dim: int, other: int, world_size: int, device: Device) -> None:
-    """All of these are the identity on the global tensor: so is the gradient."""
+    """Check a function and its gradient: on the global tensor both are the identity."""
     _, spread_out, _, spread_input_gradient = _spreads(name, dim, other)
     ranks = run_ranks(_forward_and_gradient, name, dim, other, world_size=world_size, device=device)
     for rank, (y, gradient, is_input_kept) in enumerate(ranks):
@@ -138,7 +137,7 @@ def _layers_on_one_process() -> tuple[Tensor, list[Tensor]]:
 
 
 def _layers_on_ranks() -> tuple[Tensor, list[Tensor]]:
-    """A sequence-parallel layer, a mix over the sequence on some of the features, and a tensor-parallel layer."""
+    """Run a sequence-parallel layer, a mix over the sequence for some of the features, and a tensor-parallel layer."""
     with MeshConfig(tensor_parallel=-1).build() as ctx:
         mesh = ctx.mesh_for("dense")["tp"]
         parts = zip(_layer_inputs(), (0, 1, 0), strict=True)
@@ -171,7 +170,7 @@ def _second_derivative() -> tuple[Tensor, Tensor]:
         mesh = ctx.mesh_for("dense")["tp"]
         shard = torch.arange(1.0, 3.0, dtype=torch.float64) + 2 * ctx.rank
         shard.requires_grad_()
-        loss = gather_shards(shard, mesh, dim=0, gradient="partial").pow(3).sum()  # on both ranks: twice in all
+        loss = gather_shards(shard, mesh, dim=0, gradient="partial").pow(3).sum()  # both ranks add it to the total loss
         (first,) = torch.autograd.grad(loss, shard, create_graph=True)
         (second,) = torch.autograd.grad(first, shard, torch.ones_like(first))
         return shard.detach(), second
@@ -216,7 +215,7 @@ def test_one_rank_gets_its_tensor_back() -> None:
 
 
 def _changed_tensors() -> list[str]:
-    """Contiguous inputs and gradients, which a collective that works in place could take for its own."""
+    """Return the contiguous inputs and gradients that a collective has overwritten."""
     with MeshConfig(tensor_parallel=-1).build() as ctx:
         mesh, changed = ctx.mesh_for("dense")["tp"], []
         for name in NAMES:
@@ -290,7 +289,7 @@ def _sums_of_random_sizes(num_sums: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("world_size", [3, 5, 6, 7])
 def test_sums_have_the_same_bits_on_all_ranks(world_size: int) -> None:
-    """Whatever the backend does with sizes that ranks do not divide: replicas must not drift apart."""
+    """Replicas must not diverge, also for sizes that the number of ranks does not divide."""
     first, *others = run_ranks(_sums_of_random_sizes, 24, world_size=world_size)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

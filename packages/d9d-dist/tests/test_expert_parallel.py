@@ -21,7 +21,7 @@ from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
 
 
 class Experts(nn.Module):
-    """Multiplies each row with a matrix of its own expert; here all experts of this rank, one after the other."""
+    """Multiplies each row by its expert's matrix; here for all experts of this rank, in order."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Sparse(nn.Module):
 
 
 def _inputs(coordinate: int) -> Tensor:
-    """The rows of all four experts that one rank of `ep_replicate` computes."""
+    """Return the rows of all four experts for one rank of `ep_replicate`."""
     draws = torch.Generator().manual_seed(coordinate)
     return torch.randn(4, 2, 4, generator=draws, dtype=torch.float64)
 
@@ -62,7 +62,7 @@ def _expected(num_replicas: int) -> tuple[dict[str, Tensor], Tensor]:
 def _train(
     mesh: dict[str, int], *, shard_replicas: bool, outer: str
 ) -> tuple[dict[str, Tensor], Tensor, list[tuple[Any, ...]]]:
-    """Every rank computes the rows of its own experts; a rank's part of `dense` is that of those rows."""
+    """Train on the rows of this rank's experts; a rank's part of the gradient of `dense` comes from those rows."""
     with MeshConfig(**mesh).build() as ctx:
         with torch.device("meta"):
             model = Sparse().double()

@@ -22,7 +22,7 @@ from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
 
 
 class Gain(nn.Module):
-    """Scales the inputs and the outputs of the layer it stands in."""
+    """Scales the inputs and outputs of its parent layer."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()

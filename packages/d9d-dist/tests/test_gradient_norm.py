@@ -19,7 +19,7 @@ SHAPES = [(5, 7), (9,), (7, 5), (3, 4), (1,), (6, 2)]
 
 
 def _full(seed: int) -> torch.Tensor:
-    """A gradient as a function of its parameter's number alone, as after a reduction."""
+    """Return a full gradient that depends only on the parameter's number, as after a reduction."""
     shape = SHAPES[seed % len(SHAPES)]
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * (1 + seed)
 
@@ -43,7 +43,7 @@ def _plain(seed: int) -> nn.Parameter:
 
 
 def _sharded_model(ctx: DistributedContext, seeds: list[int]) -> list[nn.Parameter]:
-    """Split by FSDP's own hand over what is tensor parallel; the gradients are the values."""
+    """Shard tensor-parallel parameters by FSDP; the gradients equal the values."""
     dense = ctx.mesh_for("dense")
     model = nn.ParameterList(nn.Parameter(_full(seed)) for seed in seeds)
     if dense["tp"].size() > 1:
@@ -90,7 +90,7 @@ def test_each_element_counts_once(degrees: dict[str, int], names: set[str], norm
 
 
 def _everything(norm_type: float) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[tuple[int, int]]]:
-    """Eight ranks: two stages, each with dense, tensor-parallel and expert parameters; one lacks a gradient."""
+    """Run on eight ranks: two stages, each with dense, tensor-parallel and expert parameters; one has no gradient."""
     degrees = {"pipeline_parallel": 2, "data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2}
     with MeshConfig(**degrees).build() as ctx, pytest.MonkeyPatch.context() as patch:
         dense, expert = ctx.mesh_for("dense"), ctx.mesh_for("expert")
@@ -105,7 +105,7 @@ def _everything(norm_type: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]
             _spread(first + 6, expert["ep_shard"], [Shard(0)]),
             _spread(first + 8, expert["ep_replicate", "ep_shard"], [Replicate(), Shard(0)]),
             _spread(first + 9, expert["ep_replicate", "ep_shard"], [Shard(0), Shard(1)]),
-            # Has a gradient on one shard only: on the other it counts as zero, and nobody waits for it.
+            # Has a gradient on one shard only; the other shard counts as zero, without a deadlock.
             _spread(first + 11, dense["dp_cp_shard"], [Shard(0)], has_gradient=shard == 0),
         ]
         frozen = _plain(first)
@@ -186,7 +186,7 @@ def test_low_precision_gradients_are_measured_in_float32(norm_type: float, dtype
         norm = global_grad_norm(parameters, ctx=ctx, norm_type=norm_type)
         (part,) = grad_norm_parts(parameters, ctx=ctx, norm_type=norm_type).values()
     assert norm.dtype == part.dtype == torch.float32
-    # Float32: a tree of 13 sums, then powers of norms, which multiply errors by p, and a root. bfloat16 is
+    # Float32: a tree of 13 sums, then powers of norms, which scale errors by p, and a root. bfloat16 is
     # off by 2**-9, float16 by 2**-12.
     assert norm.item() == pytest.approx(exact, rel=2**-18)
     assert part.item() == pytest.approx(exact, rel=2**-18)

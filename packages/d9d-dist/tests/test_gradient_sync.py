@@ -17,7 +17,7 @@ Gradients = dict[str, torch.Tensor | None]
 
 
 class _Model(nn.Module):
-    """Has a tied matrix, a layer that not every call uses, and one that none does."""
+    """Has a tied matrix, a layer that only some calls use, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _Model(nn.Module):
 
 
 def _microbatches(rank: int, num_microbatches: int) -> list[torch.Tensor]:
-    """Of different sizes, some odd and some even: only some of them use the layer `maybe`."""
+    """Return microbatches of odd and even sizes; only some of them use the layer `maybe`."""
     generator = torch.Generator().manual_seed(rank)
     sizes = [2 + (rank * index) % 4 for index in range(num_microbatches)]
     return [torch.randn(size, 6, dtype=torch.float64, generator=generator) for size in sizes]
@@ -50,7 +50,7 @@ def _backward(model: nn.Module, microbatches: list[torch.Tensor]) -> None:
 
 
 def _full(model: nn.Module) -> Gradients:
-    """The gradients, which have to be summed already: nothing is communicated."""
+    """Return the gradients, which must be reduced already. No collectives."""
     found: Gradients = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
@@ -79,7 +79,7 @@ CASES = [
 
 
 def _accumulate() -> list[list[Gradients]]:
-    """Two steps of each case."""
+    """Run two steps of each case, and return the gradients of each step."""
     with MeshConfig(data_parallel_replicate=-1).build() as ctx:
         mesh, found = ctx.mesh_for("dense")["dp_replicate"], []
         for bucket_bytes, num_microbatches, to_none in CASES:
@@ -130,7 +130,7 @@ def test_gradients_of_an_earlier_step_are_added_to() -> None:
 
 
 def _fewer_and_by_hand() -> list[Gradients]:
-    """A last step with fewer microbatches than said; a loop without hooks."""
+    """Return the gradients of a step with fewer microbatches than declared, and of a loop without hooks."""
     with MeshConfig(data_parallel_replicate=2).build() as ctx:
         found = []
         for by_hand in (False, True):
@@ -153,7 +153,7 @@ def test_finish_reduces_what_is_there() -> None:
 
 
 class _Recorder:
-    """Takes down the all-reduces that are issued: their bytes, the number of ranks, and the order of other events."""
+    """Records bytes and group sizes of all-reduces, in order with other events."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[Any] = []
@@ -271,7 +271,7 @@ def test_reduction_in_bfloat16(dtype: torch.dtype | None, precision: Precision |
 
 
 def _two_axes() -> tuple[Gradients, list[Any], int]:
-    """Norms inside a sequence-parallel region of replicas: each rank has its own samples and tokens."""
+    """Train norms inside a sequence-parallel region with replicas: each rank has its own samples and tokens."""
     with MeshConfig(data_parallel_replicate=2, tensor_parallel=2).build() as ctx, pytest.MonkeyPatch.context() as patch:
         model, dense = nn.Sequential(nn.LayerNorm(6), nn.LayerNorm(6)).double(), ctx.mesh_for("dense")
         distribute_parameters(model, dense["tp"], {}, default=Replicate())
@@ -309,7 +309,7 @@ def test_two_axes_at_once_are_one_collective() -> None:
 
 
 def _unplanned() -> tuple[torch.Tensor, torch.Tensor]:
-    """A gradient that something else than local parameters has left partial."""
+    """Reduce a partial gradient of a module without local-parameter hooks."""
     with MeshConfig(tensor_parallel=2).build() as ctx:
         mesh, model = ctx.mesh_for("dense")["tp"], nn.Linear(3, 2)
         distribute_parameters(model, mesh, {}, default=Replicate())
@@ -349,7 +349,7 @@ def test_what_fsdp_manages_is_left_to_it() -> None:
     for is_shard, is_replicate, num_collectives in run_ranks(_beside_fsdp):
         assert is_shard
         assert is_replicate
-        assert num_collectives == 3  # a bucket, and which parameters were used, of replicas and of FSDP
+        assert num_collectives == 3  # one bucket, and the used parameters of replicas and of FSDP
 
 
 def _too_many() -> str:
@@ -390,7 +390,7 @@ def _dropped() -> tuple[bool, bool]:
         sync = weakref.ref(kept := GradientSync(model))
         was_alive = sync() is kept
         del kept
-        _backward(model, _microbatches(0, 1))  # its hooks are still there, and do nothing
+        _backward(model, _microbatches(0, 1))  # the hooks remain but do nothing
         return was_alive, sync() is None
 
 

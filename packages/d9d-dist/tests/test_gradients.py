@@ -6,7 +6,7 @@ from d9d_dist import MeshConfig, clip_grad_norm_, scale_gradients_
 
 
 def _model() -> nn.Module:
-    """With a gradient for each parameter."""
+    """Return a model with a gradient for each parameter."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 5)).double()
     for parameter in model.parameters():
@@ -47,7 +47,7 @@ def test_scaling_and_clipping_in_one_pass_is_one_after_the_other(max_norm: float
 @pytest.mark.parametrize("factor", [1 / 3, torch.tensor(1 / 3), torch.tensor(1 / 3, dtype=torch.float64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_products_are_rounded_once(dtype: torch.dtype, factor: torch.Tensor | float) -> None:
-    """The factor, such as one over the weight of a batch, is not rounded to the dtype of 16-bit gradients first."""
+    """The factor, e.g. 1 / global weight of a batch, is not rounded to the dtype of 16-bit gradients first."""
     gradient = torch.randn(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     expected = (gradient.to(wide) * torch.as_tensor(factor, dtype=wide)).to(dtype)

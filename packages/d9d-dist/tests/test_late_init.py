@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class _Scale(nn.Module):
-    """A parameter, a persistent and a non-persistent buffer of its own, and every way to draw."""
+    """Has its own parameter, a persistent and a non-persistent buffer, and draws from all generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def test_values_do_not_depend_on_the_layout(layout: str, device: Device) -> None
 
 
 class _Fillings(nn.Module):
-    """A weight for each filler of torch.nn.init, of sizes that split evenly and unevenly, and one that is 1-D."""
+    """A weight for each initializer of torch.nn.init, of even and uneven sizes, and a 1-D weight."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ TENSOR_PARALLEL = {
 @pytest.mark.parametrize("layout", TENSOR_PARALLEL)
 def test_values_do_not_depend_on_splits_of_splits(layout: str, tp_dim: int) -> None:
     degrees = TENSOR_PARALLEL[layout]
-    # torch can have no empty part of a tensor-parallel parameter under FSDP2, so the smallest sizes are for tp alone.
+    # FSDP2 does not support empty shards of tensor-parallel parameters, so the smallest sizes are for tp only.
     sizes = [(8, 12), (7, 5), *([(3, 1), (1, 3)] if layout == "tp" else [])]
     expected = _values_of_one_process(sizes)
     assert expected[0]["truncated"].unique().numel() > 50
@@ -167,7 +167,7 @@ def _sizes_that_do_not_fit(rows: int) -> str:
 
 
 def test_a_size_for_which_placements_do_not_tell_the_truth_is_refused() -> None:
-    # Of 7 rows tp takes 4 + 3, and then 2 + 2 + 0 and 1 + 1 + 1, which is not how a strided shard of 7 is defined.
+    # tp splits 7 rows into 4 + 3, and FSDP these into 2 + 2 + 0 and 1 + 1 + 1. A strided shard of 7 is split otherwise.
     messages = run_ranks(_sizes_that_do_not_fit, 7, world_size=6)
     assert any(message != "fits" for message in messages)
     for message in messages:
@@ -226,7 +226,7 @@ def test_wrappers_leave_no_trace_in_names() -> None:
 
 
 class _Holder(nn.Module):
-    """Writes through a list, where no full tensor can take the parameter's place, or changes a shape."""
+    """Writes through a list, where a full tensor cannot replace the parameter, or changes a shape."""
 
     def __init__(self, *, through_list: bool) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ def test_axes_have_their_documented_names() -> None:
     assert list(domains["flat"]) == ["world"]
 
 
-# What a user may get wrong, and the whole message.
+# Invalid configurations, each with its full error message.
 REFUSED = {
     "a product that is not the world": (
         {"data_parallel_replicate": 2, "data_parallel_shard": 2},

@@ -26,7 +26,7 @@ from d9d_dist.testing import run_ranks
 
 
 class _Odd(nn.Module):
-    """Tensors of many dtypes and shapes; no size divides by 2 or 4."""
+    """Tensors of many dtypes and shapes; neither 2 nor 4 divides any size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,8 +153,8 @@ def _split(model: nn.Module, ctx: DistributedContext) -> None:
 
 
 def _placed_values(parallelize: Callable[[nn.Module, DistributedContext], None], degrees: dict[str, int]) -> list[str]:
-    """Names of the tensors that are not the built ones."""
-    small_blocks = mock.patch.object(d9d_dist.model_values, "_BLOCK_BYTES", 16)  # several for most tensors
+    """Return the names of tensors whose placed values differ from the built ones."""
+    small_blocks = mock.patch.object(d9d_dist.model_values, "_BLOCK_BYTES", 16)  # several blocks for most tensors
     with small_blocks, MeshConfig(**degrees).build() as ctx:
         expected = _build()
         model = _build()

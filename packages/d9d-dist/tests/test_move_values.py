@@ -6,7 +6,7 @@ from d9d_dist import UserError, built_values, move_to_meta, move_values
 
 
 def _partly_built() -> nn.Sequential:
-    """A model of which the first two layers share a weight without values."""
+    """Return a model whose first two layers share a weight without values."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
     shared = nn.Parameter(torch.empty(3, 3, device="meta"), requires_grad=False)
     for layer in (model[0], model[1]):

@@ -16,7 +16,7 @@ SIZE = 6
 
 
 class _Model(nn.Module):
-    """Tied weights and a buffer, in a block that is sharded by itself and a root."""
+    """Tied weights and a buffer, in an FSDP block and an FSDP root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
 
 
 def _identities(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Everything that has to be the same after being brought back."""
+    """Return everything that must be identical after onloading."""
     tensors = _tensors(model, optimizer)
     return [
         [id(tensor) for tensor in tensors],
@@ -75,7 +75,7 @@ def _train(offloads: bool) -> dict[str, Tensor]:
             optimizer.step()
             model.steps += 1
             with torch.no_grad():
-                model(ids)  # a forward alone leaves the root gathered
+                model(ids)  # after a forward without backward the root stays gathered
             if offloads:
                 _offload_and_check(offloader, model, optimizer)
             optimizer.zero_grad()

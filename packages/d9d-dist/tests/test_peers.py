@@ -30,7 +30,7 @@ def test_the_state_of_a_process_is_known_until_and_after_its_end() -> None:
     os.kill(child, signal.SIGCONT)
     _wait_for(child, "runs")
     os.kill(child, signal.SIGKILL)
-    _wait_for(child, "is gone")  # its parent has not asked yet how it ended
+    _wait_for(child, "is gone")  # a zombie: its parent has not waited for it yet
     os.waitpid(child, 0)
     assert process_state(child) == "is gone"
 
@@ -42,7 +42,7 @@ def test_a_system_without_such_files_knows_who_is_there(monkeypatch: pytest.Monk
     monkeypatch.setattr(Path, "read_text", refuse)
     monkeypatch.setattr(Path, "readlink", refuse)
     assert process_state(os.getpid()) == "runs"
-    assert process_state(1) == "runs"  # another user's, perhaps
+    assert process_state(1) == "runs"  # may belong to another user
     assert peers._namespace() == ""
 
 

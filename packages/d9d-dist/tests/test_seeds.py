@@ -33,7 +33,7 @@ DROPOUT_DEGREES = [
 
 
 def _kept_by_dropout() -> list[tuple[tuple[int, ...], list[bool]]]:
-    """For each mesh, the place of this rank without tp, and which of the elements dropout keeps."""
+    """Return, for each mesh, this rank's coordinate without tp and the dropout mask."""
     kept = []
     for degrees in DROPOUT_DEGREES:
         with MeshConfig(**degrees).build() as ctx:

@@ -26,7 +26,7 @@ class _ScaleFunction(torch.autograd.Function):
 
 
 def _scale(x: Tensor, weight: Tensor) -> Tensor:
-    """A custom function whose weight's gradient can wait."""
+    """A custom function with a deferred weight gradient."""
     weight, slot = take_weight(weight, x)
     return _ScaleFunction.apply(x, weight, slot)
 
@@ -53,7 +53,7 @@ class _Doubled(nn.Module):
 
 
 class _Stage(nn.Module):
-    """All that a stage may hold: biases or none, a weight used twice, a custom function, a weight that is computed."""
+    """A stage with and without biases, a weight that is used twice, a custom function and a parametrized weight."""
 
     def __init__(self, *, recompute: bool = False) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_weights_wait_and_everything_equals_one_backward(recompute: bool) -> Non
     later = split.backward([y], [grad_y])
     torch.testing.assert_close(x.grad, expected_x, rtol=1e-12, atol=1e-12)
     early = _gradients(stage)
-    # first and third have a bias, whose gradient cannot wait; computed weights are hidden until theirs is there.
+    # Bias gradients of first and third are not deferred. The gradient behind a parametrized weight is.
     assert {name for name, gradient in early.items() if gradient is None} == set(DEFERRED)
     later.compute()
     assert len(later) == 0
@@ -149,7 +149,7 @@ def test_a_backward_that_is_not_split_computes_everything() -> None:
 
 
 def test_what_waits_is_not_added_to_by_others() -> None:
-    """The gradient of `shift` is the one that the linear layer before it received; the next must not go into both."""
+    """`shift` gets the gradient tensor that the linear layer has saved; the next gradient must not change it."""
     torch.manual_seed(0)
     linear, shift = nn.Linear(3, 3, bias=False).double(), nn.Parameter(torch.zeros(2, 5, 3, dtype=torch.float64))
     x, grad_y = (torch.randn(2, 5, 3, dtype=torch.float64) for _ in range(2))
@@ -214,7 +214,7 @@ def test_the_innermost_split_counts() -> None:
         with inner.forward():
             y = linear(x)
         z = linear(y)
-    assert len(outer.backward([z.sum()], [None])) == 1  # inner's is computed at once
+    assert len(outer.backward([z.sum()], [None])) == 1  # the gradient of the inner split is computed immediately
     assert linear.weight.grad is not None
 
 
@@ -222,7 +222,7 @@ def test_a_function_outside_any_split_is_autograds() -> None:
     x, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
     (found,) = torch.autograd.grad(_scale(x, weight).sum(), weight)
     torch.testing.assert_close(found, x.detach().sum((0, 1)))
-    assert _scale(x, weight.detach()).grad_fn is not None  # frozen weights give nothing, and are not asked
+    assert _scale(x, weight.detach()).grad_fn is not None  # a frozen weight has no gradient, and its work is not called
     assert torch.autograd.grad(_scale(x, weight.detach()).sum(), x)[0].shape == x.shape
 
 
@@ -242,7 +242,7 @@ def test_an_exception_ends_the_context() -> None:
     weight, x = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     assert take_weight(weight, x)[0] is weight
     x.register_hook(lambda _: _fail())
-    for _ in range(2):  # the second is not refused as a second pass at a time
+    for _ in range(2):  # the failed pass must not block the second one
         with pytest.raises(RuntimeError, match="failed"):
             split.backward([x.sum()], [None])
 
@@ -274,6 +274,6 @@ def test_stages_do_not_disturb_each_other() -> None:
         y = first(x)
     with other.forward():
         w = second(z)
-    assert len(one.backward([w], [grad_w])) == 0  # of the other stage: nothing of it waits
+    assert len(one.backward([w], [grad_w])) == 0  # weight gradients of the other stage are not deferred
     one.backward([y], [grad_y]).compute()
     torch.testing.assert_close(_gradients(first), _gradients(second), rtol=1e-12, atol=1e-12)

@@ -13,7 +13,7 @@ def test_stages_cover_all_layers_in_order_and_evenly(count: int, extra: int, bef
     ]
     assert [layer for part in parts for layer in part] == list(range(num_layers))
     work = [len(part) for part in parts]
-    if count > max(before, after, 1):  # virtual layers then fit into the first and last stage
+    if count > max(before, after, 1):  # then the virtual layers fit into the first and last stage
         middle = work[1:-1]
         assert not middle or max(middle) - min(middle) <= max(before, after, 1)
 

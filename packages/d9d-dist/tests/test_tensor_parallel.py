@@ -34,7 +34,7 @@ VOCAB, SIZE, HEADS, HEAD_DIM, LENGTH = 16, 12, 4, 3, 8
 
 
 class _Norm(nn.Module):
-    """A norm with a weight and a bias; not of a kind that anything here could know."""
+    """A custom norm with a weight and a bias, unknown to the library."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _Norm(nn.Module):
 
 
 class _Heads(nn.Module):
-    """Attention's shape without attention: heads mix tokens, and a norm is shared by all heads."""
+    """A module with the shapes of attention: heads mix tokens, and all heads share a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def _plan(*, sequence: bool) -> dict[str, TensorStyle]:
 
 
 def _train(plan: Mapping[str, TensorStyle] | None, degrees: dict[str, int], options: dict[str, bool]) -> Any:
-    """Logits, losses, summed gradients of two microbatches, and placements."""
+    """Return logits, losses, summed gradients of two microbatches, and placements."""
     with MeshConfig(**degrees).build() as ctx:
         with torch.device("meta"):
             model = _Model(**options).double()
@@ -252,7 +252,7 @@ def test_refuses_a_style_that_does_not_fit(plan: dict[str, TensorStyle], message
 
 
 def _partial_or_not() -> dict[str, bool]:
-    """Which gradients are parts of sums: inside a region, unless a submodule is taken out of it."""
+    """Return which gradients are partial: those inside a region, except in submodules excluded from it."""
     with MeshConfig(tensor_parallel=-1).build() as ctx:
         model = _Model()
         plan = {"blocks.0.heads": TensorRegion(), "blocks.1": SequenceParallel(), "blocks.1.norm": Replicated()}
@@ -373,7 +373,7 @@ def test_a_head_with_another_loss_must_say_how_it_is_split() -> None:
 
 
 class _Smoothed:
-    """A loss that knows its form over ranks."""
+    """A loss with a vocab-parallel form."""
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self.mesh = mesh

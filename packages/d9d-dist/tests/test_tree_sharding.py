@@ -45,7 +45,7 @@ def _tensor_pairs(draw: st.DrawFn, size: int) -> Pair:
 
 @st.composite
 def _pairs(draw: st.DrawFn, size: int, depth: int = 2) -> Pair:
-    """A nest: most of its leaves tensors, some of its lists cut."""
+    """Draw a tree and its spec: most leaves are tensors, and some lists are split."""
     kinds = ["tensor", "tensor", "scalar", "list", "cut list", "tuple", "dict"]
     kind = draw(st.sampled_from(kinds if depth else kinds[:3]))
     if kind == "tensor":
@@ -61,7 +61,7 @@ def _pairs(draw: st.DrawFn, size: int, depth: int = 2) -> Pair:
             return trees, ShardOn()
         case "tuple":
             return tuple(trees), tuple(specs)
-        case _:  # the spec in another order than the tree
+        case _:  # spec and tree have different key orders
             keys = "abcd"[: len(trees)]
             return dict(zip(keys, trees, strict=True)), dict(reversed(list(zip(keys, specs, strict=True))))
 

@@ -5,7 +5,7 @@ from d9d_dist.trees import ScalarTree, TensorTree, Tree
 
 
 def _count(tree: Tree[Tensor | float | None]) -> int:
-    """A walk over a tree: what the type checker, which reads this file, has to accept."""
+    """Count the tensors of a tree. The type checker, which also checks this file, must accept the types."""
     if isinstance(tree, Tensor):
         return 1
     if isinstance(tree, dict):

@@ -10,7 +10,7 @@ NUM_TOKENS, VOCAB, SIZE = 13, 12, 5
 
 
 def _logits() -> torch.Tensor:
-    """Large ones too: an exponential without the maximum taken off would overflow."""
+    """Return logits, some so large that an exponential without subtraction of the maximum would overflow."""
     draws = torch.Generator().manual_seed(0)
     return torch.randn(NUM_TOKENS, VOCAB, dtype=torch.float64, generator=draws) * 300
 
@@ -103,7 +103,7 @@ def _out_of_range() -> list[str]:
 
 
 def test_ids_of_no_rank_are_refused() -> None:
-    """They would count as zero on every rank."""
+    """Without the check they would count as zero on every rank."""
     labels = "expected labels within 0 ... 11 or -100."
     expected = [
         f"got labels from 12 to 12; {labels}",

@@ -1,4 +1,4 @@
-"""Topology, collectives, parallelism and exact gradients for PyTorch."""
+"""Distributed training for PyTorch: device meshes, collectives, parallelism and gradient reduction."""
 
 from d9d_dist.batch_norm import synchronize_batch_norm
 from d9d_dist.collectives import (

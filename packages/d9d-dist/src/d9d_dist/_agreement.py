@@ -1,4 +1,4 @@
-"""Ranks that were started differently compute nonsense or hang: they compare digests of what they should agree on."""
+"""Check that all ranks have the same configuration, by comparing digests."""
 
 import hashlib
 from collections import Counter
@@ -15,15 +15,15 @@ _RANKS_SHOWN = 8
 
 
 def check_agreement(name: str, value: str | bytes, *, device: torch.device) -> None:
-    """Check that a value is the same on all ranks. Collective over all ranks: one all-gather of 32 bytes a rank.
+    """Check that a value is equal on all ranks. Collective over all ranks: one all-gather of 32 bytes per rank.
 
     Args:
-        name: What the value is, for the message.
-        value: The value; only its digest travels.
-        device: Where this rank's collectives run.
+        name: Name of the value, for the error message.
+        value: This rank's value. Only its digest is sent.
+        device: Device on which this rank runs collectives.
 
     Raises:
-        UserError: On every rank, with the same message, if the ranks do not agree.
+        UserError: On every rank, with the same message, if the values differ.
     """
     content = value.encode() if isinstance(value, str) else value
     digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES, person=b"d9d").digest()
@@ -33,14 +33,14 @@ def check_agreement(name: str, value: str | bytes, *, device: torch.device) -> N
     words = gathered.view(-1, mine.numel())
     if torch.equal(words, words[:1].expand_as(words)):
         return
-    with suppress(RuntimeError):  # nobody leaves, and breaks connections, before all ranks know
+    with suppress(RuntimeError):  # no rank exits and closes its connections before all have raised
         dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
     raise UserError(_describe(name, [tuple(row) for row in words.tolist()]))
 
 
 def _describe(name: str, digests: Sequence[tuple[int, ...]]) -> str:
     counts = Counter(digests)
-    # The digest of most ranks; on a tie that of the lowest rank, because max gives the first of equals.
+    # The most common digest; on a tie that of the lowest rank, because max returns the first of equals.
     reference = max(digests, key=lambda digest: counts[digest])
     odd = [rank for rank, digest in enumerate(digests) if digest != reference]
     shown = ", ".join(map(str, odd[:_RANKS_SHOWN])) + (f" and {len(odd) - _RANKS_SHOWN} more" if odd[8:] else "")

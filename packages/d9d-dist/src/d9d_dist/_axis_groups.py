@@ -1,7 +1,7 @@
-"""Process groups over mesh axes, one for each set of ranks: domains that split ranks alike share their communicators.
+"""Process groups over mesh axes, one for each set of ranks: domains with the same split share their communicators.
 
-`init_device_mesh` makes new groups for every axis of every mesh, and every rank takes part in making all of them. Here
-each rank makes the groups it belongs to and no others, so starting up costs the same on eight ranks and on 100,000.
+`init_device_mesh` creates new groups for every axis of every mesh, and every rank takes part in creating all of them.
+Here each rank creates only the groups that it belongs to, so start-up time does not grow with the number of ranks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-# The sizes and strides, in ranks, of the axes that a group spans, the slowest first: equal splits have equal ones.
+# Size and stride (in ranks) of each axis that a group spans, slowest first. Equal splits have equal values.
 _Split = tuple[tuple[int, int], ...]
 
 
 class AxisGroups:
-    """The process groups of this rank, made when they are first asked for.
+    """Process groups of this rank, created on first use.
 
-    A group that is not there yet is made collectively: all ranks of the job ask for it, in the same order.
+    Creating a group is collective over all ranks: they must request the same axes in the same order.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -27,12 +27,12 @@ class AxisGroups:
         self._groups: dict[_Split, dist.ProcessGroup] = {}
 
     def over(self, domain: Mapping[str, int], axes: Iterable[str], *, name: str) -> dist.ProcessGroup:
-        """The group over some axes of a domain together.
+        """Return the process group over one or more axes of a domain. Collective over all ranks if it is a new group.
 
         Args:
-            domain: Sizes of all axes by name, slowest first.
-            axes: Names of the axes to span, in any order; ranks of the group are in the domain's order.
-            name: What torch's debugging tools call the group, where it is not there yet.
+            domain: Size of every axis by name, slowest axis first.
+            axes: Names of the axes to span, in any order. The order of ranks in the group is that of the domain.
+            name: Description of a new group in torch's debugging tools.
         """
         split = _split(domain, set(axes))
         if split not in self._groups:
@@ -40,7 +40,7 @@ class AxisGroups:
         return self._groups[split]
 
     def mesh(self, domain: Mapping[str, int], *, device_type: str) -> DeviceMesh:
-        """A mesh of all ranks with the axes of a domain; a root mesh of its own."""
+        """Return a root mesh of all ranks with the axes of a domain. Collective over all ranks if it creates groups."""
         groups = [self.over(domain, [axis], name=f"mesh_{axis}") for axis in domain]
         ranks = torch.arange(dist.get_world_size(), dtype=torch.int, device="cpu").view(*domain.values())
         if len(groups) == 1:
@@ -48,9 +48,12 @@ class AxisGroups:
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(domain))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the timeout of every group of this process, those that others made included, and of later ones."""
+        """Set the timeout of all existing process groups of this process, also of groups created elsewhere.
+
+        Groups that this object creates later have it too.
+        """
         self._timeout = timeout
-        # torch 2.11 has it under a private name only, of which later ones warn.
+        # In torch 2.11 the function is private; later versions deprecate the private name.
         name = "set_timeout" if hasattr(dist, "set_timeout") else "_set_pg_timeout"
         change = getattr(dist.distributed_c10d, name)
         for group in list(dist.distributed_c10d._world.pg_map):
@@ -68,7 +71,7 @@ class AxisGroups:
 
 
 def _split(domain: Mapping[str, int], axes: set[str]) -> _Split:
-    """Sizes and strides without axes of one rank, and with neighbours that count on from each other made one."""
+    """Return sizes and strides of the axes. Axes of size 1 are dropped, and adjacent axes are merged into one."""
     split: list[tuple[int, int]] = []
     stride = 1
     for axis, size in reversed(list(domain.items())):
@@ -80,6 +83,6 @@ def _split(domain: Mapping[str, int], axes: set[str]) -> _Split:
 
 
 def _ranks_with(rank: int, split: _Split) -> list[int]:
-    """All ranks that differ from `rank` on the axes of a split only, ascending."""
+    """Return the ranks that differ from `rank` only on the axes of a split, in ascending order."""
     first = rank - sum(rank // stride % size * stride for size, stride in split)
     return [first + sum(steps) for steps in product(*(range(0, size * stride, stride) for size, stride in split))]

@@ -1,8 +1,8 @@
-"""Random numbers by position: element i of a stream is a function of (key, i), so any slice can be computed alone.
+"""Counter-based random numbers: element i of a stream is a function of (key, i), so any slice can be computed alone.
 
-A torch generator hands out numbers in the order of calls, which ties values to the layout of the job. Here every
-element is hashed from its global index with the finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable
-pseudorandom number generators", 2014), in integer tensor operations that give the same bits on every device.
+A torch generator returns numbers in call order, so values would depend on the layout. Here each element is hashed from
+its global index with the finalizer of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
+2014). The hash uses integer tensor operations, which give the same bits on every device.
 """
 
 import torch
@@ -13,12 +13,12 @@ _MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
 
 
 def uniform_at(index: torch.Tensor, key: int) -> torch.Tensor:
-    """Uniform numbers in the open interval (0, 1), float64, one for each int64 index."""
+    """Return a uniform float64 number in the open interval (0, 1) for each int64 index."""
     return _unit(_mix(index * _GOLDEN + key))
 
 
 def normal_at(index: torch.Tensor, key: int) -> torch.Tensor:
-    """Standard normal numbers, float64, one for each int64 index, by the Box-Muller transform."""
+    """Return a standard normal float64 number for each int64 index, by the Box-Muller transform."""
     radius = uniform_at(index * 2, key).log_().mul_(-2.0).sqrt_()
     angle = uniform_at(index * 2 + 1, key).mul_(2.0 * torch.pi)
     return angle.cos_().mul_(radius)
@@ -31,10 +31,10 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(bits: torch.Tensor, places: int) -> torch.Tensor:
-    """A logical shift: torch's own copies the sign."""
+    """Shift right logically; torch's `>>` on int64 is arithmetic, i.e. it copies the sign bit."""
     return (bits >> places).bitwise_and_((1 << (64 - places)) - 1)
 
 
 def _unit(bits: torch.Tensor) -> torch.Tensor:
-    """The top 53 bits as a number in the middle of one of 2^53 equal cells of (0, 1)."""
+    """Map the top 53 bits to the midpoint of one of 2^53 equal cells of (0, 1)."""
     return _shift_right(bits, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)

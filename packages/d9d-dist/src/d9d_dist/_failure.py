@@ -1,7 +1,7 @@
-"""How a rank leaves a job that failed: it tells the others why, through the store, and waits for nobody.
+"""Failure reports: a failing rank publishes its error in the store and exits without waiting for other ranks.
 
-A collective that fails on a rank mostly fails because of another rank. So a rank whose collective failed first looks
-for the cause: a rank that has told its own error, or a process of this machine that is gone or stopped.
+A collective usually fails because another rank failed. A rank whose collective failed therefore looks for the cause
+before it publishes: the error of another rank, or a process on this machine that exited or is stopped.
 """
 
 import time
@@ -12,20 +12,20 @@ import torch.distributed as dist
 from d9d_dist.peers import peers_here
 
 FIRST_FAILURE = "d9d/first_failure"
-"""The key of the store under which the first rank that fails says so: its rank, a line break, and why."""
+"""Store key with the first failure: the rank, a line break and the error message."""
 
-_LONGEST = 500  # characters of a message that are told
-_CAUSE_SECONDS = 1.0  # for which a victim looks for the cause
+_LONGEST = 500  # characters; longer messages are truncated
+_CAUSE_SECONDS = 1.0  # how long a rank whose collective failed looks for the cause
 _LOOK_SECONDS = 0.02
-# What gloo's errors start with, which are plain RuntimeErrors; NCCL's are DistErrors.
+# Part of the source path in gloo's error messages. Gloo raises plain RuntimeErrors, NCCL raises DistErrors.
 _GLOO = "/gloo/"
 
 
 def report_failure(error: BaseException, *, rank: int, world_size: int) -> None:
-    """Tell the other ranks that this one failed; if another failed first, add what it told to the error's notes.
+    """Publish this rank's error, unless another rank failed first; then add that rank's error to this error's notes.
 
-    Waits for no other rank, but up to a second for the cause of a collective that failed, and does nothing where the
-    store cannot be reached any more.
+    Does not wait for other ranks. If a collective failed, it looks for the cause for up to one second. Does nothing if
+    the store is unreachable.
     """
     with suppress(RuntimeError, ValueError):
         store = dist.distributed_c10d._get_default_store()
@@ -38,22 +38,22 @@ def report_failure(error: BaseException, *, rank: int, world_size: int) -> None:
 
 
 def is_victim(error: BaseException) -> bool:
-    """Whether an error is that of a collective, which tells of the connection, not of what happened to the peer."""
+    """Return True for errors of collectives, which report a broken connection but not what happened to the peer."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _GLOO in str(error))
 
 
 def abort_process_groups() -> None:
-    """End all process groups of this process without waiting for what other ranks have yet to send."""
+    """Destroy all process groups of this process without waiting for pending collectives."""
     try:
         abort = dist.distributed_c10d._abort_process_group
-    except AttributeError:  # private, so it may go; then ending is what there is
+    except AttributeError:  # a private function, which torch may remove
         dist.destroy_process_group()
     else:
         abort()
 
 
 def _cause(store: dist.Store, rank: int, world_size: int) -> str | None:
-    """What another rank told, or what this machine shows of one that can tell nothing; `None` if there is neither."""
+    """Return the published error of another rank, or a description of a dead process on this machine; else `None`."""
     others = peers_here(store, (other for other in range(world_size) if other != rank))
     deadline = time.monotonic() + _CAUSE_SECONDS
     while time.monotonic() < deadline:

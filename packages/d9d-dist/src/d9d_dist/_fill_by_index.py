@@ -1,8 +1,8 @@
-"""Runs a `reset_parameters` such that its random numbers depend on names and global indices, never on the layout.
+"""Runs `reset_parameters` so that random numbers depend on names and global indices, not on the layout.
 
 Numbers drawn into a parameter come from a counter-based generator, so a rank draws its own shard alone. Other operators
-give a shard the values of the full tensor only if each element depends on nothing but itself; these few are listed.
-Whatever else meets a DTensor ends the attempt with `NeedsFullTensor`, and the caller runs it again on full tensors.
+give a shard the values of the full tensor only if they are elementwise; `ELEMENTWISE` lists those that are supported.
+Any other operator on a DTensor raises `NeedsFullTensor`, and the caller runs `reset_parameters` again on full tensors.
 """
 
 import sys
@@ -47,10 +47,10 @@ ELEMENTWISE = frozenset(
         _aten.log_.default,
     }
 )
-"""In-place operators that give an element the same bits wherever it lies in memory.
+"""In-place operators whose result for an element has the same bits at any position in memory.
 
-Vectorised CPU kernels of others (`erfinv_`, `sigmoid_`, `pow_`) compute the last elements of a shard with another
-formula than those in the middle of the full tensor.
+Vectorized CPU kernels of `erfinv_`, `sigmoid_` and `pow_` do not: they use another formula for the last elements of a
+shard than for elements in the middle of the full tensor.
 """
 
 
@@ -59,8 +59,8 @@ class Named:
     """A parameter or buffer of the model.
 
     Attributes:
-        name: Its name in the user's model.
-        tensor: The tensor that the model holds, a DTensor or a plain tensor.
+        name: Canonical name, without the names of wrapper modules.
+        tensor: The tensor in the model: a DTensor or a plain tensor.
     """
 
     name: str
@@ -72,15 +72,15 @@ class Named:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part."""
+        """This rank's shard of a DTensor, or the plain tensor itself."""
         return self.tensor._local_tensor if isinstance(self.tensor, DTensor) else self.tensor
 
 
 class NeedsFullTensor(BaseException):
-    """A `reset_parameters` cannot run on shards. No `Exception`, so that user code does not catch it.
+    """Raised if `reset_parameters` cannot run on shards. Not an `Exception`, so that user code does not catch it.
 
     Attributes:
-        tensors: The DTensors that met an operator whose result depends on the layout.
+        tensors: The DTensors that were passed to an operator whose result depends on the layout.
     """
 
     def __init__(self, tensors: Collection[Named]) -> None:
@@ -89,7 +89,7 @@ class NeedsFullTensor(BaseException):
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the memory that a tensor, or this rank's part of a DTensor, lives in."""
+    """Return a key of the storage of a tensor, or of this rank's shard of a DTensor."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()._cdata
 
@@ -98,13 +98,14 @@ class FillByIndex(TorchDispatchMode):
     """Replaces random in-place fills by index-based numbers, and records which tensors are written.
 
     Attributes:
-        written: Parameters and buffers that were written, in whatever way.
+        written: Parameters and buffers that were written by any operator.
 
     Args:
         seed: Seed of the initial values.
-        scope: Name of the module, which names the numbers drawn into its temporary tensors.
-        known: The model's tensors by `storage_key`; those that are swapped for full tensors by the key of these.
-        before_write: Called before the first write to each of them.
+        scope: Name of the module. It seeds draws into temporary tensors before the first draw into a parameter.
+        known: The model's tensors by `storage_key`. A tensor that is replaced by a full tensor has the key of the
+            latter.
+        before_write: Called before the first write to each tensor in `known`.
     """
 
     def __init__(
@@ -133,18 +134,18 @@ class FillByIndex(TorchDispatchMode):
             low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
             return self._fill(args[0], truncated, uniform_at, scale=high - low, shift=low)
         if func is _aten.any.default and isinstance(args[0], DTensor):
-            # trunc_normal_ draws again until no element is out of bounds. Elements do not depend on each other, so each
-            # rank does so for its own part, without collectives.
+            # trunc_normal_ redraws until no element is out of bounds. Elements are independent, so each rank checks its
+            # own shard, without collectives.
             return func(args[0].to_local())
         return func(*args, **kwargs)
 
     def _find_distributed(self, tensor: torch.Tensor) -> Named | None:
-        """The DTensor of the model that a tensor is, or is this rank's part of (`to_local()`)."""
+        """Return the model's DTensor that has this tensor's storage, e.g. for the result of `to_local()`."""
         named = self._known.get(storage_key(tensor))
         return named if named and named.is_distributed and storage_key(named.tensor) == storage_key(tensor) else None
 
     def _runs_on_shards(self, func: Any, tensors: list[torch.Tensor], truncated: torch.Tensor | None) -> bool:
-        """Return True if the operator gives this rank's parts the values that full tensors would get."""
+        """Return True if the operator gives shards the same values as it gives full tensors."""
         if isinstance(truncated, DTensor):
             return self._find(truncated) is not None
         is_random = func in (_aten.normal_.default, _aten.uniform_.default)
@@ -179,8 +180,8 @@ class FillByIndex(TorchDispatchMode):
     def _next_key(self, tensor: torch.Tensor, truncated: torch.Tensor | None) -> int:
         """Return a new key for each draw into a tensor.
 
-        Temporary tensors count from the last draw into a parameter on. Those that trunc_normal_ draws for a parameter
-        count apart: how often it draws again differs between ranks, and must not change what the next draw gives.
+        Draws into temporary tensors are numbered from the last draw into a parameter. The redraws of `trunc_normal_`
+        are numbered separately: their number differs between ranks and must not change the values of the next draw.
         """
         named = self._find(tensor)
         if named is not None:
@@ -195,7 +196,7 @@ class FillByIndex(TorchDispatchMode):
         return stream_key(self._seed, name, draw)
 
     def _find(self, tensor: torch.Tensor) -> Named | None:
-        """The parameter or buffer that a tensor, such as its `.data`, is the whole of."""
+        """Return the parameter or buffer if the tensor covers all of its storage, e.g. its `.data`; else `None`."""
         named = self._known.get(storage_key(tensor))
         if named is None or tensor.shape != named.tensor.shape or tensor.stride() != named.tensor.stride():
             return None
@@ -203,7 +204,7 @@ class FillByIndex(TorchDispatchMode):
 
 
 def _truncated() -> torch.Tensor | None:
-    """The tensor that a running trunc_normal_ fills: only its loop may draw more often on one rank than on another."""
+    """Return the tensor that a running `trunc_normal_` fills. The number of its redraws may differ between ranks."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in (__name__, "torch.utils._python_dispatch"):
         frame = frame.f_back
@@ -219,7 +220,7 @@ def _written_arguments(func: Any) -> list[tuple[int, str]]:
 
 
 def _blocks(tensor: torch.Tensor, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Split this rank's part of a tensor along dim 0; give each block with the global flat index of its elements."""
+    """Split this rank's shard along dim 0; yield each block with the global flat index of its elements."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     places = [place.to(local.device) for place in global_places(tensor, name)]
     if not local.numel():
@@ -230,7 +231,7 @@ def _blocks(tensor: torch.Tensor, name: str) -> Iterator[tuple[torch.Tensor, tor
     row = torch.zeros((), dtype=torch.int64, device=local.device)
     stride = 1
     for size, place in zip(tensor.shape[:0:-1], places[:0:-1], strict=True):
-        # Built from the last dim backwards: each dim is put in front of those that vary faster.
+        # From the last dim to the second: each dim is placed before the dims that vary faster.
         row = place.mul(stride).view(-1, *(1,) * row.ndim) + row
         stride *= size
     rows = max(_CHUNK_ELEMENTS // max(row.numel(), 1), 1)

@@ -1,4 +1,4 @@
-"""Find out in the first forward of a sharded module whether it writes to its parameters, which sharding would lose."""
+"""Detection of parameter writes in the first forward of a module that FSDP shards; sharding would lose the writes."""
 
 from typing import Any
 
@@ -11,19 +11,19 @@ from d9d_dist.late_init import canonical_name
 
 
 def refuse_writes_in_first_forward(module: nn.Module) -> None:
-    """Refuse a forward that replaces or writes to parameters: FSDP gathers them anew, and neither would be kept.
+    """Raise if the first forward replaces or writes to parameters: FSDP all-gathers them anew and loses the writes.
 
-    Call it before `fully_shard`: parameters are compared after hooks of tensor parallelism have restored them, and
-    before FSDP frees them.
+    Call it before `fully_shard`: the comparison must run after the hooks of tensor parallelism have restored the
+    parameters, and before FSDP frees them.
 
     Raises:
-        UserError: In the first forward, naming the parameters.
+        UserError: In the first forward, with the names of the parameters.
     """
     before: dict[str, tuple[torch.Tensor, int, int]] = {}
 
     def note(_module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # A trace has no versions.
+            return  # Traced tensors have no version counters.
         before.update({name: (each, each.data_ptr(), each._version) for name, each in _gathered(module)})
 
     def compare(_module: nn.Module, _args: Any, _output: Any) -> None:

@@ -1,4 +1,4 @@
-"""How gradients are shared out to all-reduces, and what becomes of them there; `d9d_dist.gradient_sync` drives it."""
+"""Buckets of gradients, each reduced by one all-reduce. Used by `d9d_dist.gradient_sync`."""
 
 from collections.abc import Sequence
 from typing import final
@@ -14,17 +14,18 @@ _GROUP_NAME = "gradient_sync"
 
 @final
 class Slot:
-    """A parameter's place in a bucket.
+    """State of one parameter's gradient in a bucket.
 
     Attributes:
         parameter: The parameter.
-        ranks: Those that have the parts of its gradient, ascending, this one among them.
-        reduced: The placements of the sum.
-        wire_dtype: What to reduce in.
-        shape: The shape of this rank's part of the gradient.
-        num_received: How many gradients came in this step.
-        before: What `.grad` was before the step.
-        is_used: Whether this rank has a part.
+        placements: Placements of the gradient before the reduction.
+        ranks: Ranks that sum the gradient, in ascending order; includes this rank.
+        reduced: Placements of the gradient after the reduction.
+        wire_dtype: dtype of the all-reduce.
+        shape: Local shape of the gradient.
+        num_received: Number of gradients accumulated in this step.
+        before: Reduced gradient that was in `.grad` before the step; `None` if there was none.
+        is_used: True if this rank has computed a gradient in this step.
     """
 
     def __init__(self, found: PartialParameter, dtype: torch.dtype | None) -> None:
@@ -43,14 +44,14 @@ class Slot:
         return self.shape.numel() * self.wire_dtype.itemsize
 
     def set_aside(self, gradient: torch.Tensor) -> None:
-        """Before a gradient is added to `.grad`: take out what is summed already, which no part can be added to."""
+        """Move a reduced gradient from `.grad` to `before`; partial gradients cannot be accumulated into it."""
         present = self.parameter.grad
         if present is not None and not is_partial(present):
             self.before = present if self.before is None else self.before + present
             self.parameter.grad = None
 
     def take(self) -> torch.Tensor | None:
-        """This rank's part, contiguous, which `.grad` then gives up; none if it has none."""
+        """Take this rank's partial gradient out of `.grad`, as a contiguous local tensor; `None` if there is none."""
         gradient = self.parameter.grad
         if gradient is None or not is_partial(gradient):
             if gradient is not None:
@@ -63,7 +64,7 @@ class Slot:
         return gradient.to_local().contiguous()
 
     def give(self, local: torch.Tensor) -> None:
-        """Make a sum the parameter's gradient."""
+        """Set `.grad` to the reduced gradient plus `before`."""
         spread = self.parameter
         total = DTensor.from_local(
             local, spread.device_mesh, self.reduced, run_check=False, shape=spread.shape, stride=spread.stride()
@@ -76,7 +77,7 @@ class Slot:
 
 @final
 class Bucket:
-    """Gradients that are reduced by one all-reduce, and that all-reduce while it is under way."""
+    """Gradients that are reduced by one asynchronous all-reduce."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = slots
@@ -91,13 +92,18 @@ class Bucket:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Begin to reduce, without waiting."""
+        """Start the all-reduce without waiting for it."""
         self._buffer = self._pack([slot.take() for slot in self.slots])
         self._work = dist.all_reduce(self._buffer, group=self.group, async_op=True)
 
     @torch.no_grad()
     def finish(self, is_used: Sequence[bool]) -> None:
-        """Wait, give the parameters their gradients, and be ready for the next step."""
+        """Wait for the all-reduce, set the parameters' gradients, and reset the bucket for the next step.
+
+        Args:
+            is_used: For each slot, True if any rank has computed a gradient. Other parameters get back their previous
+                gradient.
+        """
         assert self._buffer is not None
         assert self._work is not None
         self._work.wait()
@@ -111,7 +117,7 @@ class Bucket:
         self._buffer, self._work, self.num_ready = None, None, 0
 
     def _pack(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """One flat tensor of all parts, zeros where there is none; a single part as it is."""
+        """Return one flat tensor of all gradients, zeros for missing ones. A single gradient is not copied."""
         first, dtype = parts[0], self.slots[0].wire_dtype
         if len(parts) == 1 and first is not None and first.dtype == dtype:
             return first.view(-1)
@@ -126,19 +132,19 @@ class Bucket:
         return buffer
 
     def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a flat tensor, in the shapes of the gradients."""
+        """Return views of a flat tensor in the local shapes of the gradients."""
         parts = buffer.split([slot.shape.numel() for slot in self.slots])
         return [part.view(slot.shape) for part, slot in zip(parts, self.slots, strict=True)]
 
 
 def plan_buckets(slots: Sequence[Slot], *, bucket_bytes: int) -> list[list[Slot]]:
-    """Share gradients out to buckets, from the last parameter to the first, as backward finishes them.
+    """Assign gradients to buckets, from the last parameter to the first, in the order in which backward completes them.
 
-    A function of the parameters' metadata alone, so equal on all ranks that reduce together.
+    The result depends only on the parameters' metadata, so it is equal on all ranks that reduce together.
 
     Args:
         slots: The gradients, in the order of the model.
-        bucket_bytes: What a bucket holds at most; a gradient of that size or more has a bucket of its own.
+        bucket_bytes: Maximum size of a bucket in bytes. A gradient of at least this size has a bucket of its own.
 
     Returns:
         Buckets of gradients with equal ranks and dtypes, in the order in which backward completes them.
@@ -167,7 +173,7 @@ def is_partial(gradient: torch.Tensor) -> bool:
 
 
 def _ranks(parameter: DTensor, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """The ranks that differ from this one only on axes where a gradient is a part of a sum, ascending."""
+    """Return the ranks that differ from this rank only on axes with a partial placement, in ascending order."""
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is not in its parameter's mesh"
@@ -179,7 +185,7 @@ def _ranks(parameter: DTensor, placements: Sequence[Placement]) -> tuple[int, ..
 
 
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group for gradients of a set of ranks; torch's own list of groups is where it is found again."""
+    """Return the gradient process group of these ranks, created if torch's registry does not have it yet."""
     for group, members in dist.distributed_c10d._world.pg_group_ranks.items():
         if isinstance(group, dist.ProcessGroup) and group.group_desc == _GROUP_NAME and tuple(sorted(members)) == ranks:
             return group

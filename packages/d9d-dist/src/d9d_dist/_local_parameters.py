@@ -1,9 +1,9 @@
-"""Lets a module whose parameters are DTensors compute with plain tensors: its own code stays as it is.
+"""Hooks that let a module whose parameters are DTensors compute with plain tensors, without changes to its code.
 
-A module that is replicated or tensor parallel holds DTensors, whose placements say how they are split. Its forward gets
-this rank's part of each as a plain tensor, so any operator and any kernel works, at no cost per operator. The gradient
-goes back as a DTensor: on an axis over which the ranks compute different things it is `Partial`, a sum that is yet to
-be taken; `d9d_dist.gradient_sync` looks for exactly that placement.
+Parameters of a replicated or tensor-parallel module are DTensors. Its forward gets this rank's shard of each parameter
+as a plain tensor, so any operator and kernel works, without DTensor's overhead per operator. The gradient becomes a
+DTensor again. On an axis whose ranks compute different parts of it, its placement is `Partial`;
+`d9d_dist.gradient_sync` reduces gradients with that placement.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,16 +20,16 @@ from d9d_dist._owned_gradient import own_gradient
 
 
 class LocalParameters:
-    """The hooks of one module; found again among them when another axis is added.
+    """Forward hooks of one module. They are found again and extended when another mesh axis is added.
 
     Attributes:
         partial_axes: Names of mesh axes over which this module's ranks compute different parts of a replicated
             parameter's gradient.
-        compute_dtype: What floating-point parameters are cast to for forward; `None` keeps their own dtype.
-        reduce_dtype: What their gradients are cast to while ranks add them up; `None` keeps their own dtype.
-        is_apart: Whether the module's parameters live on a mesh of their own, as those of experts do: FSDP of a module
-            around it leaves them alone.
-        beside_fsdp: Names of parameters that are replicated though FSDP shards the module's others.
+        compute_dtype: dtype of floating-point parameters in forward; `None` keeps their own dtype.
+        reduce_dtype: dtype of the gradients while they are reduced; `None` keeps their own dtype.
+        is_apart: True if the parameters are on a mesh of their own, as experts are. FSDP of an outer module ignores
+            them.
+        beside_fsdp: Names of parameters that are replicated although FSDP shards the module's other parameters.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class LocalParameters:
         self._outside: list[dict[str, nn.Parameter | None]] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Put this rank's parts in the place of the module's own parameters."""
+        """Replace the module's own parameters by their local tensors. A forward pre-hook."""
         parameters = module._parameters
         self._outside.append(dict(parameters))
         for name, parameter in parameters.items():
@@ -49,11 +49,11 @@ class LocalParameters:
                 parameters[name] = self._local(parameter)  # ty: ignore[invalid-assignment]  (forward only reads it)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Put the parameters back, also if forward failed."""
+        """Restore the parameters, also if forward raised. A forward hook."""
         module._parameters.update(self._outside.pop())
 
     def gradient_placements(self, parameter: DTensor) -> tuple[Placement, ...]:
-        """How the gradient of one of the module's parameters is spread before ranks add it up."""
+        """Return the placements of a parameter's gradient before it is reduced."""
         mesh = parameter.device_mesh
         return tuple(
             Partial() if placement.is_replicate() and name in self.partial_axes and mesh.size(axis) > 1 else placement
@@ -74,13 +74,13 @@ def compute_locally(
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> None:
-    """Let a module's own parameters, not its children's, be plain tensors in its forward.
+    """Make a module's own parameters, not those of its children, plain tensors in its forward.
 
     Args:
-        module: Owns the DTensors. Called again, it adds to what was said before.
-        partial_axes: Axes over which the gradient of what is replicated is a part of a sum.
-        compute_dtype: What parameters are cast to for forward.
-        reduce_dtype: What gradients are cast to while ranks add them up.
+        module: Module that owns the DTensors. Further calls add to the options of earlier ones.
+        partial_axes: Axes over which gradients of replicated parameters are partial.
+        compute_dtype: dtype of the parameters in forward.
+        reduce_dtype: dtype of the gradients while they are reduced.
     """
     hooks = local_parameters_of(module)
     if hooks is None:
@@ -93,7 +93,7 @@ def compute_locally(
 
 
 def local_parameters_of(module: nn.Module) -> LocalParameters | None:
-    """The hooks that `compute_locally` gave a module, if it did."""
+    """Return the hooks that `compute_locally` registered on a module; `None` if there are none."""
     for hook in module._forward_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, LocalParameters):
@@ -102,12 +102,12 @@ def local_parameters_of(module: nn.Module) -> LocalParameters | None:
 
 
 class PartialParameter(NamedTuple):
-    """A parameter whose gradient is a part of a sum.
+    """A parameter whose gradient is partial.
 
     Attributes:
-        parameter: The parameter, a DTensor.
-        placements: How its gradient is spread before the sum is taken.
-        reduce_dtype: The dtype to take the sum in; `None` for the gradient's own.
+        parameter: The parameter.
+        placements: Placements of its gradient before the reduction.
+        reduce_dtype: dtype of the reduction; `None` for the gradient's own.
     """
 
     parameter: DTensor
@@ -116,9 +116,9 @@ class PartialParameter(NamedTuple):
 
 
 def partial_parameters(model: nn.Module) -> Iterator[PartialParameter]:
-    """The trainable parameters whose gradients are parts of sums, each once, in the model's order.
+    """Yield the trainable parameters with partial gradients, each once, in the order of the model.
 
-    Those that FSDP manages are left out: FSDP reduces their gradients by itself.
+    Parameters that FSDP manages are skipped: FSDP reduces their gradients.
     """
     seen: set[int] = set()
     outside = set(modules_outside_fsdp(model))
@@ -138,7 +138,10 @@ def partial_parameters(model: nn.Module) -> Iterator[PartialParameter]:
 
 
 def modules_outside_fsdp(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and all below it, parents first, without those that FSDP manages; what lies apart is not among them."""
+    """Yield a module and its descendants that FSDP does not manage, parents first.
+
+    Below a module that FSDP manages, only modules with parameters on a mesh of their own (`is_apart`) are yielded.
+    """
     if isinstance(module, FSDPModule):
         yield from modules_apart(module)
         return
@@ -148,7 +151,7 @@ def modules_outside_fsdp(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def modules_apart(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules at or below one whose parameters live on a mesh of their own, and that FSDP does not manage."""
+    """Yield a module and its descendants if their parameters are on a mesh of their own, which FSDP does not manage."""
     for submodule in module.modules():
         hooks = local_parameters_of(submodule)
         if hooks is not None and hooks.is_apart:
@@ -156,7 +159,7 @@ def modules_apart(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def parameters_beside_fsdp(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters at or below a module that `replicate_beside_fsdp` has replicated."""
+    """Yield the parameters of a module and its descendants that `replicate_beside_fsdp` has replicated."""
     for submodule in module.modules():
         hooks = local_parameters_of(submodule)
         for name in hooks.beside_fsdp if hooks else ():
@@ -173,17 +176,17 @@ def distribute_parameters(
     default: Placement,
     leave: Collection[nn.Module] = (),
 ) -> None:
-    """Make every parameter of a model a DTensor on one more mesh axis, in place; no collectives.
+    """Make every parameter of a model a DTensor on one more mesh axis, in place. No collectives.
 
-    Parameters that are shared between modules stay shared. What is a DTensor on another axis already becomes one on
-    both, this axis first.
+    Parameters that are shared between modules stay shared. A parameter that is a DTensor on other axes becomes a
+    DTensor on all axes, the new axis first.
 
     Args:
-        model: Its parameters hold equal values on all ranks of the axis, or are on `meta`.
+        model: Model whose parameters are equal on all ranks of the axis, or on `meta`.
         mesh: A mesh of one named axis.
-        placements: How to place parameters on the axis, by their `id`.
-        default: How to place all others; those that are on the axis already stay as they are.
-        leave: Modules whose own parameters stay as they are.
+        placements: Placements on the axis, by the `id` of the parameter.
+        default: Placement of all other parameters. Parameters that are on the axis already are not changed.
+        leave: Modules whose own parameters are not changed.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -205,14 +208,14 @@ def replicate_beside_fsdp(
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> None:
-    """Replicate parameters that FSDP cannot shard over all axes of its mesh, in place; no collectives.
+    """Replicate parameters that FSDP cannot shard over all axes of its mesh, in place. No collectives.
 
     Args:
-        model: Holds them, on `meta` or with equal values on all ranks.
+        model: Model with the parameters, on `meta` or equal on all ranks.
         mesh: FSDP's mesh, of one or more named axes.
-        parameters: Which to replicate; FSDP is going to shard the model's others.
-        compute_dtype: What they are cast to for forward.
-        reduce_dtype: What their gradients are cast to while ranks add them up.
+        parameters: Parameters to replicate. FSDP will shard the model's other parameters.
+        compute_dtype: dtype of the parameters in forward.
+        reduce_dtype: dtype of their gradients while they are reduced.
     """
     axes = axis_names(mesh)
     made: dict[int, nn.Parameter] = {}
@@ -235,7 +238,7 @@ def replicate_beside_fsdp(
 
 
 def _enter_with(model: nn.Module, module: nn.Module, hooks: LocalParameters) -> None:
-    """Let a module's parameters be plain tensors in all of a model's forward, which may use them without the module."""
+    """Make a module's parameters plain tensors in all of `model`'s forward, which may use them directly."""
     model.register_forward_pre_hook(lambda _, args: hooks.enter(module, args))
     model.register_forward_hook(
         lambda _, args, output: hooks.leave(module, args, output), prepend=True, always_call=True
@@ -261,7 +264,7 @@ def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement)
 
 
 def _take_part(full: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """This rank's part of a tensor that every rank has whole; a copy, so that the whole one can be freed."""
+    """Return this rank's shard of a full tensor. The shard is a copy, so that the full tensor can be freed."""
     local = full
     if isinstance(placement, Shard):
         local = full.chunk(mesh.size(), dim=placement.dim)[mesh.get_local_rank()].clone()

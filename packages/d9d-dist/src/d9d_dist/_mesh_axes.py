@@ -1,4 +1,4 @@
-"""What meshes and parameters say about their axes: the names, and that there is only one where one is meant."""
+"""Axis names of meshes and parameters."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -8,25 +8,25 @@ from d9d_dist.errors import UserError
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of a mesh's axes, which all meshes of a context have."""
+    """Return the axis names of a mesh. All meshes of a `DistributedContext` have names."""
     assert mesh.mesh_dim_names is not None, "expected a mesh with named axes"
     return mesh.mesh_dim_names
 
 
 def axes_of(parameter: torch.Tensor) -> tuple[str, ...]:
-    """The names of the mesh axes that a parameter is placed on."""
+    """Return the names of the mesh axes of a DTensor; an empty tuple for a plain tensor."""
     return axis_names(parameter.device_mesh) if isinstance(parameter, DTensor) else ()
 
 
 def only_axis(mesh: DeviceMesh, *, example: str) -> str:
-    """The name of the axis of a mesh that has one.
+    """Return the axis name of a one-axis mesh.
 
     Args:
         mesh: Any mesh.
-        example: The axis that the message shows how to slice to.
+        example: Axis name that the error message shows as an example of slicing.
 
     Raises:
-        UserError: If there is not exactly one named axis.
+        UserError: If the mesh does not have exactly one named axis.
     """
     names = mesh.mesh_dim_names or ()
     if len(names) != 1:

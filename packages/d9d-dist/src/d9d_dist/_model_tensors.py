@@ -1,4 +1,4 @@
-"""The parameters and buffers of a model, and their replacement in place: on another device, with ties kept."""
+"""Iteration over the parameters and buffers of a model, and their replacement in place, which keeps weight tying."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -9,23 +9,23 @@ from torch.distributed.tensor import DTensor
 
 
 class Slot(NamedTuple):
-    """A module's attribute that holds a parameter or buffer."""
+    """Attribute of a module that holds a parameter or buffer."""
 
     module: nn.Module
     name: str
 
     def get(self) -> torch.Tensor | None:
-        """Return the tensor."""
+        """Return the tensor; `None` if the attribute is None or missing."""
         return self.module._parameters.get(self.name, self.module._buffers.get(self.name))
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Put a tensor in the place of the present one, without the checks of `Module.__setattr__`."""
+        """Replace the tensor, without the checks of `Module.__setattr__`."""
         holder = self.module._parameters if self.name in self.module._parameters else self.module._buffers
         holder[self.name] = tensor  # ty: ignore[invalid-assignment]
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter, then every buffer, with its name; tied ones once."""
+    """Yield every parameter, then every buffer, with its name. Tied tensors are yielded once."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
@@ -40,9 +40,9 @@ def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tenso
 
 
 def empty_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Make what `Module.to_empty` makes.
+    """Return an uninitialized tensor on a device, as `Module.to_empty` does, with the same placements.
 
-    DTensor is not asked how placements propagate, which takes seconds on a mesh of many axes.
+    Avoids DTensor's sharding propagation, which takes seconds on a mesh of many axes.
     """
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device=device)
@@ -52,7 +52,7 @@ def empty_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shared_slots(model: nn.Module) -> list[tuple[Slot, Slot]]:
-    """Return pairs of slots that hold the same tensor; `_apply` would give each its own."""
+    """Return pairs of slots with the same tensor; `_apply` would give each slot a tensor of its own."""
     first: dict[int, Slot] = {}
     pairs: list[tuple[Slot, Slot]] = []
     for module in model.modules():

@@ -1,8 +1,8 @@
-"""Makes sure that nobody else holds the memory of a gradient, where autograd cannot see it inside a DTensor.
+"""Gradients with memory of their own, where autograd cannot see inside a DTensor whether memory is shared.
 
-Autograd takes a gradient into a parameter's `.grad` without a copy if no other tensor refers to it, and copies it if
-one does: the two operands of a sum receive one tensor, and both will add to it in place. Wrapped as a DTensor every
-gradient looks unshared, so the question has to be asked before it is wrapped.
+Autograd stores a gradient in a parameter's `.grad` without a copy if no other tensor refers to it, else it copies it.
+For example, both operands of a sum receive the same gradient tensor, and later accumulation into `.grad` is in place. A
+gradient that is wrapped as a DTensor always looks unshared, so sharing has to be checked before wrapping.
 """
 
 import sys
@@ -14,16 +14,16 @@ import torch
 
 
 def own_gradient(x: torch.Tensor) -> torch.Tensor:
-    """The tensor itself; its gradient is contiguous memory of its own, copied in backward only where it is not yet."""
+    """Return `x` with a gradient that is contiguous and owns its memory; backward copies it only if needed."""
     if torch.compiler.is_compiling():
         return _CopyGradient.apply(x)
     return _OwnGradient.apply(x, _references_of_unshared())
 
 
 class _References(NamedTuple):
-    """How often a gradient, its memory and, if it is a view, its base are referred to.
+    """Reference counts of a gradient, its storage and, if it is a view, its base.
 
-    A tensor counts as one reference to itself all those that Python holds, so both counts are needed.
+    Each tensor has two counts, Python's and C++'s: all Python references together count as one in C++.
     """
 
     gradient: tuple[int, int]
@@ -45,7 +45,7 @@ class _OwnGradient(torch.autograd.Function):
 
 
 class _CopyGradient(torch.autograd.Function):
-    """What compiled code uses: in a traced graph there is nothing to count."""
+    """Variant for compiled code, which always copies: a traced graph has no reference counts."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ class _CountReferences(torch.autograd.Function):
 
 
 def _references(gradients: tuple[torch.Tensor, ...]) -> _References:
-    """Those of the only gradient that autograd passes to a backward, as counted from within it."""
+    """Return the reference counts of the only gradient passed to a backward, as seen from within that backward."""
     gradient = (sys.getrefcount(gradients[0]), gradients[0]._use_count())
     storage = torch._C._storage_Use_Count(gradients[0].untyped_storage()._cdata)
     base = gradients[0]._base
@@ -82,18 +82,18 @@ def _is_all_of_its_memory(gradient: torch.Tensor) -> bool:
 
 @cache
 def _references_of_unshared() -> frozenset[_References]:
-    """What is counted for gradients that are known to be unshared, new tensors and views of such.
+    """Return the reference counts of unshared gradients: a new tensor, and a view of a new tensor.
 
-    Autograd's own calls hold some references too; versions of torch and of Python differ in how many.
+    The counts include references held by autograd itself, whose number depends on the versions of torch and Python.
     """
-    # In a thread of its own: the first forward may be under an activation checkpoint, which counts what is saved.
+    # In a separate thread: the first forward may run under activation checkpointing, which counts saved tensors.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_count_references_of_unshared).result()
 
 
 def _count_references_of_unshared() -> frozenset[_References]:
     found: list[_References] = []
-    with torch.inference_mode(False), torch.enable_grad():  # the first forward may be one of inference
+    with torch.inference_mode(False), torch.enable_grad():  # the first forward may run in inference mode
         x = torch.ones(1, device="cpu", requires_grad=True)
         _CountReferences.apply(x, found).exp().backward()
         _CountReferences.apply(x, found).view(()).exp().backward()

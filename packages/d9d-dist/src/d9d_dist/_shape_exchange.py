@@ -1,4 +1,4 @@
-"""Ranks whose tensors have different shapes tell each other which, and find out together if they match at all."""
+"""All-gather of the shapes of tensors that differ between ranks, with a check of dtype and number of dims."""
 
 from collections import Counter
 
@@ -9,20 +9,20 @@ from torch import Tensor
 from d9d_dist.errors import UserError
 
 _MAX_DIMS = 16
-# What stands for a dtype on the way: its index here, the same in every process of one job.
+# A dtype is sent as its index in this tuple, which is equal in all processes of a job.
 _DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
 
 
 def exchange_shapes(tensor: Tensor, group: dist.ProcessGroup | None) -> list[torch.Size]:
-    """The shapes of all ranks' tensors. One all-gather of 144 bytes a rank, which the host waits for.
+    """Return the shapes of all ranks' tensors. Collective: one all-gather of 144 bytes per rank; synchronizes the host.
 
     Args:
-        tensor: This rank's.
-        group: The ranks.
+        tensor: This rank's tensor.
+        group: Process group; `None` for all ranks of the job.
 
     Raises:
-        UserError: On every rank, with the same message, if the dtype or the number of dims is not the same on all, or
-            a tensor has more than 16 dims.
+        UserError: On every rank, with the same message, if dtypes or numbers of dims differ, or a tensor has more than
+            16 dims.
     """
     header = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape[:_MAX_DIMS]]
     header += [0] * (2 + _MAX_DIMS - len(header))

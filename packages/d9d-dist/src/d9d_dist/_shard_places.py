@@ -1,4 +1,4 @@
-"""Finds which positions of a full tensor a rank holds, for every placement that FSDP2 and tensor parallelism make."""
+"""Positions of this rank's shard in the full tensor, for all placements of FSDP2 and tensor parallelism."""
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -8,17 +8,17 @@ from d9d_dist.errors import UserError
 
 
 def global_places(tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
-    """Return, for each dim, the positions in the full tensor of what this rank holds, int64 on the CPU.
+    """Return, for each dim, the positions of this rank's shard in the full tensor, int64 on the CPU.
 
-    The positions are not contiguous where a split is strided. They are found by splitting the range of all positions
-    as torch splits the values, so that none of torch's rules is repeated here.
+    The positions are not contiguous if a split is strided. They are computed by splitting the range of all positions
+    with torch's own code for splitting values.
 
     Args:
-        tensor: A DTensor, or a plain tensor, which every rank holds whole.
+        tensor: A DTensor, or a plain tensor, which every rank holds in full.
         name: Name of the tensor, for the error.
 
     Raises:
-        UserError: If the placements disagree with the local shape: several mesh axes split one dim unevenly.
+        UserError: If the placements disagree with the local shape, because several mesh axes split one dim unevenly.
     """
     places = [torch.arange(size, device="cpu") for size in tensor.shape]
     if not isinstance(tensor, DTensor):
@@ -42,10 +42,10 @@ def global_places(tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
 
 
 def copy_part_(tensor: DTensor, full: torch.Tensor, name: str) -> None:
-    """Copy this rank's part of a full tensor into a DTensor of the same shape. No collectives.
+    """Copy this rank's shard of a full tensor into a DTensor of the same shape. No collectives.
 
     Raises:
-        UserError: See `global_places`.
+        UserError: If the placements disagree with the local shape, see `global_places`.
     """
     for dim, places in enumerate(global_places(tensor, name)):
         if len(places) < full.shape[dim]:

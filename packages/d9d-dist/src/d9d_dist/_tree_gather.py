@@ -1,4 +1,4 @@
-"""Gathers nests that may differ in everything between ranks: what is no tensor as objects, tensors as they are."""
+"""All-gather of trees that may differ between ranks in structure, shapes and dtypes."""
 
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ _Tree = TypeVar("_Tree")
 
 @dataclass(frozen=True, slots=True)
 class _TensorHere:
-    """Stands for a tensor, which travels by itself."""
+    """Placeholder of a tensor, which is broadcast separately."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -26,13 +26,14 @@ class _TensorHere:
 
 
 def all_gather_trees(tree: _Tree, group: dist.ProcessGroup | None) -> list[_Tree]:
-    """The trees of all ranks, in their order.
+    """Return the trees of all ranks, in rank order.
 
-    Collective over the group: `all_gather_objects`, then a broadcast of each tensor that is not empty. The host waits.
+    Collective over the group: `all_gather_objects`, then a broadcast of each tensor that is not empty. Synchronizes the
+    host.
 
     Args:
-        tree: This rank's; its containers and what is no tensor can be pickled.
-        group: The ranks.
+        tree: This rank's tree. Its containers and its leaves other than tensors must be picklable.
+        group: Process group; `None` for all ranks of the job.
     """
     skeletons = all_gather_objects(_without_tensors(tree), group)
     return [_with_tensors(skeleton, tree, rank, group) for rank, skeleton in enumerate(skeletons)]
@@ -46,7 +47,7 @@ def _without_tensors(tree: object) -> object:
 
 
 def _with_tensors(skeleton: Any, mine: Any, rank: int, group: dist.ProcessGroup | None) -> Any:
-    """Fill in the tensors of one rank, which has them in its own tree."""
+    """Replace the placeholders in one rank's tree by its tensors, which that rank broadcasts from its own tree."""
     leaves, structure = tree_flatten(skeleton)
     is_source = dist.get_rank(group) == rank
     own_leaves = tree_flatten(mine)[0] if is_source else leaves

@@ -1,4 +1,4 @@
-"""Walks trees along a spec of the same nesting, and says where they part if they do."""
+"""Traversal of trees along a spec of the same nesting, with an error that names the path of a mismatch."""
 
 from collections.abc import Callable, Sequence
 from reprlib import repr as shorten
@@ -18,17 +18,18 @@ def map_along(
     is_spec_leaf: Callable[[Any], bool],
     expected: str,
 ) -> Any:
-    """Build a tree of what a function gives for each leaf of a spec.
+    """Return a tree of the results of a function, called at each leaf of a spec.
 
     Args:
-        function: Gets the path and the leaf of the spec, and what stands there in each tree: leaves or whole subtrees.
-        spec: A tree; each of `trees` has at least its nesting.
-        trees: One or more.
-        is_spec_leaf: Whether something in the spec is a leaf that `function` takes.
-        expected: What else the spec's leaves should have been, for the message.
+        function: Called with the path, the leaf of the spec and the nodes at this path, one for each tree. A node is a
+            leaf or a subtree.
+        spec: A tree. Each of `trees` has at least its nesting.
+        trees: One or more trees.
+        is_spec_leaf: Returns True for nodes of the spec that are passed to `function`.
+        expected: Description of valid leaves of the spec, for the error message.
 
     Raises:
-        UserError: If a tree lacks the nesting of the spec, naming the path.
+        UserError: If a tree does not match the spec, or the spec has an invalid leaf; names the path.
     """
 
     def visit(path: KeyPath, spec: Any, trees: Sequence[Any]) -> Any:
@@ -47,12 +48,12 @@ def map_along(
 
 
 def where(path: KeyPath) -> str:
-    """A path for a message."""
+    """Format a path for an error message."""
     return keystr(path) or "the root"
 
 
 def describe(node: Any) -> str:
-    """What stands at a path, for a message."""
+    """Describe a node for an error message."""
     children, _ = _children(node)
     if isinstance(node, torch.Tensor):
         return f"a tensor of shape {tuple(node.shape)}"
@@ -74,7 +75,7 @@ def _matching_children(path: KeyPath, spec: Any, spec_children: dict[KeyEntry, A
 
 
 def _children(node: Any) -> tuple[dict[KeyEntry, Any] | None, TreeSpec]:
-    """The children of a node by their keys, `None` for a leaf, and how to put it together again."""
+    """Return the children of a node by key, `None` for a leaf, and the spec to rebuild the node."""
     items, structure = tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
     if len(items) == 1 and not items[0][0]:
         return None, structure

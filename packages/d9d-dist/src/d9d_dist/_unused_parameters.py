@@ -1,7 +1,7 @@
-"""Lets the ranks of FSDP use different parameters: a gradient that a rank lacks counts as zero there.
+"""Support for FSDP ranks that use different parameters: a gradient that a rank lacks counts as zero.
 
-FSDP2 reduce-scatters the gradients that a rank has. Ranks with different ones send buffers of different sizes, which
-crashes, or of equal sizes but different meaning, which adds gradients of different parameters up without a word.
+FSDP2 reduce-scatters only the gradients that a rank has. If ranks have gradients of different parameters, their buffers
+differ in size, which crashes, or match in size by chance, which silently adds gradients of different parameters.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 
 @final
 class UnusedParameters:
-    """Gives FSDP zeros for the gradients that a rank lacks; takes them back where all ranks lack one.
+    """Gives FSDP zeros for gradients that a rank lacks, and removes the zero gradients that no rank computed.
 
-    One process has no gradient for a parameter that nothing used, so optimizers pass over it: no decay, no state.
+    Without FSDP an unused parameter has no gradient, so optimizers skip it: no weight decay and no optimizer state.
 
     Args:
-        model: A model, or one stage of it, parallelised.
+        model: A model or one stage of it, after parallelization.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,9 +30,9 @@ class UnusedParameters:
         self._installed = [_intercept(group, WeakMethod(self._note)) for group in self._groups]
 
     def finish(self) -> None:
-        """Take zero gradients back where no rank had any. Collective: one small all-reduce for each mesh axis.
+        """Remove zero gradients of parameters that no rank used. Collective: one small all-reduce for each mesh axis.
 
-        Only a rank that lacked a gradient waits for its device.
+        Synchronizes the host only on ranks that lacked a gradient.
         """
         by_mesh: dict[tuple[dist.ProcessGroup, ...], list[Any]] = {}
         for group in self._groups:
@@ -44,7 +44,7 @@ class UnusedParameters:
         self._lacking.clear()
 
     def close(self) -> None:
-        """Let FSDP reduce as it did before. Safe to call twice."""
+        """Remove the hooks from FSDP. Safe to call twice."""
         for group, hook in zip(self._groups, self._installed, strict=True):
             if group.__dict__.get("post_backward") is hook:
                 del group.post_backward
@@ -64,11 +64,11 @@ class UnusedParameters:
                     parameters[index].sharded_param.grad = self._lacking[id(parameters[index])]
 
     def _note(self, group: Any) -> None:
-        """Note which parameters of a group have no gradient, just before FSDP reduces the group."""
+        """Record which parameters of a group have no gradient, just before FSDP reduces the group."""
         if not group.reduce_grads:
             return
         gradients = {id(parameter): _gradient(parameter) for parameter in group.fsdp_params}
-        # Before torch 2.15 FSDP has no such option, and all gradients of a group have one dtype.
+        # Before torch 2.15 FSDP lacks reduce_scatter_unused_params, and all gradients of a group have one dtype.
         by_hand = not hasattr(group, "reduce_scatter_unused_params")
         dtype = next((gradient.dtype for gradient in gradients.values() if gradient is not None), None)
         for parameter in group.fsdp_params:
@@ -85,7 +85,7 @@ class UnusedParameters:
 
 
 def _intercept(group: Any, note: WeakMethod[Any]) -> Any:
-    """Call `note` before a group is reduced, for as long as its object lives."""
+    """Call `note` before a group is reduced, as long as the object of that method is alive."""
 
     def post_backward(*unused: Any) -> None:
         if (alive := note()) is not None:
@@ -97,7 +97,7 @@ def _intercept(group: Any, note: WeakMethod[Any]) -> Any:
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP's groups of parameters below a module, in the model's order."""
+    """Yield the FSDP parameter groups of a module and its descendants, in the order of the model."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
@@ -108,7 +108,7 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 
 
 def _gradient(parameter: Any) -> torch.Tensor | None:
-    """What a rank has of the gradient of a parameter before FSDP reduces it."""
+    """Return a parameter's unsharded gradient on this rank, before FSDP reduces it."""
     accumulated = getattr(parameter, "unsharded_accumulated_grad", None)
     if accumulated is not None or not hasattr(parameter, "_unsharded_param"):
         return accumulated
@@ -116,7 +116,7 @@ def _gradient(parameter: Any) -> torch.Tensor | None:
 
 
 def _process_groups(group: Any) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of more than one rank that FSDP reduces over."""
+    """Return the process groups of more than one rank over which FSDP reduces."""
     info = group.mesh_info
     found = (getattr(info, "shard_process_group", None), getattr(info, "replicate_process_group", None))
     return tuple(each for each in found if each is not None and each.size() > 1)

@@ -1,12 +1,13 @@
-"""Batch norm whose statistics are those of all data-parallel ranks' microbatches together, on any device.
+"""Synchronized batch norm: statistics over the microbatches of all data-parallel ranks, on any device.
 
 `torch.nn.SyncBatchNorm` needs an accelerator. Here each layer keeps its own `forward`, and only its call of
-`F.batch_norm` is computed over all ranks, so subclasses that add an activation stay as they are. With n values for a
-channel in all, mean m, variance v and x' = (x - m) / sqrt(v + eps), the gradient on each rank is
+`F.batch_norm` is computed over all ranks, so subclasses that add an activation still work. For a channel with n values,
+mean m, variance v and x' = (x - m) / sqrt(v + eps), the gradient on each rank is
 
     dx = weight / sqrt(v + eps) * (dy - sum(dy) / n - x' * sum(dy * x') / n)
 
-with sums over all ranks. Gradients of weight and bias are sums over this rank's values, as those of every other layer.
+with n, m, v and sums over all ranks. Gradients of weight and bias are sums over this rank's values, as in any other
+layer.
 """
 
 from typing import Any
@@ -26,19 +27,19 @@ from d9d_dist.late_init import canonical_name
 
 
 def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
-    """Let batch norms take their statistics over the microbatches of all ranks of a group, in place.
+    """Make batch norms compute their statistics over the microbatches of all ranks of a group, in place.
 
-    Takes every `nn.BatchNorm1d`, `2d`, `3d`, `nn.SyncBatchNorm` and their subclasses: momentum None, no running
-    statistics, no affine parameters and eval mode included. Ranks may have different numbers of values. Running
-    statistics are equal on all ranks, those of `nn.InstanceNorm1d`, `2d` and `3d` too. Names in the state dict, hooks
-    and `isinstance` stay; the class of each layer becomes a subclass of it.
+    Applies to `nn.BatchNorm1d`, `2d`, `3d`, `nn.SyncBatchNorm` and their subclasses, with any momentum (also None),
+    with or without running statistics and affine parameters, and in eval mode. Ranks may have different numbers of
+    values. Running statistics become equal on all ranks, also those of `nn.InstanceNorm1d`, `2d` and `3d`. The class of
+    each layer becomes a subclass of it; state-dict names, hooks and `isinstance` are not affected.
 
-    Collective in training: an all-gather in forward and an all-reduce in backward for each layer, and an all-reduce for
-    an instance norm with running statistics. Nothing travels in evaluation (eval mode without gradients).
+    Collective in training: for each batch norm an all-gather in forward and an all-reduce in backward; for each
+    instance norm with running statistics an all-reduce. No collectives in evaluation (eval mode without gradients).
 
     Args:
-        model: Before or after it is parallelized; call it before FSDP, which changes classes too.
-        group: The ranks that share out a batch: `ctx.group_for("batch", "dp", "cp")`.
+        model: Model before or after parallelization. Call this function before FSDP, which also changes classes.
+        group: Ranks that split a batch: `ctx.group_for("batch", "dp", "cp")`.
 
     Returns:
         The names of the layers.
@@ -56,7 +57,7 @@ def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> list[s
 
 
 def _synchronized(kind: Any, group: dist.ProcessGroup) -> type[nn.Module]:
-    """Make a subclass whose `forward` computes over a group; it, not its layers, holds the group: those are copied."""
+    """Return a subclass whose `forward` computes over a group. The class holds the group, so layers can be copied."""
     own_forward = _BatchNorm.forward if issubclass(kind, nn.SyncBatchNorm) else kind.forward
 
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002  (torch's name for it)
@@ -80,7 +81,7 @@ class _OverRanks(TorchFunctionMode):
     """Computes `F.batch_norm` of a layer's input over all ranks of a group.
 
     Attributes:
-        is_exact: Whether the input's statistics were asked for once, and those of no other tensor.
+        is_exact: True if `F.batch_norm` was called exactly once, on the layer's input.
     """
 
     def __init__(self, group: dist.ProcessGroup, layer_input: Tensor) -> None:
@@ -135,7 +136,7 @@ class _OverRanks(TorchFunctionMode):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Take the mean over all ranks' instances; each rank has added that of its own to equal values."""
+        """Average the running statistics over the instances of all ranks, after each rank updated them by its own."""
         if running_mean is None or running_var is None or not use_input_stats:
             return
         with torch.no_grad():
@@ -148,10 +149,10 @@ class _OverRanks(TorchFunctionMode):
 
 
 def _moments(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, biased variance and number of a channel's values on all ranks, equal bit for bit on each.
+    """Return mean, biased variance and number of values per channel over all ranks, bitwise equal on every rank.
 
-    Ranks merge what they have by Chan's formula, which does not cancel as a difference of large sums does. At least in
-    float32.
+    The ranks' moments are merged by Chan's formula, which has no cancellation between large sums, in at least float32.
+    Collective: one all-gather.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     dims = _all_but_channels(x)
@@ -168,7 +169,7 @@ def _moments(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tenso
 
 
 class _Normalize(torch.autograd.Function):
-    """Batch norm with given statistics of all ranks' inputs; its gradient can be differentiated again."""
+    """Batch norm with given statistics of all ranks' inputs; differentiable twice."""
 
     @staticmethod
     def forward(  # noqa: PLR0917
@@ -191,7 +192,7 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, var, count = ctx.saved_tensors
         dims = _all_but_channels(x)
         wide, dy = x.to(mean.dtype), gradients[0].to(mean.dtype)
-        if torch.is_grad_enabled():  # The gradient is differentiated: statistics are functions of the input in it.
+        if torch.is_grad_enabled():  # For the second derivative, the statistics must be functions of the input.
             mean = sum_over_ranks(wide.sum(dims), ctx.group) / count
             var = sum_over_ranks((wide - _over_channels(mean, x)).square().sum(dims), ctx.group) / count
         scale = (var + ctx.eps).rsqrt()
@@ -199,7 +200,7 @@ class _Normalize(torch.autograd.Function):
         own = torch.cat((dy.sum(dims), (dy * normal).sum(dims)))
         dx = None
         if ctx.needs_input_grad[0]:
-            # Both sums are of the gradient of what comes in, that of the weight times it.
+            # Sums of dy and of dy * x'. They exclude the weight, which `factor` includes.
             mean_dy, mean_dy_normal = (sum_over_ranks(own, ctx.group) / count).chunk(2)
             factor = scale if weight is None else scale * weight
             dx = _over_channels(factor, x) * (
@@ -208,7 +209,7 @@ class _Normalize(torch.autograd.Function):
             dx = dx.to(x.dtype)
         dbias, dweight = own.chunk(2)
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
-        # A bias has the dtype of its weight; without one it is the accumulation's, as in torch's own layers.
+        # The bias has the dtype of the weight; without a weight, that of the accumulation, as in torch's layers.
         dtype = mean.dtype if weight is None else weight.dtype
         return (
             dx,

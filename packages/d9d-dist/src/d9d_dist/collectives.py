@@ -1,10 +1,10 @@
-"""Collectives that allocate what they return: between a tensor and its ranks stands one call, not three buffers.
+"""Collectives that allocate their outputs. They are not differentiable; see `d9d_dist.differentiable`.
 
-None of them goes through autograd; those that do are in `d9d_dist.differentiable`. All are collective over the ranks of
-a process group, `None` being all ranks of the job, take non-contiguous tensors and negative dims, leave their arguments
-as they are, and give new, contiguous tensors. Dtypes are what the group's backend takes; gloo takes no float8.
+All functions are collective over the ranks of a process group; `None` means all ranks of the job. They accept
+non-contiguous tensors and negative dims, do not change their arguments, and return new, contiguous tensors. Supported
+dtypes are those of the group's backend; gloo does not support float8.
 
-Ranks are counted within the group.
+Ranks are numbered within the group.
 """
 
 import pickle
@@ -22,16 +22,16 @@ _T = TypeVar("_T")
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dim: int = 0, stack: bool = False) -> Tensor:
-    """The tensors of all ranks, concatenated. One all-gather.
+    """Return the concatenated tensors of all ranks. One all-gather.
 
     Args:
-        tensor: Of the same shape on all ranks.
-        group: The ranks.
-        dim: The dim of the result along which ranks follow each other.
-        stack: Whether `dim` is a new one, of one element for each rank.
+        tensor: A tensor of the same shape on all ranks.
+        group: Process group.
+        dim: Dim of the result along which the ranks' tensors are concatenated.
+        stack: True to stack the tensors along a new dim `dim`.
     """
     parts = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
-    # Flat, because gloo takes no other form in which ranks follow each other.
+    # Flat, because gloo supports concatenation along dim 0 only for flat tensors.
     dist.all_gather_into_tensor(parts.view(-1), tensor.detach().contiguous().view(-1), group=group)
     return _join(parts, dim=dim, stack=stack)
 
@@ -39,14 +39,14 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dim: i
 def gather(
     tensor: Tensor, group: dist.ProcessGroup | None = None, *, dst: int = 0, dim: int = 0, stack: bool = False
 ) -> Tensor | None:
-    """The tensors of all ranks, concatenated on one of them; `None` on the others. One gather.
+    """Return the concatenated tensors of all ranks on rank `dst`, `None` on other ranks. One gather.
 
     Args:
-        tensor: Of the same shape on all ranks.
-        group: The ranks.
-        dst: The rank that gets them.
-        dim: The dim of the result along which ranks follow each other.
-        stack: Whether `dim` is a new one, of one element for each rank.
+        tensor: A tensor of the same shape on all ranks.
+        group: Process group.
+        dst: Destination rank.
+        dim: Dim of the result along which the ranks' tensors are concatenated.
+        stack: True to stack the tensors along a new dim `dim`.
     """
     mine = tensor.detach().contiguous()
     if dist.get_rank(group) != dst:
@@ -64,16 +64,16 @@ def reduce_scatter(
     dim: int = 0,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Tensor:
-    """This rank's part of the sum over ranks, in the dtype of the tensor. One reduce-scatter.
+    """Return this rank's shard of the sum over ranks, in the dtype of the tensor. One reduce-scatter.
 
     Args:
-        tensor: Of the same shape on all ranks.
-        group: The ranks.
-        dim: The dim that is cut into one part for each rank, in their order.
-        op: What takes the place of the sum.
+        tensor: A tensor of the same shape on all ranks.
+        group: Process group.
+        dim: Dim that is split into one shard per rank, in rank order.
+        op: Reduction operator.
 
     Raises:
-        UserError: If the size of the dim is no multiple of the number of ranks.
+        UserError: If the size of the dim is not a multiple of the group size.
     """
     parts = torch.stack(even_parts(tensor.detach(), dist.get_world_size(group), dim=dim))
     mine = parts.new_empty(parts.shape[1:])
@@ -88,16 +88,16 @@ def all_to_all(
     send_sizes: Sequence[int] | None = None,
     receive_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """What all ranks have for this one, in their order, along dim 0. One all-to-all.
+    """Return the parts that all ranks send to this rank, concatenated in rank order along dim 0. One all-to-all.
 
     Args:
-        tensor: The parts for all ranks, in their order, along dim 0; all other dims are the same on all ranks.
-        group: The ranks.
-        send_sizes: How many rows of `tensor` go to each rank; `None` for equal parts.
-        receive_sizes: How many rows come from each rank; given if and only if `send_sizes` is.
+        tensor: The parts to send, in rank order along dim 0. All other dims are the same on all ranks.
+        group: Process group.
+        send_sizes: Number of rows of `tensor` sent to each rank; `None` for equal parts.
+        receive_sizes: Number of rows received from each rank; required if and only if `send_sizes` is given.
 
     Raises:
-        UserError: If the sizes are not those of this tensor and group.
+        UserError: If the sizes do not match the tensor or the group size.
     """
     num_ranks = dist.get_world_size(group)
     _check_all_to_all(tensor, num_ranks, send_sizes, receive_sizes)
@@ -109,20 +109,20 @@ def all_to_all(
 
 
 def all_gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """The tensors of all ranks, whose shapes may differ; empty ones are welcome.
+    """Return the tensors of all ranks, whose shapes may differ. Tensors may be empty.
 
-    An all-gather of the shapes, which the host waits for; then, where they differ, a broadcast of each tensor that is
-    not empty: only elements that are there travel.
+    First an all-gather of the shapes, which synchronizes the host. If all shapes are equal, an all-gather of the
+    tensors; else a broadcast of each tensor that is not empty, without padding.
 
     Args:
-        tensor: Of the same dtype and number of dims on all ranks.
-        group: The ranks.
+        tensor: A tensor of the same dtype and number of dims on all ranks.
+        group: Process group.
 
     Returns:
-        The tensors in the order of ranks.
+        The tensors in rank order.
 
     Raises:
-        UserError: On every rank, if the dtype or the number of dims is not the same on all.
+        UserError: On every rank, if dtypes or numbers of dims differ.
     """
     shapes = exchange_shapes(tensor, group)
     if len(set(shapes)) == 1:
@@ -141,21 +141,21 @@ def all_gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None) 
 
 
 def gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dst: int = 0) -> list[Tensor] | None:
-    """The tensors of all ranks, whose shapes may differ, on one of them; `None` on the others.
+    """Return the tensors of all ranks, whose shapes may differ, on rank `dst`; `None` on other ranks.
 
-    An all-gather of the shapes, which the host waits for; then an all-to-all in which all have something for `dst`
-    alone.
+    First an all-gather of the shapes, which synchronizes the host; then an all-to-all in which only `dst` receives
+    data.
 
     Args:
-        tensor: Of the same dtype and number of dims on all ranks; may be empty.
-        group: The ranks.
-        dst: The rank that gets them.
+        tensor: A tensor of the same dtype and number of dims on all ranks; may be empty.
+        group: Process group.
+        dst: Destination rank.
 
     Returns:
-        The tensors in the order of ranks, parts of one storage.
+        The tensors in rank order, views of one storage.
 
     Raises:
-        UserError: On every rank, if the dtype or the number of dims is not the same on all.
+        UserError: On every rank, if dtypes or numbers of dims differ.
     """
     shapes = exchange_shapes(tensor, group)
     is_dst = dist.get_rank(group) == dst
@@ -168,36 +168,40 @@ def gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None, *, d
 
 
 def all_gather_objects(obj: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """The objects of all ranks, in their order; the collectives of `all_gather_variadic`.
+    """Return the objects of all ranks, in rank order. Issues the collectives of `all_gather_variadic`.
 
-    Objects are pickled, so the ranks have to trust each other, as those of one job do. The host waits.
+    Objects are pickled, so ranks must trust each other. Synchronizes the host.
 
     Args:
-        obj: Anything that can be pickled.
-        group: The ranks.
+        obj: Any picklable object.
+        group: Process group.
     """
     return [_unpickle(data) for data in all_gather_variadic(_pickle(obj, group), group)]
 
 
 def gather_objects(obj: _T, group: dist.ProcessGroup | None = None, *, dst: int = 0) -> list[_T] | None:
-    """The objects of all ranks on one of them, `None` on the others; see `all_gather_objects` and `gather_variadic`.
+    """Return the objects of all ranks on rank `dst`, `None` on other ranks. Collectives: see `gather_variadic`.
+
+    Objects are pickled, so ranks must trust each other. Synchronizes the host.
 
     Args:
-        obj: Anything that can be pickled.
-        group: The ranks.
-        dst: The rank that gets them.
+        obj: Any picklable object.
+        group: Process group.
+        dst: Destination rank.
     """
     gathered = gather_variadic(_pickle(obj, group), group, dst=dst)
     return None if gathered is None else [_unpickle(data) for data in gathered]
 
 
 def broadcast_object(obj: _T, group: dist.ProcessGroup | None = None, *, src: int = 0) -> _T:
-    """The object of one rank on all of them; see `all_gather_objects`. Two broadcasts: of its size and of itself.
+    """Return the object of rank `src` on all ranks. Two broadcasts: of its size and of its pickle.
+
+    Objects are pickled, so ranks must trust each other. Synchronizes the host.
 
     Args:
-        obj: On `src`, anything that can be pickled; what the others pass is not looked at.
-        group: The ranks.
-        src: The rank whose object it is.
+        obj: Any picklable object; ignored on ranks other than `src`.
+        group: Process group.
+        src: Source rank.
     """
     is_src = dist.get_rank(group) == src
     data = _pickle(obj, group) if is_src else torch.empty(0, dtype=torch.uint8, device=_object_device(group))
@@ -215,19 +219,19 @@ def all_reduce_scalars(
     *,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> dict[str, Tensor]:
-    """Sums of numbers over ranks, all in one all-reduce, in float64; the host waits for nothing.
+    """Return sums of numbers over ranks. One all-reduce in float64; no host-device synchronization.
 
     Args:
-        values: Numbers, or tensors of one element, by names that are the same on all ranks, in the same order. This is
-            not checked.
-        group: The ranks.
-        op: What takes the place of the sum.
+        values: Numbers or one-element tensors by name. Names and their order must be the same on all ranks; this is not
+            checked.
+        group: Process group.
+        op: Reduction operator.
 
     Returns:
-        0-dim float64 tensors on the accelerator, where the group has a backend for one, else on the CPU.
+        0-dim float64 tensors by name: on the accelerator if the group has the backend for it, else on the CPU.
 
     Raises:
-        UserError: If a tensor has more or less than one element.
+        UserError: If a tensor does not have exactly one element.
     """
     if not values:
         return {}
@@ -238,10 +242,10 @@ def all_reduce_scalars(
 
 
 def even_parts(tensor: Tensor, num_parts: int, *, dim: int) -> tuple[Tensor, ...]:
-    """Cut a tensor into equal parts, views of it. No collectives.
+    """Split a tensor into equal parts, which are views. No collectives.
 
     Raises:
-        UserError: If the size of the dim is no multiple of the number of parts.
+        UserError: If the size of the dim is not a multiple of the number of parts.
     """
     if tensor.shape[dim] % num_parts:
         raise UserError(
@@ -252,7 +256,7 @@ def even_parts(tensor: Tensor, num_parts: int, *, dim: int) -> tuple[Tensor, ...
 
 
 def _join(parts: Tensor, *, dim: int, stack: bool) -> Tensor:
-    """Bring the first dim, that of ranks, to where it belongs."""
+    """Move the dim of ranks from the front to its place in the result."""
     if stack:
         return parts.movedim(0, dim).contiguous()
     return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim=dim)
@@ -279,14 +283,16 @@ def _check_all_to_all(
 
 def _scalar(name: str, value: Tensor | float, device: torch.device) -> Tensor:
     if not isinstance(value, Tensor):
-        return torch.full((), value, dtype=torch.float64, device=device)  # its value is the kernel's argument: no copy
+        return torch.full(
+            (), value, dtype=torch.float64, device=device
+        )  # the value is a kernel argument: no host-to-device copy
     if value.numel() != 1:
         raise UserError(f"got {name!r}, a tensor of shape {tuple(value.shape)}; expected one element.")
     return value.detach().reshape(()).to(device, torch.float64, non_blocking=True)
 
 
 def _compute_device(group: dist.ProcessGroup | None) -> torch.device:
-    """The accelerator if the group has the backend made for it; gloo alone, which could too, means a job on CPUs."""
+    """Return the accelerator if the group has its default backend, else the CPU. A gloo-only group means a CPU job."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
@@ -295,7 +301,7 @@ def _compute_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _object_device(group: dist.ProcessGroup | None) -> torch.device:
-    """The CPU, where pickles come from, if the group has a backend for it."""
+    """Return the CPU if the group has a CPU backend, because pickles are there; else the accelerator."""
     has_cpu = any(backend.startswith("cpu:") for backend in _backends(group))
     return torch.device("cpu") if has_cpu else _compute_device(group)
 
@@ -311,4 +317,4 @@ def _pickle(obj: Any, group: dist.ProcessGroup | None) -> Tensor:
 def _unpickle(data: Tensor) -> Any:
     received = bytearray(data.numel())
     torch.frombuffer(received, dtype=torch.uint8).copy_(data)
-    return pickle.loads(received)  # noqa: S301  (bytes of a rank of our own job)
+    return pickle.loads(received)  # noqa: S301  (the sender is a rank of this job)

@@ -1,4 +1,4 @@
-"""The one source of truth for topology: who this rank is, which device it has, and the meshes it is part of."""
+"""The distributed context of a rank: its place in the job, its device, its meshes and its process groups."""
 
 import logging
 from collections.abc import Generator, Mapping, MutableMapping
@@ -26,32 +26,32 @@ Domains = Mapping[Domain, Mapping[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long a collective waits for its ranks before it fails.
+    """Timeouts of collectives.
 
     Attributes:
-        startup: From `MeshConfig.build` on, while ranks import, load and compile, some much longer than others.
-        step: Once the job steps, when a rank that is late is a rank that is lost: `ctx.set_timeout(ctx.timeouts.step)`.
+        startup: Timeout from `MeshConfig.build` on, while ranks import, load and compile at different speeds.
+        step: Timeout while the job runs steps. Switch to it by `ctx.set_timeout(ctx.timeouts.step)`.
     """
 
     startup: timedelta = timedelta(minutes=30)
     step: timedelta = timedelta(minutes=10)
 
     def __post_init__(self) -> None:
-        """Refuse times that are not positive.
+        """Validate the timeouts.
 
         Raises:
-            UserError: If one is not.
+            UserError: If a timeout is not positive.
         """
         for name, timeout in (("startup", self.startup), ("step", self.step)):
             _check_timeout(f"timeouts.{name}", timeout)
 
 
 class DistributedContext:
-    """A rank's membership in a job. Made by `MeshConfig.build`.
+    """A rank's membership in a job. Created by `MeshConfig.build`.
 
-    Building is collective over all ranks: it starts the default process group, unless one is running already, checks
-    that all ranks have the same mesh, and makes one group for each set of ranks that an axis of a domain spans. Use it
-    as a context manager: leaving it on an exception waits for no other rank. Or call `close`.
+    Construction is collective over all ranks. It starts the default process group, unless one exists, and checks that
+    all ranks have the same mesh. It creates one process group for each set of ranks that an axis of a domain spans. Use
+    it as a context manager, or call `close`. Leaving the context on an exception does not wait for other ranks.
 
     Attributes:
         rank: Global rank.
@@ -59,9 +59,9 @@ class DistributedContext:
         local_rank: Rank on this node.
         node_rank: Index of this node.
         num_nodes: Number of nodes.
-        timeouts: How long collectives may wait; that of start-up holds until `set_timeout` is called.
-        device: The device of this rank: an accelerator where there is one, else the CPU.
-        logger: A logger whose messages name the rank.
+        timeouts: Timeouts of collectives. The start-up timeout applies until `set_timeout` is called.
+        device: Device of this rank: an accelerator if available and not disabled by `Launch.device`, else the CPU.
+        logger: Logger that adds the rank to its messages.
     """
 
     def __init__(self, domains: Domains, *, launch: Launch, timeouts: Timeouts) -> None:
@@ -89,11 +89,11 @@ class DistributedContext:
             raise
 
     def __enter__(self) -> Self:
-        """Give the context itself."""
+        """Return the context itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Leave the job; on an exception without waiting for other ranks, which are told of it."""
+        """Leave the job. On an exception, publish it for the other ranks and do not wait for them."""
         if error is None:
             self.close()
         else:
@@ -101,37 +101,37 @@ class DistributedContext:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0, which alone writes what is written once."""
+        """True on rank 0, which writes the files that exist once."""
         return self.rank == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its node."""
+        """True on the first rank of each node."""
         return self.local_rank == 0
 
     def mesh_for(self, domain: Domain) -> DeviceMesh:
-        """The mesh of a domain; slice it by axis names, e.g. `ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"]`.
+        """Return the mesh of a domain. Slice it by axis names: `ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"]`.
 
         Raises:
-            UserError: If there is no such domain.
+            UserError: If the domain does not exist.
         """
         if domain not in self._meshes:
             raise UserError(f"got the mesh domain {domain!r}; expected one of {', '.join(self._meshes)}.")
         return self._meshes[domain]
 
     def group_for(self, domain: Domain, *axes: str) -> dist.ProcessGroup:
-        """The process group over one axis of a domain, or over several together, e.g. `group_for("batch", "dp", "cp")`.
+        """Return the process group over one or more axes of a domain, e.g. `group_for("batch", "dp", "cp")`.
 
-        It holds the ranks that differ from this one on those axes only, in ascending order. Equal sets of ranks have
-        one group, whatever domain and axes they are asked for by. Collective over all ranks of the job the first time
-        that several axes are asked for: every rank asks for the same groups in the same order.
+        The group has the ranks that differ from this rank only on those axes, in ascending order. Equal sets of ranks
+        share one group, for any domain and axes. The first request for a combination of several axes is collective over
+        all ranks of the job: every rank must request the same groups in the same order.
 
         Args:
-            domain: The domain whose axes these are.
-            axes: One or more names, in any order.
+            domain: Domain of the axes.
+            axes: One or more axis names, in any order.
 
         Raises:
-            UserError: If there is no such domain, the domain has no such axis, or no axis or one axis twice is given.
+            UserError: If the domain or an axis does not exist, no axis is given, or an axis is given twice.
         """
         for axis in axes:
             self._check_axis(domain, axis)
@@ -140,19 +140,19 @@ class DistributedContext:
         return self._groups.over(self._domains[domain], axes, name=f"mesh_{'_'.join(axes)}")
 
     def coordinate(self, domain: Domain, axis: str) -> int:
-        """The position of this rank on an axis.
+        """Return the coordinate of this rank on an axis.
 
         Raises:
-            UserError: If the domain has no such axis.
+            UserError: If the domain or the axis does not exist.
         """
         self._check_axis(domain, axis)
         return self.mesh_for(domain).get_local_rank(axis)
 
     def size(self, domain: Domain, axis: str) -> int:
-        """The number of ranks on an axis.
+        """Return the size of an axis, in ranks.
 
         Raises:
-            UserError: If the domain has no such axis.
+            UserError: If the domain or the axis does not exist.
         """
         self._check_axis(domain, axis)
         return self._domains[domain][axis]
@@ -164,40 +164,40 @@ class DistributedContext:
             raise UserError(f"got the axis {axis!r} of the {domain} mesh; expected one of {', '.join(names)}.")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long every collective that starts from now on may wait for its ranks. No collectives.
+        """Set the timeout of all collectives that start from now on. No collectives.
 
-        It holds for all process groups that this process has by now, flattened meshes' included, and for those that
-        `group_for` makes later. Groups that others make later have torch's own timeout until this is called again.
+        Applies to all existing process groups of this process, also those of flattened meshes, and to groups that
+        `group_for` creates later. Groups created later by other code have torch's default timeout until the next call.
 
         Args:
-            timeout: The time; all ranks set the same.
+            timeout: The timeout, equal on all ranks.
 
         Raises:
-            UserError: If it is not positive.
+            UserError: If the timeout is not positive.
         """
         _check_timeout("timeout", timeout)
         self._groups.set_timeout(timeout)
 
     def check_agreement(self, name: str, value: str | bytes) -> None:
-        """Check that a value, such as the text of a configuration, is the same on all ranks.
+        """Check that a value, such as the text of a configuration, is equal on all ranks.
 
-        Collective over all ranks: an all-gather of a digest of 32 bytes.
+        Collective over all ranks: one all-gather of a 32-byte digest per rank.
 
         Args:
-            name: What the value is, for the message: "the optimizer configuration".
-            value: The value of this rank.
+            name: Name of the value for the error message, e.g. "the optimizer configuration".
+            value: This rank's value.
 
         Raises:
-            UserError: On every rank, with the same message, which names the ranks that differ from the majority, or
-                from the lowest rank where there is none.
+            UserError: On every rank, with the same message, if the values differ. The message names the ranks that
+                differ from the most common value; on a tie, from that of the lowest rank.
         """
         check_agreement(name, value, device=self.device)
 
     def align_groups(self) -> None:
-        """Let all ranks name the next process group alike, after some made groups of their own that others did not.
+        """Align torch's counter of process groups, after only some ranks have created groups.
 
-        Collective over all ranks: one all-reduce. torch numbers groups by how many each rank has made; without this the
-        next one that all ranks make would wait for ever.
+        Collective over all ranks: one all-reduce. torch names a group by the number of groups that the rank has
+        created. With different counters, the next group created by all ranks would deadlock.
         """
         world = dist.distributed_c10d._world
         count = torch.tensor(world.group_count, device=self.device)
@@ -205,19 +205,19 @@ class DistributedContext:
         world.group_count = int(count)
 
     def wait_world(self) -> None:
-        """Wait until every rank has come here."""
-        # Without being told, torch guesses the device from the global rank, which is wrong where nodes are half used.
+        """Wait for all ranks. Collective: one barrier."""
+        # By default torch infers the device from the global rank, which is wrong if nodes are only partly used.
         dist.barrier(device_ids=None if self.device.type == "cpu" else [self.device.index])
 
     @contextmanager
     def main_process_first(self) -> Generator[None]:
         """Run the body on rank 0 first, then on all other ranks.
 
-        Collective over all ranks, which wait for the body within the groups' timeout. If the body fails on rank 0, the
-        others do not run it.
+        Collective over all ranks. The other ranks wait for the body on rank 0, at most for the groups' timeout. They
+        skip the body if it raises on rank 0.
 
         Raises:
-            RuntimeError: On all other ranks, if the body fails on rank 0.
+            RuntimeError: On all other ranks, if the body raises on rank 0.
         """
         yield from self._first(self.is_main_process)
 
@@ -226,7 +226,7 @@ class DistributedContext:
         """Run the body on the first rank of every node first, then on all other ranks; see `main_process_first`.
 
         Raises:
-            RuntimeError: On all ranks but those on which the body failed, if it fails on the first rank of a node.
+            RuntimeError: If the body raises on the first rank of a node: on all ranks except those whose body raised.
         """
         yield from self._first(self.is_local_main_process)
 
@@ -243,7 +243,7 @@ class DistributedContext:
             self._wait_for_first(failed=False)
 
     def _wait_for_first(self, *, failed: bool) -> None:
-        """Meet all ranks when those that go first are through, and stop if one of them failed."""
+        """Synchronize all ranks after the body of the first ranks, and raise if the body failed on one of them."""
         first_failed = torch.tensor(self.rank if failed else self.world_size, device=self.device)
         dist.all_reduce(first_failed, op=dist.ReduceOp.MIN)
         rank = int(first_failed)
@@ -254,13 +254,13 @@ class DistributedContext:
             )
 
     def close(self) -> None:
-        """End the process group if this context started it. Safe to call twice."""
+        """Destroy the process group if this context started it. Safe to call twice."""
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_process_group = False
 
     def _leave(self, error: BaseException) -> None:
-        """End the process group, if this context started it, while other ranks may be inside collectives."""
+        """Abort the process group, if this context started it; other ranks may be inside collectives."""
         if self._owns_process_group and dist.is_initialized():
             report_failure(error, rank=self.rank, world_size=self.world_size)
             abort_process_groups()
@@ -268,7 +268,7 @@ class DistributedContext:
 
 
 class _RankLogger(logging.LoggerAdapter[logging.Logger]):
-    """Puts `[rank 2/8]` before messages, where there is more than one rank."""
+    """Logger that prepends `[rank 2/8]` to messages if the job has several ranks."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         place = self.extra or {}
@@ -305,10 +305,10 @@ def _start_process_group(device: torch.device, launch: Launch, timeout: timedelt
 
 
 def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
-    """The launcher's store, with keys of this context's own.
+    """Return the launcher's store, with a key prefix that is unique to this context.
 
-    A process may build a context, close it and build another. In the same keys the second would find where the peers of
-    the first listened.
+    A process may build a context, close it and build another one. Without the prefix, the second would read the first
+    one's keys, such as addresses of peers.
     """
     store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     store.set_timeout(timeout)

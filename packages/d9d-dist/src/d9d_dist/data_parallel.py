@@ -1,9 +1,9 @@
-"""Replicated, fully sharded and hybrid sharded data parallelism, with gradients that are always *summed*.
+"""Replicated, fully sharded and hybrid sharded data parallelism, with gradients that are *summed*, not averaged.
 
-Sharding is torch's FSDP2; replication needs no more than parameters that are marked as replicated, and a sum over ranks
-at the end (`d9d_dist.gradient_sync`). FSDP divides gradients by the number of ranks, which is right only if every
-rank's loss is a mean over equally many elements, so here nothing is divided on the way: ranks add their gradients up,
-and the sum is divided once by the global weight (`scale_gradients_`).
+Sharding is torch's FSDP2. Replication marks parameters as replicated DTensors; `d9d_dist.gradient_sync` sums their
+gradients over ranks. By default FSDP divides gradients by the number of ranks, which is correct only if every rank's
+loss is a mean over equally many elements. Here the sum over ranks is divided once, by the global weight
+(`scale_gradients_`).
 """
 
 from collections import Counter
@@ -34,13 +34,13 @@ from d9d_dist.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes of the data-parallel machinery; `None` keeps the parameter's own dtype.
+    """dtypes of data parallelism; `None` keeps the parameter's own dtype.
 
     Attributes:
-        compute: What parameters are cast to for forward and backward.
-        reduce: What gradients are cast to while ranks add them up.
-        cast_inputs: Whether floating-point inputs of forward are cast to the compute dtype too. Inner blocks that take
-            float32 tables beside their activations, such as rotary ones, want False.
+        compute: dtype of parameters in forward and backward.
+        reduce: dtype of gradients while they are reduced over ranks.
+        cast_inputs: True to cast floating-point inputs of forward to the compute dtype. Set it to False for inner
+            blocks that take float32 tables as inputs, such as rotary embeddings.
     """
 
     compute: torch.dtype | None = None
@@ -59,29 +59,28 @@ def parallelize_hsdp(
 ) -> None:
     """Shard a module's parameters over one axis of a mesh and replicate them over its other axes, in place.
 
-    Parameters become DTensors, `Shard(shard_dim)` on the shard axis, `Replicate()` on the others of more than one rank.
-    Forward and backward all-gather them over the shard axis; gradients are reduce-scattered over it and all-reduced
-    over the rest, as sums; several axes to replicate over count as one, e.g. `dp_replicate_cp_replicate`. Parameters
-    that are tensor parallel already are DTensors on all of these axes. Call it on inner blocks first and on the whole
-    model last. On a mesh of one rank, and with no precision asked for, there is nothing to do, and the module is left
-    as it is.
+    Parameters become DTensors: `Shard(shard_dim)` on the shard axis, `Replicate()` on other axes of more than one rank.
+    Tensor-parallel parameters become DTensors on all of these axes. Forward and backward all-gather parameters over the
+    shard axis. Gradients are reduce-scattered over it and all-reduced over the other axes, as sums. Several replicate
+    axes are merged into one, e.g. `dp_replicate_cp_replicate`. Call this function on inner blocks first and on the
+    whole model last. On a mesh of one rank without `precision` the module is not changed.
 
-    Parameters that FSDP cannot shard are replicated over all axes of the mesh instead, and `GradientSync` adds their
-    gradients up: those of 0 dims, those without elements, and those that are trained in another dtype than most
-    elements of the module. To shard the last kind too, call this function on the inner modules of that dtype first.
+    Parameters that FSDP cannot shard are replicated over all axes of the mesh, and `GradientSync` sums their gradients.
+    These are parameters of 0 dims, without elements, with `max_norm`, or trained in another dtype than most elements of
+    the module. To shard parameters of another dtype, call this function on the inner modules of that dtype first.
 
-    Gradients of gradients (`create_graph=True`) are refused in backward: FSDP frees what the second pass needs.
+    Second derivatives (`create_graph=True`) raise an error in backward: FSDP frees the tensors that they need.
 
-    Collective over all ranks of the job the first time that several axes are merged: it makes their process group.
+    The first call that merges several axes is collective over all ranks of the job: it creates their process group.
 
     Args:
-        module: The module to parallelise; parameters that an inner call took already are left alone, and so are those
-            of experts (`parallelize_experts`).
+        module: The module to parallelize. Parameters that an inner call has sharded are skipped, as are experts
+            (`parallelize_experts`).
         mesh: A mesh with named axes, in any order, all of them data parallel for this module.
-        shard_axis: The axis that shares the parameters out.
+        shard_axis: Axis over which parameters are sharded.
         precision: dtypes of computation and reduction.
-        reshard_after_forward: Whether to free the gathered parameters after forward and gather them again in backward.
-        shard_dim: The dim of all parameters that is shared out; if it is not the first, its size has to divide.
+        reshard_after_forward: True to free the gathered parameters after forward and gather them again in backward.
+        shard_dim: Dim of all parameters that is sharded. If it is not 0, the number of ranks must divide its size.
 
     Raises:
         UserError: If the mesh has no axis of that name; in backward, if it is called with `create_graph=True`.
@@ -99,7 +98,7 @@ def parallelize_hsdp(
         compute_dtype=dtypes.compute,
         reduce_dtype=dtypes.reduce,
     )
-    # Before FSDP's own hooks, one of which frees what is compared.
+    # Before FSDP's hooks, one of which frees the parameters that this one compares.
     refuse_writes_in_first_forward(module)
     fully_shard(
         module,
@@ -117,7 +116,7 @@ def parallelize_hsdp(
     assert isinstance(module, FSDPModule)
     module.register_forward_hook(_refuse_second_derivatives)
     module.set_gradient_divide_factor(1.0)
-    # Otherwise a factor of 1 is applied by a pre-multiplying reduction, which gloo does not have.
+    # Otherwise a factor of 1 is applied by a pre-multiplied sum, which gloo does not support.
     module.set_force_sum_reduction_for_comms(True)
 
 
@@ -133,14 +132,14 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, *, precision: Precisio
 def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Precision | None = None) -> None:
     """Replicate a module's parameters over all ranks of a one-axis mesh, in place. No collectives.
 
-    Parameters become DTensors, `Replicate()` on the axis; those that are tensor parallel already are DTensors on both.
-    Forward computes with plain tensors. Their gradients are `Partial()` on the axis: microbatches add up without
-    traffic, and `GradientSync` takes the sum over ranks, also in the dtype that `precision` asks for. On a mesh of one
-    rank, and with no precision asked for, there is nothing to do, and the module is left as it is.
+    Parameters become DTensors, `Replicate()` on the axis; tensor-parallel parameters become DTensors on both axes.
+    Forward computes with plain tensors. Gradients are `Partial()` on the axis: microbatches are accumulated without
+    communication, and `GradientSync` sums them over ranks, in the dtype of `precision.reduce`. On a mesh of one rank
+    without `precision` the module is not changed.
 
     Args:
-        module: On `meta`, or with equal values on all ranks of the axis; shared parameters stay shared. Call it on a
-            whole model: what is inside follows.
+        module: A whole model, on `meta` or equal on all ranks of the axis. All submodules are replicated; shared
+            parameters stay shared.
         mesh: A mesh of one named axis.
         precision: dtypes of computation and reduction.
 
@@ -162,7 +161,7 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Pre
 
 
 def _taken_by_fsdp(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that FSDP of a module would take, each once."""
+    """Return the parameters that FSDP of a module would manage, each once."""
     inner = {below for child in module.modules() if isinstance(child, FSDPModule) for below in child.modules()}
     left = inner | set(modules_apart(module))
     own = (parameter for part in module.modules() if part not in left for parameter in part.parameters(recurse=False))
@@ -170,7 +169,7 @@ def _taken_by_fsdp(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _unfit_for_fsdp(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Return those that FSDP2 cannot shard with the others: it takes one dtype of trained parameters, and no writes."""
+    """Return parameters that FSDP2 cannot shard: empty, 0-dim, of a less common trained dtype, or with `max_norm`."""
     written = {each for part in module.modules() if writes_to_rows(part) for each in part.parameters(recurse=False)}
     num_elements = Counter[torch.dtype]()
     for parameter in parameters:
@@ -188,14 +187,14 @@ def _unfit_for_fsdp(module: nn.Module, parameters: Sequence[nn.Parameter]) -> li
 
 
 def _refuse_second_derivatives(module: nn.Module, args: Any, outputs: Any) -> None:
-    """A forward hook: have backward refuse to build a graph of itself."""
+    """Register hooks that raise if backward builds a graph. A forward hook."""
     for output in pytree.tree_leaves(outputs):
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(_check_no_graph)
 
 
 def _check_no_graph(gradient: torch.Tensor) -> None:
-    if torch.is_grad_enabled():  # within backward only if it was called with create_graph=True
+    if torch.is_grad_enabled():  # inside backward this means create_graph=True
         raise UserError(
             "got a backward pass with create_graph=True through a module that parallelize_hsdp has sharded; expected "
             "create_graph=False: FSDP frees the gathered parameters that gradients of gradients need. For a gradient "
@@ -215,7 +214,7 @@ def _check_no_fsdp(module: nn.Module) -> None:
 def cast_inputs(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward pre-hook: cast all floating-point tensors among the arguments."""
+    """Cast all floating-point tensors among the arguments. A forward pre-hook."""
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
@@ -224,13 +223,13 @@ def cast_inputs(
 
 
 def _replicate_and_shard(mesh: DeviceMesh, shard_axis: str) -> DeviceMesh:
-    """FSDP2's view of a mesh: [shard], or [replicate, shard]; axes of one rank do not count.
+    """Return the mesh for FSDP2: [shard] or [replicate, shard]; axes of one rank are dropped.
 
-    Several axes to replicate over become one, whose process group torch makes once and keeps with the mesh.
+    Several replicate axes are merged into one. torch creates its process group once and caches it with the mesh.
     """
     replicate = [name for name in axis_names(mesh) if name != shard_axis and mesh[name].size() > 1]
     if not replicate:
         return mesh[shard_axis]
     merged = mesh[replicate[0]] if len(replicate) == 1 else mesh[tuple(replicate)]._flatten()
-    # A slice keeps the order of the mesh; FSDP2 wants the replicate axis first, whatever that order is.
+    # A slice has the axis order of the mesh, but FSDP2 requires the replicate axis first.
     return DeviceMesh._concatenate([merged, mesh[shard_axis]])

@@ -1,9 +1,9 @@
-"""Collectives that autograd goes through, for activations: each is a pair of a forward and its adjoint, in backward.
+"""Differentiable collectives for activations: each function has a forward and an adjoint, which runs in backward.
 
-Which adjoint is right depends on what ranks do with the result. Where a value is equal on all ranks, their gradients of
-it are either *partial* (each rank used it for something else: the gradient is their sum) or *equal* (all ranks computed
-the same with it: the gradient is what any of them has). A function says by its name or its `gradient` which it assumes;
-getting it wrong makes gradients wrong by a factor, silently.
+The correct adjoint depends on how ranks use the result. For a value that is equal on all ranks, gradients are *partial*
+if each rank uses the value differently: the full gradient is their sum over ranks. Gradients are *equal* if all ranks
+compute the same with the value: each rank has the full gradient. The name of a function or its argument `gradient`
+states which of both it assumes. A wrong choice silently scales gradients by a factor.
 
     function                          forward             backward
     enter_partial                     identity            all-reduce
@@ -15,8 +15,8 @@ getting it wrong makes gradients wrong by a factor, silently.
     exchange                          all-to-all          all-to-all
     sum_over_ranks                    all-reduce          all-reduce
 
-All take a mesh of one axis, `sum_over_ranks` a group, and are collective over it, in backward too, so that all ranks
-have to go backward. On one rank they return the tensor as it is. Sums are taken in the dtype of the tensor.
+All functions take a mesh of one axis (`sum_over_ranks` takes a group) and are collective over it, also in backward, so
+all ranks must run backward. On one rank they return the tensor itself. Sums are computed in the dtype of the tensor.
 """
 
 from collections.abc import Callable
@@ -36,43 +36,43 @@ _Map: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def enter_partial(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Forward: identity. Backward: sum over ranks (`sum_partial`'s adjoint).
+    """Return `x`. Backward sums its gradient over ranks, by an all-reduce (adjoint of `sum_partial`).
 
-    For a value that is equal on all ranks, of which each rank's use gives a part of the gradient: the input of a
-    column-parallel layer.
+    For a value that is equal on all ranks, if each rank computes a part of its gradient: the input of a column-parallel
+    layer.
 
     Args:
-        x: Equal on all ranks.
-        mesh: One axis.
+        x: A tensor that is equal on all ranks.
+        mesh: A mesh of one axis.
     """
     return _apply(x, mesh, _identity, partial(_sum, group=_group(mesh)))
 
 
 def sum_partial(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Forward: sum over ranks. Backward: identity (`enter_partial`'s adjoint).
+    """Return the sum over ranks, by an all-reduce. Backward is the identity (adjoint of `enter_partial`).
 
-    For a value of which each rank holds a part; afterwards all hold the sum and compute the same with it: the output of
-    a row-parallel layer.
+    For a partial value whose sum all ranks use in the same way: the output of a row-parallel layer.
 
     Args:
-        x: This rank's part, of the same shape on all ranks.
-        mesh: One axis.
+        x: This rank's part of the sum, of the same shape on all ranks.
+        mesh: A mesh of one axis.
     """
     return _apply(x, mesh, partial(_sum, group=_group(mesh)), _identity)
 
 
 def gather_shards(x: Tensor, mesh: DeviceMesh, *, dim: int, gradient: Literal["partial", "equal"]) -> Tensor:
-    """Forward: all-gather. Backward: reduce-scatter (adjoint of `scatter_partial`) or this rank's part (`take_shard`).
+    """Return the all-gathered shards. Backward is a reduce-scatter, or takes this rank's part of its own gradient.
 
     Args:
         x: This rank's shard, of the same shape on all ranks.
-        mesh: One axis.
-        dim: The dim along which ranks' shards follow each other.
-        gradient: What the gradient of the result is on each rank: a part of a sum (ranks use the result for different
-            things, such as their columns of a matrix), or equal on all (they all do the same with it).
+        mesh: A mesh of one axis.
+        dim: Dim along which the ranks' shards are concatenated.
+        gradient: `"partial"` if ranks use the result differently, such as for their own columns of a matrix; backward
+            reduce-scatters (adjoint of `scatter_partial`). `"equal"` if all ranks compute the same with it; backward
+            has no collective (adjoint of `take_shard`).
 
     Raises:
-        UserError: If the gradient is said to be anything else.
+        UserError: If `gradient` is neither of both.
     """
     group = _group(mesh)
     forward = partial(all_gather, group=group, dim=dim)
@@ -86,15 +86,15 @@ def gather_shards(x: Tensor, mesh: DeviceMesh, *, dim: int, gradient: Literal["p
 
 
 def scatter_partial(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
-    """Forward: reduce-scatter. Backward: all-gather (`gather_shards`' adjoint).
+    """Return this rank's shard of the sum over ranks, by a reduce-scatter. Backward all-gathers the gradient.
 
-    For a value of which each rank holds a part of the sum; afterwards each holds its shard of the sum: the output of a
-    row-parallel layer before a sequence-parallel one.
+    For a partial value of which each rank needs one shard of the sum: the output of a row-parallel layer before a
+    sequence-parallel one. The adjoint of `gather_shards` with partial gradients.
 
     Args:
-        x: This rank's part, of the same shape on all ranks.
-        mesh: One axis.
-        dim: The dim that is cut.
+        x: This rank's part of the sum, of the same shape on all ranks.
+        mesh: A mesh of one axis.
+        dim: Dim of `x` that is split over the ranks.
 
     Raises:
         UserError: If the number of ranks does not divide the size of the dim.
@@ -105,12 +105,12 @@ def scatter_partial(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
 
 
 def take_shard(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
-    """Forward: this rank's part, copied. Backward: all-gather, so that the gradient of `x` is equal on all ranks.
+    """Return a copy of this rank's shard. Backward all-gathers, so that the gradient of `x` is equal on all ranks.
 
     Args:
-        x: Equal on all ranks.
-        mesh: One axis.
-        dim: The dim that is cut.
+        x: A tensor that is equal on all ranks.
+        mesh: A mesh of one axis.
+        dim: Dim of `x` that is split over the ranks.
 
     Raises:
         UserError: If the number of ranks does not divide the size of the dim.
@@ -120,16 +120,16 @@ def take_shard(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
 
 
 def exchange(x: Tensor, mesh: DeviceMesh, *, scatter_dim: int, gather_dim: int) -> Tensor:
-    """Forward: all-to-all; what was split on `gather_dim` is split on `scatter_dim`. Backward: the opposite.
+    """Return a tensor that is split on `scatter_dim` instead of `gather_dim`. One all-to-all; backward is the inverse.
 
-    For attention on some of the heads and all of the sequence, between layers on all heads and a part of the sequence:
+    For attention over some heads and the whole sequence, between layers over all heads and a part of the sequence:
     "DeepSpeed Ulysses", arXiv:2309.14509.
 
     Args:
-        x: Of the same shape on all ranks.
-        mesh: One axis.
-        scatter_dim: The dim of which each rank keeps one part and gives one to every other.
-        gather_dim: The dim along which the received parts follow each other.
+        x: A tensor of the same shape on all ranks.
+        mesh: A mesh of one axis.
+        scatter_dim: Dim that is split: each rank keeps one part and sends one to every other rank.
+        gather_dim: Dim along which the received parts are concatenated.
 
     Raises:
         UserError: If the number of ranks does not divide the size of `scatter_dim`.
@@ -141,21 +141,21 @@ def exchange(x: Tensor, mesh: DeviceMesh, *, scatter_dim: int, gather_dim: int) 
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Forward: sum over ranks. Backward: sum over ranks.
+    """Return the sum over ranks. Backward sums the gradient over ranks. Both are all-reduces.
 
-    For a sum that each rank uses for something else, such as a statistic of the whole batch: the rank's gradient of it
-    is a part.
+    For a sum that each rank uses differently, such as a statistic of the whole batch: gradients of the result are
+    partial.
 
     Args:
-        x: This rank's part, of the same shape on all ranks.
-        group: The ranks.
+        x: This rank's part of the sum, of the same shape on all ranks.
+        group: Process group.
     """
     total = partial(_sum, group=group)
     return x if group.size() == 1 else _Collective.apply(x, total, total)
 
 
 class _Collective(torch.autograd.Function):
-    """A linear map of tensors and its adjoint; the gradient can be differentiated again, by the map itself."""
+    """A linear map of a tensor and its adjoint; differentiable any number of times."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: _Map, adjoint: _Map) -> Tensor:
@@ -188,7 +188,7 @@ def _sum(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
 
 
 def _take(x: Tensor, *, group: dist.ProcessGroup, dim: int) -> Tensor:
-    # A copy, so that the result may be changed in place, and the whole tensor be freed.
+    # A copy, so that the result may be changed in place and the whole tensor can be freed.
     return even_parts(x, group.size(), dim=dim)[group.rank()].clone(memory_format=torch.contiguous_format)
 
 

@@ -1,7 +1,8 @@
-"""Embeddings that look at which rows a batch uses, with the rows of all data-parallel ranks together.
+"""Embeddings with `max_norm` or `scale_grad_by_freq`, computed over the ids of all data-parallel ranks.
 
-`max_norm` writes to the rows that are looked up; `scale_grad_by_freq` divides gradients by how often they are. On one
-rank alone both see a part of the batch. Each layer keeps its own `forward`; its call of `F.embedding` is replaced.
+`max_norm` writes to the rows that are looked up; `scale_grad_by_freq` divides gradients by the number of lookups. Each
+rank has only a part of the batch, so the lookups of all ranks are counted. Layers keep their own `forward`; its call of
+`F.embedding` or `F.embedding_bag` is replaced.
 """
 
 from typing import Any
@@ -16,21 +17,22 @@ from d9d_dist.late_init import canonical_name
 
 
 def writes_to_rows(module: nn.Module) -> bool:
-    """Whether a layer's forward writes to its weight, of which every rank then needs a whole copy."""
+    """Return True for embeddings with `max_norm`: forward writes to the weight, so the weight must not be sharded."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
 
 
 def synchronize_embeddings(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
-    """Let embeddings with `max_norm` or `scale_grad_by_freq` see the rows that all ranks of a group use, in place.
+    """Make embeddings with `max_norm` or `scale_grad_by_freq` count the lookups of all ranks of a group, in place.
 
-    Weights with `max_norm` have to be replicated, as `parallelize_hsdp` and `parallelize_replicate` do it: forward
-    writes to them, alike on all ranks. The class of each layer becomes a subclass of it.
+    Weights with `max_norm` must be replicated, as `parallelize_hsdp` and `parallelize_replicate` do: forward makes
+    equal writes to them on all ranks. The class of each layer becomes a subclass of it.
 
-    Collective in training: an all-reduce of one number a row for each layer. The host waits for an accelerator.
+    Collective in training: for each layer an all-reduce of one integer per row. Synchronizes the host with an
+    accelerator.
 
     Args:
-        model: Before it is parallelized.
-        group: The ranks that share out a batch: `ctx.group_for("batch", "dp", "cp")`.
+        model: Model before parallelization.
+        group: Ranks that split a batch: `ctx.group_for("batch", "dp", "cp")`.
 
     Returns:
         The names of the layers.
@@ -45,7 +47,7 @@ def synchronize_embeddings(model: nn.Module, group: dist.ProcessGroup) -> list[s
 
 
 def _synchronized(kind: Any, group: dist.ProcessGroup) -> type[nn.Module]:
-    """Make a subclass whose `forward` counts over a group; it, not its layers, holds the group: those are copied."""
+    """Return a subclass whose `forward` counts over a group. The class holds the group, so layers can be copied."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() and not self.training:
@@ -104,17 +106,17 @@ class _OverRanks(TorchFunctionMode):
             _clip_rows(weight, counts, max_norm, norm_type)
         if scale_grad_by_freq and weight.requires_grad:
             weight = weight.view_as(weight)
-            # Rows that no rank looks up have a gradient of 0.
+            # Rows without lookups have zero gradients.
             weight.register_hook(lambda gradient: gradient / counts.clamp(min=1).unsqueeze(-1))
         return F.embedding_bag(ids, weight, offsets, None, norm_type, False, *others, **options)
 
     def _counts(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Return how often all ranks look up each row."""
+        """Return the number of lookups of each row by all ranks."""
         counts = torch.bincount(ids.flatten(), minlength=len(weight))
         dist.all_reduce(counts, group=self._group)
         return counts
 
 
 def _clip_rows(weight: Tensor, counts: Tensor, max_norm: float, norm_type: float) -> None:
-    # By `.data`: autograd refuses writes to a view that a custom function made, as that of a replicated parameter is.
+    # `.data`, because autograd rejects in-place writes to views from custom functions, as of replicated parameters.
     torch.embedding_renorm_(weight.data, counts.nonzero().flatten(), max_norm, norm_type)

@@ -1,9 +1,9 @@
-"""The exception that means "you asked for something impossible", so that a command line can tell it from a bug."""
+"""The exception for invalid user input, which a command line can tell from a bug."""
 
 
 class UserError(ValueError):
-    """A mistake in what was asked for, found before anything started.
+    """Invalid input or configuration, usually found before the job starts.
 
-    The message says what was got, what was expected and what to do. `d9d_loop.command_line` prints it without a
-    traceback and exits with code 2; everywhere else it is an ordinary `ValueError`.
+    The message names the value, the expected values and a remedy. `d9d_loop.command_line` prints it without a traceback
+    and exits with code 2.
     """

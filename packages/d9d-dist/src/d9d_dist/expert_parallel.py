@@ -1,9 +1,8 @@
-"""Experts on their own view of the ranks: shared out over `ep_shard`, and replicated, or sharded, over `ep_replicate`.
+"""Expert parallelism: experts are sharded over `ep_shard`, and replicated or sharded over `ep_replicate`.
 
-Experts borrow their ranks from data, context and tensor parallelism, all of which have other tokens where experts come:
-so each rank of the expert mesh computes its own part of the gradient of the experts that it holds, and the parts are
-added up over the ranks that hold the same experts. Which tokens reach them is a dispatcher's business, not that of this
-file.
+The expert mesh consists of the ranks of data, context and tensor parallelism, which all have different tokens at the
+expert layers. Each rank computes a partial gradient of its experts, which is summed over the ranks with the same
+experts. The dispatch of tokens to experts is not part of this module.
 """
 
 from functools import partial
@@ -25,25 +24,25 @@ _AXES = ("ep_replicate", "ep_shard")
 def parallelize_experts(
     module: nn.Module, mesh: DeviceMesh, *, shard_replicas: bool = True, precision: Precision | None = None
 ) -> None:
-    """Put parameters that hold one expert after the other on the expert mesh, in place.
+    """Distribute parameters with one expert per index of dim 0 over the expert mesh, in place.
 
-    They become DTensors of global shape and name, `Shard(0)` on `ep_shard`, so that checkpoints and exports do not
-    depend on the degree. Over `ep_replicate` they are sharded too, as `parallelize_hsdp` does it, or `Replicate()`:
-    then their gradients are `Partial()` there, and `GradientSync` adds them up. Forward computes with plain tensors:
-    those of this rank's experts. Data parallelism of modules around it leaves these parameters alone.
+    Parameters become DTensors with their global shapes and names, `Shard(0)` on `ep_shard`, so checkpoints and exports
+    do not depend on the degree. Over `ep_replicate` they are either sharded by `parallelize_hsdp`, or `Replicate()`. In
+    the latter case their gradients are `Partial()` there, and `GradientSync` sums them. Forward computes with plain
+    tensors of this rank's experts. Data parallelism of outer modules ignores these parameters.
 
-    Call it after `parallelize_tensor` of the model, before checkpointing activations, and before data parallelism.
+    Call it after `parallelize_tensor` of the model, before activation checkpointing and data parallelism.
 
     Args:
-        module: All its parameters have the experts on dim 0. On `meta`, or with equal values on all ranks.
+        module: Module whose parameters all have the experts on dim 0, on `meta` or equal on all ranks.
         mesh: `ctx.mesh_for("expert")["ep_replicate", "ep_shard"]`.
-        shard_replicas: Whether each of the ranks that hold the same experts keeps a part of them only, where their
-            sizes divide; else each keeps all of them.
+        shard_replicas: True to shard experts also over `ep_replicate`, if its size divides a dim of all parameters;
+            False to replicate them.
         precision: dtypes of computation and reduction.
 
     Raises:
         UserError: If the mesh has other axes, `ep_shard` does not divide the number of experts, or a parameter is split
-            over other ranks, or sharded, already; nothing is changed.
+            over other ranks or sharded already. Nothing is changed then.
     """
     if axis_names(mesh) != _AXES:
         raise UserError(
@@ -99,7 +98,7 @@ def _check(module: nn.Module, shard: DeviceMesh) -> None:
 
 
 def _leave_other_axes(module: nn.Module) -> None:
-    """Make what `parallelize_tensor` has replicated plain again: these ranks are borrowed."""
+    """Make parameters that `parallelize_tensor` has replicated plain tensors again: experts use the tp ranks."""
     plain: dict[int, nn.Parameter] = {}
     for submodule in module.modules():
         for name, parameter in submodule._parameters.items():
@@ -114,7 +113,7 @@ def _leave_other_axes(module: nn.Module) -> None:
 
 
 def _shard_dim(module: nn.Module, num_ranks: int) -> int | None:
-    """The first dim that so many ranks can share out evenly in all parameters: this rank's part of each."""
+    """Return the first dim of the local parameters that `num_ranks` divides in all of them; `None` if there is none."""
     shapes = [_local_shape(parameter) for parameter in module.parameters()]
     for dim in range(min((len(shape) for shape in shapes), default=0)):
         if all(shape[dim] % num_ranks == 0 for shape in shapes):

@@ -1,7 +1,7 @@
-"""What stands inside a layer and computes with it, such as a low-rank adapter, is split as the layer's weight is.
+"""Protocol of modules inside a layer, such as low-rank adapters, that are split in the same way as its weight.
 
-A plan for `parallelize_tensor` names layers. It knows nothing of what a fine-tuning method has put into them, and need
-not: whatever is put there says itself how it follows the weight.
+A plan for `parallelize_tensor` names only layers. Modules that a fine-tuning method adds to a layer define how they
+follow its weight.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,33 +12,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 WEIGHT = "weight"
-"""The name of the parameter that is followed."""
+"""Name of the layer's parameter whose placement is followed."""
 
 
 @runtime_checkable
 class FollowsWeight(Protocol):
-    """A module, child of a layer that a tensor-parallel style splits, whose parameters have to be split with it."""
+    """A child of a layer that is split together with the layer's weight by tensor parallelism."""
 
     def tensor_placements(self, weight: Placement) -> Mapping[str, Placement]:
-        """How its own parameters are placed on the mesh axis, by name; those left out are replicated.
+        """Return the placements of this module's own parameters on the mesh axis, by name; others are replicated.
 
         Args:
-            weight: How the layer's weight is placed.
+            weight: Placement of the layer's weight.
         """
         ...
 
     def prepare_tensor(self, weight: Placement, mesh: DeviceMesh) -> None:
-        """Learn that the layer is split, once its parameters are.
+        """Prepare the forward of a split layer. Called after the parameters are distributed.
 
         Args:
-            weight: How the layer's weight is placed.
+            weight: Placement of the layer's weight.
             mesh: The mesh axis, of more than one rank.
         """
         ...
 
 
 def followers(layer: nn.Module) -> Iterator[tuple[str, nn.Module, FollowsWeight]]:
-    """The children of a layer that follow its weight: name, the child, and the same as what it is here."""
+    """Yield the children of a layer that follow its weight: the name, and the child twice, typed as each of both."""
     for name, child in layer.named_children():
         if isinstance(child, FollowsWeight):
             yield name, child, child

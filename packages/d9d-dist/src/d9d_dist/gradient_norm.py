@@ -1,4 +1,4 @@
-"""The norm of all gradients of a job, each element counted once, whatever the layout; placements say who has what."""
+"""Global gradient norm: each element counts once in every layout, by the placements of the parameters."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,30 +20,30 @@ from d9d_dist.errors import UserError
 def global_grad_norm(
     parameters: Iterable[nn.Parameter], *, ctx: DistributedContext, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """The norm of all gradients of a job taken as one vector, each element counted once.
+    """Return the norm of all gradients of a job as one vector, each element counted once.
 
-    Parameters are grouped by the mesh axes that share their elements out (see `grad_norm_parts`); stages of a pipeline
-    hold different parameters and are added up too. One all-reduce of a few numbers for each process group among those
-    axes; no full tensor is built, and the host waits for nothing.
+    Parameters are grouped by the mesh axes that shard them (see `grad_norm_parts`), and pipeline stages are combined.
+    Collective: one all-reduce of a few numbers for each process group of those axes. No full tensors and no host-device
+    synchronization.
 
     Args:
-        parameters: The parameters of this rank, those without a gradient included: what is reduced follows from the
+        parameters: All parameters of this rank, including those without a gradient: collectives depend on the
             parameters, so that a gradient may be missing on one rank alone. Plain tensors count as replicated over all
             ranks of a stage, missing gradients as zero.
-        ctx: The job's context.
+        ctx: Distributed context.
         norm_type: The p of the p-norm; `float("inf")` for the maximum.
 
     Returns:
-        A 0-dim tensor on the job's device, equal on every rank; float32, or float64 where a parameter is or where there
-        are several stages.
+        A 0-dim tensor on the job's device, equal on every rank: float64 if a parameter is, or if there are several
+        pipeline stages; else float32.
 
     Raises:
-        UserError: If a gradient is still a part of a sum, or placed otherwise than its parameter.
+        UserError: If a gradient is not reduced yet, or its placements differ from those of its parameter.
     """
     powers = list(_reduced_powers(parameters, ctx, norm_type).values())
     total = _join(powers, norm_type) if powers else torch.zeros((), device=ctx.device)
     if ctx.size("regular", "pp") > 1:
-        total = total.double()  # stages may have parameters of different dtypes, or none
+        total = total.double()  # dtypes may differ between stages, and a stage may have no parameters
         dist.all_reduce(total, op=_reduction(norm_type), group=ctx.group_for("regular", "pp"))
     return _root(total, norm_type)
 
@@ -52,19 +52,19 @@ def global_grad_norm(
 def grad_norm_parts(
     parameters: Iterable[nn.Parameter], *, ctx: DistributedContext, norm_type: float = 2.0
 ) -> dict[str, torch.Tensor]:
-    """The norms that `global_grad_norm` is made of: those of all gradients whose elements are shared out alike.
+    """Return the norms of groups of gradients that are sharded over the same axes.
 
-    Which of them explodes tells where to look. The p-th powers add up to that of the whole stage's norm. The same
-    collectives, but for the one over the stages of a pipeline, each of which has parts of its own.
+    Useful to locate exploding gradients. The p-th powers of the norms add up to that of the stage's norm. Issues the
+    collectives of `global_grad_norm` without the one over pipeline stages, which have separate parts.
 
     Args:
-        parameters: As for `global_grad_norm`.
-        ctx: The job's context.
+        parameters: All parameters of this rank, as for `global_grad_norm`.
+        ctx: Distributed context.
         norm_type: The p of the p-norm; `float("inf")` for the maximum.
 
     Returns:
-        0-dim tensors by the axes of more than one rank that split the gradients, e.g. `"dp_cp_shard x tp"`;
-        `"replicated"` for those that every rank of a stage has.
+        0-dim tensors by the axes of more than one rank that shard the gradients, e.g. `"dp_cp_shard x tp"`;
+        `"replicated"` for gradients that are equal on every rank of a stage.
 
     Raises:
         UserError: As for `global_grad_norm`.
@@ -76,12 +76,12 @@ def grad_norm_parts(
 @final
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Gradients whose elements are shared out over the same ranks.
+    """Gradients that are sharded over the same axes.
 
     Attributes:
-        name: The axes that share them out.
-        groups: The process groups of those axes.
-        gradients: This rank's parts.
+        name: The axes, joined by " x ".
+        groups: Process groups of those axes.
+        gradients: This rank's shards.
     """
 
     name: str
@@ -92,13 +92,13 @@ class _Part:
 def _reduced_powers(
     parameters: Iterable[nn.Parameter], ctx: DistributedContext, norm_type: float
 ) -> dict[str, torch.Tensor]:
-    """The sum over elements of |g|^p, or the largest |g|, of each part by its name; equal on all ranks of a stage."""
+    """Return the sum of |g|^p, or the largest |g|, of each part by name; equal on all ranks of a stage."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     is_wide = {torch.float64, torch.complex128} & {parameter.dtype for parameter in trained}
     dtype = torch.float64 if is_wide else torch.float32
     parts = _group(trained)
     powers = {part.name: _power(part.gradients, norm_type, dtype, ctx.device) for part in parts}
-    # Sums over different axes commute, so each group is used once, for all parts that it splits.
+    # Sums over different axes commute, so one all-reduce per group serves all parts that it shards.
     for group in dict.fromkeys(group for part in parts for group in part.groups):
         names = [part.name for part in parts if group in part.groups]
         stacked = torch.stack([powers[name] for name in names])
@@ -108,7 +108,7 @@ def _reduced_powers(
 
 
 def _group(parameters: Sequence[nn.Parameter]) -> list[_Part]:
-    """The parts, in an order that the parameters alone decide: equal on all ranks of a stage."""
+    """Return the parts, in an order that depends only on the parameters and so is equal on all ranks of a stage."""
     spread = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     parts: dict[str, _Part] = {}
     if len(spread) < len(parameters):
@@ -127,7 +127,7 @@ def _group(parameters: Sequence[nn.Parameter]) -> list[_Part]:
 
 
 def _splits(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[str, tuple[dist.ProcessGroup, ...]]:
-    """The mesh axes of more than one rank over which elements are shared out: their names, and their groups."""
+    """Return names and process groups of the mesh axes of more than one rank that shard the elements."""
     axes = [
         (name, mesh.get_group(axis))
         for axis, (name, placement) in enumerate(zip(axis_names(mesh), placements, strict=True))
@@ -137,7 +137,7 @@ def _splits(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[str, t
 
 
 def _local_gradient(parameter: DTensor, gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a gradient that is placed as its parameter is."""
+    """Return this rank's shard of a gradient, after a check that its placements are those of its parameter."""
     if not isinstance(gradient, DTensor):
         raise UserError(
             f"got a plain tensor as the gradient of a parameter of shape {tuple(parameter.shape)} that is a DTensor; "
@@ -161,7 +161,7 @@ def _show(placements: Sequence[Placement]) -> str:
 def _power(
     gradients: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """The sum over elements of |g|^p, or the largest |g|, of this rank's part, of which some shards may be empty."""
+    """Return the sum of |g|^p, or the largest |g|, over this rank's shards, some of which may be empty."""
     filled = [gradient.abs() if gradient.is_complex() else gradient for gradient in gradients if gradient.numel()]
     if not filled:
         return torch.zeros((), dtype=dtype, device=device)

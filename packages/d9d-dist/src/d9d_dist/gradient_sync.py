@@ -1,11 +1,11 @@
-"""Adds gradients up over ranks, in buckets, while backward still computes: `Partial()` becomes `Replicate()`.
+"""Reduction of gradients over ranks in buckets, overlapped with backward: `Partial()` becomes `Replicate()`.
 
-A parameter's placements say which ranks have a part of its gradient, so there is nothing to configure: data-parallel
-replicas and norms inside tensor-parallel regions are reduced alike, over several axes at once where it takes several.
-What FSDP manages FSDP reduces; ranks that used different parameters are reconciled by `d9d_dist._unused_parameters`.
+A parameter's placements define which ranks have a part of its gradient, so no configuration is needed. Data-parallel
+replicas and norms inside tensor-parallel regions are reduced alike, over several axes at once if needed. FSDP reduces
+the gradients of parameters that it manages; `d9d_dist._unused_parameters` handles ranks that use different parameters.
 
 Bucketing and overlap follow "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-arXiv:2006.15704, without its copy back: a reduced gradient stays where it was reduced.
+arXiv:2006.15704, without its copy back: reduced gradients are views of their bucket.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,39 +23,40 @@ from d9d_dist._unused_parameters import UnusedParameters
 from d9d_dist.errors import UserError
 
 BUCKET_BYTES = 4 * 2**20
-"""Enough to use a network well, and little enough that most weights of a large model are reduced without a copy."""
+"""Default bucket size. Larger weights, i.e. most weights of a large model, are reduced without a copy."""
 
 
 @final
 class GradientSync:
-    """Reduces the gradients of a model that are parts of sums, once a step.
+    """Reduces the partial gradients of a model over ranks, once per step.
 
-    Every backward adds a microbatch's gradients up locally. With the last one gradients become final, from the last
-    layers to the first; a bucket whose gradients are all there starts its all-reduce at once, without waiting for it.
-    `finish` starts what is left, and waits. All ranks reduce the same buckets in the same order, each gradient once.
+    Every backward accumulates a microbatch's gradients locally. In the last backward gradients become final, from the
+    last layers to the first. A bucket starts its asynchronous all-reduce once all its gradients are final. `finish`
+    starts the remaining buckets and waits. All ranks reduce the same buckets in the same order, each gradient once.
 
-    Between the first microbatch and `finish`, gradients are in no state to be looked at. After it:
+    Gradients are undefined between the first microbatch and `finish`. After `finish`:
 
-    - `.grad` is a DTensor with the placements of its parameter; those of one bucket share their memory.
-    - A parameter that some rank used has a gradient on all ranks. One that none used has what it had before: usually
-      none, so optimizers pass over it. (A rank that lacks a gradient has to ask; only then does its host wait for the
-      device.) The same holds for parameters that FSDP manages. A module that `parallelize_hsdp` was called on runs on
-      all ranks or on none, since FSDP gathers its parameters; what is inside may differ.
-    - If `.grad` was not set to `None` before the step, the sum is added to what was there.
+    - `.grad` is a DTensor with the placements of its parameter. Gradients of one bucket share their memory.
+    - A parameter that any rank used has a gradient on all ranks. A parameter that no rank used has its previous
+      gradient: usually `None`, so optimizers skip it. Only a rank that lacks a gradient synchronizes its host with the
+      device. The same holds for parameters that FSDP manages. A module that was passed to `parallelize_hsdp` must run
+      on all ranks or on none, because FSDP all-gathers its parameters; its submodules may differ.
+    - If `.grad` was not `None` before the step, the sum is added to it.
 
-    Making one is collective over the ranks of each gradient's axes: it makes process groups, of its own, so that its
-    all-reduces cannot get between other collectives. Make it when parameters are in their final place: parallelised,
-    and filled by `materialize`.
+    Construction is collective over the ranks of each gradient's axes: it creates separate process groups, so that its
+    all-reduces do not interleave with other collectives. Construct it after the model is parallelized and filled by
+    `materialize`.
 
     Attributes:
-        num_microbatches: Number of backward passes of a step. May be set anew between steps. None if it is not known
-            how often a gradient is added to, as where backward is split: then nothing is reduced before `finish`.
+        num_microbatches: Number of backward passes per step; may be changed between steps. With None, e.g. for split
+            backward passes, nothing is reduced before `finish`.
 
     Args:
         model: A model, or one stage of it.
         num_microbatches: See the attribute.
-        bucket_bytes: Smaller gradients are copied into buckets of this size; larger ones are reduced alone, in place.
-        dtype: What to reduce in; by default what `parallelize_replicate` was given, else the gradient's own.
+        bucket_bytes: Bucket size in bytes. Smaller gradients are copied into buckets; larger ones are reduced alone, in
+            place.
+        dtype: dtype of the reduction. Default: the reduce dtype of `parallelize_replicate`, else that of the parameter.
 
     Raises:
         UserError: If `num_microbatches` or `bucket_bytes` is not positive.
@@ -89,11 +90,10 @@ class GradientSync:
                 self._handles.append(slot.parameter.register_post_accumulate_grad_hook(receive))
 
     def finish(self) -> None:
-        """Reduce what backward has not reduced yet, wait, and leave every gradient whole.
+        """Reduce all gradients that are not reduced yet, and wait for all reductions.
 
-        Gradients that are `Partial()` though their module does not compute with local parameters, such as those that
-        torch's own tensor-parallel styles leave, are reduced here too. They must be there on all ranks of their axes
-        or on none.
+        Also reduces `Partial()` gradients of modules without local-parameter hooks, such as those of torch's own
+        tensor-parallel styles. Such a gradient must exist on all ranks of its axes or on none.
         """
         unplanned = self._plan(_partial_gradients(self._unplanned))
         for bucket in [*self._buckets[self._num_started :], *unplanned]:
@@ -105,7 +105,7 @@ class GradientSync:
         self._num_started = 0
 
     def close(self) -> None:
-        """Take the hooks off the parameters; after the last `finish`. Safe to call twice."""
+        """Remove the hooks from the parameters. Call it after the last `finish`. Safe to call twice."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -116,11 +116,11 @@ class GradientSync:
         return [Bucket(group) for group in plan_buckets(slots, bucket_bytes=self._bucket_bytes)]
 
     def _set_aside(self, number: int, place: int, gradient: torch.Tensor) -> None:
-        """A gradient is about to be added to `.grad`."""
+        """Handle a gradient before it is accumulated into `.grad`."""
         self._buckets[number].slots[place].set_aside(gradient)
 
     def _receive(self, number: int, place: int, parameter: torch.Tensor) -> None:
-        """A gradient has been added to `.grad`."""
+        """Handle a gradient after it was accumulated into `.grad`."""
         bucket = self._buckets[number]
         slot = bucket.slots[place]
         slot.num_received += 1
@@ -140,12 +140,12 @@ class GradientSync:
 
 
 def sync_gradients(model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None) -> None:
-    """Add the gradients of a model up over ranks, for a loop that has run all its backward passes; see `GradientSync`.
+    """Sum the gradients of a model over ranks, after all backward passes of a step; see `GradientSync`.
 
     Args:
         model: A model, or one stage of it.
-        bucket_bytes: See `GradientSync`.
-        dtype: What to reduce in.
+        bucket_bytes: Bucket size in bytes, see `GradientSync`.
+        dtype: dtype of the reduction.
     """
     sync = GradientSync(model, bucket_bytes=bucket_bytes, dtype=dtype)
     try:
@@ -155,7 +155,7 @@ def sync_gradients(model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, dtype:
 
 
 def _weak(method: Callable[..., None], *args: Any) -> Callable[[torch.Tensor], None]:
-    """A hook that does not keep the method's object alive: Python finds no reference cycles through tensors' hooks."""
+    """Return a hook with a weak reference to the method: Python cannot collect cycles through tensor hooks."""
     reference = WeakMethod(method)
 
     def hook(tensor: torch.Tensor) -> None:
@@ -166,7 +166,7 @@ def _weak(method: Callable[..., None], *args: Any) -> Callable[[torch.Tensor], N
 
 
 def _used_by_any(buckets: Sequence[Bucket]) -> list[list[bool]]:
-    """Which parameters some rank has used, by bucket: one small all-reduce for each group."""
+    """Return, by bucket, which parameters any rank has used. Collective: one small all-reduce for each group."""
     by_group: dict[dist.ProcessGroup, list[Slot]] = {}
     for bucket in buckets:
         by_group.setdefault(bucket.group, []).extend(bucket.slots)
@@ -177,21 +177,21 @@ def _used_by_any(buckets: Sequence[Bucket]) -> list[list[bool]]:
         for index in missing:
             counts[index].zero_()
         dist.all_reduce(counts, group=group)
-        # What this rank used needs no answer, and reading the answer would wait for the device.
+        # A rank that used all parameters does not read the counts, because reading synchronizes the host.
         numbers = counts.tolist() if missing else [1] * len(slots)
         used.update(id(slot) for slot, number in zip(slots, numbers, strict=True) if number)
     return [[id(slot) in used for slot in bucket.slots] for bucket in buckets]
 
 
 def _spread_outside_fsdp(model: nn.Module) -> Iterable[DTensor]:
-    """The parameters outside FSDP's care that are placed on a mesh, each once."""
+    """Return the DTensor parameters that FSDP does not manage, each once."""
     modules = modules_outside_fsdp(model)
     parameters = (parameter for module in modules for parameter in module._parameters.values())
     return {id(parameter): parameter for parameter in parameters if isinstance(parameter, DTensor)}.values()
 
 
 def _partial_gradients(parameters: Iterable[DTensor]) -> Iterator[PartialParameter]:
-    """Those whose gradients are parts of sums."""
+    """Yield the parameters with partial gradients."""
     for parameter in parameters:
         if isinstance(parameter.grad, DTensor) and is_partial(parameter.grad):
             yield PartialParameter(parameter, parameter.grad.placements, None)

@@ -1,4 +1,4 @@
-"""What happens to gradients between backward and the optimizer: summed over ranks, divided once, measured, clipped."""
+"""Gradient operations between backward and the optimizer step: synchronization, scaling and clipping."""
 
 from collections.abc import Iterable, Iterator
 from functools import reduce
@@ -13,14 +13,14 @@ from d9d_dist.gradient_norm import global_grad_norm
 
 
 def set_gradient_sync(module: nn.Module, enabled: bool) -> None:
-    """Choose whether the next backward passes of FSDP reduce gradients over ranks, or only add them up locally.
+    """Choose whether the next FSDP backward passes reduce gradients over ranks, or only accumulate them locally.
 
-    Reduce on the last microbatch of a step: the result is the same sum, for one reduction's traffic. It concerns what
-    FSDP manages; what `GradientSync` reduces is always added up locally first.
+    Enable it for the last microbatch of a step: the sum is the same, with the traffic of one reduction. Gradients that
+    `GradientSync` reduces are not affected; they are always accumulated locally first.
 
     Args:
-        module: A model or one stage of it; a module without data parallelism is left alone.
-        enabled: Whether to reduce.
+        module: A model or one stage of it. Submodules without FSDP are not changed.
+        enabled: True to reduce gradients in backward.
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):
@@ -28,29 +28,29 @@ def set_gradient_sync(module: nn.Module, enabled: bool) -> None:
 
 
 def defer_gradient_sync(module: nn.Module) -> None:
-    """From the next forward on, backward passes of FSDP only add gradients up; `finish_gradient_sync` reduces them.
+    """Make FSDP backward passes accumulate gradients only, from the next forward on; see `finish_gradient_sync`.
 
-    For weight gradients that are computed outside of backward, as `SplitBackward` leaves them. Parameters stay
-    gathered from the first backward of a step to the end of it.
+    For weight gradients that are computed outside of backward, as `SplitBackward` defers them. Parameters stay gathered
+    from the first backward of a step to its end.
 
     Args:
-        module: A model or one stage of it; a module without FSDP is left alone.
+        module: A model or one stage of it. A module without FSDP is not changed.
     """
     for root in _fsdp_roots(module):
         root.set_requires_gradient_sync(False)
         root.set_reshard_after_backward(False)
-        # Newer torch has a way that is meant for this.
+        # Newer versions of torch support this directly.
         if hasattr(root, "set_manual_backward_finalization"):
             root.set_manual_backward_finalization(True)
 
 
 def finish_gradient_sync(module: nn.Module) -> None:
-    """Reduce over ranks what backward passes have added up since `defer_gradient_sync`, which stays in force.
+    """Reduce the gradients accumulated since `defer_gradient_sync`, which stays in effect.
 
-    Collectives: those of FSDP, a reduce-scatter, and for replicas an all-reduce, of each group of parameters.
+    Collectives are those of FSDP: for each parameter group a reduce-scatter, with replicas also an all-reduce.
 
     Args:
-        module: The same as before.
+        module: The module passed to `defer_gradient_sync`.
     """
     for root in _fsdp_roots(module):
         root.set_requires_gradient_sync(True)
@@ -64,7 +64,7 @@ def finish_gradient_sync(module: nn.Module) -> None:
 
 
 def _fsdp_roots(module: nn.Module) -> Iterator[FSDPModule]:
-    """The outermost modules that FSDP manages."""
+    """Yield the outermost modules that FSDP manages."""
     if isinstance(module, FSDPModule):
         yield module
         return
@@ -73,7 +73,7 @@ def _fsdp_roots(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 def _finalize_backward(root: FSDPModule) -> None:
-    """What `FSDPModule.finalize_backward` does, for versions of torch that do not have it."""
+    """Fallback for `FSDPModule.finalize_backward` in versions of torch without it."""
     assert isinstance(root, nn.Module)
     states = [child._get_fsdp_state() for child in root.modules() if isinstance(child, FSDPModule)]
     for state in reversed(states):
@@ -87,8 +87,8 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor | 
     """Multiply every gradient by a factor, in place. No collectives.
 
     Args:
-        parameters: Parameters; those without a gradient are passed over.
-        factor: E.g. one over the global weight of the batch; a 0-dim tensor causes no host synchronisation.
+        parameters: Parameters. Those without a gradient are skipped.
+        factor: Factor, e.g. 1 / global weight of the batch. A 0-dim tensor causes no host-device synchronization.
     """
     gradients = [
         gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -97,11 +97,11 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor | 
     ]
     if not gradients:
         return
-    # A factor of the gradients' own dtype keeps the fused kernel; one of less than float32 would be inexact.
+    # A factor of the gradients' dtype uses the fused kernel; below float32 it would be inexact.
     dtype = reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
     if isinstance(factor, torch.Tensor):
         factor = factor.to(dtype)
-    else:  # of a Python number the CPU's kernel takes what it rounds to in the dtype of 16-bit gradients
+    else:  # the CPU kernel would round a Python number to the dtype of 16-bit gradients
         factor = torch.full((), factor, dtype=dtype, device=gradients[0].device)
     torch._foreach_mul_(gradients, factor)
 
@@ -115,21 +115,21 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     factor: torch.Tensor | float = 1.0,
 ) -> torch.Tensor:
-    """Scale all gradients down, in place, so that their global norm is at most `max_norm`; right in every layout.
+    """Scale all gradients in place so that their global norm is at most `max_norm`, for any layout.
 
-    As `torch.nn.utils.clip_grad_norm_`, they are multiplied by `max_norm / (norm + 1e-6)`, at most 1.
+    As in `torch.nn.utils.clip_grad_norm_`, gradients are multiplied by `max_norm / (norm + 1e-6)`, at most 1.
 
     Args:
-        parameters: The parameters of this rank.
-        max_norm: The largest norm to let pass; infinity only measures.
-        ctx: The job's context.
+        parameters: All parameters of this rank.
+        max_norm: Maximum norm; infinity only computes the norm.
+        ctx: Distributed context.
         norm_type: The p of the p-norm.
-        factor: What gradients are multiplied by first, as by `scale_gradients_`, but in one pass over them: one over
-            the global weight of a batch, say. Not negative; a 0-dim tensor causes no host synchronisation.
+        factor: Factor applied before clipping, fused into the same pass, e.g. 1 / global weight of the batch. Not
+            negative. A 0-dim tensor causes no host-device synchronization.
 
     Returns:
-        The global norm of the gradients times the factor, before clipping; see `global_grad_norm`, whose collectives
-        this issues.
+        The global norm of the gradients times the factor, before clipping. Issues the collectives of
+        `global_grad_norm`.
 
     Raises:
         UserError: As for `global_grad_norm`.

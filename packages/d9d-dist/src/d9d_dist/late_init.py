@@ -1,7 +1,7 @@
-"""Models are built on `meta`, parallelised, and only then filled, so that no rank ever holds more than its own part.
+"""Late initialization: models are built on `meta`, parallelized and then filled, so ranks hold only their own shards.
 
-Initial values are a function of (seed, parameter name, global index). A rank computes the values of its own shard and
-no others where it can, and a job starts from the same model whatever its layout and however its modules write.
+Initial values are a function of (seed, parameter name, global index), so they do not depend on the layout. Where
+possible a rank computes only the values of its own shards.
 """
 
 import random
@@ -23,52 +23,52 @@ from d9d_dist._shard_places import copy_part_
 from d9d_dist.errors import UserError
 from d9d_dist.seeds import stream_key
 
-# Names that wrappers put between a model's own names: activation checkpointing and torch.compile.
+# Names that the wrappers of activation checkpointing and torch.compile insert.
 _WRAPPER_NAMES = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 @runtime_checkable
 class ModuleLateInit(Protocol):
-    """A module that can fill the parameters and buffers it owns itself; its children fill theirs.
+    """A module that can initialize its own parameters and buffers, but not those of its children.
 
-    `torch.nn.Linear`, `torch.nn.Embedding` and most other layers of torch are of this kind.
+    Most layers of torch do, e.g. `torch.nn.Linear` and `torch.nn.Embedding`.
     """
 
     def reset_parameters(self) -> None:
-        """Set every parameter and buffer, in any way that works on one process."""
+        """Set every own parameter and buffer. Any code that works on a single process is supported."""
         ...
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name in the user's model, without what wrapper modules add to it."""
+    """Return a parameter's name without the names of wrapper modules (activation checkpointing, `torch.compile`)."""
     return _WRAPPER_NAMES.sub("", name)
 
 
 def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
-    """Give a model built on `meta` its storage and its initial values, in place.
+    """Allocate a model that was built on `meta`, and initialize its values, in place.
 
-    Every submodule that has `reset_parameters` is asked to fill itself, children before parents. Its values are those
-    of one process, bit for bit, in every layout and whichever way it writes. Random numbers drawn into a parameter by
-    `normal_` or `uniform_`, and so by `torch.nn.init`, are a function of (seed, parameter name, global index). Other
-    random functions use the generators of torch, Python and NumPy, which are seeded for each module.
+    Calls `reset_parameters` of every submodule that has it, children before parents. The values are bitwise equal to
+    those of a single process, for every layout and every way of writing. Random numbers that `normal_` or `uniform_`
+    draw into a parameter, and so those of `torch.nn.init`, are a function of (seed, parameter name, global index).
+    Other random functions use the generators of torch, Python and NumPy, which are seeded for each module.
 
-    A module that only fills whole parameters and scales them computes this rank's shards alone. Any other module
-    (slices, views, indices, `copy_`, `orthogonal_`) runs once more, on full tensors, of which this rank's part is kept:
-    the parameters that need it are whole on each rank until the module's `reset_parameters` returns.
+    A module that only fills whole parameters and scales them computes this rank's shards alone. For any other module
+    (slices, views, indices, `copy_`, `orthogonal_`) `reset_parameters` runs again on full tensors, of which this rank
+    keeps its shards. The affected parameters are full on each rank until the module's `reset_parameters` returns.
 
-    Parameters that share one tensor still share it afterwards. No collectives, with one exception: a parameter that one
-    module has filled, and of which another one changes a part, is all-gathered over its mesh.
+    Tied parameters stay tied. No collectives, with one exception: if a module changes a part of a parameter that
+    another module has filled, the parameter is all-gathered over its mesh.
 
     Args:
-        model: A model on `meta`, parallelised or not.
-        device: Where its parameters and buffers go.
+        model: A model on `meta`, parallelized or not.
+        device: Device of the parameters and buffers.
         seed: Seed of the initial values.
 
     Raises:
-        ValueError: If a parameter or buffer was not set by any `reset_parameters`; all of them are listed.
-        UserError: If a parameter's size does not fit its mesh (ranks of two axes that split one dim hold other parts
-            than its placements say), a sharded parameter is replaced by one of another shape, or it is written through
-            a reference that is no attribute of a module.
+        ValueError: If a parameter or buffer was not set by any `reset_parameters`; lists all of them.
+        UserError: If the local shape of a parameter disagrees with its placements, because two axes split one dim
+            unevenly; if a sharded parameter is replaced by one of another shape; or if it is written through a
+            reference that is not an attribute of a module.
     """
     replace_tensors(model, partial(empty_on, device))
     initializer = _Initializer(model, seed)
@@ -86,7 +86,7 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
 
 @final
 class _Initializer:
-    """Runs the `reset_parameters` of modules: on shards if that gives one process's values, else on full tensors."""
+    """Runs `reset_parameters`: on shards if that gives the values of a single process, else on full tensors."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model, self._seed = model, seed
@@ -101,7 +101,7 @@ class _Initializer:
         self._set: set[Named] = set()
 
     def fill(self, module: nn.Module, scope: str) -> None:
-        """Run one module's `reset_parameters`; again, with more tensors whole, until it gives one process's values.
+        """Run one module's `reset_parameters`; repeat it with more full tensors until the result is layout-independent.
 
         Raises:
             UserError: See `materialize`.
@@ -115,7 +115,7 @@ class _Initializer:
             except UserError:
                 raise
             except Exception:
-                # Some code works on plain tensors only, such as `.data = x`. If it fails on those too, it is wrong.
+                # Some code works only on plain tensors, such as `.data = x`. An error on full tensors is re-raised.
                 missing = [named for _, named in self._own(module) if named.is_distributed and named not in whole]
                 if not missing:
                     raise
@@ -129,15 +129,15 @@ class _Initializer:
             whole += missing
 
     def unset(self) -> list[str]:
-        """Return the names of the tensors that no `reset_parameters` wrote to."""
+        """Return the names of the tensors that no `reset_parameters` has set."""
         held = [(self._known.get(storage_key(tensor)), tensor) for _, tensor in named_tensors(self._model)]
         return [named.name for named, tensor in held if named and named not in self._set and tensor.numel()]
 
     def _attempt(self, module: nn.Module, scope: str, whole: Sequence[Named]) -> None:
-        """Run `reset_parameters` with some tensors swapped for full ones; if it fails, leave all values as they were.
+        """Run `reset_parameters` with some tensors replaced by full ones. If it raises, restore all values.
 
         Raises:
-            NeedsFullTensor: If more of them have to be full.
+            NeedsFullTensor: If more tensors have to be full.
         """
         assert isinstance(module, ModuleLateInit)
         placed = {named: self._full(named) for named in whole}
@@ -184,17 +184,17 @@ class _Initializer:
                 slot.put(tensor)
 
     def _full(self, named: Named) -> torch.Tensor:
-        """A full tensor to stand in for a DTensor, with the values that earlier modules gave it."""
+        """Return a full tensor to replace a DTensor, with the values that earlier modules have set."""
         tensor = named.tensor
         assert isinstance(tensor, DTensor)
         if named in self._set:
-            full = tensor.full_tensor().clone()  # of a replicated one it is the same memory
+            full = tensor.full_tensor().clone()  # full_tensor() of a replicated DTensor shares its memory
         else:
             full = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
 
     def _value(self, named: Named, placed: torch.Tensor) -> torch.Tensor:
-        """What stands in the place of a full tensor afterwards: itself, or what the module put there instead."""
+        """Return the full tensor after `reset_parameters`, which may have replaced it."""
         held = [slot.get() for slot in self._slots[named]]
         value = next((tensor for tensor in held if tensor is not placed), placed)
         if value is None or value.shape != named.tensor.shape:
@@ -208,7 +208,7 @@ class _Initializer:
 
 @contextmanager
 def _keep_host_generators() -> Generator[None]:
-    """Restore the generators of Python and NumPy afterwards."""
+    """Restore the state of the generators of Python and NumPy on exit."""
     numpy = sys.modules.get("numpy")
     state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     try:

@@ -1,4 +1,4 @@
-"""What the launcher told this process about its place in the job, read once, before any process group exists."""
+"""Launcher environment of this process, read before any process group exists."""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from d9d_dist.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The place of this process among the processes of a job.
+    """Place of this process in the job.
 
     Attributes:
         rank: Global rank, `0 <= rank < world_size`.
@@ -18,8 +18,8 @@ class Launch:
         local_world_size: Number of processes on this node.
         node_rank: Index of this node.
         num_nodes: Number of nodes.
-        device: Kind of device to use, e.g. "cpu"; `None` for an accelerator where there is one.
-        has_launcher: Whether a launcher started this process and offers a rendezvous (`MASTER_ADDR`, `MASTER_PORT`).
+        device: Device type to use, e.g. "cpu"; `None` for an accelerator if available.
+        has_launcher: True if a launcher started this process and set up a rendezvous (`MASTER_ADDR`, `MASTER_PORT`).
     """
 
     rank: int = 0
@@ -51,21 +51,21 @@ _SLURM = {
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
-    """Read torchrun's environment variables, or else those of a Slurm step, or else assume a single process.
+    """Read the environment variables of torchrun, else of a Slurm step; without either, return a single process.
 
-    `D9D_DEVICE` chooses the kind of device, e.g. `D9D_DEVICE=cpu` on a machine with an accelerator.
+    `D9D_DEVICE` selects the device type, e.g. `D9D_DEVICE=cpu` on a machine with an accelerator.
 
-    A Slurm step counts only where `MASTER_ADDR` is set too: an interactive allocation has Slurm's variables without
-    being a distributed job.
+    Slurm variables are used only if `MASTER_ADDR` is set: an interactive Slurm allocation has them without being a
+    distributed job.
 
     Args:
-        environment: The variables to read; those of this process by default.
+        environment: Environment variables; default: those of this process.
 
     Returns:
         The place of this process.
 
     Raises:
-        UserError: If a variable is no integer, or the rank lies outside the world.
+        UserError: If a variable is not an integer, or the rank is not less than the world size.
     """
     variables = os.environ if environment is None else environment
     if "RANK" in variables and "WORLD_SIZE" in variables:
@@ -92,7 +92,7 @@ def _read(variables: Mapping[str, str], names: Mapping[str, str]) -> Launch:
             values[field] = int(variables[name])
         except ValueError:
             raise UserError(f"environment variable {name} = {variables[name]!r}; expected an integer.") from None
-    # A launcher that tells neither is taken to have one node.
+    # Without local_world_size and num_nodes, assume one node.
     values.setdefault("local_world_size", _divide_up(values["world_size"], values.get("num_nodes", 1)))
     values.setdefault("num_nodes", _divide_up(values["world_size"], values["local_world_size"]))
     values.setdefault("local_rank", values["rank"] % values["local_world_size"])

@@ -1,4 +1,4 @@
-"""The degrees of parallelism of a job, and the mesh domains that they span: one set of ranks, seen several ways.
+"""Degrees of parallelism of a job, and its mesh domains: several meshes over the same ranks.
 
 | domain  | axes, slowest first                                            | used for                            |
 | ------- | -------------------------------------------------------------- | ----------------------------------- |
@@ -6,9 +6,9 @@
 | dense   | pp, dp_replicate, dp_cp_shard, cp_replicate, tp                | parameters of dense layers          |
 | expert  | pp, ep_replicate, ep_shard                                     | parameters of experts               |
 | batch   | pp, dp, cp, tp                                                 | which samples and tokens a rank sees |
-| flat    | world                                                          | everything at once                  |
+| flat    | world                                                          | all ranks on one axis               |
 
-Experts borrow their ranks from dp x cp x tp: `ep_replicate * ep_shard` is the product of those degrees.
+The expert mesh uses the ranks of dp x cp x tp: `ep_replicate * ep_shard` is the product of those degrees.
 """
 
 from math import prod
@@ -22,7 +22,7 @@ from d9d_dist.launch import Launch, read_launch
 
 
 class MeshConfig(BaseModel):
-    """Degrees of parallelism. Their product is the number of ranks; one may be -1 and takes what the others leave."""
+    """Degrees of parallelism, whose product is the number of ranks. One degree may be -1: all ranks that remain."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,16 +44,16 @@ class MeshConfig(BaseModel):
         return degree
 
     def resolve(self, world_size: int) -> Self:
-        """Replace -1 by what the other degrees leave, and check the degrees against the world.
+        """Replace -1 by the number of ranks that the other degrees leave, and check the product of the degrees.
 
         Args:
             world_size: Number of ranks of the job.
 
         Returns:
-            A configuration without -1 whose degrees multiply to `world_size`.
+            A configuration without -1; the product of its degrees is `world_size`.
 
         Raises:
-            UserError: If they cannot multiply to `world_size`, or the expert degree does not divide its ranks.
+            UserError: If the product cannot be `world_size`, or the expert degree does not divide the ranks of a stage.
         """
         degrees = {name: getattr(self, name) for name in type(self).model_fields if name != "expert_parallel"}
         rest = [name for name, degree in degrees.items() if degree == -1]
@@ -78,7 +78,7 @@ class MeshConfig(BaseModel):
         return self.model_copy(update={**degrees, "expert_parallel": expert_parallel})
 
     def domains(self) -> Domains:
-        """The axes of every domain with their sizes, slowest axis first; for a configuration without -1."""
+        """Return the axis sizes of every domain, slowest axis first. Requires a configuration without -1."""
         pp, tp, ep = self.pipeline_parallel, self.tensor_parallel, self.expert_parallel
         dp_replicate, dp_shard = self.data_parallel_replicate, self.data_parallel_shard
         cp_shard, cp_replicate = self.context_parallel_shard, self.context_parallel_replicate
@@ -105,20 +105,20 @@ class MeshConfig(BaseModel):
         }
 
     def build(self, *, launch: Launch | None = None, timeouts: Timeouts | None = None) -> DistributedContext:
-        """Join the job: check the degrees, start the process group, build the meshes.
+        """Join the job: check the degrees, start the process group and build the meshes.
 
-        Collective: every rank of the job calls it. Without a launcher it is a job of one process.
+        Collective over all ranks of the job. Without a launcher the job has one process.
 
         Args:
-            launch: The place of this process; read from the environment by default.
-            timeouts: How long collectives may wait for their ranks, in all groups; `Timeouts()` by default.
+            launch: Place of this process; default: read from the environment.
+            timeouts: Timeouts of collectives in all groups; default: `Timeouts()`.
 
         Returns:
             The context of this rank. Close it, or use it as a context manager.
 
         Raises:
-            UserError: If the degrees do not fit the number of ranks, before any process group starts; or, on every
-                rank, if ranks were given different degrees.
+            UserError: If the degrees do not fit the number of ranks, before any process group starts. On every rank, if
+                the degrees differ between ranks.
         """
         launch = launch or read_launch()
         domains = self.resolve(launch.world_size).domains()
@@ -146,6 +146,6 @@ def _describe_product(degrees: dict[str, int], known: int, world_size: int) -> s
 
 
 def _divisors(number: int) -> str:
-    """The divisors of a number, the middle ones left out where there are many."""
+    """Format the divisors of a number; if there are more than ten, the middle ones are replaced by "..."."""
     divisors = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
     return ", ".join(divisors if len(divisors) <= 10 else [*divisors[:5], "...", *divisors[-4:]])

@@ -1,8 +1,8 @@
-"""Keep the values that a model was built with while the model is parallelized.
+"""Preservation of a model's initial values while the model is parallelized.
 
-A model built on the CPU has its values before it has a layout. `move_to_meta` turns it into the model on `meta` that
-`parallelize_*` functions expect; `place_values` gives every rank its part of the values, whatever the placements are.
-Models that are built on `meta` take their values from `d9d_dist.late_init` instead.
+A model built on the CPU has values before it has a layout. `move_to_meta` moves it to `meta`, as the `parallelize_*`
+functions require; `place_values` then copies to every rank its shards of the values, for any placements. Models that
+are built on `meta` are initialized by `d9d_dist.late_init` instead.
 """
 
 import ctypes
@@ -26,14 +26,14 @@ _BLOCK_BYTES = 64 << 20
 
 
 def built_values(model: nn.Module, *, skip_meta: bool = False) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a model by canonical name, tied ones once, detached.
+    """Return the parameters and buffers of a model by canonical name, detached. Tied tensors are returned once.
 
     Args:
         model: The model, on the CPU.
-        skip_meta: Whether to skip tensors on `meta` instead of refusing them.
+        skip_meta: True to skip tensors on `meta` instead of raising.
 
     Raises:
-        UserError: If a tensor has no values: it is on `meta`, or a lazy module has not been run yet.
+        UserError: If a tensor has no values: it is on `meta`, or its lazy module has not run yet.
     """
     found = {canonical_name(name): tensor for name, tensor in named_tensors(model)}
     if skip_meta:
@@ -53,26 +53,26 @@ def digest_values(values: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def move_to_meta(model: nn.Module) -> None:
-    """Replace every parameter and buffer by one on `meta`, in place.
+    """Replace every parameter and buffer by a tensor on `meta`, in place.
 
-    Tied tensors stay tied. Shapes, strides, dtypes, `requires_grad` and hooks of modules are kept; gradients are freed.
+    Tied tensors stay tied. Shapes, strides, dtypes, `requires_grad` and module hooks are kept; gradients are freed.
 
     Raises:
-        UserError: If the values could not be restored tensor by tensor: two tensors overlap in memory, or a module
-            keeps a parameter in a plain list or dict, where no layout can replace it.
+        UserError: If values could not be restored later: two tensors overlap in memory, or a module has a parameter in
+            a plain list or dict, where it cannot be replaced.
     """
     _check_no_overlap(model)
     before = {id(tensor): canonical_name(name) for name, tensor in named_tensors(model)}
     for parameter in model.parameters():
         parameter.grad = None
-    keep_alive = list(named_tensors(model))  # an id is unique as long as its tensor lives
+    keep_alive = list(named_tensors(model))  # ids are unique only while the tensors are alive
     replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
     _check_no_stale_reference(model, before)
     del keep_alive
 
 
 def move_values(model: nn.Module, device: torch.device) -> None:
-    """Move a model to a device, in place; tensors on `meta` get storage without values. Tied tensors stay tied."""
+    """Move a model to a device, in place. Tensors on `meta` become uninitialized tensors. Tied tensors stay tied."""
     replace_tensors(
         model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
     )
@@ -85,16 +85,16 @@ def place_values(
     *,
     device: torch.device,
 ) -> None:
-    """Give parallelized stages on `meta` their storage, and their part of the values that rank 0 holds.
+    """Allocate parallelized stages that are on `meta`, and fill them with rank 0's values, in place.
 
-    Collective over all ranks: a broadcast from rank 0 for each block of at most 64 MiB of each tensor. Beside its own
-    part of the model a rank holds one block at a time.
+    Collective over all ranks: a broadcast from rank 0 for each block of at most 64 MiB of each tensor (or one row, if
+    larger). Apart from its own shards a rank holds one block at a time.
 
     Args:
-        models: This rank's stages, parallelized. Plain tensors and DTensors of any placements.
+        models: This rank's stages, parallelized: plain tensors and DTensors of any placements.
         layout: The tensors of the whole model that have values, on `meta`, by canonical name, in the same order on
-            every rank. All other tensors of the stages get storage without values.
-        values: The values of these tensors on rank 0; None on the other ranks.
+            every rank. Other tensors of the stages are not initialized.
+        values: The values of these tensors on rank 0; None on other ranks.
         device: Device of the parameters and buffers.
     """
     targets: dict[str, list[torch.Tensor]] = {}
@@ -113,7 +113,7 @@ def place_values(
 def _broadcast_blocks(
     whole: torch.Tensor, source: torch.Tensor | None, device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield rank 0's values of a tensor in blocks of rows, each with the index of its first row."""
+    """Broadcast rank 0's values of a tensor in blocks of rows; yield each block and the index of its first row."""
     num_rows = whole.shape[0] if whole.ndim else 1
     row_bytes = whole.nbytes // max(num_rows, 1)
     rows = max(_BLOCK_BYTES // max(row_bytes, 1), 1)
@@ -125,13 +125,13 @@ def _broadcast_blocks(
             shape = (end - begin, *whole.shape[1:]) if whole.ndim else ()
             block = torch.empty(shape, dtype=whole.dtype, device=device)
         if dist.get_world_size() > 1:
-            # As bytes: gloo knows neither float8 nor complex numbers.
+            # As bytes: gloo supports neither float8 nor complex dtypes.
             dist.broadcast(block.view(-1).view(torch.uint8), src=0)
         yield begin, block
 
 
 def _copy_part(target: torch.Tensor, block: torch.Tensor, begin: int, name: str) -> None:
-    """Copy what this rank holds of a block of rows."""
+    """Copy this rank's shard of a block of rows into `target`."""
     if not isinstance(target, DTensor):
         local, rows = target, slice(begin, begin + len(block)) if block.ndim else ...
         local[rows].copy_(block)
@@ -150,7 +150,7 @@ def _copy_part(target: torch.Tensor, block: torch.Tensor, begin: int, name: str)
 
 
 def _crc(tensor: torch.Tensor) -> int:
-    whole = tensor.cpu().contiguous()  # named: it has to live while its memory is read
+    whole = tensor.cpu().contiguous()  # the variable keeps the memory alive during the read
     return zlib.crc32((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())) if whole.nbytes else 0
 
 

@@ -1,8 +1,8 @@
-"""Takes tensors off the device and brings them back, without any object that refers to them noticing.
+"""Offloading of tensors to the host and back, without changes to the objects that refer to them.
 
-What is freed is the memory under a tensor's storage, not the tensor: parameters, views, optimizer keys, DTensors and
-what FSDP keeps for itself stay the same objects, and are valid again as soon as the memory is back. While it is gone
-they may be moved around, but not read: that is an error, or garbage.
+The memory of a tensor's storage is freed, not the tensor. Parameters, views, optimizer keys, DTensors and FSDP's
+internal references stay the same objects, and are valid again after onloading. Offloaded tensors must not be read: that
+raises an error or returns garbage.
 """
 
 from collections.abc import Iterator
@@ -20,21 +20,21 @@ from d9d_dist.errors import UserError
 
 @runtime_checkable
 class Offloadable(Protocol):
-    """Something whose state can leave the device for a while."""
+    """An object whose state can be offloaded from the device."""
 
     def offload(self) -> None:
         """Free the device memory of the state.
 
         Raises:
-            UserError: If it is off-loaded already.
+            UserError: If the state is offloaded already.
         """
         ...
 
     def onload(self) -> None:
-        """Bring the state back, as it was.
+        """Restore the state on the device.
 
         Raises:
-            UserError: If it is not off-loaded.
+            UserError: If the state is not offloaded.
         """
         ...
 
@@ -42,10 +42,10 @@ class Offloadable(Protocol):
 @final
 @dataclass(slots=True)
 class Offloaded:
-    """What `offload_tensor` took off the device; for `onload_tensor`, once.
+    """Host copies of offloaded tensors; pass it to `onload_tensor` once.
 
     Attributes:
-        num_bytes: How many bytes of host memory it holds.
+        num_bytes: Size of the copies in host memory, in bytes.
     """
 
     num_bytes: int
@@ -54,18 +54,18 @@ class Offloaded:
 
 @torch.no_grad()
 def offload_tensor(*tensors: Tensor) -> Offloaded:
-    """Copy the storages of tensors to the host, and free their device memory, for torch's allocator to use again.
+    """Copy the storages of tensors to the host, and free their device memory for torch's allocator.
 
-    No collectives; the host waits for the copies.
+    No collectives. The host waits for the copies.
 
     Args:
-        tensors: Of any dtypes and devices; of DTensors, this rank's part. A storage that several tensors share is taken
-            once; all tensors that share it, also those that are not given, are gone until `onload_tensor`. Tensors of
-            accelerators are copied to pinned memory; those of the CPU to other memory of the CPU, for no gain.
+        tensors: Tensors of any dtype and device; of a DTensor, this rank's shard. A shared storage is copied once. All
+            tensors on that storage, also those not passed, are invalid until `onload_tensor`. Accelerator tensors are
+            copied to pinned memory. CPU tensors are copied to other CPU memory, which saves nothing.
 
     Raises:
-        UserError: If one of them is off-loaded already, or has memory that torch cannot free, such as NumPy's. Then
-            nothing has been off-loaded.
+        UserError: If a tensor is offloaded already, or torch does not own its memory, e.g. NumPy does. Nothing is
+            offloaded then.
     """
     storages = {storage.data_ptr(): storage for storage in map(_storage, tensors) if storage.nbytes()}
     copies = [(storage, _host_copy(storage)) for storage in storages.values()]
@@ -78,12 +78,12 @@ def offload_tensor(*tensors: Tensor) -> Offloaded:
 
 @torch.no_grad()
 def onload_tensor(offloaded: Offloaded) -> None:
-    """Bring tensors back to their device: the same objects, on the same storages, with the same bits.
+    """Restore offloaded tensors on their device: the same objects and storages, with the same bits.
 
-    No collectives; on an accelerator, what follows on the current stream can use them at once.
+    No collectives. On an accelerator the copies are asynchronous on the current stream.
 
     Raises:
-        UserError: If they are back already.
+        UserError: If the tensors are onloaded already.
     """
     if not offloaded._copies and offloaded.num_bytes:
         raise UserError("these tensors have been brought back already; expected onload_tensor once for each offload.")
@@ -95,14 +95,14 @@ def onload_tensor(offloaded: Offloaded) -> None:
 
 @final
 class ModuleOffloader:
-    """Off-loads all that training a module keeps: parameters, buffers, gradients and the optimizer's state.
+    """Offloads a module's training state: parameters, buffers, gradients and optimizer state.
 
-    Call it between steps. FSDP modules that are still gathered are resharded first; gradients that FSDP accumulates
-    unreduced, in the midst of a step, stay on the device.
+    Use it between steps. FSDP modules whose parameters are gathered are resharded first. Unreduced gradients that FSDP
+    accumulates within a step stay on the device.
 
     Args:
         module: A model or one stage of it.
-        optimizer: The optimizer of its parameters.
+        optimizer: Optimizer of its parameters.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -110,10 +110,10 @@ class ModuleOffloader:
         self._offloaded: Offloaded | None = None
 
     def offload(self) -> None:
-        """Free the device memory of the state; no collectives.
+        """Free the device memory of the state. No collectives.
 
         Raises:
-            UserError: If it is off-loaded already.
+            UserError: If the state is offloaded already.
         """
         if self._offloaded is not None:
             raise UserError("got offload() of a module that is off-loaded already; call onload() in between.")
@@ -123,10 +123,10 @@ class ModuleOffloader:
         self._offloaded = offload_tensor(*self._tensors())
 
     def onload(self) -> None:
-        """Bring the state back, as it was; no collectives.
+        """Restore the state on the device. No collectives.
 
         Raises:
-            UserError: If it is not off-loaded.
+            UserError: If the state is not offloaded.
         """
         if self._offloaded is None:
             raise UserError("got onload() of a module that is not off-loaded; call offload() before.")

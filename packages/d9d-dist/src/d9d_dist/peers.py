@@ -1,6 +1,6 @@
-"""Which process plays which rank, and whether it still runs: a collective that fails names victims, never the cause.
+"""Processes of the ranks and their states, to find the cause of a failed collective, whose error names only victims.
 
-Only processes of this machine can be looked at. Ranks of another one learn from those beside the process that is gone.
+Only processes on this machine can be inspected.
 """
 
 import os
@@ -18,13 +18,13 @@ ProcessState = Literal["runs", "is stopped", "is gone"]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The process that plays a rank.
+    """The process of a rank.
 
     Attributes:
         rank: Global rank.
-        host: Name of its machine.
-        namespace: What process ids are unique within, on that machine: containers of one host may have their own.
-        pid: Its process id there.
+        host: Host name.
+        namespace: Namespace of the process id on that host: containers may have their own.
+        pid: Process id in that namespace.
     """
 
     rank: int
@@ -34,36 +34,38 @@ class Peer:
 
     @property
     def is_here(self) -> bool:
-        """Whether its process id means something to this process."""
+        """True if the process id is valid in this process: same host and same namespace."""
         return (self.host, self.namespace) == (socket.gethostname(), _namespace())
 
     def state(self) -> ProcessState:
-        """Whether its process runs. Only for a peer that is here."""
+        """Return the state of the process. Only for a peer with `is_here`."""
         return process_state(self.pid)
 
     def describe(self) -> str:
-        """Where it is, for a message."""
+        """Format process id and host for a message."""
         return f"process {self.pid} on {self.host}"
 
 
 def publish_self(store: dist.Store, rank: int) -> None:
-    """Tell the other ranks which process plays this one."""
+    """Publish host, namespace and process id of this rank in the store."""
     store.set(f"d9d/peer/{rank}", f"{socket.gethostname()}\n{_namespace()}\n{os.getpid()}")
 
 
 def peers_here(store: dist.Store, ranks: Iterable[int]) -> list[Peer]:
-    """Those of some ranks, as far as they have published themselves, whose processes are on this machine."""
+    """Return the processes of the given ranks that are on this machine. Ranks that have not published are skipped."""
     keys = {rank: f"d9d/peer/{rank}" for rank in ranks}
-    if not store.check(list(keys.values())):  # one question where all are there, as they are but at the start
+    if not store.check(
+        list(keys.values())
+    ):  # a single request if all ranks have published, which is usual after start-up
         keys = {rank: key for rank, key in keys.items() if store.check([key])}
     peers = [_parse(rank, store.get(key).decode()) for rank, key in keys.items()]
     return [peer for peer in peers if peer.is_here]
 
 
 def process_state(pid: int) -> ProcessState:
-    """Whether a process of this machine runs."""
+    """Return the state of a process on this machine."""
     with suppress(OSError):
-        # "pid (name) state ..."; a name may hold anything, parentheses too.
+        # "pid (name) state ..."; the name may contain any characters, including parentheses.
         letter = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
         return "is gone" if letter in "ZX" else "is stopped" if letter in "Tt" else "runs"
     try:
@@ -78,7 +80,7 @@ def process_state(pid: int) -> ProcessState:
 def _namespace() -> str:
     try:
         return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:  # a system that has none
+    except OSError:  # a system without namespaces
         return ""
 
 

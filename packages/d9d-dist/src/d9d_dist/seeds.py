@@ -1,4 +1,4 @@
-"""One seed for a job; each rank derives its own, so that dropout differs only where ranks see different data."""
+"""Seeding: each rank derives its seed from the job's seed, so dropout differs only where ranks have different data."""
 
 import hashlib
 import random
@@ -13,20 +13,20 @@ _AXES = ("pp", "dp_replicate", "dp_shard", "cp_shard", "cp_replicate")
 
 
 def stream_key(*parts: str | int) -> int:
-    """A 63-bit key that is a function of its parts, equal on every machine and in every run."""
+    """Return a 63-bit key that depends only on its parts, equal on every machine and in every run."""
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def seed_everything(seed: int, ctx: DistributedContext, *, step: int = 0) -> None:
-    """Seed Python, NumPy (where it is in use) and torch on every device.
+    """Seed Python, NumPy (if it is imported) and torch on every device.
 
-    Ranks that hold different samples, tokens or layers get different seeds; tensor-parallel ranks get equal ones.
+    Ranks with different samples, tokens or layers get different seeds; tensor-parallel ranks get equal seeds.
 
     Args:
-        seed: The seed of the job.
-        ctx: Tells this rank's coordinates.
-        step: A position in the job, mixed in, so that a job that resumes on another mesh does not repeat old numbers.
+        seed: Seed of the job.
+        ctx: Distributed context.
+        step: Step of the job, mixed into the seed, so that a resumed job does not repeat earlier random numbers.
     """
     rank_seed = stream_key(seed, step, *(ctx.coordinate("regular", axis) for axis in _AXES))
     random.seed(rank_seed)

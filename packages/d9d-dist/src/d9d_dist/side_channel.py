@@ -1,4 +1,4 @@
-"""A second way for ranks to tell each other things while their collectives are stuck: the job's store."""
+"""Exchange of short texts between ranks through the job's store, also while collectives are stuck."""
 
 from typing import final
 
@@ -11,17 +11,17 @@ from d9d_dist.peers import Peer, peers_here
 
 @final
 class SideChannel:
-    """Short texts by name, that every rank may write and read at any time; made from the job's store.
+    """Key-value texts that every rank may write and read at any time, in the job's store.
 
-    It has a connection of its own, so it works in a thread of its own while the main thread waits in the store or in a
-    collective. Nothing here waits for a rank; all of it waits for the process that holds the store, which is the
-    launcher's under torchrun and rank 0 elsewhere, so a thread that must not wait lets another one ask.
+    It has its own connection, so a thread can use it while the main thread waits in the store or in a collective. No
+    method waits for a rank. All methods wait for the process that hosts the store: the launcher under torchrun, else
+    rank 0. A thread that must not block should call them through another thread.
 
-    Every method raises a `RuntimeError` if the store is gone.
+    Every method raises a `RuntimeError` if the store is unreachable.
 
     Args:
-        ctx: The job's context.
-        name: Channels of different names do not see each other's texts.
+        ctx: Distributed context.
+        name: Name of the channel. Channels with different names have separate keys.
     """
 
     def __init__(self, ctx: DistributedContext, *, name: str) -> None:
@@ -30,32 +30,32 @@ class SideChannel:
         self._texts = dist.PrefixStore(f"d9d/{name}", self._root)
 
     def write(self, key: str, text: str) -> None:
-        """Write a text, over that which is there."""
+        """Write a text and overwrite the previous one."""
         self._texts.set(key, text)
 
     def write_first(self, key: str, text: str) -> str:
-        """Write a text unless there is one.
+        """Write a text unless the key has one.
 
         Returns:
-            What is there now: this rank's text, or that of the rank that was first.
+            The text of the key: this rank's, or that of the first rank.
         """
         return self._texts.compare_set(key, "", text).decode(errors="replace")
 
     def read(self, key: str) -> str | None:
-        """The text of a name, or `None` if nobody wrote one yet."""
+        """Return the text of a key; `None` if there is none yet."""
         return self._texts.get(key).decode(errors="replace") if self._texts.check([key]) else None
 
     def has(self, *keys: str) -> bool:
-        """Whether there is a text for each of some names; one question to the store, however many they are."""
+        """Return True if all keys have a text. A single request to the store."""
         return self._texts.check(list(keys))
 
     def first_failure(self) -> tuple[int, str] | None:
-        """The rank that was first to leave its `DistributedContext` on an exception, and why; `None` if none did."""
+        """Return rank and error of the first rank that left its `DistributedContext` on an exception; else `None`."""
         if not self._root.check([FIRST_FAILURE]):
             return None
         rank, _, text = self._root.get(FIRST_FAILURE).decode(errors="replace").partition("\n")
         return int(rank), text
 
     def peers_here(self) -> list[Peer]:
-        """The other ranks' processes that are on this machine."""
+        """Return the processes of other ranks on this machine."""
         return peers_here(self._root, (rank for rank in range(self._world_size) if rank != self._rank))

@@ -1,12 +1,12 @@
-"""Gradients of inputs now, gradients of weights later: what zero-bubble pipeline schedules fill their bubbles with.
+"""Deferred weight gradients (the W pass of zero-bubble schedules).
 
-Other ranks wait for the gradients of a stage's inputs; nobody waits for those of its weights, which cost as much. So
-in `SplitBackward.backward` every linear layer puts what its weight's gradient is computed from aside
-and goes on. Later, `LaterGradients.compute` does that work, and adds the results to `.grad` as backward would have.
+The previous pipeline stage waits for the gradients of a stage's inputs, but no rank waits for weight gradients, which
+cost as much to compute. In `SplitBackward.backward` every linear layer saves the operands of its weight gradient.
+`LaterGradients.compute` computes the weight gradients later and accumulates them into `.grad`, as backward does.
 
-Backward runs once, so activation checkpoints are recomputed once, a weight that is used twice receives both gradients,
-and whatever cannot wait, such as the gradient of a norm's weight or of compiled code, is simply there early. A custom
-autograd function takes part by asking for its weight, which autograd then must not see:
+Backward runs once, so activation checkpoints are recomputed once, and a weight that is used twice receives both
+gradients. Gradients that cannot be deferred, such as those of norms and of compiled code, are computed in backward. A
+custom autograd function defers its weight gradient by `take_weight`, which detaches the weight from autograd:
 
     def scale(x, weight):
         weight, slot = take_weight(weight, x)
@@ -24,7 +24,7 @@ autograd function takes part by asking for its weight, which autograd then must 
             x, weight = ctx.saved_tensors
             return grad * weight, ctx.slot.give(lambda: (grad * x).sum(0)), None
 
-The idea of the split is that of "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
+The split follows "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -41,42 +41,42 @@ from torch.overrides import TorchFunctionMode
 
 @final
 class LaterGradients:
-    """Gradients of weights that are yet to be computed: those of one backward pass."""
+    """Deferred weight gradients of one backward pass."""
 
     def __init__(self) -> None:
         self._weights: dict[int, Tensor] = {}
         self._works: dict[int, list[Callable[[], Tensor]]] = {}
 
     def __len__(self) -> int:
-        """The number of weights that wait for a gradient."""
+        """Return the number of weights with deferred gradients."""
         return len(self._weights)
 
     def put(self, weight: Tensor, work: Callable[[], Tensor]) -> None:
-        """Compute a gradient of a weight later; several of one weight are added up."""
+        """Defer a gradient of a weight. Several gradients of one weight are summed."""
         self._weights[id(weight)] = weight
         self._works.setdefault(id(weight), []).append(work)
 
     def compute(self) -> None:
-        """Compute all gradients and add them to `.grad`, one weight after the other, freeing what each needed."""
+        """Compute all gradients and accumulate them into `.grad`, one weight at a time; free the saved operands."""
         for key in list(self._weights):
             weight, works = self._weights.pop(key), self._works.pop(key)
             with torch.no_grad():
                 gradient = works.pop()()
-                while works:  # not in place: what a work gives may be somebody else's tensor
+                while works:  # not in place: the result of a work may be a tensor in use elsewhere
                     gradient = gradient + works.pop()()
-            # Not always a leaf: of a DTensor the layer sees this rank's part.
+            # The weight is not always a leaf: of a DTensor parameter the layer gets the local tensor.
             torch.autograd.backward(weight, gradient)
 
 
 @final
 class SplitBackward:
-    """One for each stage, over all its microbatches; splits do not disturb each other.
+    """Splits the backward of one pipeline stage into input gradients and weight gradients, for all its microbatches.
 
     split = SplitBackward()
     with split.forward():
         y = stage(x)
-    later = split.backward([y], [grad_y])   # x.grad is there
-    later.compute()                         # and now those of the weights
+    later = split.backward([y], [grad_y])   # sets x.grad
+    later.compute()                         # sets .grad of the weights
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class SplitBackward:
 
     @contextmanager
     def forward(self) -> Generator[None]:
-        """Linear layers and functions whose forward runs in here, in this thread, belong to this split."""
+        """Enable this split for linear layers and `take_weight` in the forward of the body, in this thread."""
         token = _active.set(self)
         try:
             with self._linear:
@@ -94,21 +94,21 @@ class SplitBackward:
             _active.reset(token)
 
     def backward(self, outputs: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> LaterGradients:
-        """Run backward, and leave the gradients of weights out where they can wait.
+        """Run backward, and defer weight gradients where possible.
 
         Args:
-            outputs: Tensors that forward gave, or their gradient edges, which do not keep the tensors' memory.
-            gradients: Those of the outputs; None for a scalar counts as 1.
+            outputs: Outputs of forward, or their gradient edges, which do not keep the outputs' memory alive.
+            gradients: Gradients of the outputs; None means 1 for a scalar output.
 
         Returns:
-            What is yet to be computed.
+            The deferred weight gradients.
         """
         assert self._later is None, "one backward pass at a time"
-        # Of edges torch does not ask whether a mode wants to take backward's place, and hide itself meanwhile.
+        # With tensors, torch would dispatch backward to active modes and disable them meanwhile; not so with edges.
         edges = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in outputs]
         self._later = later = LaterGradients()
         try:
-            with self.forward():  # activation checkpoints run forward again, and must find what they found
+            with self.forward():  # recomputation of activation checkpoints must run in the same mode as forward
                 torch.autograd.backward(edges, list(gradients))
         finally:
             self._later = None
@@ -117,7 +117,7 @@ class SplitBackward:
 
 @final
 class GradientSlot:
-    """Where a custom function's backward puts the gradient of its weight. Made by `take_weight`."""
+    """Handle by which a custom function's backward gives the gradient of its weight. Created by `take_weight`."""
 
     __slots__ = ("_split", "_weight")
 
@@ -125,11 +125,12 @@ class GradientSlot:
         self._split, self._weight = split, weight
 
     def give(self, work: Callable[[], Tensor]) -> Tensor | None:
-        """The gradient for autograd, which backward returns; None if the weight needs none, or gets it another way.
+        """Compute or defer the weight gradient. Return the value that backward has to return: the gradient or None.
 
         Args:
-            work: Computes the gradient, now or later. What it refers to is kept until then; let it refer to the
-                gradient that backward was given, not to a view of it, so that autograd does not reuse its memory.
+            work: Computes the gradient, now or later; objects that it refers to are kept alive until then. It should
+                refer to the gradient passed to backward, not to a view of it, so that autograd does not reuse the
+                memory.
         """
         if not self._weight.requires_grad:
             return None
@@ -149,14 +150,14 @@ _active: ContextVar[SplitBackward | None] = ContextVar("d9d_split_backward", def
 
 
 def take_weight(weight: Tensor, *inputs: Tensor) -> tuple[Tensor, GradientSlot]:
-    """What to pass to a custom function in place of a weight, and where its gradient goes.
+    """Return the weight to pass to a custom function, and the handle for its gradient.
 
-    Outside any split it is the weight itself, and autograd treats it as ever.
+    Outside of a split the weight itself is returned, and autograd handles it as usual.
 
     Args:
-        weight: A parameter, or what was made of one.
-        inputs: The function's other tensors. If none of them needs a gradient, the weight's cannot wait: backward
-            would not come to the function at all.
+        weight: A parameter, or a tensor computed from one.
+        inputs: Other tensors of the function. If none of them requires a gradient, the weight gradient is not deferred:
+            backward would not reach the function.
     """
     return _take_weight(_active.get(), weight, *inputs)
 
@@ -169,10 +170,10 @@ def _take_weight(split: SplitBackward | None, weight: Tensor, *inputs: Tensor) -
 
 
 class _LinearMode(TorchFunctionMode):
-    """Takes the place of `torch.nn.functional.linear` where a weight's gradient could wait.
+    """Replaces `torch.nn.functional.linear` if the weight gradient can be deferred.
 
-    It knows its split: on accelerators activation checkpoints run forward again in threads of autograd's own, where
-    torch enters its modes, but Python not its context variables.
+    Holds its split instead of reading the context variable: on accelerators, activation checkpoints are recomputed in
+    autograd's threads, which inherit torch's modes but not Python's context variables.
     """
 
     def __init__(self, split: SplitBackward) -> None:

@@ -1,4 +1,4 @@
-"""Which part of a model a rank builds: models ask it for their layers, so each pipeline stage builds only its own."""
+"""Pipeline stage of a model: models read it to build only the layers of one stage."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,18 @@ from d9d_dist.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class StageInfo:
-    """The place of one pipeline stage among all stages of a model.
+    """Place of one pipeline stage in a model.
 
     Attributes:
-        index: This stage, counted from 0.
-        count: Number of stages of the whole model; 1 means that the model is not split.
+        index: Index of this stage, from 0.
+        count: Number of stages of the whole model; 1 if the model is not split.
     """
 
     index: int = 0
     count: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse an index outside the stages.
+        """Validate the index.
 
         Raises:
             ValueError: If `index` is not in `range(count)`.
@@ -28,27 +28,27 @@ class StageInfo:
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage holds the input side (the token embedding)."""
+        """True if this stage holds the input side (the token embedding)."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage holds the output side (the final norm and the head)."""
+        """True if this stage holds the output side (the final norm and the head)."""
         return self.index == self.count - 1
 
     def layers(self, num_layers: int, *, virtual_before: int = 0, virtual_after: int = 0) -> range:
-        """The global indices of this stage's layers: contiguous, as even as possible, early stages take what is over.
+        """Return the global indices of this stage's layers: contiguous and balanced; early stages take the remainder.
 
         Args:
             num_layers: Number of layers of the whole model.
-            virtual_before: Layers' worth of work that the embedding counts for on the first stage.
-            virtual_after: Layers' worth of work that the final norm and head count for on the last stage.
+            virtual_before: Cost of the embedding on the first stage, as a number of layers.
+            virtual_after: Cost of the final norm and head on the last stage, as a number of layers.
 
         Returns:
-            A range within `range(num_layers)`; the ranges of all stages join to exactly that.
+            A range within `range(num_layers)`. The ranges of all stages together cover it.
 
         Raises:
-            UserError: If there are fewer layers, virtual ones included, than stages.
+            UserError: If there are fewer layers, including virtual ones, than stages.
         """
         total = num_layers + virtual_before + virtual_after
         if total < self.count:

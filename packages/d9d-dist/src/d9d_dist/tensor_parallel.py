@@ -1,4 +1,4 @@
-"""Tensor parallelism as one function over a module, a mesh axis and a plan: which submodule follows which style."""
+"""Tensor parallelism of a module by a plan, which maps names of submodules to styles."""
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -17,26 +17,27 @@ from d9d_dist.tensor_styles import Replicated, TensorStyle
 
 
 def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, TensorStyle]) -> None:
-    """Share a module's matrices out to the ranks of a mesh axis, in place; all of them see the same samples.
+    """Split a module's matrices over the ranks of a mesh axis, in place. All ranks must have the same samples.
 
-    All parameters become DTensors on the axis: `Shard(0)` or `Shard(1)` where a style splits them, else `Replicate()`.
-    Forward computes with plain tensors. Gradients of replicated parameters are reduced where ranks compute different
-    parts of them (`GradientSync`; FSDP does it by itself). What a fine-tuning method has put into a layer is split with
-    it (`FollowsWeight`). Call it before checkpointing activations, before compiling, and before data parallelism. On a
-    mesh of one rank the plan is only checked.
+    All parameters become DTensors on the axis: `Shard(0)` or `Shard(1)` if a style splits them, else `Replicate()`.
+    Forward computes with plain tensors. Gradients of replicated parameters are summed where ranks compute different
+    parts of them (by `GradientSync`, or by FSDP for its parameters). Modules that a fine-tuning method has added to a
+    layer are split with it (`FollowsWeight`). Call this function before activation checkpointing, compiling and data
+    parallelism. On a mesh of one rank it only checks the plan.
 
     Args:
-        module: On `meta`, or with equal values on all ranks. Parameters that its submodules share stay shared: give the
-            module that holds all of them.
+        module: Module on `meta` or equal on all ranks. Parameters shared between submodules stay shared, if `module`
+            holds all of them.
         mesh: A mesh of one axis, e.g. `ctx.mesh_for("dense")["tp"]`.
-        plan: Styles by the names of submodules, empty for `module` itself; a `*` stands for one part of a name, as in
-            `layers.*.attention`. A submodule that is `None` (on this pipeline stage) may be named. What lies below a
-            named submodule, and is not named itself, follows its `has_partial_gradients`; everything else computes the
-            same on every rank.
+        plan: Styles by the names of submodules; the empty name is `module` itself. A `*` matches one part of a name, as
+            in `layers.*.attention`. Names of submodules that are `None`, because another pipeline stage has them, are
+            allowed. Submodules of a named submodule that are not named themselves follow its `has_partial_gradients`.
+            All other modules compute the same on every rank.
 
     Raises:
-        UserError: If a name of the plan matches nothing, two of them match one submodule, a style does not fit its
-            submodule, a dim that is split does not divide, or something is parallelised already; nothing is changed.
+        UserError: If a name matches no submodule, two names match one submodule, a style does not support its
+            submodule, the axis size does not divide a split dim, or a submodule is parallelized already. Nothing is
+            changed then.
     """
     axis = only_axis(mesh, example="tp")
     styles = _match(module, plan)
@@ -57,12 +58,12 @@ def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, T
         submodule = modules[name]
         style.prepare(submodule, mesh)
         _prepare_followers(submodule, style, mesh)
-        # The instance's forward hides the class's; the hooks that put local parameters in place stand around it.
+        # An instance attribute overrides the class's forward. Module hooks, which set local parameters, still run.
         submodule.forward = partial(style.forward, submodule, mesh, submodule.forward)
 
 
 def _match(module: nn.Module, plan: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
-    """The style of each submodule that the plan names."""
+    """Return the style of each submodule that the plan names."""
     names = [name for name, _ in module.named_modules()]
     absent = list(_absent(module))
     matched: dict[str, str] = {}
@@ -84,7 +85,7 @@ def _match(module: nn.Module, plan: Mapping[str, TensorStyle]) -> dict[str, Tens
 
 
 def _check_splits(name: str, module: nn.Module, style: TensorStyle) -> None:
-    """Refuse a style that would split nothing, or a second style."""
+    """Reject a style that would split no parameter, and a second style on one submodule."""
     split = style.placements()
     if split and not any(module._parameters.get(parameter) is not None for parameter in split):
         raise UserError(
@@ -100,7 +101,7 @@ def _check_splits(name: str, module: nn.Module, style: TensorStyle) -> None:
 
 
 def _check_is_first(modules: Mapping[str, nn.Module], axis: str) -> None:
-    """Refuse what data parallelism has already."""
+    """Reject modules that are data parallel already."""
     for name, submodule in modules.items():
         axes = {
             other
@@ -116,7 +117,7 @@ def _check_is_first(modules: Mapping[str, nn.Module], axis: str) -> None:
 
 
 def _absent(module: nn.Module) -> Iterator[str]:
-    """The names of submodules that another pipeline stage has, and that are `None` here."""
+    """Yield the names of submodules that are `None`, because another pipeline stage has them."""
     for parent, submodule in module.named_modules():
         for name, value in (*submodule._modules.items(), *vars(submodule).items()):
             if value is None:
@@ -136,7 +137,7 @@ def _examples(names: list[str]) -> Iterator[str]:
 
 
 def _style_above(name: str, styles: Mapping[str, TensorStyle]) -> TensorStyle:
-    """The style of the nearest submodule at or above a name."""
+    """Return the style of the submodule, or of its nearest ancestor with a style; `Replicated()` if there is none."""
     while name not in styles:
         if not name:
             return Replicated()
@@ -157,7 +158,7 @@ def _check_divides(name: str, parameter: nn.Parameter, dim: int, block: int, mes
 def _placements(
     modules: Mapping[str, nn.Module], styles: Mapping[str, TensorStyle], mesh: DeviceMesh
 ) -> dict[int, Placement]:
-    """How parameters are split, by their ids; those left out are replicated."""
+    """Return the placements of split parameters, by their `id`. All other parameters are replicated."""
     placements: dict[int, tuple[str, Placement]] = {}
     for module_name, style in styles.items():
         for name, parameter, placement in _placed(modules[module_name], style):
@@ -174,7 +175,7 @@ def _placements(
 
 
 def _placed(layer: nn.Module, style: TensorStyle) -> Iterator[tuple[str, nn.Parameter, Placement]]:
-    """What a style splits: the layer's own parameters, and those of its children that follow its weight."""
+    """Yield the parameters that a style splits: the layer's own, and those of children that follow its weight."""
     split = style.placements()
     places = [(layer, "", split)]
     if WEIGHT in split:

@@ -1,8 +1,8 @@
-"""What tensor parallelism does to one submodule: the styles that a plan for `parallelize_tensor` is made of.
+"""Tensor-parallel styles of submodules, for plans of `parallelize_tensor`.
 
-A style knows how parameters are placed on the mesh axis, and what happens to the activation on the way in and out.
-Between modules activations are plain tensors, either equal on all ranks (`Replicate()`) or split on a dim
-(`Shard(dim)`), so a module's own code needs no change.
+A style defines the placements of parameters on the mesh axis, and how activations are converted on entry and exit.
+Between modules, activations are plain tensors: equal on all ranks (`Replicate()`) or split on a dim (`Shard(dim)`). So
+a module's own code needs no changes.
 
 "Megatron-LM", arXiv:1909.08053 (column and row); "Reducing Activation Recomputation in Large Transformer Models",
 arXiv:2205.05198 (sequence parallel).
@@ -28,60 +28,60 @@ from d9d_dist.vocab_parallel import (
 )
 
 REPLICATE = Replicate()
-"""An activation that is equal on all ranks."""
+"""Placement of an activation that is equal on all ranks."""
 
 FEATURES = Shard(-1)
-"""An activation whose last dim is split."""
+"""Placement of an activation whose last dim is split."""
 
 
 class TensorStyle:
-    """What tensor parallelism does to a submodule; derive from it to make a style of your own.
+    """Tensor-parallel behavior of a submodule. Base class for custom styles.
 
     Attributes:
-        has_partial_gradients: Whether ranks compute different parts of the gradients of replicated parameters. It holds
-            for the submodule and for everything below it that the plan does not name: what computes on a part of the
-            sequence, or on some of the heads, sees only a part of what its parameters contribute to.
+        has_partial_gradients: True if ranks compute different parts of the gradients of replicated parameters. Applies
+            to the submodule and to its descendants that the plan does not name. It is True for modules that compute on
+            a part of the sequence or on some of the heads.
     """
 
     has_partial_gradients: ClassVar[bool] = True
 
     def placements(self) -> Mapping[str, Placement]:
-        """How the submodule's own parameters are placed on the mesh axis, by name; those left out are replicated."""
+        """Return the placements of the submodule's own parameters on the mesh axis, by name; others are replicated."""
         return {}
 
     @property
     def block(self) -> int:
-        """How many consecutive elements of a dim that is split have to stay together."""
+        """Number of consecutive elements of a split dim that must stay on one rank."""
         return 1
 
     def check(self, module: nn.Module) -> None:
-        """Look at the submodule before anything is changed.
+        """Validate the submodule before anything is changed.
 
         Raises:
-            UserError: If it is no module that this style can be applied to.
+            UserError: If the style does not support the module.
         """
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Change what is more than a conversion of the submodule's activations, in place."""
+        """Change the submodule in place, beyond the conversion of its activations."""
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Take the place of the submodule's own forward, `inner`. Its parameters are this rank's parts by then."""
+        """Replace the submodule's forward, `inner`. When it is called, parameters are this rank's shards."""
         return inner(*args, **kwargs)
 
 
 @final
 @dataclass(frozen=True)
 class TensorRegion(TensorStyle):
-    """The entrance of a region whose column-parallel layers share one input, such as attention or a gated MLP.
+    """Entry of a region whose column-parallel layers share one input, such as attention or a gated MLP.
 
-    The first positional argument becomes a whole tensor, once for all of them; in backward their parts of its gradient
-    are added up once. Replicated parameters inside, such as those of a QK norm, have partial gradients. What comes
-    after the region's row-parallel layer is whole again: name a norm there `Replicated()`, or `SequenceParallel()`
-    where the output is split.
+    The first positional argument becomes a whole tensor once for all layers; in backward its partial gradients are
+    summed once. Replicated parameters inside the region, such as those of a QK norm, have partial gradients. After the
+    region's row-parallel layer, activations are whole again. If there is a norm after it in the region, name the norm
+    `Replicated()`, or `SequenceParallel()` if the output is split.
 
     Attributes:
-        input: How the argument arrives: equal on all ranks (backward all-reduces), or split on a dim (all-gathered;
-            backward reduce-scatters).
+        input: Placement of the argument: equal on all ranks (backward all-reduces) or split on a dim (forward
+            all-gathers, backward reduce-scatters).
     """
 
     input: Placement = REPLICATE
@@ -94,13 +94,14 @@ class TensorRegion(TensorStyle):
 @final
 @dataclass(frozen=True)
 class ColumnParallel(TensorStyle):
-    """A linear layer whose outputs are split: weight [out, in] and bias [out] are `Shard(0)`.
+    """A linear layer with split outputs: weight [out, in] and bias [out] are `Shard(0)`.
 
     Attributes:
-        input: How the input arrives: equal on all ranks, or split on a dim. `None` where a `TensorRegion` above has
-            brought it in already.
-        output: What leaves: this rank's features, or all of them on every rank (`Replicate()`, all-gathered).
-        head_dim: How many outputs make up one attention head, which is never cut.
+        input: Placement of the input: equal on all ranks, or split on a dim. `None` inside a `TensorRegion`, which has
+            converted the input already.
+        output: Placement of the output: this rank's features, or all features on every rank (`Replicate()`,
+            all-gathered).
+        head_dim: Number of outputs per attention head. Heads are not split between ranks.
     """
 
     input: Placement | None = REPLICATE
@@ -125,12 +126,12 @@ class ColumnParallel(TensorStyle):
 @final
 @dataclass(frozen=True)
 class RowParallel(TensorStyle):
-    """A linear layer whose inputs are split: weight [out, in] is `Shard(1)`; ranks add up their outputs.
+    """A linear layer with split inputs: weight [out, in] is `Shard(1)`. The ranks' outputs are summed.
 
-    A bias is added on the first rank alone, so that the sum holds it once.
+    Only the first rank adds the bias, so that the sum includes it once.
 
     Attributes:
-        output: What leaves: the sum on all ranks (all-reduced), or a part of it on each (`Shard(dim)`,
+        output: Placement of the output: the sum on all ranks (all-reduced), or a part of it on each (`Shard(dim)`,
             reduce-scattered).
     """
 
@@ -151,18 +152,19 @@ class RowParallel(TensorStyle):
 @final
 @dataclass(frozen=True)
 class SequenceParallel(TensorStyle):
-    """A module that computes on this rank's part of an activation, with replicated parameters; nothing is exchanged.
+    """A module that computes on this rank's part of an activation, with replicated parameters. No collectives.
 
-    For norms and everything else that treats tokens alone, between a layer that gives `Shard(1)` and one that takes it.
+    For norms and other modules that act on single tokens, between a layer with output `Shard(1)` and one with that
+    input.
     """
 
 
 @final
 @dataclass(frozen=True)
 class Replicated(TensorStyle):
-    """A module that computes the same on every rank; what a plan does not name is of this style, unless it lies below.
+    """A module that computes the same on every rank; the default style outside of named submodules.
 
-    Name it to take a submodule out of the style of one above it.
+    Name it to exclude a submodule from the style of an outer one.
     """
 
     has_partial_gradients: ClassVar[bool] = False
@@ -171,12 +173,12 @@ class Replicated(TensorStyle):
 @final
 @dataclass(frozen=True)
 class VocabParallelEmbedding(TensorStyle):
-    """A `torch.nn.Embedding` whose rows are split: weight [vocabulary, D] is `Shard(0)`.
+    """A `torch.nn.Embedding` with split rows: weight [vocabulary, D] is `Shard(0)`.
 
-    Each rank looks up the ids that it has, all others count as zero, and ranks add up.
+    Each rank looks up its own ids and returns zeros for all others; the ranks' outputs are summed.
 
     Attributes:
-        output: What leaves: whole vectors on all ranks, or a part on each (`Shard(1)`: of the sequence).
+        output: Placement of the output: whole vectors on all ranks, or a part on each (`Shard(1)`: of the sequence).
     """
 
     output: Placement = REPLICATE
@@ -209,17 +211,16 @@ class VocabParallelEmbedding(TensorStyle):
 @final
 @dataclass(frozen=True)
 class VocabParallelHead(TensorStyle):
-    """A language-model head whose rows are split: weight [vocabulary, D] is `Shard(0)`.
+    """A language-model head with split rows: weight [vocabulary, D] is `Shard(0)`.
 
-    The head computes its losses through its attribute `token_loss` (`HasTokenLoss`), which then works on this rank's
-    logits alone: nobody ever holds all of them. Without labels, `labels=` or the second argument, the logits are
-    all-gathered.
+    The head computes its losses by its attribute `token_loss` (`HasTokenLoss`), which works on this rank's logits, so
+    no rank holds all logits. Without labels, `labels=` or the second argument, the logits are all-gathered.
 
     Attributes:
-        input: How the hidden states arrive: equal on all ranks, or split on a dim.
-        token_loss: Makes the loss over a split vocabulary, of the mesh axis. `None` for the form that the head's own
-            loss has there (`HasVocabParallelForm`), or cross entropy, where the head computes `token_cross_entropy`; a
-            head with another loss needs one.
+        input: Placement of the hidden states: equal on all ranks, or split on a dim.
+        token_loss: Returns the loss over a vocabulary that is split on a mesh axis. `None` selects the vocab-parallel
+            form of the head's own loss (`HasVocabParallelForm`), or cross entropy if that loss is
+            `token_cross_entropy`. Required for heads with any other loss.
     """
 
     input: Placement = REPLICATE
@@ -275,7 +276,7 @@ def _first(args: tuple[Any, ...], style: TensorStyle, module: nn.Module) -> Any:
 
 
 def _enter(x: Tensor, layout: Placement | None, mesh: DeviceMesh) -> Tensor:
-    """Make an activation whole for layers that each give a part of its gradient."""
+    """Make an activation whole for layers that each compute a partial gradient of it."""
     if layout is None:
         return x
     if isinstance(layout, Shard):
@@ -284,7 +285,7 @@ def _enter(x: Tensor, layout: Placement | None, mesh: DeviceMesh) -> Tensor:
 
 
 def _leave(x: Tensor, layout: Placement, mesh: DeviceMesh) -> Tensor:
-    """Add up over ranks, and leave all of the sum on each or a part."""
+    """Sum over ranks; return the whole sum, or this rank's part of it."""
     if isinstance(layout, Shard):
         return scatter_partial(x, mesh, dim=layout.dim)
     return sum_partial(x, mesh)

@@ -1,4 +1,4 @@
-"""Token ids from outside are looked at where they enter: wrong ones would otherwise give wrong numbers silently."""
+"""Validation of token ids; ids out of range could otherwise give wrong results silently."""
 
 import torch
 from torch import Tensor
@@ -7,16 +7,16 @@ from d9d_dist.errors import UserError
 
 
 def check_token_ids(ids: Tensor, vocab_size: int, *, what: str, ignored: int | None = None) -> None:
-    """Refuse ids outside of `range(vocab_size)`.
+    """Raise if an id is not in `range(vocab_size)`.
 
-    On an accelerator it does not wait for the device: the check is queued there, and its failure is that of the next
-    operation that waits.
+    On an accelerator the check is asynchronous: no host-device synchronization, and a failure is raised by a later
+    operation that synchronizes.
 
     Args:
         ids: Token ids of any shape, integer.
         vocab_size: Number of token ids.
-        what: What the ids are, for the message.
-        ignored: An id that is let through, besides.
+        what: Name of the ids, for the error message.
+        ignored: Additional valid id.
 
     Raises:
         UserError: On the CPU, if an id is out of range.

@@ -1,7 +1,7 @@
-"""Cuts nested trees of tensors into the parts of ranks, and puts them together again, as a spec tree says.
+"""Sharding of nested trees of tensors, and its inverse, by a spec tree.
 
-A spec has the nesting of its tree, with `ShardOn` or `Whole` for leaves. `ShardOn` stands for a tensor, or for a
-list that is itself cut into consecutive parts; `Whole` stands for anything, whole subtrees too.
+A spec has the nesting of its tree, with leaves `ShardOn` or `Whole`. `ShardOn` is for a tensor, or for a list that is
+cut into consecutive parts. `Whole` is for any node, including subtrees.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +26,11 @@ _Tree = TypeVar("_Tree")
 @final
 @dataclass(frozen=True, slots=True)
 class ShardOn:
-    """A tensor, or a list, of which each rank has a part.
+    """A tensor or a list that is split over ranks.
 
     Attributes:
-        dim: The dim of the tensor that is cut; 0 for a list.
-        stack: Whether the dim has one element for each shard, and shards do without the dim. Not for lists.
+        dim: Dim of the tensor that is split; 0 for a list.
+        stack: True if the dim has one element per shard and shards do not have the dim. Not for lists.
     """
 
     dim: int = 0
@@ -40,15 +40,15 @@ class ShardOn:
 @final
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Anything that every rank has whole."""
+    """A node that every rank holds in full."""
 
 
 ShardSpec: TypeAlias = Tree[ShardOn | Whole]
-"""A nest of `ShardOn` and `Whole`."""
+"""A tree of `ShardOn` and `Whole`."""
 
 
 def shard_spec(tree: object, *, dim: int = 0) -> ShardSpec:
-    """A spec that cuts every tensor that has a dim on it, and replicates everything else."""
+    """Return a spec that splits every tensor that has the dim, and replicates all other leaves."""
 
     def choose(leaf: object) -> ShardOn | Whole:
         has_dim = isinstance(leaf, Tensor) and -leaf.ndim <= dim < leaf.ndim
@@ -58,36 +58,36 @@ def shard_spec(tree: object, *, dim: int = 0) -> ShardSpec:
 
 
 def replicate_spec(tree: object) -> ShardSpec:
-    """A spec that replicates everything."""
+    """Return a spec that replicates all leaves."""
     return tree_map(lambda leaf: Whole(), tree)
 
 
 def shard_tree(tree: _Tree, spec: ShardSpec, *, rank: int, size: int, even: bool = False) -> _Tree:
-    """The part of a tree that belongs to one rank. No collectives; tensors are views, through which autograd goes.
+    """Return the shard of one rank. No collectives. Tensors are differentiable views.
 
     Args:
         tree: The whole tree.
-        spec: What is cut.
-        rank: Whose part.
-        size: The number of ranks. Where it does not divide a size, the first ranks have one more, as with
+        spec: The nodes to split.
+        rank: Rank of the shard.
+        size: Number of ranks. If it does not divide a size, the first ranks have one more element, as in
             `torch.tensor_split`.
-        even: Whether that is a mistake instead.
+        even: True to raise if it does not divide a size.
 
     Raises:
-        UserError: If tree and spec do not match, naming the path; or something cannot be cut so.
+        UserError: If tree and spec do not match, or a node cannot be split as specified; names the path.
     """
     return _map(partial(_shard, rank=rank, size=size, even=even), spec, [tree])
 
 
 def join_trees(parts: Sequence[_Tree], spec: ShardSpec) -> _Tree:
-    """The tree whose parts these are: the inverse of `shard_tree`. No collectives.
+    """Return the whole tree of all ranks' shards: the inverse of `shard_tree`. No collectives.
 
     Args:
-        parts: Those of all ranks, in their order. What is replicated is taken from the first.
-        spec: What was cut.
+        parts: Shards of all ranks, in rank order. Replicated nodes are taken from the first.
+        spec: The nodes that are split.
 
     Raises:
-        UserError: If there are no parts, or a part and the spec do not match, naming the path.
+        UserError: If there are no shards, or a shard does not match the spec; names the path.
     """
     if not parts:
         raise UserError("got no parts to join; expected those of all ranks.")
@@ -95,20 +95,20 @@ def join_trees(parts: Sequence[_Tree], spec: ShardSpec) -> _Tree:
 
 
 def unshard_tree(tree: _Tree, spec: ShardSpec, group: dist.ProcessGroup | None = None) -> _Tree:
-    """The tree of which every rank has a part: the collective inverse of `shard_tree`. Not differentiable.
+    """Return the whole tree from the ranks' shards: the collective inverse of `shard_tree`. Not differentiable.
 
-    Collective over the group, for each `ShardOn` what `all_gather_variadic` does; lists travel as
-    `all_gather_objects`, and their tensors after them, one after the other. The host waits.
+    Collective over the group: for each `ShardOn` tensor `all_gather_variadic`; for each list `all_gather_objects` and
+    then a broadcast of each of its tensors. Synchronizes the host.
 
     Args:
-        tree: This rank's part; parts of different ranks may have different sizes.
-        spec: What was cut, the same on all ranks.
-        group: The ranks; `None` for all of the job.
+        tree: This rank's shard. Shards may differ in size.
+        spec: The nodes that are split, the same on all ranks.
+        group: Process group; `None` for all ranks of the job.
 
     Raises:
-        UserError: If tree and spec do not match, naming the path.
+        UserError: If tree and spec do not match; names the path.
     """
-    _map(_check_part, spec, [tree])  # before the first collective, so that no rank waits for one that has failed
+    _map(_check_part, spec, [tree])  # before the first collective, so that no rank waits for a rank that raised
     return _map(partial(_unshard, group=group), spec, [tree])
 
 
@@ -165,7 +165,7 @@ def _unshard(path: KeyPath, spec: ShardOn | Whole, trees: Sequence[Any], *, grou
 
 
 def _check_part(path: KeyPath, spec: ShardOn | Whole, trees: Sequence[Any], *, is_whole: bool = False) -> None:
-    """Check that what stands at a path can be cut as the spec says, or has been."""
+    """Check that a node can be split as the spec says, or that it can be such a shard."""
     (node,) = trees
     if isinstance(spec, Whole):
         return

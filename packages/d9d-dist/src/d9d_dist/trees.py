@@ -1,8 +1,8 @@
-"""Types for nests of tensors: batches, stages' inputs and outputs, and what else a step carries along.
+"""Types of nested trees of tensors: batches, inputs and outputs of stages, and step state.
 
-A tree is a leaf, or a dict, list or tuple of trees, as `torch.utils._pytree` walks them; other containers that are
-registered there work too, and every other object is a leaf. The aliases say `Mapping` and `Sequence`, so that a
-`dict[str, Tensor]` is a `TensorTree` to a type checker.
+A tree is a leaf, or a dict, list or tuple of trees, as in `torch.utils._pytree`. Containers that are registered there
+work too; any other object is a leaf. The aliases use `Mapping` and `Sequence`, so that a type checker accepts a
+`dict[str, Tensor]` as a `TensorTree`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ from torch import Tensor
 _Leaf = TypeVar("_Leaf")
 
 Tree: TypeAlias = _Leaf | Mapping[Any, "Tree[_Leaf]"] | Sequence["Tree[_Leaf]"]
-"""A nest of leaves of one kind."""
+"""A nested tree with leaves of one type."""
 
 TensorTree: TypeAlias = Tree[Tensor]
-"""A nest of tensors."""
+"""A nested tree of tensors."""
 
 Scalar: TypeAlias = float | bool | str | None
-"""What stands beside tensors; an int is a float here."""
+"""A leaf that is not a tensor. Type checkers accept an int as a float."""
 
 ScalarTree: TypeAlias = Tree[Scalar]
-"""A nest of plain values."""
+"""A nested tree of scalars."""

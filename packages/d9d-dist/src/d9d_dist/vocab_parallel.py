@@ -1,4 +1,4 @@
-"""Token embedding and token loss over a vocabulary that is shared out to ranks.
+"""Token embedding and token loss over a vocabulary that is split over ranks.
 
 Shape legend: T tokens, V vocabulary, D hidden size; V_local = V / ranks.
 """
@@ -21,10 +21,10 @@ TokenLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 @runtime_checkable
 class HasTokenLoss(Protocol):
-    """A module that computes its losses by a function that can be replaced.
+    """A module whose loss function can be replaced.
 
     Attributes:
-        token_loss: The function.
+        token_loss: The loss function.
     """
 
     token_loss: TokenLoss
@@ -32,24 +32,24 @@ class HasTokenLoss(Protocol):
 
 @runtime_checkable
 class HasVocabParallelForm(Protocol):
-    """A `TokenLoss` that knows how it is computed over a vocabulary that is shared out."""
+    """A `TokenLoss` with a form for a vocabulary that is split over ranks."""
 
     def vocab_parallel(self, mesh: DeviceMesh) -> TokenLoss:
-        """The loss of this rank's logits.
+        """Return the loss function for this rank's logits.
 
         Args:
-            mesh: A mesh of one axis, over which the vocabulary is split, evenly, in the order of the ranks.
+            mesh: A mesh of one axis, over which the vocabulary is split evenly, in rank order.
         """
         ...
 
 
 def token_cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """The `TokenLoss` of one process: the negative log-likelihood [T] in nats, 0 where a label is -100."""
+    """Return the negative log-likelihood [T] in nats, 0 for labels of -100. The `TokenLoss` of unsplit logits."""
     return F.cross_entropy(logits_TV, labels_T, reduction="none")
 
 
 def embed_vocab_shard(ids: Tensor, weight_VD: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Look up the ids that this rank has; all others give zeros. The sum over ranks is the embedding. No collectives.
+    """Look up this rank's ids, and return zeros for all others. The sum over ranks is the embedding. No collectives.
 
     Args:
         ids: Token ids of any shape, int64, below V.
@@ -57,7 +57,7 @@ def embed_vocab_shard(ids: Tensor, weight_VD: Tensor, mesh: DeviceMesh) -> Tenso
         mesh: A mesh of one axis, over which the rows are split.
 
     Raises:
-        UserError: If an id is out of range; on an accelerator the device fails instead, later.
+        UserError: On the CPU, if an id is out of range. On an accelerator the device raises later.
     """
     check_token_ids(ids, mesh.size() * len(weight_VD), what="token ids")
     local_ids, is_here = _local_ids(ids, weight_VD.shape[0], mesh)
@@ -66,24 +66,25 @@ def embed_vocab_shard(ids: Tensor, weight_VD: Tensor, mesh: DeviceMesh) -> Tenso
 
 @final
 class VocabParallelCrossEntropy:
-    """Cross entropy over logits of which each rank has the columns of its part of the vocabulary.
+    """Cross entropy over logits that are split over the vocabulary.
 
-    Forward issues two all-reduces of [T] and [2, T] elements; backward none: every rank computes the gradient of its
-    own logits, and expects equal gradients of the losses on all ranks. Arithmetic is in the dtype of the logits.
+    Forward issues two all-reduces, of [T] and [2, T] elements. Backward has no collectives: every rank computes the
+    gradient of its own logits, and the gradients of the losses must be equal on all ranks. Arithmetic is in the dtype
+    of the logits.
 
     Args:
-        mesh: A mesh of one axis, over which the vocabulary is split, evenly.
-        ignored_label: A token with this label has loss 0 and gives no gradient.
+        mesh: A mesh of one axis, over which the vocabulary is split evenly.
+        ignored_label: Label of tokens with loss 0 and without gradient.
     """
 
     def __init__(self, mesh: DeviceMesh, *, ignored_label: int = -100) -> None:
         self._mesh, self._ignored_label = mesh, ignored_label
 
     def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-        """Losses [T], equal on all ranks, of this rank's logits [T, V_local] and labels [T], equal on all ranks.
+        """Return losses [T], equal on all ranks, of this rank's logits [T, V_local] and labels [T], equal on all ranks.
 
         Raises:
-            UserError: If a label is out of range; on an accelerator the device fails instead, later.
+            UserError: On the CPU, if a label is out of range. On an accelerator the device raises later.
         """
         vocab_size = self._mesh.size() * logits_TV.shape[-1]
         check_token_ids(labels_T, vocab_size, what="labels", ignored=self._ignored_label)
@@ -120,7 +121,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _local_ids(ids: Tensor, num_local: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """Ids counted from this rank's first one, 0 for those of other ranks; and which of them are this rank's."""
+    """Return ids relative to this rank's first id, 0 for ids of other ranks; and a mask of this rank's ids."""
     local = ids - mesh.get_local_rank() * num_local
     is_here = (local >= 0) & (local < num_local)
     return local.masked_fill(~is_here, 0), is_here

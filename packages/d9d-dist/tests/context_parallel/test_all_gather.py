@@ -10,7 +10,7 @@ from d9d_dist.testing import run_ranks
 
 
 def _calls() -> tuple[list[tuple[int, int]], dict[str, int]]:
-    """Query and key lengths that the attention function saw, and how many collectives there were."""
+    """Return the query and key lengths passed to the attention function, and the number of collectives."""
     with MeshConfig(context_parallel_shard=-1).build() as ctx:
         lengths: list[tuple[int, int]] = []
 

@@ -12,7 +12,7 @@ from d9d_dist.testing import run_ranks
 
 
 def _calls(heads: int, kv_heads: int) -> tuple[list[tuple[int, ...]], int]:
-    """Shapes that the attention function saw, and the number of all-to-alls."""
+    """Return the shapes passed to the attention function, and the number of all-to-alls."""
     with MeshConfig(context_parallel_shard=-1).build() as ctx:
         shapes: list[tuple[int, ...]] = []
 
@@ -29,7 +29,7 @@ def _calls(heads: int, kv_heads: int) -> tuple[list[tuple[int, ...]], int]:
 
 
 class _Scaled:
-    """Each query head has a factor of its own."""
+    """Attention with a factor per query head."""
 
     def __init__(self, factors_H: Tensor) -> None:
         self.factors_H = factors_H

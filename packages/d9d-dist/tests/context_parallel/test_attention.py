@@ -23,7 +23,7 @@ def _documents(key_length: int) -> Tensor:
 
 
 def _naive(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-    """Each query by itself: a softmax over the keys that it sees."""
+    """Compute attention query by query: a softmax over the keys that the query sees."""
     repeats, before = q.shape[2] // k.shape[2], k.shape[1] - q.shape[1]
     rows = []
     for row in range(q.shape[0]):
@@ -77,7 +77,7 @@ def test_bfloat16(length: int, has_documents: bool) -> None:
 
 
 class _Operators(TorchDispatchMode):
-    """Notes which operators run, and the largest tensor that one gave."""
+    """Records the names of the operators that run, and the size of their largest output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,4 +134,4 @@ def test_a_prefix_needs_no_mask() -> None:
     inputs = _inputs(128, 1024, (1, 1, 8), torch.float32)
     with _Operators() as operators:
         sdpa_attention(*inputs).sum().backward()
-    assert operators.largest <= 2 * 1024 * 8  # the keys themselves
+    assert operators.largest <= 2 * 1024 * 8  # the size of the keys

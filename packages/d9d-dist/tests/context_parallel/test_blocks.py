@@ -9,7 +9,7 @@ from d9d_dist.context_parallel.blocks import MergedBlocks, default_kernel
 
 
 def _attend(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, by autograd's operators."""
+    """Return output and log-sum-exp, computed by differentiable operators."""
     repeats = block.q.shape[1] // block.k.shape[1]
     k, v = block.k.repeat_interleave(repeats, 1), block.v.repeat_interleave(repeats, 1)
     scores = torch.einsum("bhlk,bhsk->bhls", block.q, k) / block.q.shape[-1] ** 0.5
@@ -51,7 +51,7 @@ def test_no_queries_are_no_trouble(keys: int) -> None:
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(("kernel", "has_documents"), CASES, ids=["flash", "math", "documents"])
 def test_kernels_attend_and_differentiate(kernel: BlockKernel, has_documents: bool, kv_heads: int) -> None:
-    """Two blocks, of which each query of the first one sees a key, are one softmax; so are their gradients."""
+    """Two merged blocks equal one softmax, also in their gradients. Each query of the first block sees a key."""
     own, before = _block(kv_heads, causal=True), _block(kv_heads, causal=False, keys=3)
     before = replace(before, q=own.q)
     if has_documents:
@@ -72,7 +72,7 @@ def test_kernels_attend_and_differentiate(kernel: BlockKernel, has_documents: bo
     torch.testing.assert_close(merged.lse_BHL, lse, rtol=1e-12, atol=1e-13)
 
     if has_documents:
-        return  # autograd of a softmax over nothing is NaN; gradients with documents are tested with rows
+        return  # autograd of an empty softmax is NaN; gradients with documents are tested with whole rows
     grad = torch.randn(out.shape, dtype=torch.float64)
     expected = torch.autograd.grad(out, leaves, grad)
     for block, keys in ((own, expected[1:3]), (before, expected[3:5])):

@@ -48,7 +48,7 @@ CASES = [
 
 
 def _inputs(case: Case, length: int) -> tuple[list[Tensor], Tensor, Tensor | None]:
-    """Whole rows of q, k and v; the gradient of the output; documents of uneven lengths."""
+    """Return q, k and v of whole rows, the gradient of the output, and document ids of documents of uneven lengths."""
     generator = torch.Generator().manual_seed(case.heads * length + case.head_dim)
     shape = (case.rows, length, case.heads, case.head_dim)
     kv_shape = (case.rows, length, case.kv_heads, case.head_dim)
@@ -61,7 +61,7 @@ def _inputs(case: Case, length: int) -> tuple[list[Tensor], Tensor, Tensor | Non
 
 
 def _naive(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-    """Softmax over whole rows, with every score in one tensor."""
+    """Compute softmax attention over whole rows, with all scores in one tensor."""
     repeats, length = q.shape[2] // k.shape[2], q.shape[1]
     k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
     seen = torch.ones(length, length).tril().bool()
@@ -85,7 +85,7 @@ def _positions(rank: int, num_ranks: int, length: int) -> list[int]:
 
 
 def _on_ranks(method: ContextMethod, cases: list[Case], length: int) -> list[list[Tensor]]:
-    """This rank's part of the output and of the gradients of q, k and v, for each case."""
+    """Return this rank's part of the output and of the gradients of q, k and v, for each case."""
     results = []
     with MeshConfig(context_parallel_shard=-1).build() as ctx:
         attention = context_parallel_attention(sdpa_attention, ctx.mesh_for("batch")["cp"], method=method)
@@ -208,7 +208,7 @@ def _other_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, document
 
 
 class _Declared:
-    """A function of a user, who says that others may compute it."""
+    """A user's attention function that declares to compute the same as `sdpa_attention`."""
 
     def __init__(self, *, is_plain: bool) -> None:
         self.is_plain = is_plain
@@ -261,7 +261,7 @@ def _messages() -> list[str]:
             messages.append(str(caught.value))
         declared = context_parallel_attention(_Declared(is_plain=True), mesh, method="ring")
         assert isinstance(declared, RingAttention)
-        # A failed call has replaced nothing.
+        # The failed call did not replace the attention function.
         for each in (*model.modules(), *hybrid.modules(), half_other.blocks[0], other.blocks[0]):
             assert not isinstance(each, HasAttention) or each.attention_function is sdpa_attention
         return messages

@@ -11,7 +11,7 @@ from d9d_dist.testing import run_ranks
 
 
 class _Noting:
-    """Plain arithmetic that notes the shapes of its blocks."""
+    """`MathKernel` that records the shapes of its blocks."""
 
     def __init__(self) -> None:
         self._kernel = MathKernel()
@@ -47,7 +47,7 @@ def test_all_ranks_work_equally_long() -> None:
 
 
 def _traffic(dtype: torch.dtype) -> tuple[int, list[tuple[torch.dtype, int]]]:
-    """Elements saved for backward; what was sent to the next rank."""
+    """Return the number of elements saved for backward, and the number sent to the next rank."""
     with MeshConfig(context_parallel_shard=-1).build() as ctx:
         inputs, saved, sent = _inputs(ctx.device, dtype), [0], []
 

@@ -20,12 +20,12 @@ def _positions(rank: int, num_ranks: int, length: int) -> list[int]:
 
 
 def _round_trips() -> list[Any]:
-    """Random trees split and joined again; gives what the last one of many looked like on this rank."""
+    """Split and join random trees; return the positions and the split of one more row on this rank."""
     with MeshConfig(context_parallel_shard=-1).build() as ctx:
         split = ContextSplit(ctx.mesh_for("batch")["cp"])
         num_chunks = 2 * ctx.world_size
 
-        # Ranks do not read conftest.py: without this each would draw examples of its own.
+        # Ranks do not load conftest.py: without derandomize each rank would draw different examples.
         @settings(max_examples=30, derandomize=True, database=None, deadline=None)
         @given(
             before=st.lists(st.integers(1, 3), max_size=2),
@@ -69,7 +69,7 @@ def _gradients() -> list[Tensor]:
         gradients = []
         for kind in ("equal", "partial"):
             part = split.split(row).clone().requires_grad_()
-            # Equal: each rank computes the whole loss. Partial: each computes a share that only it has.
+            # Equal: each rank computes the whole loss. Partial: each rank computes a different part of the loss.
             share = 1.0 if kind == "equal" else (1.0 + ctx.rank) / sum(range(1, ctx.world_size + 1))
             (split.join(part, gradient=kind).square() * weight * share).sum().backward()
             assert part.grad is not None

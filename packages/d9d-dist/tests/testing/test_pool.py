@@ -104,7 +104,7 @@ def _oversleep() -> None:
 
 
 def test_a_hang_shows_the_stacks_of_all_ranks() -> None:
-    run_ranks(_sum_of_ranks, _Point(0))  # warm, so that both ranks are where they hang before the time is over
+    run_ranks(_sum_of_ranks, _Point(0))  # starts the processes, so that both ranks hang in time
     with pytest.raises(RankError) as caught:
         run_ranks(_hang_on_rank_1, timeout=6)
     message = str(caught.value)
@@ -195,7 +195,7 @@ def test_a_connection_that_gloo_lost_is_made_again_once(tmp_path: Path) -> None:
 
 
 def _slow_to_tell(rank: int) -> None:
-    """The others fail because of this rank, and are heard of earlier."""
+    """Fail on `rank` but report late; the other ranks fail because of it and report earlier."""
     try:
         with MeshConfig(data_parallel_shard=-1).build() as ctx:
             if ctx.rank == rank:

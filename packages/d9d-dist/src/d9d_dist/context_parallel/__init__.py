@@ -1,4 +1,4 @@
-"""Context parallelism: the positions of a row are shared out to ranks, and attention functions bring them together."""
+"""Context parallelism: ranks split the positions of each sequence and communicate in attention."""
 
 from d9d_dist.context_parallel.all_gather import AllGatherAttention
 from d9d_dist.context_parallel.all_to_all import AllToAllAttention

@@ -1,7 +1,7 @@
-"""The order of a row's chunks: natural, and as ranks hold them one after another.
+"""Order of a row's chunks: by position, and by rank.
 
-A row is cut into 2R chunks; rank r of R holds the chunks r and 2R-1-r. A causal triangle gives early chunks little work
-and late ones much, and these two together cost the same on every rank.
+A row is cut into 2R chunks; rank r of R holds chunks r and 2R-1-r. Under a causal mask early chunks need little work
+and late chunks much, so each such pair needs the same work.
 """
 
 import torch
@@ -11,19 +11,19 @@ from d9d_dist.errors import UserError
 
 
 def rank_chunks(rank: int, num_ranks: int) -> tuple[int, int]:
-    """Indices of the two chunks of a rank, in natural order."""
+    """Return the indices of a rank's two chunks, by position."""
     return rank, 2 * num_ranks - 1 - rank
 
 
 def to_natural_order(x: Tensor, num_ranks: int, *, dim: int) -> Tensor:
-    """From the parts of all ranks one after another to whole rows; the dim divides by 2R."""
+    """Reorder chunks from rank order (the ranks' parts concatenated) to position order. 2R must divide the dim."""
     held = _chunks_of_ranks(num_ranks)
     chunks = x.chunk(2 * num_ranks, dim)
     return torch.cat([chunks[held.index(chunk)] for chunk in range(2 * num_ranks)], dim)
 
 
 def to_rank_order(x: Tensor, num_ranks: int, *, dim: int) -> Tensor:
-    """From whole rows to the parts of all ranks one after another; the dim divides by 2R."""
+    """Reorder chunks from position order to rank order (the ranks' parts concatenated). 2R must divide the dim."""
     chunks = x.chunk(2 * num_ranks, dim)
     return torch.cat([chunks[chunk] for chunk in _chunks_of_ranks(num_ranks)], dim)
 
@@ -36,7 +36,7 @@ def check_part(length: int) -> None:
     """Check the length of a rank's part of a row.
 
     Raises:
-        UserError: If it is not two equal chunks.
+        UserError: If the length is odd: a part consists of two equal chunks.
     """
     if length % 2:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Causal attention of the last positions of a row without the mask [L, S] that torch would need for it.
+"""Causal attention for the last positions of a row, without the [L, S] mask that torch would need.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
 """
@@ -13,9 +13,9 @@ from d9d_dist.context_parallel.blocks import AttentionBlock, MergedBlocks, defau
 
 
 def prefix_attention(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> Tensor:
-    """Attention [B, H, L, K] of the last L < S positions: to all before them, and causally among themselves.
+    """Return the attention [B, H, L, K] of the last L < S positions, causal over all S positions.
 
-    Two blocks of the flash kernel, merged; saves the inputs, the output and its log-sum-exp.
+    Merges two blocks of the flash kernel. Saves the inputs, the output and its log-sum-exp for backward.
     """
     return _PrefixAttention.apply(q_BHLK, k_BGSK, v_BGSK)
 
@@ -45,7 +45,7 @@ class _PrefixAttention(torch.autograd.Function):
 
 
 def _blocks(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> tuple[AttentionBlock, AttentionBlock]:
-    """What lies before the queries' positions, and what lies at them."""
+    """Return two blocks: keys before the queries' positions, and keys at the queries' positions."""
     before = k_BGSK.shape[2] - q_BHLK.shape[2]
     return (
         AttentionBlock(q_BHLK, k_BGSK[:, :, :before], v_BGSK[:, :, :before], causal=False),

@@ -1,6 +1,6 @@
-"""Context parallelism by an all-gather of keys and values: any attention function, any head counts.
+"""Context parallelism by an all-gather of keys and values, for any attention function and any number of heads.
 
-Shape legend: B batch, L this rank's length, S the whole row's, H query heads, G key/value heads, K head dim.
+Shape legend: B batch, L this rank's length, S length of the whole row, H query heads, G key/value heads, K head dim.
 """
 
 from typing import final
@@ -16,15 +16,15 @@ from d9d_dist.differentiable import gather_shards
 
 @final
 class AllGatherAttention:
-    """Each rank gathers all keys and values, and attends with its own queries, as Llama 3 (arXiv:2407.21783, 3.3.2).
+    """Context-parallel attention that all-gathers keys and values, as in Llama 3 (arXiv:2407.21783, 3.3.2).
 
-    Each of a rank's two chunks attends to its prefix of the row, so no work is spent on what the causal mask hides.
-    Forward issues one all-gather of keys and values together, and one of documents where there are any; backward one
-    reduce-scatter, in the dtype of the keys. While attention runs, a rank holds the keys and values of the whole row;
-    they are fewer than the queries where heads are grouped.
+    Each of a rank's two chunks attends to its prefix of the row, so masked blocks are not computed. Forward issues one
+    all-gather of keys and values together, and one of the document ids, if any. Backward issues one reduce-scatter, in
+    the dtype of the keys. During attention a rank holds the keys and values of the whole row; with grouped-query
+    attention they are smaller than the queries.
 
     Args:
-        attention: Computes the attention of a chunk to its prefix, here called with L < S.
+        attention: Attention of a chunk to its prefix; called with L <= S.
         mesh: A mesh of one axis, over which rows are split by `ContextSplit`.
     """
 
@@ -33,7 +33,7 @@ class AllGatherAttention:
         self._mesh = mesh
 
     def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
-        """See `Attention`; all arguments and the output are this rank's part of the rows.
+        """Compute attention, see `Attention`. All arguments and the output are this rank's part of the rows.
 
         Raises:
             UserError: If the length of the part is odd.

@@ -1,6 +1,7 @@
-"""Context parallelism by an exchange of heads for positions: each rank attends over whole rows with some of the heads.
+"""Context parallelism by all-to-all: each rank attends over whole rows with some of the heads.
 
-Shape legend: B batch, L this rank's length, S the whole row's, H query heads, G key/value heads, K head dim, R ranks.
+Shape legend: B batch, L this rank's length, S length of the whole row, H query heads, G key/value heads, K head dim, R
+ranks.
 """
 
 from typing import final
@@ -17,15 +18,15 @@ from d9d_dist.errors import UserError
 
 @final
 class AllToAllAttention:
-    """Each rank attends over whole rows with H / R of the query heads: Ulysses, arXiv:2309.14509.
+    """Context-parallel attention in which each rank has H / R query heads over whole rows: Ulysses, arXiv:2309.14509.
 
-    Forward issues one all-to-all of queries, keys and values together, one of the output, and one all-gather of
-    documents where there are any; backward the same two all-to-alls. Where there are fewer key/value heads than ranks,
-    they travel and are attended to as often as it takes for each rank to have one; the paper has no grouped queries.
+    Forward issues one all-to-all of queries, keys and values together, one of the output, and one all-gather of the
+    document ids, if any. Backward issues the same two all-to-alls. If there are fewer key/value heads than ranks, they
+    are repeated so that each rank has one; the paper has no grouped-query attention.
 
     Args:
-        attention: Computes the attention of whole rows, here always called with L = S. What it has of its own for each
-            query head (`AttentionOfHeads`) is asked for by this rank's heads.
+        attention: Attention over whole rows; called with L = S. If it has parameters per query head
+            (`AttentionOfHeads`), it is called for this rank's heads only.
         mesh: A mesh of one axis, over which rows are split by `ContextSplit`.
     """
 
@@ -34,7 +35,7 @@ class AllToAllAttention:
         self._mesh = mesh
 
     def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
-        """See `Attention`; all arguments and the output are this rank's part of the rows.
+        """Compute attention, see `Attention`. All arguments and the output are this rank's part of the rows.
 
         Raises:
             UserError: If the length of the part is odd, R does not divide H, or neither of R and G divides the other.
@@ -64,7 +65,7 @@ class AllToAllAttention:
 
 
 def _copies_of_kv_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """How often each key/value head is needed for all ranks to have equally many, and the ones of their queries."""
+    """Return how often to repeat each key/value head so that each rank has those of its query heads."""
     fitting = [
         degree
         for degree in range(1, num_heads + 1)

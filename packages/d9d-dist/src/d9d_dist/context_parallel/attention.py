@@ -1,4 +1,4 @@
-"""The contract of an attention function, and the one that computes it through torch's fused kernels.
+"""The protocol of attention functions, and an implementation by torch's fused kernels.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
 """
@@ -17,31 +17,31 @@ from d9d_dist.context_parallel.blocks import has_flash_kernel
 class Attention(Protocol):
     """Causal softmax attention with the scale 1/sqrt(K).
 
-    A function and not a module, so that what computes attention can be replaced in a model that is built already.
+    A function instead of a module, so that it can be replaced in a model after construction.
     """
 
     def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
-        """Let each query attend to its own position and to those before it.
+        """Compute attention of each query to its own and all earlier positions.
 
         Args:
             q_BLHK: Queries [B, L, H, K] of the *last* L of the S positions.
             k_BSGK: Keys [B, S, G, K]; each serves H / G query heads (grouped-query attention, arXiv:2305.13245).
             v_BSGK: Values [B, S, G, K].
-            documents_BS: Which document each position belongs to [B, S], integers, for rows into which several are
-                packed: a position attends within its document only. None: each row is one document.
+            documents_BS: Document ids [B, S], integers, of packed sequences: a position attends only within its
+                document. None: each row is one document.
 
         Returns:
-            The attended values [B, L, H, K], in the dtype of the queries.
+            The attention output [B, L, H, K], in the dtype of the queries.
         """
         ...
 
 
 @runtime_checkable
 class DeclaresPlain(Protocol):
-    """An `Attention` that says whether kernels of others may take its place.
+    """An `Attention` that declares whether other kernels may replace it.
 
     Attributes:
-        is_plain: Whether it computes what `sdpa_attention` does, and by no means that the user insists on.
+        is_plain: True if it computes the same as `sdpa_attention` and the user does not insist on its implementation.
     """
 
     @property
@@ -50,37 +50,38 @@ class DeclaresPlain(Protocol):
 
 @runtime_checkable
 class AttentionOfHeads(Protocol):
-    """An `Attention` with something of its own for each query head, such as sinks."""
+    """An `Attention` with parameters per query head, such as sinks."""
 
     def of_heads(self, heads: slice) -> Attention:
-        """The same for some of the query heads; a collective form calls it where a rank attends with those alone."""
+        """Return the attention of some query heads. `AllToAllAttention` calls it for the heads of its rank."""
         ...
 
 
 def is_plain(attention: Attention) -> bool:
-    """Whether a function computes what `sdpa_attention` does, by what it says itself (`DeclaresPlain`)."""
+    """Return True for `sdpa_attention`, and for functions that declare to compute the same (`DeclaresPlain`)."""
     return attention is sdpa_attention or (isinstance(attention, DeclaresPlain) and attention.is_plain)
 
 
 def sdpa_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
-    """`Attention` through `torch.nn.functional.scaled_dot_product_attention`, with no other work where L = S.
+    """Compute `Attention` by `torch.nn.functional.scaled_dot_product_attention`. No collectives.
 
-    For L < S it is two blocks of torch's flash kernel. A mask [L, S] is made only where the kernel does not take the
-    case: packed documents, and on accelerators other dtypes than bfloat16 and float16. No collectives.
+    For L = S without documents, it is one causal call without a mask tensor. For L < S it merges two blocks of torch's
+    flash kernel. A mask [L, S] is built only if the flash kernel does not support the input: packed documents, and
+    dtypes other than bfloat16 and float16 on accelerators.
 
     Args:
         q_BLHK: Queries [B, L, H, K] of the last L of the S positions.
         k_BSGK: Keys [B, S, G, K].
         v_BSGK: Values [B, S, G, K].
-        documents_BS: Which document each position belongs to [B, S], integers; None: each row is one.
+        documents_BS: Document ids [B, S], integers. None: each row is one document.
 
     Returns:
-        The attended values [B, L, H, K], in the dtype of the queries.
+        The attention output [B, L, H, K], in the dtype of the queries.
     """
     length, key_length = q_BLHK.shape[1], k_BSGK.shape[1]
     q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
     if q_BLHK.numel() == 0:
-        # torch's flash kernel for CPUs divides by the length, which ends the process.
+        # torch's flash kernel for CPUs divides by the length, which would crash the process.
         with sdpa_kernel(SDPBackend.MATH):
             out_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BGSK, v_BGSK, enable_gqa=True)
     elif documents_BS is None and length == key_length:
@@ -95,7 +96,7 @@ def sdpa_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_
 
 
 def _mask(length: int, key_length: int, documents_BS: Tensor | None, *, device: torch.device) -> Tensor:
-    """Who attends to whom [L, S], or [B, 1, L, S]: to positions that are not later, of the same document."""
+    """Return the attention mask [L, S], or [B, 1, L, S] with documents: causal, within the same document."""
     before = key_length - length
     causal_LS = torch.ones(length, key_length, dtype=torch.bool, device=device).tril(before)
     if documents_BS is None:

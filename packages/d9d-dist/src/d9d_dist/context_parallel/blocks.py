@@ -1,8 +1,8 @@
-"""Attention in blocks: parts of the keys, each with its log-sum-exp, whose results merge exactly.
+"""Blockwise attention: each block covers some of the keys and returns its log-sum-exp, so results merge exactly.
 
-Softmax over all keys is the sum of the blocks' softmaxes weighted by exp(block's log-sum-exp - log-sum-exp of all), as
-in Ring Attention (arXiv:2310.01889) and FlashAttention (arXiv:2205.14135). Backward of a block needs nothing of other
-blocks but the merged output and the merged log-sum-exp.
+Attention over all keys is the sum of the blocks' outputs weighted by exp(log-sum-exp of the block - log-sum-exp of
+all), as in Ring Attention (arXiv:2310.01889) and FlashAttention (arXiv:2205.14135). Backward of a block needs the
+merged output and the merged log-sum-exp, but nothing else of other blocks.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
 """
@@ -21,15 +21,15 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """Some queries and some keys, and which of these those see.
+    """Queries, keys and values of one block, and its mask.
 
     Attributes:
         q: Queries [B, H, L, K].
         k: Keys [B, G, S, K].
         v: Values [B, G, S, K].
-        causal: Whether query i sees the keys up to i only; else all. Only for L = S.
-        query_documents: Documents of the queries [B, L]; None: documents do not matter.
-        key_documents: Documents of the keys [B, S]; None as above.
+        causal: True if query i sees only keys up to i, which requires L = S; False if it sees all keys.
+        query_documents: Document ids of the queries [B, L]; None if there is no document mask.
+        key_documents: Document ids of the keys [B, S]; None if there is no document mask.
     """
 
     q: Tensor
@@ -41,24 +41,24 @@ class AttentionBlock:
 
 
 class BlockKernel(Protocol):
-    """Computes one block of attention, with the scale 1/sqrt(K). No collectives."""
+    """Kernel for one block of attention, with the scale 1/sqrt(K). No collectives."""
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        """Attend to the keys of a block.
+        """Compute attention to the keys of a block.
 
         Returns:
             The output [B, H, L, K], and the log-sum-exp [B, H, L] of the scaled scores, at least float32. A query that
-            sees no key has the output 0 and the log-sum-exp -inf.
+            sees no key has output 0 and log-sum-exp -inf.
         """
         ...
 
     def backward(
         self, block: AttentionBlock, *, grad_BHLK: Tensor, out_BHLK: Tensor, lse_BHL: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The block's share of the gradients of its queries, keys and values.
+        """Return the block's contributions to the gradients of its queries, keys and values.
 
         Args:
-            block: As in forward.
+            block: The same block as in forward.
             grad_BHLK: Gradient of the output merged over all blocks.
             out_BHLK: Output merged over all blocks.
             lse_BHL: Log-sum-exp over all blocks, contiguous.
@@ -67,16 +67,16 @@ class BlockKernel(Protocol):
 
 
 def has_flash_kernel(q: Tensor) -> bool:
-    """Whether torch has a flash kernel for queries of this shape, device and dtype; [..., K]."""
+    """Return True if torch has a flash kernel for queries [..., K] of this shape, device and dtype."""
     if q.numel() == 0:
-        return False  # that for CPUs divides by the length, which ends the process
+        return False  # the CPU kernel divides by the length, which would crash the process
     if q.device.type == "cpu":
         return True
     return q.dtype in {torch.bfloat16, torch.float16} and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def default_kernel(q: Tensor, *, has_documents: bool) -> BlockKernel:
-    """The fastest kernel here that takes the case: torch's flash kernels, or plain arithmetic."""
+    """Return the fastest kernel that supports the input: a flash kernel of torch, or `MathKernel`."""
     if has_documents or not has_flash_kernel(q):
         return MathKernel()
     return CpuFlashKernel() if q.device.type == "cpu" else FlashKernel()
@@ -84,7 +84,7 @@ def default_kernel(q: Tensor, *, has_documents: bool) -> BlockKernel:
 
 @final
 class CpuFlashKernel:
-    """torch's flash kernel for CPUs: every floating-point dtype and head dim, no documents."""
+    """torch's flash kernel for CPUs: any floating-point dtype and head dim, no document masks."""
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """See `BlockKernel.forward`."""
@@ -100,7 +100,7 @@ class CpuFlashKernel:
 
 @final
 class FlashKernel:
-    """torch's flash kernel for accelerators: bfloat16 and float16, head dims up to 256 by eights, no documents."""
+    """torch's flash kernel for accelerators: bfloat16, float16; head dims up to 256, multiples of 8; no documents."""
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """See `BlockKernel.forward`."""
@@ -113,7 +113,7 @@ class FlashKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `BlockKernel.backward`."""
         inputs = (grad_BHLK, block.q, block.k, block.v, out_BHLK, lse_BHL)
-        # None: all rows have one length. Nothing is random without dropout, so the generator's state is not used.
+        # None: all rows have equal lengths. Without dropout the generator's state is not used.
         lengths = (None, None, block.q.shape[2], block.k.shape[2])
         state = torch.empty(0, dtype=torch.int64, device=block.q.device)
         return _flash_backward(*inputs, *lengths, 0.0, block.causal, state, state)
@@ -121,7 +121,7 @@ class FlashKernel:
 
 @final
 class MathKernel:
-    """Plain arithmetic, at least in float32: any device, dtype and documents; holds the scores of a block."""
+    """Unfused kernel in at least float32: any device, dtype and document mask. Materializes the scores of a block."""
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """See `BlockKernel.forward`."""
@@ -151,20 +151,20 @@ class MathKernel:
 
 @final
 class MergedBlocks:
-    """The output and the log-sum-exp of queries over all blocks so far.
+    """Output and log-sum-exp of queries, merged over all blocks so far.
 
     Args:
-        out_BHLK: Output of a first block, of which each query sees a key.
-        lse_BHL: Its log-sum-exp; sums are in this dtype.
+        out_BHLK: Output of the first block, in which each query sees at least one key.
+        lse_BHL: Its log-sum-exp. Outputs are merged in this dtype.
     """
 
     def __init__(self, out_BHLK: Tensor, lse_BHL: Tensor) -> None:
-        # Copies, because what is merged is changed in place.
+        # Copies, because `add` works in place.
         self.out_BHLK = out_BHLK.to(lse_BHL.dtype, copy=True)
         self.lse_BHL = lse_BHL.clone()
 
     def add(self, out_BHLK: Tensor, lse_BHL: Tensor, *, queries: slice) -> None:
-        """Merge in a block over some of the queries."""
+        """Merge a block of some of the queries."""
         all_lse_BHL = self.lse_BHL[:, :, queries]
         share_BHL1 = torch.sigmoid(lse_BHL - all_lse_BHL).unsqueeze(-1)
         self.out_BHLK[:, :, queries].lerp_(out_BHLK.to(lse_BHL.dtype), share_BHL1)
@@ -172,14 +172,14 @@ class MergedBlocks:
 
 
 def _grouped(block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, G, H / G, L, K]; keys and values [B, G, 1, S, K]; at least float32."""
+    """Return queries [B, G, H / G, L, K] and keys and values [B, G, 1, S, K], in at least float32."""
     dtype = torch.promote_types(block.q.dtype, torch.float32)
     q_BGNLK = block.q.to(dtype).unflatten(1, (block.k.shape[1], -1))
     return q_BGNLK, block.k.to(dtype).unsqueeze(2), block.v.to(dtype).unsqueeze(2)
 
 
 def _scores(block: AttentionBlock) -> Tensor:
-    """Scaled scores [B, G, H / G, L, S], -inf where a query does not see a key."""
+    """Return the scaled scores [B, G, H / G, L, S], -inf where a query does not see a key."""
     q_BGNLK, k_BG1SK, _ = _grouped(block)
     scores_BGNLS = q_BGNLK @ k_BG1SK.mT * block.q.shape[-1] ** -0.5
     if block.causal:

@@ -1,4 +1,4 @@
-"""Context parallelism as one function over a module and a mesh axis: attention functions are replaced, nothing else."""
+"""Context parallelism of a module: its attention functions are replaced by context-parallel ones."""
 
 from typing import Literal, Protocol, runtime_checkable
 
@@ -17,10 +17,10 @@ ContextMethod = Literal["all_gather", "all_to_all", "ring"]
 
 @runtime_checkable
 class HasAttention(Protocol):
-    """A module that attends by a function that can be replaced.
+    """A module whose attention function can be replaced.
 
     Attributes:
-        attention_function: The function.
+        attention_function: The attention function.
     """
 
     attention_function: Attention
@@ -28,11 +28,11 @@ class HasAttention(Protocol):
 
 @runtime_checkable
 class NeedsWholeRows(Protocol):
-    """A module that no rank can compute from its part of the positions alone, and that has no other form.
+    """A module that needs all positions of a row, and so does not support context parallelism.
 
     Attributes:
-        why_whole_rows: What it does that needs them, as the end of a sentence that starts with its name; None where it
-            does not do that, as it is configured.
+        why_whole_rows: Reason, as a predicate that follows the module's name in an error message; None if the module,
+            as configured, does support context parallelism.
     """
 
     @property
@@ -40,20 +40,21 @@ class NeedsWholeRows(Protocol):
 
 
 def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method: ContextMethod) -> Attention:
-    """The context-parallel form of an attention function: takes and gives this rank's part of the rows.
+    """Return the context-parallel form of an attention function, whose inputs and output are this rank's part of rows.
 
-    On a mesh of one rank it is the function itself.
+    On a mesh of one rank it returns the function itself.
 
     Args:
-        attention: The function that computes attention over whole rows.
+        attention: Attention function over whole rows.
         mesh: A mesh of one axis, over which rows are split by `ContextSplit`, e.g. `ctx.mesh_for("batch")["cp"]`.
-        method: `"all_gather"` takes any function and any number of heads; `"all_to_all"` any function, and moves less
-            where there are few query heads for each key/value head; `"ring"` never holds a whole row, and has kernels
-            of its own for `sdpa_attention` and whatever says that it computes the same (`DeclaresPlain`).
+        method: `"all_gather"` supports any function and any number of heads. `"all_to_all"` supports any function; it
+            sends less data if there are few query heads per key/value head. `"ring"` never holds a whole row, and uses
+            its own kernels in place of `sdpa_attention` and functions that declare to compute the same
+            (`DeclaresPlain`).
 
     Raises:
         UserError: If the mesh does not have exactly one axis, the function is context parallel already, the method is
-            unknown, or it is `"ring"` and the function computes something else than `sdpa_attention`.
+            unknown, or it is `"ring"` and the function does not compute the same as `sdpa_attention`.
     """
     only_axis(mesh, example="cp")
     if isinstance(attention, AllGatherAttention | AllToAllAttention | RingAttention):
@@ -81,23 +82,23 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
 
 
 def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextMethod = "all_gather") -> None:
-    """Let the ranks of a mesh axis share every row's positions out, in place; see `context_parallel_attention`.
+    """Split the positions of every row over the ranks of a mesh axis, in place; see `context_parallel_attention`.
 
-    The attention function of every submodule that is a `HasAttention` is replaced; everything else in a model works on
-    single positions and is left as it is. Batches go through `ContextSplit.split`, with the position ids of
-    `ContextSplit.positions` where they bring none. Ranks compute different tokens with equal parameters, so gradients
-    must be summed over this axis too: let data parallelism span `dp_cp_shard` and `cp_replicate` of the dense mesh.
-    Call it before compiling. On a mesh of one rank there is nothing to do.
+    Replaces the attention function of every submodule that is a `HasAttention`; all other modules work on single
+    positions and are not changed. Split batches by `ContextSplit.split`; if they have no position ids, use those of
+    `ContextSplit.positions`. Ranks compute different tokens with equal parameters, so gradients must be summed over
+    this axis too: use `dp_cp_shard` and `cp_replicate` of the dense mesh for data parallelism. Call this function
+    before compiling. Nothing is changed on a mesh of one rank.
 
     Args:
-        module: The module to parallelise, on any device.
+        module: The module to parallelize, on any device.
         mesh: A mesh of one axis, e.g. `ctx.mesh_for("batch")["cp"]`.
-        method: How ranks see each other's keys and values.
+        method: How ranks exchange keys and values.
 
     Raises:
-        UserError: If no submodule is a `HasAttention`, one is context parallel already, its function is a module, one
-            is a `NeedsWholeRows` and there are ranks to share rows out to, or the mesh or the method is not one that
-            `context_parallel_attention` takes; nothing is replaced then.
+        UserError: If no submodule is a `HasAttention`, or one is context parallel already or has a module as its
+            function; if a submodule is a `NeedsWholeRows` with a reason and the mesh has several ranks; or if the mesh
+            or method is one that `context_parallel_attention` rejects. Nothing is replaced then.
     """
     only_axis(mesh, example="cp")
     if mesh.size() > 1:

@@ -1,6 +1,6 @@
-"""Context parallelism by keys and values that travel around the ranks: none ever holds a whole row.
+"""Context parallelism by ring attention: keys and values are sent around the ranks; no rank holds a whole row.
 
-Shape legend: B batch, L this rank's length, S the whole row's, H query heads, G key/value heads, K head dim.
+Shape legend: B batch, L this rank's length, S length of the whole row, H query heads, G key/value heads, K head dim.
 """
 
 from collections.abc import Iterator
@@ -20,18 +20,18 @@ from d9d_dist.differentiable import gather_shards
 
 @final
 class RingAttention:
-    """Keys and values pass all ranks, each of which merges in what its queries see: Ring Attention, arXiv:2310.01889.
+    """Ring Attention, arXiv:2310.01889: keys and values pass all ranks; each merges attention blocks for its queries.
 
-    The paper splits rows into consecutive parts; with the chunks of `ContextSplit` every step but the first is half a
-    block, all of which the causal mask lets through, so that all ranks work equally long.
+    The paper splits rows into consecutive parts. With the chunks of `ContextSplit` every step after the first computes
+    half a block without a mask, so all ranks have equal work.
 
-    Forward sends keys and values R - 1 times to the next rank while the current ones are attended to, and issues one
-    all-gather of documents where there are any. Backward sends them again, and their gradients R times, at least in
-    float32. Saved for backward are this rank's parts only.
+    Forward sends keys and values R - 1 times to the next rank, overlapped with attention to the current ones (R: the
+    number of ranks). It issues one all-gather of the document ids, if any. Backward sends keys and values again, and
+    their gradients R times, in at least float32. Only this rank's parts are saved for backward.
 
     Args:
         mesh: A mesh of one axis, over which rows are split by `ContextSplit`.
-        kernel: Computes a block; None chooses by device, dtype and whether there are documents.
+        kernel: Kernel for one block; None selects it by device, dtype and whether there are document ids.
     """
 
     def __init__(self, mesh: DeviceMesh, *, kernel: BlockKernel | None = None) -> None:
@@ -39,7 +39,7 @@ class RingAttention:
         self._kernel = kernel
 
     def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
-        """See `Attention`; all arguments and the output are this rank's part of the rows.
+        """Compute attention, see `Attention`. All arguments and the output are this rank's part of the rows.
 
         Raises:
             UserError: If the length of the part is odd.
@@ -54,7 +54,7 @@ class RingAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """What one pass needs to know; `documents` are those of all ranks one after another [B, S]."""
+    """Options of one pass. `documents` are the document ids [B, S] in rank order."""
 
     mesh: DeviceMesh
     kernel: BlockKernel
@@ -115,7 +115,7 @@ class _RingAttention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """What of this rank's queries attends to what of the keys and values of the rank `source`, which are here now."""
+    """One step: the queries of this rank and the keys and values of rank `source` that form a block."""
 
     source: int
     queries: slice
@@ -125,16 +125,16 @@ class _Pair:
 
 
 def _pairs(mesh: DeviceMesh, length: int) -> Iterator[_Pair]:
-    """The steps of a pass; at step i the keys and values of the rank i before this one are here."""
+    """Yield the steps of a pass. At step i, this rank has the keys and values of rank `rank - i`."""
     rank, num_ranks = mesh.get_local_rank(), mesh.size()
     for step in range(num_ranks):
         source = (rank - step) % num_ranks
         queries, keys = slice(None), slice(None)
-        if source < rank:  # its first chunk lies before both of ours, its second one after both
+        if source < rank:  # its first chunk is before both of this rank's, its second after both
             keys = slice(0, length // 2)
-        elif source > rank:  # both of its chunks lie between ours
+        elif source > rank:  # both of its chunks are between this rank's
             queries = slice(length // 2, length)
-        # Our own two chunks are in the order of their positions: a causal block like any other.
+        # This rank's own chunks are in position order, so they form an ordinary causal block.
         yield _Pair(source, queries, keys, is_causal=source == rank, is_last=step + 1 == num_ranks)
 
 
@@ -149,7 +149,7 @@ def _block(pair: _Pair, q_BLHK: Tensor, kv: list[Tensor], ring: _Ring) -> Attent
 
 
 class _Arrival:
-    """Tensors on their way from the previous rank. What is sent at the same time is kept until it has gone."""
+    """Tensors in flight from the previous rank. Keeps the tensors that are sent at the same time alive."""
 
     def __init__(self, sent: list[Tensor], received: list[Tensor], works: list[dist.Work]) -> None:
         self._sent, self._received, self._works = sent, received, works
@@ -161,7 +161,7 @@ class _Arrival:
 
 
 def _send_on(tensors: list[Tensor], mesh: DeviceMesh, *, tag: int) -> _Arrival:
-    """Start to send contiguous tensors to the next rank and to receive the previous one's; tags count from `tag`."""
+    """Start to send contiguous tensors to the next rank and to receive the previous rank's. The first tag is `tag`."""
     group, rank, num_ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     received = [torch.empty_like(tensor) for tensor in tensors]
     operations = [

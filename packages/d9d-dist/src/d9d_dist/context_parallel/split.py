@@ -1,4 +1,4 @@
-"""Which positions of a row each rank holds, so that all have the same share of a causal triangle's work."""
+"""Split of rows over context-parallel ranks such that all ranks have equal work under a causal mask."""
 
 from functools import partial
 from typing import Literal, TypeVar, final
@@ -20,8 +20,8 @@ Tree = TypeVar("Tree")
 class ContextSplit:
     """The load-balanced causal split of Llama 3 (arXiv:2407.21783, section 3.3.2).
 
-    A row is cut into 2R equal chunks, R the number of ranks; rank r holds the chunks r and 2R-1-r, in this order. On a
-    mesh of one rank everything is the identity.
+    A row is cut into 2R equal chunks, R being the number of ranks; rank r holds chunks r and 2R-1-r, in this order. On
+    a mesh of one rank `split` and `join` return their argument.
 
     Args:
         mesh: A mesh of one axis, e.g. `ctx.mesh_for("batch")["cp"]`.
@@ -35,53 +35,53 @@ class ContextSplit:
         self._mesh = mesh
 
     def split(self, tree: Tree, *, dim: int = 1) -> Tree:
-        """This rank's part of every tensor of a nested tree. No collectives, no host synchronisation.
+        """Return this rank's part of every tensor of a tree. No collectives, no host-device synchronization.
 
         Args:
-            tree: Whole rows, equal on all ranks: token ids, labels, position ids, document ids, masks. Labels are
-                shifted against the tokens before, not after. Leaves that are no tensors stay as they are.
-            dim: The dim of the positions in every tensor.
+            tree: Whole rows, equal on all ranks: token ids, labels, position ids, document ids, masks. Labels must be
+                shifted before the split, not after. Leaves that are not tensors are not changed.
+            dim: Position dim of every tensor.
 
         Raises:
-            UserError: If a tensor has no such dim, or its size is no multiple of 2R; the message names its path.
+            UserError: If a tensor has no such dim, or its size is not a multiple of 2R; the message has its path.
         """
         if self._mesh.size() == 1:
             return tree
         return tree_map_with_path(partial(self._part, dim), tree)
 
     def join(self, tree: Tree, *, dim: int = 1, gradient: Literal["equal", "partial"] = "equal") -> Tree:
-        """The whole rows of every tensor of a nested tree of which each rank has its part; the inverse of `split`.
+        """Return the whole rows of every tensor of a tree of parts; the inverse of `split`.
 
-        Collective: one all-gather for each tensor. Backward depends on what becomes of the rows:
+        Collective: one all-gather for each tensor. Backward depends on how the ranks use the rows:
 
-        - `"equal"`: all ranks compute the same from them, and it counts once. Each rank takes its part of its own
-          gradient; no collective. Parameters used after the join have the whole gradient on every rank, so they must
-          not be summed over these ranks.
-        - `"partial"`: each rank computes something of its own, and the sum over ranks is what is differentiated.
-          Gradients are summed and shared out by a reduce-scatter.
+        - `"equal"`: all ranks compute the same from the rows. Each rank takes its part of its own gradient, without a
+          collective. Parameters used after the join have the full gradient on every rank, so their gradients must not
+          be summed over these ranks.
+        - `"partial"`: ranks compute different values from the rows, and the loss is their sum over ranks. Gradients are
+          reduce-scattered.
 
         Args:
-            tree: This rank's parts, shaped alike on all ranks. Leaves that are no tensors stay as they are.
-            dim: The dim of the positions in every tensor.
-            gradient: How the ranks' uses of the rows count in backward.
+            tree: This rank's parts, of the same shapes on all ranks. Leaves that are not tensors are not changed.
+            dim: Position dim of every tensor.
+            gradient: `"equal"` or `"partial"`, as above.
 
         Raises:
-            UserError: If a tensor has no such dim, or its size is no multiple of 2; the message names its path.
+            UserError: If a tensor has no such dim, or its size is odd; the message has its path.
         """
         if self._mesh.size() == 1:
             return tree
         return tree_map_with_path(partial(self._rows, dim, gradient), tree)
 
     def positions(self, length: int) -> Tensor:
-        """Positions in the whole row of this rank's tokens: [1, length / R], int64, on the mesh's device.
+        """Return the positions of this rank's tokens in the whole row: [1, length / R], int64, on the mesh's device.
 
-        They are the position ids of a batch that brings none.
+        Use them as position ids for batches without position ids.
 
         Args:
             length: Length of the whole row.
 
         Raises:
-            UserError: If the length is no multiple of 2R.
+            UserError: If the length is not a multiple of 2R.
         """
         device = torch.device(self._mesh.device_type)
         if self._mesh.size() == 1:

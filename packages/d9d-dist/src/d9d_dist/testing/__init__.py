@@ -1,6 +1,6 @@
-"""Tools to test distributed code on one machine: real ranks, real collectives, in milliseconds.
+"""Tools to test distributed code on one machine, with real ranks and collectives in reused processes.
 
-Public because a user's own parallel code deserves the same proof as ours.
+Public, so that users can test their own parallel code with them.
 """
 
 from d9d_dist.testing.compare import (

@@ -1,7 +1,7 @@
-"""What the fork server imports once for all ranks: forking costs milliseconds, importing seconds."""
+"""Modules that the fork server imports once for all ranks: a fork takes milliseconds, the imports take seconds."""
 
 import torch
-import torch._dynamo  # what optimizers import at their first step
+import torch._dynamo  # imported by optimizers in their first step
 import torch.distributed
 import torch.distributed.checkpoint
 import torch.distributed.fsdp

@@ -1,4 +1,4 @@
-"""The life of one warm rank: wait for a call, run it in a fresh process group, send back what came of it."""
+"""Main loop of a rank's process: receive a call, run it in a fresh process group, send back its outcome."""
 
 import faulthandler
 import gc
@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One function call on one rank; `arguments` stay pickled until the modules that define their types are there.
+    """One function call on one rank. `arguments` stay pickled until the modules of their types are loaded.
 
-    `files` names the modules of the function and of the arguments, and where the parent has them from. `None` in the
-    environment stands for a variable that must not be set.
+    `files` maps the modules of the function and the arguments to the files from which the parent loaded them. `None` as
+    a value in `environment` unsets the variable.
     """
 
     module: str
@@ -41,14 +41,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a call: a pickled result, or the traceback as text."""
+    """Outcome of a call: a pickled result, or the traceback as text."""
 
     result: bytes | None = None
     error: str | None = None
 
 
 def serve(connection: Connection, log: str) -> None:
-    """Serve calls until the parent closes the connection. Output, native code's included, goes to the file `log`."""
+    """Serve calls until the parent closes the connection. stdout and stderr, including native code's, go to `log`."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -56,7 +56,7 @@ def serve(connection: Connection, log: str) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the parent, which ends its ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and terminates its ranks
     torch.set_num_threads(1)
     gc.freeze()
     num_modules = len(sys.modules)
@@ -66,8 +66,8 @@ def serve(connection: Connection, log: str) -> None:
         except (EOFError, OSError):
             return
         connection.send_bytes(pickle.dumps(_run(call)))
-        # Process groups that models hold in reference cycles keep their threads, each of which wakes a hundred times a
-        # second: after some dozens of models a machine does little else. What was imported is not looked at again.
+        # Process groups in reference cycles of models keep their threads, each of which wakes up 100 times per second.
+        # After some dozens of models these threads would load the machine. gc.freeze() excludes imported objects.
         gc.collect()
         if len(sys.modules) > num_modules:
             num_modules = len(sys.modules)
@@ -86,8 +86,8 @@ def _run(call: Call) -> Outcome:
         function = _load_function(call)
         result = pickle.dumps(function(*pickle.loads(call.arguments)))  # noqa: S301  (bytes of our own parent)
         if dist.is_initialized():
-            dist.barrier()  # nobody leaves while a peer may still need it
-    except BaseException:  # (whatever ends a rank is reported, SystemExit too)
+            dist.barrier()  # no rank leaves while a peer may still need it
+    except BaseException:  # (report every exception, including SystemExit)
         return Outcome(error=traceback.format_exc())
     _forget_process_groups()
     torch.set_default_dtype(torch.float32)
@@ -95,13 +95,13 @@ def _run(call: Call) -> Outcome:
 
 
 def _forget_process_groups() -> None:
-    """End the process group and drop DTensor's caches, whose entries point into meshes of the ended group."""
+    """Destroy the process group, and clear DTensor's caches, whose entries refer to meshes of that group."""
     if dist.is_initialized():
         dist.destroy_process_group()
     # torch.distributed.tensor.debug has a function for this, but importing it needs NumPy.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
-    # Which of these there are differs between versions of torch.
+    # The set of caches depends on the version of torch.
     for owner in (_redistribute, _collective_utils, _collective_utils.MeshTopoInfo):
         for name, member in list(vars(owner).items()):
             if name.endswith("planner_cache") and isinstance(member, dict):
@@ -116,7 +116,7 @@ def _load_function(call: Call) -> Callable[..., Any]:
         if name not in sys.modules:
             _load_module(name, file)
     if absent:
-        gc.freeze()  # what modules hold is not looked through after every call
+        gc.freeze()  # excludes the modules' objects from the collection after every call
     target: Any = sys.modules[call.module]
     for part in call.function.split("."):
         target = getattr(target, part)
@@ -132,9 +132,9 @@ def _is_importable(name: str, file: str) -> bool:
 
 
 def _load_module(name: str, file: str) -> ModuleType:
-    """Import a module; or load it by file under the name that the parent knows it by.
+    """Import a module by name; if that is not possible, load it by file under the name that the parent uses.
 
-    Test modules are not importable by name under pytest's `importlib` mode, but pickled arguments refer to that name.
+    Under pytest's `importlib` mode test modules cannot be imported by name, but pickled arguments refer to that name.
     """
     if _is_importable(name, file):
         return importlib.import_module(name)

@@ -1,6 +1,6 @@
-"""Comparison of what two layouts computed: full tensors under the names of the user's model, and where they part.
+"""Comparison of the results of two layouts: full tensors under canonical names, and their differences.
 
-A norm over a whole tensor is what a wrong factor or a missing reduction moves, and what rounding does not.
+Tensors are compared by the norm of their difference: a wrong factor or a missing reduction changes it, rounding hardly.
 """
 
 from collections.abc import Iterator
@@ -19,25 +19,27 @@ _NUM_SHOWN = 9
 
 
 def full_tree(tree: Any) -> Any:
-    """A copy of a tree on the CPU in which every DTensor is a full, plain tensor.
+    """Return a copy of a tree on the CPU in which every DTensor is a full, plain tensor.
 
-    Collective over the meshes of its DTensors: their ranks call it with equal trees. Partial sums are added up.
+    Collective over the meshes of its DTensors: their ranks must pass trees of the same structure. Partial tensors are
+    summed.
 
     Args:
-        tree: A nest of dicts, lists and tuples; what is no tensor stays as it is.
+        tree: A tree of dicts, lists and tuples. Leaves that are not tensors are not changed.
     """
     return tree_map_only(torch.Tensor, _full, tree)
 
 
 def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's parameters under their canonical names, as full tensors on the CPU. Collective, see `full_tree`."""
+    """Return a model's parameters by canonical name, as full tensors on the CPU. Collective, see `full_tree`."""
     return {canonical_name(name): _full(parameter) for name, parameter in model.named_parameters()}
 
 
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's gradients under their parameters' canonical names, as full tensors on the CPU.
+    """Return a model's gradients by canonical name, as full tensors on the CPU.
 
-    Collective, see `full_tree`. Parameters without a gradient are left out, on all ranks of their mesh or on none.
+    Collective, see `full_tree`. Parameters without a gradient are skipped; a gradient must be missing on all ranks of
+    the mesh or on none.
     """
     return {
         canonical_name(name): _full(parameter.grad)
@@ -48,15 +50,15 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One place where two trees part.
+    """A difference between two trees.
 
     Attributes:
-        path: Keys and indices that lead there, joined by dots.
-        reason: What is different, in words.
-        error: The relative error ||actual - expected|| / ||expected||, infinite where that cannot be said.
-        index: The element that deviates most, where both sides are tensors of one shape.
-        actual: Its value on the one side.
-        expected: Its value on the other.
+        path: Keys and indices of the node, joined by dots.
+        reason: Description of the difference.
+        error: Relative error ||actual - expected|| / ||expected||; infinite if undefined.
+        index: Index of the element with the largest deviation; `None` if the leaves are not tensors of one shape.
+        actual: Actual value of that element.
+        expected: Expected value of that element.
     """
 
     path: str
@@ -77,14 +79,14 @@ def assert_trees_close(actual: Any, expected: Any, *, rtol: float = 1e-9, atol: 
     """Assert that two trees hold the same tensors, each up to a relative error of its norm.
 
     Args:
-        actual: A nest of dicts, lists and tuples of full tensors, numbers and other values; see `full_tree`.
+        actual: A tree of dicts, lists and tuples with full tensors, numbers and other values; see `full_tree`.
         expected: The reference.
-        rtol: The largest ||actual - expected|| / ||expected|| to let pass.
-        atol: The largest ||actual - expected|| to let pass whatever the reference, which may be zero, or rounding only.
+        rtol: Maximum ||actual - expected|| / ||expected||.
+        atol: Maximum ||actual - expected|| for references that are zero or contain only rounding errors.
 
     Raises:
-        AssertionError: If they part anywhere: names the first difference in the reference's order, the values there,
-            and how many there are.
+        AssertionError: If the trees differ. The message has the first difference in the reference's order, its values,
+            and the number of differences.
         UserError: If a leaf is a DTensor.
     """
     found = list(differences(actual, expected, rtol=rtol, atol=atol))
@@ -104,18 +106,18 @@ def assert_trees_close(actual: Any, expected: Any, *, rtol: float = 1e-9, atol: 
 def assert_rounds_like(actual: Any, exact: Any, *, peer: Any, multiple: float = 8.0) -> None:
     """Assert that low-precision tensors are about as exact as those of an independent implementation.
 
-    The bound on an element's error is `multiple` times the larger of two roundings. One is the largest error of the
-    peer's tensor at the same place. The other is the machine epsilon times the largest number in the whole tree: a
-    tensor may be zero in exact arithmetic and then holds the rounding of what cancels.
+    The bound on an element's error is `multiple` times the larger of two rounding errors. One is the largest error of
+    the peer's tensor at the same path. The other is the machine epsilon times the largest number in the whole tree: a
+    tensor that is zero in exact arithmetic has only rounding errors of terms that cancel.
 
     Args:
-        actual: A nest of dicts, lists and tuples of floating-point tensors.
+        actual: A tree of dicts, lists and tuples with floating-point tensors.
         exact: The same tensors in float64.
-        peer: The same tensors as an independent implementation computes them, with the dtypes of `actual`.
-        multiple: How many times the rounding an error may be.
+        peer: The same tensors of an independent implementation, with the dtypes of `actual`.
+        multiple: Factor between the rounding error and the bound.
 
     Raises:
-        AssertionError: If the trees or the shapes differ, or a tensor has a larger error: names the first such tensor.
+        AssertionError: If the trees or shapes differ, or a tensor exceeds its bound; names the first such tensor.
     """
     ours, theirs, right = _leaves(actual), _leaves(peer), _leaves(exact)
     assert ours.keys() == theirs.keys() == right.keys(), "the trees have different keys"
@@ -124,15 +126,15 @@ def assert_rounds_like(actual: Any, exact: Any, *, peer: Any, multiple: float = 
         rounding = torch.finfo(ours[path].dtype).eps * largest
         error, peers_error = ((each[path] - tensor).abs().max().item() for each in (ours, theirs))
         bound = multiple * max(rounding, peers_error)
-        # Written so that a NaN fails.
+        # The assertion fails for a NaN.
         assert error <= bound, f"{'.'.join(path)}: the error is {error:.3g}, and the peer's {peers_error:.3g}"
 
 
 def differences(actual: Any, expected: Any, *, rtol: float = 1e-9, atol: float = 1e-12) -> Iterator[Difference]:
-    """Every place where two trees part, in the order of the reference; see `assert_trees_close`.
+    """Yield all differences of two trees, in the order of the reference; see `assert_trees_close`.
 
-    Numbers and floating-point tensors are compared in float64, whatever their dtypes; integers, booleans and all other
-    values must be equal. A NaN equals nothing, an infinity itself.
+    Numbers and floating-point tensors are compared in float64 for every dtype. Integers, booleans and other values must
+    be equal. A NaN equals nothing; an infinity equals itself.
     """
     ours, theirs = _leaves(actual), _leaves(expected)
     for path, reference in theirs.items():
@@ -189,7 +191,7 @@ def _compare_tensors(
     norm = torch.linalg.vector_norm(expected.to(wide)[expected.isfinite()]).item()
     if _is_inexact(actual) and _is_inexact(expected) and distance <= max(rtol * norm, atol):
         return None
-    # NaN sorts above all numbers, so the first element that is none counts as the largest deviation.
+    # argmax treats NaN as the maximum, so the first NaN counts as the largest deviation.
     flat = int(deviation.flatten().argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), actual.shape)) if actual.ndim else ()
     error = distance / norm if norm else float("inf")

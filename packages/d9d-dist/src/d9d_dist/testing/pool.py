@@ -1,7 +1,7 @@
-"""Runs a function on N ranks in warm, reused processes: a distributed test costs what its collectives cost.
+"""Runs functions on N ranks in reused processes, so a distributed test takes little more time than its collectives.
 
-A fork server imports torch and the caller's d9d packages once; ranks are forked from it and kept. A rank that fails or
-hangs takes its pool's processes with it, and the next run forks new ones, so that no test can poison another.
+A fork server imports torch and the caller's d9d packages once. Ranks are forked from it and reused. If a rank fails or
+hangs, all processes of its pool are killed and the next run forks new ones, so tests cannot affect each other.
 """
 
 import atexit
@@ -32,10 +32,12 @@ from d9d_dist.errors import UserError
 from d9d_dist.testing._worker import Call, Outcome, serve
 
 _GRACE_SECONDS = 0.5
-_STACKS_SECONDS = 10.0  # how long ranks that hang may take to write their stacks, on a busy machine
-_EXIT_SECONDS = 10.0  # a process whose pipe is closed is about to end; on a busy machine its exit code takes a while
+_STACKS_SECONDS = 10.0  # how long hanging ranks may take to write their stacks on a busy machine
+_EXIT_SECONDS = 10.0  # how long a process may take to exit after its pipe is closed
 _LOG_TAIL_CHARACTERS = 8_000
-_VICTIM = "failed before this rank: "  # what a context adds to the error of such a rank
+_VICTIM = (
+    "failed before this rank: "  # note that `DistributedContext` adds to the error of a rank that did not fail first
+)
 _GLOO_DID_NOT_CONNECT = "Gloo connectFullMesh failed"
 
 
@@ -43,7 +45,7 @@ Device = Literal["cpu", "accelerator"]
 
 
 class RankError(AssertionError):
-    """A rank failed, died or hung. The message names the rank and shows its traceback, stacks and last output.
+    """A rank raised, died or hung. The message has the rank, its traceback, stacks and last output.
 
     Attributes:
         rank: The first rank that failed.
@@ -55,7 +57,7 @@ class RankError(AssertionError):
 
 
 class _MeetingError(RankError):
-    """Ranks did not get to the function's own work: on a busy machine, gloo sometimes loses a connection it makes."""
+    """Gloo could not connect the ranks before the function ran; happens on busy machines, and the run is retried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class _Worker:
 
 
 class RankPool:
-    """Warm processes that play the ranks of a job on this machine: on the CPU over gloo, or one accelerator a rank."""
+    """Reused processes that run the ranks of a job on this machine, on the CPU with gloo or on one accelerator each."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -78,11 +80,11 @@ class RankPool:
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> Self:
-        """Give the pool itself."""
+        """Return the pool itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """End all ranks."""
+        """Close the pool."""
         self.close()
 
     def run(
@@ -95,23 +97,23 @@ class RankPool:
     ) -> list[Any]:
         """Call `function(*args)` on every rank, in a fresh process group.
 
-        Each rank finds torchrun's environment variables set, so that `MeshConfig(...).build()` works as it does in a
-        job.
+        Each rank has torchrun's environment variables, so `MeshConfig(...).build()` works as in a job.
 
         Args:
-            function: A function at the top level of a module, or a static method of a class there.
-            args: Its arguments; pickled, the same for every rank.
+            function: A module-level function or a static method of a module-level class.
+            args: Positional arguments, pickled, the same for every rank.
             world_size: Number of ranks.
-            timeout: Seconds after which the run counts as hung.
-            device: Whether the ranks' contexts choose the CPU, or this machine's accelerators, one for each rank.
+            timeout: Timeout of the run, in seconds.
+            device: Device type of the ranks' contexts: the CPU, or one of this machine's accelerators for each rank.
 
         Returns:
-            What each rank returned, in the order of ranks.
+            The result of each rank, in rank order.
 
         Raises:
-            RankError: If a rank raises, dies, or is not back in time; then with the stacks of all ranks.
-            TypeError: If `function` cannot be found by its name from another process.
-            UserError: If this machine has fewer accelerators than ranks that are to have one.
+            RankError: If a rank raises, dies or exceeds the timeout; in the latter case with the stacks of the hanging
+                ranks.
+            TypeError: If another process cannot find `function` by its name.
+            UserError: If `device` is "accelerator" and this machine has fewer accelerators than ranks.
         """
         if device == "accelerator" and not accelerators_for(world_size):
             raise UserError(
@@ -126,7 +128,7 @@ class RankPool:
             return self._run(calls, timeout)
 
     def _run(self, calls: Sequence[Call], timeout: float) -> list[Any]:
-        """Run the calls, one on each rank."""
+        """Run one call per rank."""
         world_size = len(calls)
         self._grow(world_size)
         workers = self._workers[:world_size]
@@ -145,10 +147,10 @@ class RankPool:
             raise
 
     def close(self) -> None:
-        """End all ranks and remove their logs. The pool can be used again afterwards."""
+        """Terminate all ranks. The pool can be reused afterwards."""
         for worker in self._workers:
             worker.connection.close()
-        # A rank that is idle ends by itself, and gives back what it shares with others; one that works is killed.
+        # Idle ranks exit by themselves and release shared resources; busy ranks are killed.
         deadline = time.monotonic() + 2.0
         for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
@@ -186,7 +188,7 @@ class RankPool:
             waiting = {worker.connection: rank for rank, worker in enumerate(workers) if rank not in outcomes}
             ready = mp_connection.wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
             if not ready and failed:
-                break  # the others wait for a rank that will not come
+                break  # the remaining ranks wait for the failed rank
             if not ready:
                 raise RankError(_describe_hang(workers, outcomes, timeout), rank=min(waiting.values()))
             for connection in ready:
@@ -196,7 +198,7 @@ class RankPool:
                     failed.append(rank)
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failed:
-            # A rank whose context was told that another one had failed is a victim, even if its error came first.
+            # A rank whose error has a note about another rank's failure is a victim, even if its error arrived first.
             failed.sort(key=lambda rank: _VICTIM in (outcomes[rank].error or ""))
             gloo_failed = all(_GLOO_DID_NOT_CONNECT in (outcomes[rank].error or "") for rank in failed)
             kind = _MeetingError if gloo_failed else RankError
@@ -226,22 +228,22 @@ def run_ranks(
     timeout: float = 180.0,
     device: Device = "cpu",
 ) -> list[Any]:
-    """Call `function(*args)` on every rank of a pool that this process keeps until it ends; see `RankPool.run`."""
+    """Call `function(*args)` on every rank of a pool shared by all calls of this process; see `RankPool.run`."""
     return _shared_pool().run(function, *args, world_size=world_size, timeout=timeout, device=device)
 
 
 def accelerators_for(world_size: int) -> bool:
-    """Whether this machine has an accelerator for each of so many ranks."""
+    """Return True if this machine has at least `world_size` accelerators."""
     return torch.accelerator.is_available() and torch.accelerator.device_count() >= world_size
 
 
 def _imported_siblings() -> list[str]:
-    """The public modules of all d9d packages that this process has imported: ranks are going to need them too."""
+    """Return the public modules of all d9d packages imported by this process, which the ranks probably need too."""
     return sorted(name for name in sys.modules if name.startswith("d9d_") and "._" not in name)
 
 
 def _files_of(pickled: bytes) -> dict[str, str]:
-    """The modules that pickled arguments refer to, with their files; a rank may not find them by name alone."""
+    """Return the files of modules that pickled arguments refer to; a rank may not be able to import them by name."""
     names = {argument for _, argument, _ in pickletools.genops(pickled) if isinstance(argument, str)}
     files = {name: getattr(sys.modules[name], "__file__", None) for name in names & sys.modules.keys() - {"__main__"}}
     return {name: file for name, file in files.items() if file is not None}
@@ -256,7 +258,7 @@ def _environment(rank: int, world_size: int, device: Device) -> dict[str, str | 
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        # The parent holds the store, on a port that the system chose: no two runs can clash.
+        # The parent hosts the store on a port chosen by the system, so concurrent runs do not conflict.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -274,7 +276,7 @@ def _receive(worker: _Worker) -> Outcome:
 
 
 def _describe_failures(workers: Sequence[_Worker], outcomes: dict[int, Outcome], failed: Sequence[int]) -> str:
-    """Name the first rank that failed; ranks with the same traceback share one paragraph."""
+    """Describe all failures, the first failed rank first; ranks with equal tracebacks share a paragraph."""
     parts = [f"{len(failed)} of {len(workers)} ranks failed; rank {failed[0]} was the first."]
     ranks_by_error: dict[str, list[int]] = {}
     for rank in failed:
@@ -295,7 +297,7 @@ def _describe_hang(workers: Sequence[_Worker], outcomes: dict[int, Outcome], tim
     deadline = time.monotonic() + _STACKS_SECONDS
     while any(workers[rank].log.stat().st_size == sizes[rank] for rank in hung) and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(_GRACE_SECONDS)  # what has begun to be written is written to its end
+    time.sleep(_GRACE_SECONDS)  # lets the ranks finish writing
     done = ", ".join(map(str, sorted(outcomes))) or "none"
     parts = [f"ranks {', '.join(map(str, hung))} did not finish within {timeout:g} s; finished: {done}."]
     parts += [f"--- stacks of rank {rank} ---\n{workers[rank].last_output()}" for rank in hung]
