@@ -6,11 +6,13 @@ import signal
 import time
 from contextlib import suppress
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from forked_faults import Place
 
+import d9d_loop.resilience.hang_watchdog
 from d9d_dist import MeshConfig, Timeouts
 from d9d_loop.resilience import HangWatchdog
 
@@ -19,9 +21,9 @@ TIMEOUTS = Timeouts(startup=timedelta(seconds=40), step=timedelta(seconds=1))
 """Collectives have that of start-up throughout, so that it is the watchdog that ends what hangs."""
 
 
-def watched(place: Place, fault: str, culprit: int) -> None:
+def watched(place: Place, fault: str, culprit: int, timeouts: Timeouts = TIMEOUTS) -> None:
     """Steps under the watchdog, of which one never ends."""
-    with MeshConfig(data_parallel_shard=-1).build(timeouts=TIMEOUTS) as ctx, HangWatchdog(ctx) as watchdog:
+    with MeshConfig(data_parallel_shard=-1).build(timeouts=timeouts) as ctx, HangWatchdog(ctx) as watchdog:
         for step in range(1, BAD_STEP + 2):
             watchdog.beat(step)
             if step == BAD_STEP:
@@ -29,6 +31,13 @@ def watched(place: Place, fault: str, culprit: int) -> None:
             if step == BAD_STEP and ctx.rank == culprit:
                 do(fault, place)
             dist.all_reduce(torch.ones(()))
+
+
+def watched_patiently(place: Place, fault: str, culprit: int) -> None:
+    """As above, but ranks have the time to exit by themselves on any machine, however loaded."""
+    patient = Timeouts(startup=timedelta(seconds=40), step=timedelta(seconds=40))
+    with mock.patch.object(d9d_loop.resilience.hang_watchdog, "_LEAVE_SECONDS", 40.0):
+        watched(place, fault, culprit, patient)
 
 
 def watched_victim_of_itself(place: Place, culprit: int) -> None:

@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from faulty_loops import BAD_STEP, unwatched, watched, watched_failing_late, watched_victim_of_itself
+from faulty_loops import BAD_STEP, unwatched, watched, watched_failing_late, watched_patiently, watched_victim_of_itself
 from forked_faults import Rank, run_forked
 
 from d9d_loop.resilience import ExitCode
@@ -64,7 +64,7 @@ def test_who_does_not_leave_when_a_rank_died_is_ended() -> None:
 
 
 def test_who_waits_for_a_rank_that_raised_learns_why() -> None:
-    ended = run_forked(watched, "raises", 0)
+    ended = run_forked(watched_patiently, "raises", 0)
     assert "KeyError: 'the culprit'" in ended[0].errors
     assert "Rank 0 failed before this rank: KeyError: 'the culprit'" in ended[1].errors
     assert [rank.code for rank in ended] == [1, 1]
