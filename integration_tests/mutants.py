@@ -224,7 +224,7 @@ def the_weight_leaves_out_context_parallel_ranks() -> AbstractContextManager[obj
 @caught_by("dense,tp=2,dp_shard=2")
 @contextmanager
 def the_weight_counts_tensor_parallel_ranks() -> Generator[None]:
-    """The loss is as it should be, and gradients are too small."""
+    """The loss is correct, and gradients are too small."""
 
     def doubled(totals: Tensor, **kwargs: Any) -> None:
         dist.all_reduce(totals, **kwargs)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_pipeline._message import Description, Leaf
+from d9d_pipeline._message import Description
 
 Kind: TypeAlias = tuple[Hashable, ...]
 """Key of messages with equal metadata: the stage that sends them, and the shapes of the step's inputs."""
@@ -138,9 +138,6 @@ class Channel:
         """Wait until all sends are complete."""
         while self._pending_sends:
             self._pending_sends.popleft()[0].wait()
-
-    def _zeros(self, leaf: Leaf) -> Tensor:
-        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=self._device)
 
     def _send_description(self, description: Description, peer: int) -> None:
         text = torch.frombuffer(bytearray(description.to_json().encode()), dtype=torch.uint8).to(self._device)

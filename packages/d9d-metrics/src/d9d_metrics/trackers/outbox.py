@@ -1,7 +1,6 @@
 """Queues of tracker entries between the run's thread and a tracker's thread; the one in memory."""
 
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol, TypeAlias, final
@@ -200,8 +199,3 @@ class MemoryOutbox:
         """Return the number of lost entries as text; empty if there are none."""
         lost = self._num_put - self._num_delivered + self._num_dropped
         return f"{lost} entries are lost" if lost else ""
-
-
-def seconds_left(deadline: float) -> float:
-    """Return the seconds until a deadline on the clock of `time.monotonic`; never negative."""
-    return max(0.0, deadline - time.monotonic())
