@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from d9d_dist import UserError
 from d9d_loop import SampleOrder
-from d9d_loop.batches import TrainBatches
 from d9d_loop.data import (
     BucketedStream,
     DataError,
@@ -27,6 +26,7 @@ from d9d_loop.data import (
     StreamLoader,
     TokenizedStream,
 )
+from d9d_loop.data.batches import TrainBatches
 
 GLOBAL_SIZE = 12
 SHARES = [  # (microbatch size, microbatches, ranks) of one global size

@@ -15,7 +15,7 @@ class DecoderLayer(nn.Module):
     Args:
         hidden_size: Size of the last dim of input and output.
         attention: Attention block, called with hidden states [B, L, D] and the rotary tables; returns [B, L, D].
-            For packed sequences it also receives the keyword argument `documents_BL`.
+            For packed sequences it also receives the keyword argument `document_ids_BL`.
         feed_forward: Feed-forward block, called with hidden states [B, L, D]; returns [B, L, D].
         norm_eps: Epsilon of both RMS norms.
     """
@@ -29,16 +29,16 @@ class DecoderLayer(nn.Module):
         self.feed_forward_norm = RMSNorm(hidden_size, eps=norm_eps)
         self.feed_forward = feed_forward
 
-    def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, documents_BL: Tensor | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None) -> Tensor:
         """Apply the layer to hidden states; shape and dtype are unchanged.
 
         Args:
             x_BLD: Hidden states [B, L, D].
             rotary: Rotary tables of the positions.
-            documents_BL: Document id of each position [B, L], integer; None: each row is one document.
+            document_ids_BL: Document id of each position [B, L], integer; None: each row is one document.
         """
-        # Attention blocks without a `documents_BL` argument work as long as no sequences are packed.
-        documents = {} if documents_BL is None else {"documents_BL": documents_BL}
+        # Attention blocks without a `document_ids_BL` argument work as long as no sequences are packed.
+        documents = {} if document_ids_BL is None else {"document_ids_BL": document_ids_BL}
         attention_BLD = self.attention(self.attention_norm(x_BLD), rotary, **documents)
         # With autocast, or a custom attention block, the output dtype may differ from the residual stream's.
         normed_BLD, attended_BLD = self.feed_forward_norm(attention_BLD.to(x_BLD.dtype), x_BLD)

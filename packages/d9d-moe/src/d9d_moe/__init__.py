@@ -2,27 +2,27 @@
 
 from d9d_moe.all_to_all import AllToAllDispatched, AllToAllDispatcher
 from d9d_moe.deep_ep import DeepEpBuffer, DeepEpDispatched, DeepEpDispatcher, deep_ep_buffer
-from d9d_moe.dispatch import Combining, Dispatched, Dispatcher, LocalDispatched, LocalDispatcher
+from d9d_moe.dispatch import CombineHandle, Dispatched, Dispatcher, LocalDispatched, LocalDispatcher
 from d9d_moe.expert_balance import (
     LoadStatistics,
     balance_experts,
     load_statistics,
-    take_expert_counts,
+    pop_tokens_per_expert,
+    update_expert_bias,
     update_global_load,
-    update_selection_bias,
 )
 from d9d_moe.expert_counts import ExpertCounter
 from d9d_moe.expert_parallel import Dispatch, DispatchName, parallelize_expert_parallel
 from d9d_moe.experts import GroupedSwiGLU
 from d9d_moe.grouped_linear import (
-    BACKEND_VARIABLE,
+    GROUPED_MATMUL_VARIABLE,
     GroupedLinear,
     GroupedMatmulBackend,
-    choose_backend,
+    choose_grouped_matmul,
     grouped_matmul,
 )
 from d9d_moe.joint_balance import JointBalance, token_records
-from d9d_moe.layer import MoeFeedForward
+from d9d_moe.layer import MoELayer
 from d9d_moe.models.deepseek_v3 import (
     DeepseekV3ForCausalLM,
     DeepseekV3ForClassification,
@@ -74,13 +74,13 @@ from d9d_moe.router_losses import (
 from d9d_moe.shared_experts import SharedExperts
 
 __all__ = [
-    "BACKEND_VARIABLE",
+    "GROUPED_MATMUL_VARIABLE",
     "AllToAllDispatched",
     "AllToAllDispatcher",
     "BackboneSizes",
     "BalanceDefinition",
     "BalanceScope",
-    "Combining",
+    "CombineHandle",
     "DeepEpBuffer",
     "DeepEpDispatched",
     "DeepEpDispatcher",
@@ -104,10 +104,10 @@ __all__ = [
     "LoadStatistics",
     "LocalDispatched",
     "LocalDispatcher",
+    "MoELayer",
     "MoeDecoder",
     "MoeDecoderLayer",
     "MoeDecoderParams",
-    "MoeFeedForward",
     "MoeForCausalLM",
     "MoeForClassification",
     "MoeForEmbedding",
@@ -128,7 +128,7 @@ __all__ = [
     "TokenMask",
     "TopKRouter",
     "balance_experts",
-    "choose_backend",
+    "choose_grouped_matmul",
     "deep_ep_buffer",
     "deepseek_v3_from_hugging_face",
     "deepseek_v3_hugging_face_config",
@@ -141,13 +141,13 @@ __all__ = [
     "moe_tensor_plan",
     "parallelize_expert_parallel",
     "parallelize_moe_decoder",
+    "pop_tokens_per_expert",
     "qwen3_moe_from_hugging_face",
     "qwen3_moe_hugging_face_config",
     "qwen3_moe_params_from_hugging_face",
     "qwen3_moe_tensor_plan",
-    "take_expert_counts",
     "token_losses",
     "token_records",
+    "update_expert_bias",
     "update_global_load",
-    "update_selection_bias",
 ]

@@ -65,7 +65,7 @@ class DecoderWithHeads(nn.Module):
         hidden: Tensor,
         *,
         position_ids: Tensor | None = None,
-        documents_BL: Tensor | None = None,
+        document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
         labels: Mapping[str, Tensor] | None = None,
     ) -> Tensor | dict[str, Tensor]:
@@ -74,7 +74,7 @@ class DecoderWithHeads(nn.Module):
         Args:
             hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
             position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
-            documents_BL: Document id of each position [B, L]; see `DecoderModel.forward`.
+            document_ids_BL: Document id of each position [B, L]; see `DecoderModel.forward`.
             mask_BL: Token mask [B, L] for heads that pool; None if there is no padding.
             labels: Labels by head name, int64: [B, L] for a language-model head, [B] for a classification head. Label
                 -100 ignores a position or row. Used only on the last stage.
@@ -91,7 +91,7 @@ class DecoderWithHeads(nn.Module):
         unknown = [name for name in labels if name not in self.heads]
         if unknown:
             raise UserError(f"got labels for unknown head {unknown[0]!r}; expected one of {', '.join(self.heads)}.")
-        hidden_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL)
+        hidden_BLD = self.backbone(hidden, position_ids=position_ids, document_ids_BL=document_ids_BL)
         if not self.backbone.stage.is_last:
             return hidden_BLD
         return {

@@ -63,7 +63,7 @@ class DecoderModel(nn.Module):
         self.norm = RMSNorm(params.hidden_size, eps=params.rms_norm_eps) if stage.is_last else None
 
     def forward(
-        self, hidden: Tensor, *, position_ids: Tensor | None = None, documents_BL: Tensor | None = None
+        self, hidden: Tensor, *, position_ids: Tensor | None = None, document_ids_BL: Tensor | None = None
     ) -> Tensor:
         """Run this stage.
 
@@ -72,7 +72,7 @@ class DecoderModel(nn.Module):
             position_ids: Positions [B, L] or [1, L], integer, below `max_position_embeddings` unless dynamic NTK
                 scaling is used; None counts from 0 in each row. Pass them explicitly if stages exchange hidden states
                 sharded along the sequence (sequence parallelism), because later stages then do not know L.
-            documents_BL: Document id of each position [B, L], integer, for packed sequences: a position attends only
+            document_ids_BL: Document id of each position [B, L], integer, for packed sequences: a position attends only
                 within its document. The positions do not restart at document starts. To mask left padding, give it its
                 own document id. None: each row is one document.
 
@@ -80,9 +80,9 @@ class DecoderModel(nn.Module):
             Hidden states [B, L, D], after the final norm on the last stage.
 
         Raises:
-            UserError: If `hidden` is not a valid input of this stage, `position_ids` or `documents_BL` do not match it,
-                or token ids or positions on the CPU are out of range. On accelerators an out-of-range token id raises
-                an asynchronous device error, and an out-of-range position is not detected.
+            UserError: If `hidden` is not a valid input of this stage, `position_ids` or `document_ids_BL` do not match
+                it, or token ids or positions on the CPU are out of range. On accelerators an out-of-range token id
+                raises an asynchronous device error, and an out-of-range position is not detected.
         """
         self._check_inputs(hidden, position_ids)
         if position_ids is None:
@@ -97,12 +97,12 @@ class DecoderModel(nn.Module):
         )
         x_BLD = self.embedding(hidden) if self.stage.is_first and self.embedding is not None else hidden
         for layer in self.layers.values():
-            x_BLD = layer(x_BLD, rotary, documents_BL=documents_BL)
+            x_BLD = layer(x_BLD, rotary, document_ids_BL=document_ids_BL)
         return x_BLD if self.norm is None else self.norm(x_BLD)
 
     @property
-    def why_whole_rows(self) -> str | None:
-        """See `d9d_dist.NeedsWholeRows`."""
+    def full_sequence_reason(self) -> str | None:
+        """See `d9d_dist.RequiresFullSequence`."""
         scaling = self.params.rope_scaling
         if self.params.rope_length is None and isinstance(scaling, DynamicNtkScaling | LongRopeScaling):
             return (
@@ -166,7 +166,7 @@ class DecoderForCausalLM(nn.Module):
         hidden: Tensor,
         *,
         position_ids: Tensor | None = None,
-        documents_BL: Tensor | None = None,
+        document_ids_BL: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
         """Run this stage.
@@ -174,7 +174,7 @@ class DecoderForCausalLM(nn.Module):
         Args:
             hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
             position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
-            documents_BL: Document id of each position [B, L], integer; see `DecoderModel.forward`.
+            document_ids_BL: Document id of each position [B, L], integer; see `DecoderModel.forward`.
             labels: Token to predict at each position [B, L], int64, already shifted; -100 ignores a position. Used only
                 on the last stage.
 
@@ -185,7 +185,7 @@ class DecoderForCausalLM(nn.Module):
         Raises:
             UserError: If `hidden` is not a valid input of this stage, or another argument does not match it.
         """
-        hidden_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL)
+        hidden_BLD = self.backbone(hidden, position_ids=position_ids, document_ids_BL=document_ids_BL)
         return hidden_BLD if self.lm_head is None else self.lm_head(hidden_BLD, labels=labels)
 
 

@@ -16,7 +16,7 @@ from d9d_dist import (
 )
 from d9d_modules.checkpointing import CheckpointPolicy, checkpoint_layers
 from d9d_modules.compiling import compile_layers
-from d9d_modules.float8 import Float8, multiply_in_float8
+from d9d_modules.float8 import Float8, convert_to_float8
 from d9d_modules.models.decoder_tensor_plan import WholeRows
 
 
@@ -53,7 +53,7 @@ def parallelize_decoder(
 
     Raises:
         UserError: If the plan does not match the model or the parallel degrees, a pooling head is used with context
-            parallelism, or `multiply_in_float8` rejects the model or the device.
+            parallelism, or `convert_to_float8` rejects the model or the device.
     """
     dense, cp = ctx.mesh_for("dense"), ctx.mesh_for("batch")["cp"]
     dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
@@ -62,7 +62,7 @@ def parallelize_decoder(
     _check_rows_are_whole(plan, cp.size())
 
     if float8 is not None:
-        multiply_in_float8(layers, float8, ctx)
+        convert_to_float8(layers, float8, ctx)
     parallelize_tensor(model, dense["tp"], plan)
     parallelize_context(model, cp, method=context_method)
     checkpoint_layers(layers, policy=checkpointing, every=checkpoint_every)

@@ -53,7 +53,7 @@ class DecoderForClassification(nn.Module):
         hidden: Tensor,
         *,
         position_ids: Tensor | None = None,
-        documents_BL: Tensor | None = None,
+        document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
@@ -62,8 +62,8 @@ class DecoderForClassification(nn.Module):
         Args:
             hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
             position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
-            documents_BL: Document id of each position [B, L]; see `DecoderModel.forward`. With left padding, pass the
-                token mask here as well, so that tokens do not attend to padding.
+            document_ids_BL: Document id of each position [B, L]; see `DecoderModel.forward`. With left padding, pass
+                the token mask here as well, so that tokens do not attend to padding.
             mask_BL: Token mask [B, L], bool or 0 and 1; None if there is no padding.
             labels: Class of each row [B], int64; -100 ignores a row. Used only on the last stage.
 
@@ -74,7 +74,7 @@ class DecoderForClassification(nn.Module):
         Raises:
             UserError: If `hidden` is not a valid input of this stage, or another argument does not match it.
         """
-        hidden_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL)
+        hidden_BLD = self.backbone(hidden, position_ids=position_ids, document_ids_BL=document_ids_BL)
         return hidden_BLD if self.head is None else classify(self.head, hidden_BLD, mask_BL=mask_BL, labels_B=labels)
 
 
@@ -123,7 +123,7 @@ class DecoderForEmbedding(nn.Module):
         hidden: Tensor,
         *,
         position_ids: Tensor | None = None,
-        documents_BL: Tensor | None = None,
+        document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
     ) -> Tensor:
         """Run this stage.
@@ -131,7 +131,7 @@ class DecoderForEmbedding(nn.Module):
         Args:
             hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
             position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
-            documents_BL: Document id of each position [B, L]; see `DecoderForClassification.forward`.
+            document_ids_BL: Document id of each position [B, L]; see `DecoderForClassification.forward`.
             mask_BL: Token mask [B, L], bool or 0 and 1; None if there is no padding.
 
         Returns:
@@ -141,7 +141,7 @@ class DecoderForEmbedding(nn.Module):
         Raises:
             UserError: If `hidden` is not a valid input of this stage, or another argument does not match it.
         """
-        hidden_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL)
+        hidden_BLD = self.backbone(hidden, position_ids=position_ids, document_ids_BL=document_ids_BL)
         return hidden_BLD if self.head is None else self.head(hidden_BLD, mask_BL=mask_BL)
 
 

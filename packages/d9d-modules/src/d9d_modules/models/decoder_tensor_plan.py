@@ -16,7 +16,7 @@ from d9d_dist import (
     TensorStyle,
     VocabParallelEmbedding,
     VocabParallelHead,
-    gather_shards,
+    gather_from_axis,
 )
 from d9d_modules.attention import attention_tensor_plan
 from d9d_modules.models.decoder_params import DecoderParams
@@ -38,7 +38,7 @@ class WholeRows(TensorStyle):
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `TensorStyle.forward`."""
-        return inner(gather_shards(args[0], mesh, dim=1, gradient="equal"), *args[1:], **kwargs)
+        return inner(gather_from_axis(args[0], mesh, dim=1, gradient="equal"), *args[1:], **kwargs)
 
 
 def decoder_tensor_plan(

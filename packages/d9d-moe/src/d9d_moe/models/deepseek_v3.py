@@ -17,7 +17,7 @@ from d9d_modules import (
     SwiGLU,
     YarnScaling,
 )
-from d9d_moe.layer import NO_LOSSES, MoeFeedForward
+from d9d_moe.layer import NO_LOSSES, MoELayer
 from d9d_moe.models.moe_decoder import BackboneSizes, MoeDecoder
 from d9d_moe.models.moe_heads import MoeForCausalLM, MoeForClassification, MoeForEmbedding
 from d9d_moe.router import SigmoidRouter, check_groups, check_top_k
@@ -187,7 +187,7 @@ class DeepseekV3Params:
             init_std=self.initializer_range,
         )
         shared_size = self.num_shared_experts * self.expert_intermediate_size
-        return MoeFeedForward(
+        return MoELayer(
             self.hidden_size,
             self.expert_intermediate_size,
             router=router,

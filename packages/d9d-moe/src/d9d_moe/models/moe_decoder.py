@@ -22,7 +22,7 @@ from d9d_modules import (
     rotary_tables,
 )
 from d9d_moe.joint_balance import JointBalance
-from d9d_moe.layer import MoeFeedForward
+from d9d_moe.layer import MoELayer
 from d9d_moe.router_losses import HiddenAndLosses, RouterLosses
 
 Hidden: TypeAlias = Tensor | HiddenAndLosses
@@ -82,7 +82,7 @@ class MoeDecoderParams(Protocol):
         ...
 
     def feed_forward(self, index: int) -> nn.Module:
-        """Build the feed-forward block of layer `index`: a `MoeFeedForward` with `router_losses`, or a dense block."""
+        """Build the feed-forward block of layer `index`: a `MoELayer` with `router_losses`, or a dense block."""
         ...
 
 
@@ -94,9 +94,9 @@ class MoeDecoderLayer(nn.Module):
 
     Args:
         hidden_size: Size of the last dim of input and output.
-        attention: Called with the hidden states [B, L, D], the rotary tables, and the keyword argument `documents_BL`
-            if there are documents; returns [B, L, D].
-        feed_forward: Called with the hidden states [B, L, D]; a `MoeFeedForward` also gets the keyword argument
+        attention: Called with the hidden states [B, L, D], the rotary tables, and the keyword argument
+            `document_ids_BL` if there are documents; returns [B, L, D].
+        feed_forward: Called with the hidden states [B, L, D]; a `MoELayer` also gets the keyword argument
             `mask_BL` if there is a mask. Returns [B, L, D], or `HiddenAndLosses`.
         norm_eps: Epsilon of both RMS norms.
     """
@@ -111,21 +111,21 @@ class MoeDecoderLayer(nn.Module):
         self.feed_forward = feed_forward
 
     def forward(
-        self, x: Hidden, rotary: RotaryTables, *, documents_BL: Tensor | None = None, mask_BL: Tensor | None = None
+        self, x: Hidden, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None, mask_BL: Tensor | None = None
     ) -> Hidden:
         """Run the layer; the output hidden states have the shape and dtype of the input.
 
         Args:
             x: Hidden states [B, L, D]; `HiddenAndLosses` if the model has router losses.
             rotary: Rotary tables of the positions.
-            documents_BL: Document id of each position [B, L], integer; None if each row is one document.
-            mask_BL: Token mask [B, L]; see `MoeFeedForward.forward`.
+            document_ids_BL: Document id of each position [B, L], integer; None if each row is one document.
+            mask_BL: Token mask [B, L]; see `MoELayer.forward`.
         """
         x_BLD = x.hidden if isinstance(x, HiddenAndLosses) else x
-        documents = {} if documents_BL is None else {"documents_BL": documents_BL}
+        documents = {} if document_ids_BL is None else {"document_ids_BL": document_ids_BL}
         attention_BLD = self.attention(self.attention_norm(x_BLD), rotary, **documents)
         normed_BLD, attended_BLD = self.feed_forward_norm(attention_BLD, x_BLD)
-        is_masked = mask_BL is not None and isinstance(self.feed_forward, MoeFeedForward)
+        is_masked = mask_BL is not None and isinstance(self.feed_forward, MoELayer)
         y = self.feed_forward(normed_BLD, mask_BL=mask_BL) if is_masked else self.feed_forward(normed_BLD)
         if not isinstance(x, HiddenAndLosses):
             assert not isinstance(y, HiddenAndLosses), "router losses need an input of HiddenAndLosses"
@@ -190,7 +190,7 @@ class MoeDecoder(nn.Module):
         hidden: Received,
         *,
         position_ids: Tensor | None = None,
-        documents_BL: Tensor | None = None,
+        document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
     ) -> Received:
         """Run this stage.
@@ -202,7 +202,7 @@ class MoeDecoder(nn.Module):
             position_ids: Positions [B, L] or [1, L], integer, below `max_position_embeddings` except with dynamic NTK
                 scaling; None for 0 to L - 1 in each row. With pipeline stages that send sequence-parallel parts of the
                 hidden states, pass the positions: later stages cannot infer L.
-            documents_BL: Document id of each position [B, L]; see `d9d_modules.DecoderModel.forward`.
+            document_ids_BL: Document id of each position [B, L]; see `d9d_modules.DecoderModel.forward`.
             mask_BL: Token mask [B, L], bool or 0 and 1: true for tokens, false for padding; None if there is no
                 padding. Padding is not counted, and its router losses are 0. The mask does not affect attention. Pass
                 it to all stages.
@@ -236,7 +236,7 @@ class MoeDecoder(nn.Module):
             x = _with_zero_losses(x_BLD, has_records=self._has_records) if self.has_losses else x_BLD
         mask_BL = None if mask_BL is None else self.token_mask(mask_BL)
         for layer in self.layers.values():
-            x = layer(x, rotary, documents_BL=documents_BL, mask_BL=mask_BL)
+            x = layer(x, rotary, document_ids_BL=document_ids_BL, mask_BL=mask_BL)
         if not isinstance(x, HiddenAndLosses):
             return x if self.norm is None else self.norm(x)
         losses = x.losses if self.joint_balance is None else self.joint_balance(x.losses)

@@ -56,7 +56,7 @@ class MoeForCausalLM(nn.Module):
         hidden: Received,
         *,
         position_ids: Tensor | None = None,
-        documents_BL: Tensor | None = None,
+        document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Received:
@@ -65,7 +65,7 @@ class MoeForCausalLM(nn.Module):
         Args:
             hidden: Token ids [B, L], int64, on the first stage; on later stages the output of the previous stage.
             position_ids: Positions [B, L] or [1, L], integer; None for 0 to L - 1 in each row.
-            documents_BL: Document id of each position [B, L], integer; None if each row is one document.
+            document_ids_BL: Document id of each position [B, L], integer; None if each row is one document.
             mask_BL: Token mask [B, L], bool or 0 and 1: true for tokens, false for padding; None if there is no
                 padding. Padding is not counted, and its router losses are 0.
             labels: Token to predict at each position [B, L], int64, shifted by the caller; the loss at -100 is 0. Only
@@ -79,7 +79,7 @@ class MoeForCausalLM(nn.Module):
         Raises:
             UserError: If the input is invalid for this stage, or positions, documents or labels do not match its shape.
         """
-        x = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL, mask_BL=mask_BL)
+        x = self.backbone(hidden, position_ids=position_ids, document_ids_BL=document_ids_BL, mask_BL=mask_BL)
         if self.lm_head is None:
             return x
         if not isinstance(x, tuple):
@@ -126,7 +126,7 @@ class MoeForClassification(nn.Module):
         hidden: Received,
         *,
         position_ids: Tensor | None = None,
-        documents_BL: Tensor | None = None,
+        document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Received:
@@ -135,8 +135,8 @@ class MoeForClassification(nn.Module):
         Args:
             hidden: Token ids [B, L], int64, on the first stage; on later stages the output of the previous stage.
             position_ids: Positions [B, L] or [1, L], integer; None for 0 to L - 1 in each row.
-            documents_BL: Document id of each position [B, L], integer; None if each row is one document. With padding
-                on the left, pass the mask here too.
+            document_ids_BL: Document id of each position [B, L], integer; None if each row is one document. With
+                padding on the left, pass the mask here too.
             mask_BL: Token mask [B, L], bool or 0 and 1: true for tokens, false for padding; None if there is no
                 padding.
             labels: Class of each row [B], int64; the loss of a row with -100 is 0. Only the last stage uses them.
@@ -148,7 +148,7 @@ class MoeForClassification(nn.Module):
         Raises:
             UserError: If the input is invalid for this stage, or another argument does not match its shape.
         """
-        x = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL, mask_BL=mask_BL)
+        x = self.backbone(hidden, position_ids=position_ids, document_ids_BL=document_ids_BL, mask_BL=mask_BL)
         if self.head is None:
             return x
         x_BLD, router_losses_BL = x if isinstance(x, tuple) else (x, None)
@@ -189,7 +189,7 @@ class MoeForEmbedding(nn.Module):
         if params.router_losses.any:
             raise UserError(
                 f"router_losses = {params.router_losses} for an embedding model, which has no loss to add them to; "
-                "expected none. Remove them, or balance the experts with update_selection_bias."
+                "expected none. Remove them, or balance the experts with update_expert_bias."
             )
         self.backbone = _pooled_backbone(params, stage)
         sizes = self.backbone.sizes
@@ -215,7 +215,7 @@ class MoeForEmbedding(nn.Module):
         hidden: Tensor,
         *,
         position_ids: Tensor | None = None,
-        documents_BL: Tensor | None = None,
+        document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
     ) -> Tensor:
         """Run this stage.
@@ -223,8 +223,8 @@ class MoeForEmbedding(nn.Module):
         Args:
             hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later stages.
             position_ids: Positions [B, L] or [1, L], integer; None for 0 to L - 1 in each row.
-            documents_BL: Document id of each position [B, L], integer; None if each row is one document. With padding
-                on the left, pass the mask here too.
+            document_ids_BL: Document id of each position [B, L], integer; None if each row is one document. With
+                padding on the left, pass the mask here too.
             mask_BL: Token mask [B, L], bool or 0 and 1: true for tokens, false for padding; None if there is no
                 padding.
 
@@ -235,7 +235,7 @@ class MoeForEmbedding(nn.Module):
         Raises:
             UserError: If the input is invalid for this stage, or another argument does not match its shape.
         """
-        hidden_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL, mask_BL=mask_BL)
+        hidden_BLD = self.backbone(hidden, position_ids=position_ids, document_ids_BL=document_ids_BL, mask_BL=mask_BL)
         return hidden_BLD if self.head is None else self.head(hidden_BLD, mask_BL=mask_BL)
 
 

@@ -19,7 +19,7 @@ from d9d_dist import (
     parallelize_hsdp,
     parallelize_tensor,
 )
-from d9d_modules import CheckpointPolicy, Float8, WholeRows, checkpoint_layers, compile_layers, multiply_in_float8
+from d9d_modules import CheckpointPolicy, Float8, WholeRows, checkpoint_layers, compile_layers, convert_to_float8
 from d9d_modules.models.decoder_tensor_plan import SEQUENCE
 from d9d_moe.expert_parallel import Dispatch, parallelize_expert_parallel
 
@@ -84,7 +84,7 @@ def parallelize_moe_decoder(
     layers = model.get_submodule("backbone.layers")
     assert isinstance(layers, nn.ModuleDict)
     if float8 is not None:
-        multiply_in_float8(layers, float8, ctx)
+        convert_to_float8(layers, float8, ctx)
     parallelize_tensor(model, dense["tp"], plan)
     parallelize_context(model, ctx.mesh_for("batch")["cp"], method=context_method)
     parallelize_expert_parallel(model, ctx, dispatch=dispatch, shard_replicas=shard_replicas, precision=precision)

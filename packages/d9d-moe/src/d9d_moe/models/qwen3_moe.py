@@ -10,7 +10,7 @@ from torch import nn
 
 from d9d_dist.errors import UserError
 from d9d_modules import AttentionOptions, GroupedQueryAttention, Qwen3Params, SwiGLU
-from d9d_moe.layer import NO_LOSSES, MoeFeedForward
+from d9d_moe.layer import NO_LOSSES, MoELayer
 from d9d_moe.models.moe_decoder import BackboneSizes, MoeDecoder
 from d9d_moe.models.moe_heads import MoeForCausalLM, MoeForClassification, MoeForEmbedding
 from d9d_moe.router import TopKRouter, check_top_k
@@ -103,7 +103,7 @@ class Qwen3MoeParams:
             renormalize=self.renormalize,
             init_std=init_std,
         )
-        return MoeFeedForward(
+        return MoELayer(
             hidden_size, self.expert_intermediate_size, router=router, losses=self.router_losses, init_std=init_std
         )
 
