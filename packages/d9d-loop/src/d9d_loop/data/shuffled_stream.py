@@ -42,6 +42,7 @@ class ShuffledStream(SampleStream):
         if window < 1:
             raise UserError(f"window = {window}; expected at least 1 entry to shuffle.")
         self._stream, self._window, self._seed = stream, window, seed
+        self.is_endless = stream.is_endless
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor. If `state` points into a window, that window is taken from the stream and shuffled again."""
