@@ -50,10 +50,10 @@ class ResultsFolder:
         return range(start, min(start + self._part_size, self._num_samples))
 
     def check(self) -> None:
-        """Check that existing results in the folder belong to this job. Writes nothing.
+        """Check without writing that existing results in the folder belong to this job.
 
         Raises:
-            UserError: If the folder has results of another job. Lists the differences of the identities.
+            UserError: Lists the differences of the identities.
         """
         if not self._plan.exists():
             return
@@ -75,9 +75,9 @@ class ResultsFolder:
         return self.file.exists()
 
     def missing(self) -> list[int]:
-        """Return the indices of the missing parts, after creating the folder and `plan.json`.
+        """Return the indices of the missing parts. Call it on the main process only.
 
-        If the job is complete, remove leftover parts and return an empty list. Call it on the main process only.
+        Creates the folder and `plan.json`; if the job is complete, removes leftover parts instead.
         """
         if self.is_complete():
             shutil.rmtree(self._parts, ignore_errors=True)
@@ -87,11 +87,7 @@ class ResultsFolder:
         return [part for part in range(self.num_parts) if not self._part(part).exists()]
 
     def write(self, part: int, results: Sequence[JsonValue]) -> None:
-        """Write the results of a part atomically, with fsync.
-
-        Args:
-            part: Index of the part.
-            results: One result per sample, in the order of `samples_of(part)`.
+        """Write the results of a part, one per sample in the order of `samples_of(part)`, atomically with fsync.
 
         Raises:
             UserError: If a result is not valid JSON; NaN and infinity are not.
