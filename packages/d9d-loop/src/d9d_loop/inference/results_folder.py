@@ -14,6 +14,7 @@ from typing import final
 from pydantic import JsonValue
 
 from d9d_dist import UserError
+from d9d_loop.job.job_check import differences
 
 
 @final
@@ -57,13 +58,7 @@ class ResultsFolder:
         """
         if not self._plan.exists():
             return
-        found: dict[str, JsonValue] = json.loads(self._plan.read_text(encoding="utf-8"))
-        lines = [
-            f"  {key} was {json.dumps(found.get(key))}, and is {json.dumps(self._identity.get(key))}"
-            for key in dict.fromkeys([*found, *self._identity])
-            if found.get(key) != self._identity.get(key)
-        ]
-        if lines:
+        if lines := list(differences(json.loads(self._plan.read_text(encoding="utf-8")), self._identity, "")):
             raise UserError(
                 f"{self.folder} holds results of another job, which cannot become one with these:\n"
                 + "\n".join(lines)

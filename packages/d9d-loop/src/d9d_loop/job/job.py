@@ -257,7 +257,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
             job.reports.step(outcome)
             if outcome.timeline is not None and job.ctx.is_main_process:
                 with job.reports.not_training():
-                    title = f"{plan.model.schedule_name}, step {record.step} as measured"
+                    title = f"{type(plan.model.schedule).__name__}, step {record.step} as measured"
                     draw_measured(outcome.timeline, config.run.dir, title=title)
             is_last = record.step == config.steps
             is_evaluated = job.evaluate is not None and (is_last or record.step % config.evaluation.every == 0)
@@ -282,17 +282,16 @@ def _draw_plans(plan: JobPlan) -> None:
     config, folder = plan.config, plan.config.run.dir
     folder.mkdir(parents=True, exist_ok=True)
     if config.pipeline.draw and plan.model.is_pipelined:
-        draw_program(plan.model.program, folder, title=plan.model.schedule_name)
+        draw_program(plan.model.program, folder, title=type(plan.model.schedule).__name__)
     if config.logging.draw_lr_schedule:
         peak = config.optimizer.learning_rate
         draw_lr_schedule(plan.lr_schedule, folder, num_steps=config.steps, peak=peak)
 
 
 def _end_startup(job: Job) -> None:
-    """Switch from the start-up timeout to the step timeout after the first step. Collective.
+    """After the first step, which compiles kernels and creates process groups, set the step timeout. Collective.
 
-    The first step takes longer because it compiles kernels and creates process groups. Persistent buffers are checked
-    for equality between ranks, and the host buffer of background saves is allocated.
+    Also compare persistent buffers between ranks, and allocate the host buffer of background saves.
     """
     check_buffers(job.pipeline.model, step=job.record.step, ctx=job.ctx)
     job.ctx.set_timeout(job.ctx.timeouts.step + job.watchdog.margin)
@@ -301,16 +300,13 @@ def _end_startup(job: Job) -> None:
 
 
 def _apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle: bool) -> bool:
-    """Apply the decisions on bad steps that are known by now, which are equal on every rank. Collective.
+    """Apply the decisions on bad steps that are known by now; return True if the job rolled back. Collective.
 
     Args:
         job: The job.
         batches: This rank's microbatches of the last step.
         before: This rank's microbatches of the step before it.
         settle: Whether to wait for the decision on the last step.
-
-    Returns:
-        True if the job rolled back to a checkpoint.
 
     Raises:
         BadStepError: On every rank, if a decision is to stop.
@@ -372,10 +368,7 @@ def _evaluate(job: Job) -> None:
 
 @contextmanager
 def _evaluation_weights(job: Job) -> Generator[None]:
-    """Swap in the evaluation weights for the body. They differ from the training weights if the optimizer averages.
-
-    Collective over the pipeline: shared parameters are copied from the owning stage, before and after the body.
-    """
+    """Swap in the weights that an averaging optimizer evaluates. Collective: copies shared parameters to all stages."""
     with evaluation_weights(job.pipeline.model, job.optimizer):
         job.pipeline.shared.copy_values()
         yield
@@ -393,13 +386,9 @@ def _save(job: Job, outcome: StepOutcome, *, background: bool, is_evaluated: boo
 
 
 def _save_to_leave(job: Job, outcome: StepOutcome, batches: list[Any]) -> None:
-    """Make sure that a checkpoint of the last step is complete before the job stops on a signal. Collective.
-
-    If the step was just saved, wait for that save instead of saving again. If a bad step causes a rollback, the job
-    already has a checkpoint of its step.
-    """
+    """Make sure that a checkpoint of the last step is complete before the job stops on a signal. Collective."""
     if _apply_decisions(job, batches, batches, settle=True):
-        return
+        return  # rolled back to a checkpoint
     if not job.plan.is_saved_after(job.record.step):
         _save(job, outcome, background=False)
         return

@@ -97,6 +97,11 @@ def check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> No
         )
 
 
+def checkpoint_folder(config: TrainerConfig) -> Path:
+    """Return the folder of a job's checkpoints."""
+    return config.run.dir / "checkpoints"
+
+
 def check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity: JsonValue) -> bool:
     """Check the newest readable checkpoint against the job; return True if the job needs its initial weights.
 
@@ -105,7 +110,7 @@ def check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity: 
     Raises:
         UserError: If the checkpoint has another model, more steps than the job, or other data.
     """
-    info = next(filter(_is_readable, CheckpointStore(config.run.dir / "checkpoints").complete()), None)
+    info = next(filter(_is_readable, CheckpointStore(checkpoint_folder(config)).complete()), None)
     if info is None:
         return True
     trainable_only = frozen_digest_of(info) is not None
@@ -115,7 +120,14 @@ def check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity: 
             f"steps = {config.steps}, but the run in {config.run.dir} has done {info.step} already. "
             f"Use --steps {info.step} or more to continue it, or --run.name for a new run."
         )
-    _check_same_order(config, info, data_identity)
+    state: Any = info.state
+    lines = list(differences(state["data_identity"], data_identity, "data"))
+    if lines:  # some samples would be skipped and others repeated
+        raise UserError(
+            f"the run in {config.run.dir} was started with other training data, or another order of them:\n"
+            + "\n".join(lines)
+            + "\nWhich samples it has seen follows from that. Use the same data and seed, or --run.name for a new run."
+        )
     return trainable_only or config.checkpoint.trainable_only
 
 
@@ -127,22 +139,11 @@ def _is_readable(info: CheckpointInfo) -> bool:
         return False
 
 
-def _check_same_order(config: TrainerConfig, info: CheckpointInfo, identity: JsonValue) -> None:
-    """Raise `UserError` if the checkpoint has another data identity: samples would be skipped or repeated."""
-    state: Any = info.state
-    lines = list(_differences(state["data_identity"], identity, "data"))
-    if lines:
-        raise UserError(
-            f"the run in {config.run.dir} was started with other training data, or another order of them:\n"
-            + "\n".join(lines)
-            + "\nWhich samples it has seen follows from that. Use the same data and seed, or --run.name for a new run."
-        )
-
-
-def _differences(before: JsonValue, now: JsonValue, name: str) -> Iterator[str]:
+def differences(before: JsonValue, now: JsonValue, name: str) -> Iterator[str]:
+    """Yield a line for each value that differs between two JSON values, by its dotted name."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in dict.fromkeys([*before, *now]):
-            yield from _differences(before.get(key), now.get(key), f"{name}.{key}")
+            yield from differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
     elif before != now:
         yield f"  {name} was {json.dumps(before)}, and is {json.dumps(now)}"
 

@@ -190,9 +190,7 @@ class JobState:
         return self.restore()
 
     def prepare(self) -> None:
-        """Allocate the host buffer of background saves. Collective.
-
-        Call it after the first optimizer step, when the optimizer state exists.
+        """Allocate the host buffer of background saves, after the first optimizer step. Collective.
 
         Raises:
             UserError: On every rank, if `trainable_only` is set and a frozen parameter has changed.

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from pydantic import JsonValue
 
@@ -61,11 +60,6 @@ class JobPlan:
     stream: SampleStream
     evaluation_data: Samples | None
     export_mapper: StateMapper | None
-
-    @property
-    def checkpoint_folder(self) -> Path:
-        """Folder of the job's checkpoints."""
-        return self.config.run.dir / "checkpoints"
 
     def is_saved_after(self, step: int) -> bool:
         """Return True if a checkpoint is due after a step."""

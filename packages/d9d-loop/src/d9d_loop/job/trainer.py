@@ -14,6 +14,7 @@ from d9d_loop.data.batches import Collate, Samples
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed, TrainResult
 from d9d_loop.job.job import Job, build_job, run_job
+from d9d_loop.job.job_check import checkpoint_folder
 from d9d_loop.job.plan import JobPlan, plan_job
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
@@ -102,7 +103,7 @@ class Trainer:
             if health is not None and health.slow and ctx.is_main_process:
                 print(health)
             self.events.emit(ConfigReady(0, plan.resolved, ctx))
-            store = CheckpointStore(plan.checkpoint_folder, retention=config.checkpoint.retention)
+            store = CheckpointStore(checkpoint_folder(config), retention=config.checkpoint.retention)
             # On any exit the store finishes a pending save before it releases the lock of the folder.
             with store.locked(ctx), store:
                 job = build_job(plan, store=store, ctx=ctx, events=self.events)

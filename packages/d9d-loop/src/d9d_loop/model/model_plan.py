@@ -14,7 +14,7 @@ from d9d_pipeline import Program, Schedule, build
 from d9d_state import StateMapper, check_model_state
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelPlan:
     """Checked layout of a model over the ranks of a job.
 
@@ -48,21 +48,12 @@ class ModelPlan:
         """True if there are several pipeline ranks."""
         return len(self.program.ranks) > 1
 
-    @property
-    def schedule_name(self) -> str:
-        """Name of the pipeline schedule, for titles."""
-        return type(self.schedule).__name__
-
     def with_weights(self, key: str, folder: Path) -> "ModelPlan":
-        """Return the plan with initial weights from a folder. Checks names and shapes; reads no tensor data.
-
-        Args:
-            key: Configuration key that names the folder, for error messages.
-            folder: Folder with safetensors files.
+        """Return the plan with initial weights from a folder, which the configuration key `key` names.
 
         Raises:
             UserError: If weights are missing, unexpected, or have another shape. Also if a parameter was built without
-                values and the folder has none for it.
+                values and the folder has none for it. No tensor data is read.
         """
         mapper = self.provider.load_mapper(self.built.module, folder)
         try:
@@ -137,13 +128,4 @@ def plan_model(
         shared_names = check_parts(built.module, stages)
         if not cuts_sequences:  # `task.inputs` expects a split batch, which needs the process group
             check_chain(built.module, stages, to_inputs(task.inputs(first_batch())), program.stage_ranks)
-    return ModelPlan(
-        provider=provider,
-        seed=seed,
-        launch=launch,
-        mesh=mesh,
-        schedule=schedule,
-        program=program,
-        built=built,
-        shared_names=shared_names,
-    )
+    return ModelPlan(provider, seed, launch, mesh, schedule, program, built, shared_names)
