@@ -1,18 +1,15 @@
 """Inference over a dataset, forward only. Each result is written once, in sample order, also after restarts."""
 
 import json
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from pydantic import JsonValue
 from torch import nn
 from torch.utils.data import default_collate
@@ -23,6 +20,7 @@ from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.batches import Collate, Samples, batch_loader
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, ModelReady, PartWritten
+from d9d_loop.inference.pace import Pace
 from d9d_loop.inference.results_folder import ResultsFolder
 from d9d_loop.isolated_random import isolated_random
 from d9d_loop.job.job_check import check_data, check_writable
@@ -35,9 +33,6 @@ from d9d_loop.resilience import HangWatchdog
 from d9d_loop.task import InferenceTask, to_inputs
 from d9d_pipeline import Executor, OneForwardOneBackward
 from d9d_state import locked_folder
-
-_MOST_AHEAD = 4
-"""Batches that a rank may be ahead of the slowest rank; enough that uneven batches rarely make a rank wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +171,7 @@ class Inference:
         """Compute the missing parts in rounds, one part per data-parallel rank in each round."""
         dp_size, config = ctx.size("batch", "dp"), self._config
         forward = _PartForward(pipeline, self._task, ctx)
-        pace = _Pace(ctx, watchdog)
+        pace = Pace(ctx, watchdog)
         # All ranks run the same number of batches, because they take part in collectives. Padding results are dropped.
         batches_of_a_part = -(-min(config.part_size, len(self._data)) // config.batch_size)
         own = [missing[start : start + dp_size] for start in range(0, len(missing), dp_size)]
@@ -217,57 +212,6 @@ class Inference:
         samples = [] if part is None else list(self._results.samples_of(part))
         batches = [samples[start : start + size] for start in range(0, len(samples), size)]
         return [*batches, *[[0]] * (num_batches - len(batches))]
-
-
-@final
-class _Pace:
-    """Keeps ranks within `_MOST_AHEAD` batches of each other, so that a lost rank is noticed before the end.
-
-    After each batch, a rank starts an asynchronous barrier. It then waits for the barrier of the batch `_MOST_AHEAD`
-    before. The barrier before that one is complete, so a wait covers at most one batch of the slowest rank, and its
-    time limit is that of one batch.
-    """
-
-    def __init__(self, ctx: DistributedContext, watchdog: HangWatchdog) -> None:
-        self._ctx, self._watchdog = ctx, watchdog
-        self._device_ids = None if ctx.device.type == "cpu" else [ctx.device.index]
-        self._barriers: deque[dist.Work] = deque()
-        self._has_started = False
-        self._set_timeout(ctx.timeouts.startup)
-
-    @contextmanager
-    def batch(self, part: int) -> Generator[None]:
-        """Compute a batch of a part, counted from 1, in the body. Collective: starts a barrier on exit."""
-        self._watchdog.beat(part, "a batch")
-        yield
-        self._start_barrier()
-        if not self._has_started:
-            # Kernels are compiled and process groups are connected now: switch from the start-up to the step timeout.
-            self._wait()
-            self._has_started = True
-            self._set_timeout(self._ctx.timeouts.step)
-        elif len(self._barriers) > _MOST_AHEAD:
-            self._wait()
-
-    def end(self) -> None:
-        """Wait until every rank has written its results. Collective: a barrier."""
-        self._start_barrier()
-        while self._barriers:
-            self._wait()
-
-    def _start_barrier(self) -> None:
-        barrier = dist.barrier(device_ids=self._device_ids, async_op=True)
-        assert barrier is not None, "asynchronous collectives return their work"
-        self._barriers.append(barrier)
-
-    def _wait(self) -> None:
-        with self._watchdog.phase("the wait for other ranks", timeout=self._limit):
-            self._barriers.popleft().wait()
-
-    def _set_timeout(self, limit: timedelta) -> None:
-        """Set the time limit of a batch. A barrier may wait for all batches that another rank is behind."""
-        self._limit = limit
-        self._ctx.set_timeout(limit + _MOST_AHEAD * self._ctx.timeouts.step + self._watchdog.margin)
 
 
 @final
