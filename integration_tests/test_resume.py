@@ -287,7 +287,7 @@ def _run(row: _Row, folder: Path, *, sleeps: bool = False, goes_back: bool = Fal
     def on_step(done: StepDone) -> None:
         losses[done.step] = done.loss.item()
         if sleeps:
-            with done.asleep():
+            with done.offloaded():
                 pass
 
     trainer = row.trainer(folder, goes_back=goes_back)
@@ -344,7 +344,7 @@ def _left_after(step: int, whole: Path, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "schedule"), [*((optimizer, "wsd") for optimizer in OPTIMIZERS), ("schedule-free", "waits two steps")]
 )
-def test_asleep_after_every_step_or_gone_back_it_ends_with_the_same_bits(
+def test_job_offloaded_after_every_step_or_rolled_back_ends_with_the_same_bits(
     tmp_path: Path, optimizer: str, schedule: str
 ) -> None:
     row = _Row(optimizer=optimizer, schedule=schedule)

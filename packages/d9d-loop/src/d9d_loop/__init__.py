@@ -47,15 +47,16 @@ from d9d_loop.events import (
     StateOnloaded,
     StepDone,
     StepStarted,
+    TrainResult,
 )
 from d9d_loop.inference.inference import Inference, InferenceResult
 from d9d_loop.job.evaluation import Evaluator
+from d9d_loop.job.job import BadStepError, Job, build_job, run_job
 from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.job.plan import JobPlan, plan_job
 from d9d_loop.job.profiler import ProfileConfig, Profiler
-from d9d_loop.job.train_result import TrainResult
 from d9d_loop.job.train_step import StepOutcome, TrainStep
 from d9d_loop.job.trainer import Trainer
-from d9d_loop.job.training_job import BadStepError, JobParts, TrainingJob
 from d9d_loop.lr.lr_schedule import LrSchedule, LrScheduleConfig, PiecewiseConfig, WarmupCosineConfig, WsdConfig
 from d9d_loop.model.hugging_face_model import hugging_face_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
@@ -114,8 +115,9 @@ __all__ = [
     "InferenceResult",
     "InferenceTask",
     "Inputs",
+    "Job",
     "JobConfig",
-    "JobParts",
+    "JobPlan",
     "LionConfig",
     "LoggingConfig",
     "Loss",
@@ -157,14 +159,16 @@ __all__ = [
     "TrainStep",
     "Trainer",
     "TrainerConfig",
-    "TrainingJob",
     "WarmupCosineConfig",
     "WsdConfig",
+    "build_job",
     "cli_main",
     "hugging_face_model",
     "on_event",
+    "plan_job",
     "preset_inference",
     "preset_trainer",
     "read_config_file",
+    "run_job",
     "validate_config",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from d9d_dist import UserError
 from d9d_loop.events import Event
-from d9d_loop.job.own_random import own_random
+from d9d_loop.isolated_random import isolated_random
 
 E = TypeVar("E", bound=Event)
 _Handler = Callable[[Any], object]
@@ -127,7 +127,7 @@ class Events:
         with self._phase(f"the handlers of {kind}"):
             for place, handler in enumerate(handlers):
                 try:
-                    with _looking_on(event), own_random(self._seed, kind, event.step, place, device=True):
+                    with _looking_on(event), isolated_random(self._seed, kind, event.step, place, device=True):
                         handler(event)
                 except Exception as error:
                     error.add_note(f"raised by the handler {_name_of(handler)} of {kind}")

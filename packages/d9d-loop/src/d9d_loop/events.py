@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext
-from d9d_loop.job.train_result import TrainResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +141,13 @@ class StepDone(Event):
             device.
         grad_norm: Global norm of the gradients before clipping; 0-dim tensor on the device.
         learning_rate: Learning rate of the optimizer's first parameter group in this step.
-        asleep: `with event.asleep():` offloads all training state to host memory for the body.
+        offloaded: `with event.offloaded():` offloads all training state to host memory for the body.
     """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
     learning_rate: float
-    asleep: Callable[[], AbstractContextManager[None]]
+    offloaded: Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +226,28 @@ class ModelExported(Event):
     """
 
     folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """Result of a training job, equal on every rank.
+
+    Attributes:
+        steps: Number of completed steps, including those before a resume.
+        train_loss: Loss of the last step.
+        evaluation: Loss and task metrics of the last evaluation, by name; empty without evaluation.
+        weight_per_second: Mean training throughput since the last start or resume, in units of the loss weight, e.g.
+            tokens.
+        run_dir: The run folder.
+        export_dir: Folder of the exported model; `None` if it was not exported.
+    """
+
+    steps: int
+    train_loss: float
+    evaluation: Mapping[str, float]
+    weight_per_second: float
+    run_dir: Path
+    export_dir: Path | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import torch
 from d9d_dist import ContextSplit, DistributedContext, MeshConfig, UserError
 from d9d_dist.testing import run_ranks
 from d9d_loop import Loss, Task
-from d9d_loop.data.batch_placement import BatchPlacement
+from d9d_loop.data.batch_placement import BatchPlacement, to_device
 
 Batch = dict[str, torch.Tensor]
 
@@ -43,3 +43,15 @@ def test_the_task_cuts_it_for_context_parallel_ranks() -> None:
     first, second = run_ranks(_placed)
     assert first == {"ids": [100, 101, 106, 107], "position_ids": [0, 1, 6, 7]}
     assert second == {"ids": [102, 103, 104, 105], "position_ids": [2, 3, 4, 5]}
+
+
+def test_brings_tensors_of_a_pytree_to_a_device() -> None:
+    batch = {"x": torch.ones(2), "rest": [torch.zeros(1), "name", 3]}
+    moved = to_device(batch, torch.device("meta"))
+    assert (moved["x"].device.type, moved["rest"][0].device.type) == ("meta", "meta")
+    assert moved["rest"][1:] == ["name", 3]
+
+
+def test_the_cpu_is_where_batches_are() -> None:
+    batch = {"x": torch.ones(2)}
+    assert to_device(batch, torch.device("cpu")) is batch

@@ -1,6 +1,5 @@
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, MeshConfig, UserError
 from d9d_dist.testing import run_ranks
+from d9d_loop import CheckpointSaved, Events
 from d9d_loop.job.job_state import JobState, Record
 from d9d_metrics import Max, Metric, WeightedMean
 from d9d_state import CheckpointStore, StateError
@@ -22,8 +22,8 @@ class _Job:
         self,
         folder: Path,
         ctx: DistributedContext,
-        on_saved: Callable[[int], None] = lambda _step: None,
         *,
+        events: Events | None = None,
         trainable_only: bool = False,
     ) -> None:
         torch.manual_seed(0)
@@ -41,8 +41,8 @@ class _Job:
             data_identity={"samples": 8},
             seed=5,
             ctx=ctx,
+            events=events or Events(),
             trainable_only=trainable_only,
-            on_saved=on_saved,
         )
 
     def work(self, rank: int = 0) -> None:
@@ -113,6 +113,7 @@ def test_metrics_that_were_not_saved_start_anew(tmp_path: Path, ctx: Distributed
         data_identity={"samples": 8},
         seed=5,
         ctx=ctx,
+        events=Events(),
     )
     other.restore()
     assert added.compute() == 0
@@ -133,13 +134,15 @@ def test_what_the_optimizer_changes_in_its_groups_comes_back(tmp_path: Path, ctx
 
 def test_a_save_in_the_background_is_told_of_when_it_is_complete(tmp_path: Path, ctx: DistributedContext) -> None:
     told: list[int] = []
-    job = _Job(tmp_path, ctx, on_saved=told.append)
+    events = Events()
+    events.on(CheckpointSaved, lambda event: told.append(event.step))
+    job = _Job(tmp_path, ctx, events=events)
     job.work()
     job.state.prepare()
     for step, background, expected in ((1, True, []), (2, True, [1]), (3, False, [1, 2, 3])):
         job.state.save(Record(step), background=background)
         assert told == expected
-    job.state.raise_if_failed()
+    job.state.store.raise_if_failed()
     assert [info.step for info in CheckpointStore(tmp_path).complete()] == [3, 2, 1]
 
 
@@ -166,7 +169,8 @@ class _Frozen(_Job):
         nn.init.zeros_(self.model.weight)
 
     def restore(self) -> Record:
-        return self.state.restore(lambda: self.model.weight.data.copy_(self.initial))
+        self.model.weight.data.copy_(self.initial)
+        return self.state.restore()
 
 
 def _saved_names(folder: Path) -> set[str]:

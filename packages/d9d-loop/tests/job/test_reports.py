@@ -13,7 +13,6 @@ from d9d_loop import StepOutcome, TrainerConfig, validate_config
 from d9d_loop.job.job_state import Record
 from d9d_loop.job.reports import Reports
 from d9d_metrics import Sum, read_metrics
-from d9d_pipeline import OneForwardOneBackward, build
 
 
 class _Time:
@@ -53,16 +52,12 @@ class _Run:
         self.config, self.time = config, time
         self.record = Record(step)
         self.total = Sum()
-        program = build(OneForwardOneBackward(), num_ranks=1, num_microbatches=1)
         self.reports = Reports(
             config,
             {"steps": 10},
             record=self.record,
             metrics={"total": self.total},
             weight_unit="tokens",
-            program=program,
-            schedule="",
-            lr_schedule=lambda _step: 1.0,
             ctx=ctx,
         )
 

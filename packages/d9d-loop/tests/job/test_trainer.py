@@ -42,7 +42,7 @@ from d9d_loop import (
     TrainResult,
     validate_config,
 )
-from d9d_loop.job.training_job import BadStepError
+from d9d_loop.job.job import BadStepError
 from d9d_loop.resilience import Stopped
 from d9d_metrics import Metric, Sum, read_metrics
 from d9d_state import (
@@ -273,7 +273,7 @@ def test_sleep_at_every_step_leaves_the_curve_bit_equal(tmp_path: Path) -> None:
         curves.append([])
 
         def sleep(done: StepDone, curve: list[float] = curves[-1], models: list[nn.Module] = models) -> None:
-            with done.asleep():
+            with done.offloaded():
                 assert all(parameter.untyped_storage().nbytes() == 0 for parameter in models[0].parameters())
             curve.append(done.loss.item())
 

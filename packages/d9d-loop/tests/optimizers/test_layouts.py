@@ -18,6 +18,7 @@ from d9d_dist import (
     parallelize_tensor,
 )
 from d9d_dist.testing import full_parameters, run_ranks
+from d9d_loop import Events
 from d9d_loop.job.job_state import JobState, Record
 from d9d_loop.optimizers.optimizer import (
     AdamConfig,
@@ -128,6 +129,7 @@ class _Training:
             data_identity=1,
             seed=0,
             ctx=self.ctx,
+            events=Events(),
         )
 
 

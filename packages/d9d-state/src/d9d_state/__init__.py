@@ -15,6 +15,7 @@ from d9d_state.checkpoint.tensors import (
     prepare_optimizer_for_load,
 )
 from d9d_state.errors import StateError
+from d9d_state.folder_lock import locked_folder
 from d9d_state.json_value import JsonValue
 from d9d_state.mapper.compose import parallel, repeat, scope, sequential
 from d9d_state.mapper.convert import cast, permute, transform, transpose
@@ -68,6 +69,7 @@ __all__ = [
     "keep",
     "leaf",
     "load_model_state",
+    "locked_folder",
     "model_tensors",
     "narrow",
     "non_tensor_optimizer_state",

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 from d9d_dist import ContextSplit, DistributedContext
-from d9d_loop.job.device import to_device
 from d9d_loop.task import BatchTask
 
 
@@ -26,3 +28,10 @@ class BatchPlacement:
         """Return this rank's part of a batch on its device. Issues no collectives."""
         on_device = to_device(batch, self._device)
         return on_device if self._split is None else self._task.split_sequence(on_device, self._split)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Copy every tensor of a pytree to a device with `non_blocking=True`. For the CPU, return the batch unchanged."""
+    if device.type == "cpu":
+        return batch
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)

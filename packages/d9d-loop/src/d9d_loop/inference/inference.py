@@ -1,9 +1,8 @@
 """Inference over a dataset, forward only. Each result is written once, in sample order, also after restarts."""
 
 import json
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from pydantic import JsonValue
 from torch import nn
 from torch.utils.data import default_collate
@@ -25,26 +23,20 @@ from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, ModelReady, PartWritten
+from d9d_loop.inference.pace import Pace
 from d9d_loop.inference.results_folder import ResultsFolder
+from d9d_loop.isolated_random import isolated_random
 from d9d_loop.job.forward_runner import ForwardRunner
-from d9d_loop.job.job_check import check_data, check_degrees, check_weights, check_writable
-from d9d_loop.job.model_plan import ModelPlan, build_program, check_stages
-from d9d_loop.job.own_random import own_random
+from d9d_loop.job.job_check import check_data, check_writable
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.progress import Progress
-from d9d_loop.model.built_model import build_model
 from d9d_loop.model.model_build import build_pipeline
+from d9d_loop.model.model_plan import ModelPlan, plan_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.resilience import HangWatchdog
 from d9d_loop.task import InferenceTask
 from d9d_pipeline import OneForwardOneBackward
-from d9d_state import CheckpointStore, load_model_state
-
-_MOST_AHEAD = 4
-"""Number of batches that a rank may be ahead of the slowest rank.
-
-Large enough that batches of uneven duration rarely make a rank wait.
-"""
+from d9d_state import locked_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +87,12 @@ class Inference:
             config.run.dir / "results",
             num_samples=len(data),
             part_size=config.part_size,
-            identity=_what_results_follow_from(config, self._weights, task),
+            identity={
+                "weights": None if self._weights is None else str(self._weights.absolute()),
+                "batch_size": config.batch_size,
+                "seed": config.seed,
+                "task": type(task).__qualname__,
+            },
         )
 
     def run(self) -> InferenceResult:
@@ -109,7 +106,7 @@ class Inference:
                 process group starts; if the configuration differs between ranks; or if the task returns a wrong number
                 of results for a batch.
         """
-        plan = self._check()
+        plan = self._plan()
         hangs = self._config.resilience
         with (
             plan.mesh.build(launch=plan.launch, timeouts=hangs.timeouts.timeouts) as ctx,
@@ -119,7 +116,7 @@ class Inference:
             resolved = self._config.model_dump(mode="json")
             ctx.check_agreement("the configuration", json.dumps(resolved, sort_keys=True))
             self.events.emit(ConfigReady(0, resolved, ctx))
-            with CheckpointStore(self._results.folder).locked(ctx):
+            with locked_folder(self._results.folder, ctx):
                 self._complete(plan, ctx, watchdog)
         return InferenceResult(len(self._data), self._results.file)
 
@@ -132,18 +129,17 @@ class Inference:
         if is_complete:
             return
         if missing:
-            self._compute(missing, self._load(plan, ctx), ctx, watchdog)
+            self._compute(missing, self._build(plan, ctx), ctx, watchdog)
         ctx.set_timeout(ctx.timeouts.startup + watchdog.margin)
         with watchdog.phase("writing the results", timeout=ctx.timeouts.startup):
             if ctx.is_main_process:
                 self._results.finish()
             ctx.barrier()
 
-    def _check(self) -> ModelPlan:
-        config, task = self._config, self._task
+    def _plan(self) -> ModelPlan:
+        config = self._config
         launch = read_launch()
         mesh = config.mesh.resolve(launch.world_size)
-        check_degrees(mesh, task)
         check_data(self._data, "data")
         check_writable(config.run.dir)
         self._results.check()
@@ -153,38 +149,21 @@ class Inference:
                 "from random values. Set --weights to a folder, or late_init = False if the model is built with its "
                 "values."
             )
-        built = build_model(self._provider, StageInfo(), seed=config.seed, keep_values=launch.world_size == 1)
-        model = built.module
-        mapper = None
-        if self._weights is not None:
-            mapper = self._provider.load_mapper(model, self._weights)
-            check_weights("weights", self._weights, mapper, built)
-        schedule = OneForwardOneBackward()
-        program = build_program(schedule, num_ranks=mesh.pipeline_parallel, num_microbatches=1)
-        # With context parallelism, the task never gets a whole batch, so the stages are not run on `meta`.
-        cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1
         size = min(config.batch_size, len(self._data))
-        shared_names = check_stages(
+        plan = plan_model(
             self._provider,
-            model,
-            program,
+            launch=launch,
+            mesh=mesh,
+            schedule=OneForwardOneBackward(),
+            num_microbatches=1,
             seed=config.seed,
-            stages_per_rank=schedule.stages_per_rank,
-            inputs=None if cuts else lambda: task.inputs(self._collate([self._data[index] for index in range(size)])),
+            task=self._task,
+            first_batch=lambda: self._collate([self._data[index] for index in range(size)]),
         )
-        return ModelPlan(launch, mesh, schedule, program, self._weights, mapper, shared_names, built)
+        return plan if self._weights is None else plan.with_weights("weights", self._weights)
 
-    def _load(self, plan: ModelPlan, ctx: DistributedContext) -> Pipeline:
-        pipeline = build_pipeline(self._provider, plan, ctx, seed=self._config.seed)
-        if plan.weights is not None:
-            load_model_state(
-                pipeline.model,
-                plan.weights,
-                plan.load_mapper,
-                # A stage uses only a part of the files. `_check` has checked the whole model.
-                unused="ignore" if len(plan.program.ranks) > 1 else "error",
-                progress=self._config.logging.progress,
-            )
+    def _build(self, plan: ModelPlan, ctx: DistributedContext) -> Pipeline:
+        pipeline = build_pipeline(plan, ctx, progress=self._config.logging.progress)
         pipeline.shared.copy_values()
         pipeline.model.eval()
         self.events.emit(ModelReady(0, pipeline.model, ctx))
@@ -196,7 +175,7 @@ class Inference:
         """Compute the missing parts in rounds, one part per data-parallel rank in each round."""
         dp_size, config = ctx.size("batch", "dp"), self._config
         forward = _PartForward(pipeline, self._task, ctx)
-        pace = _Pace(ctx, watchdog)
+        pace = Pace(ctx, watchdog)
         # All ranks run the same number of batches, because they take part in collectives. Padding results are dropped.
         batches_of_a_part = -(-min(config.part_size, len(self._data)) // config.batch_size)
         own = [missing[start : start + dp_size] for start in range(0, len(missing), dp_size)]
@@ -219,7 +198,7 @@ class Inference:
         )
         with batches:
             for number, part in enumerate(parts):
-                with torch.no_grad(), own_random(config.seed, "part", -1 if part is None else part, device=True):
+                with torch.no_grad(), isolated_random(config.seed, "part", -1 if part is None else part, device=True):
                     start = number * batches_of_a_part
                     sizes = [len(batch) for batch in indices[start : start + batches_of_a_part]]
                     results = forward(batches, sizes, each=partial(pace.batch, number + 1))
@@ -238,75 +217,6 @@ class Inference:
         samples = [] if part is None else list(self._results.samples_of(part))
         batches = [samples[start : start + size] for start in range(0, len(samples), size)]
         return [*batches, *[[0]] * (num_batches - len(batches))]
-
-
-def _what_results_follow_from(
-    config: InferenceConfig, weights: Path | None, task: InferenceTask
-) -> dict[str, JsonValue]:
-    return {
-        "weights": None if weights is None else str(weights.absolute()),
-        "batch_size": config.batch_size,
-        "seed": config.seed,
-        "task": type(task).__qualname__,
-    }
-
-
-@final
-class _Pace:
-    """Keeps ranks within `_MOST_AHEAD` batches of each other, so that a lost rank is noticed before the end.
-
-    After each batch, a rank starts an asynchronous barrier. It then waits for the barrier of the batch `_MOST_AHEAD`
-    before. The barrier before that one is complete, so a wait covers at most one batch of the slowest rank, and its
-    time limit is that of one batch.
-    """
-
-    def __init__(self, ctx: DistributedContext, watchdog: HangWatchdog) -> None:
-        self._ctx, self._watchdog = ctx, watchdog
-        self._device_ids = None if ctx.device.type == "cpu" else [ctx.device.index]
-        self._told: deque[dist.Work] = deque()
-        self._limit = ctx.timeouts.startup
-        self._has_started = False
-        self._set_timeout()
-
-    @contextmanager
-    def batch(self, part: int) -> Generator[None]:
-        """Context to compute a batch in.
-
-        Collective: starts a barrier on exit. It is waited for `_MOST_AHEAD` batches later, or at once after the first
-        batch.
-
-        Args:
-            part: Number of the part, counted from 1, for messages of the watchdog.
-        """
-        self._watchdog.beat(part, "a batch")
-        yield
-        self._tell()
-        if not self._has_started:
-            # Kernels are compiled and process groups are connected now: switch from the start-up to the step timeout.
-            self._wait()
-            self._limit, self._has_started = self._ctx.timeouts.step, True
-            self._set_timeout()
-        elif len(self._told) > _MOST_AHEAD:
-            self._wait()
-
-    def end(self) -> None:
-        """Wait until every rank has written its results. Collective: a barrier."""
-        self._tell()
-        while self._told:
-            self._wait()
-
-    def _tell(self) -> None:
-        done = dist.barrier(device_ids=self._device_ids, async_op=True)
-        assert done is not None, "what is asynchronous gives its work"
-        self._told.append(done)
-
-    def _wait(self) -> None:
-        with self._watchdog.phase("the wait for other ranks", timeout=self._limit):
-            self._told.popleft().wait()
-
-    def _set_timeout(self) -> None:
-        """Set the timeout of collectives: a barrier may wait for all batches that another rank is behind."""
-        self._ctx.set_timeout(self._limit + _MOST_AHEAD * self._ctx.timeouts.step + self._watchdog.margin)
 
 
 @final

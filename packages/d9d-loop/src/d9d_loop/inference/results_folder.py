@@ -14,6 +14,7 @@ from typing import final
 from pydantic import JsonValue
 
 from d9d_dist import UserError
+from d9d_loop.job.job_check import differences
 
 
 @final
@@ -50,20 +51,14 @@ class ResultsFolder:
         return range(start, min(start + self._part_size, self._num_samples))
 
     def check(self) -> None:
-        """Check that existing results in the folder belong to this job. Writes nothing.
+        """Check without writing that existing results in the folder belong to this job.
 
         Raises:
-            UserError: If the folder has results of another job. Lists the differences of the identities.
+            UserError: Lists the differences of the identities.
         """
         if not self._plan.exists():
             return
-        found: dict[str, JsonValue] = json.loads(self._plan.read_text(encoding="utf-8"))
-        lines = [
-            f"  {key} was {json.dumps(found.get(key))}, and is {json.dumps(self._identity.get(key))}"
-            for key in dict.fromkeys([*found, *self._identity])
-            if found.get(key) != self._identity.get(key)
-        ]
-        if lines:
+        if lines := list(differences(json.loads(self._plan.read_text(encoding="utf-8")), self._identity, "")):
             raise UserError(
                 f"{self.folder} holds results of another job, which cannot become one with these:\n"
                 + "\n".join(lines)
@@ -75,9 +70,9 @@ class ResultsFolder:
         return self.file.exists()
 
     def missing(self) -> list[int]:
-        """Return the indices of the missing parts, after creating the folder and `plan.json`.
+        """Return the indices of the missing parts. Call it on the main process only.
 
-        If the job is complete, remove leftover parts and return an empty list. Call it on the main process only.
+        Creates the folder and `plan.json`; if the job is complete, removes leftover parts instead.
         """
         if self.is_complete():
             shutil.rmtree(self._parts, ignore_errors=True)
@@ -87,11 +82,7 @@ class ResultsFolder:
         return [part for part in range(self.num_parts) if not self._part(part).exists()]
 
     def write(self, part: int, results: Sequence[JsonValue]) -> None:
-        """Write the results of a part atomically, with fsync.
-
-        Args:
-            part: Index of the part.
-            results: One result per sample, in the order of `samples_of(part)`.
+        """Write the results of a part, one per sample in the order of `samples_of(part)`, atomically with fsync.
 
         Raises:
             UserError: If a result is not valid JSON; NaN and infinity are not.

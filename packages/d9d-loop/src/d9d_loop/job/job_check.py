@@ -1,54 +1,31 @@
-"""Checks shared by training and inference jobs, run before a process group starts or a file is written."""
+"""Checks of a job's configuration, data, folders and newest checkpoint, before a process group starts."""
 
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from d9d_dist import MeshConfig, UserError
+from torch import nn
+
+from d9d_dist import UserError
+from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data.samples import Samples
-from d9d_loop.model.built_model import BuiltModel
-from d9d_loop.task import BatchTask
-from d9d_state import StateMapper, check_model_state
-
-
-def check_degrees(mesh: MeshConfig, task: BatchTask) -> None:
-    """Check that the task overrides `split_sequence` if the mesh has several context-parallel ranks.
-
-    Raises:
-        UserError: If the task does not override it.
-    """
-    cuts = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1
-    if cuts and not _says_how_to_split(task):
-        task_name = type(task).__name__
-        raise UserError(
-            f"the mesh has context-parallel ranks, but {task_name} does not say how they share out a batch; expected a "
-            f"method {task_name}.split_sequence(batch, split). Write one, or set the context-parallel degrees to 1."
-        )
-
-
-def _says_how_to_split(task: BatchTask) -> bool:
-    return any("split_sequence" in vars(kind) for kind in type(task).mro() if kind is not BatchTask)
+from d9d_loop.job.job_state import frozen_digest_of
+from d9d_loop.model.model_provider import ModelProvider
+from d9d_loop.task import Task
+from d9d_metrics import compute_metrics
+from d9d_state import CheckpointInfo, CheckpointStore, JsonValue, StateError, StateMapper, check_same_model
 
 
 def check_data(data: Samples, what: str) -> None:
-    """Check that a dataset has at least one sample.
-
-    Args:
-        data: The dataset.
-        what: Plural noun for the dataset in the error message, e.g. "evaluation data".
-
-    Raises:
-        UserError: If the dataset is empty.
-    """
+    """Raise `UserError` if a dataset is empty; `what` names it in the message, e.g. "evaluation data"."""
     if len(data) == 0:
         raise UserError(f"the {what} are empty; expected at least one sample. Check where they are read from.")
 
 
 def check_writable(folder: Path) -> None:
-    """Check that a folder is writable, or can be created. Nothing is created.
-
-    Raises:
-        UserError: If the folder, or its nearest existing parent, is a file or not writable.
-    """
+    """Raise `UserError` if a folder, or its nearest existing parent, is a file or not writable. Creates nothing."""
     existing = folder.absolute()
     # os.access returns False if a parent folder is not searchable; Path.exists would raise.
     while not os.access(existing, os.F_OK):
@@ -60,26 +37,121 @@ def check_writable(folder: Path) -> None:
         )
 
 
-def check_weights(name: str, folder: Path, mapper: StateMapper | None, built: BuiltModel) -> None:
-    """Check that the weights in a folder match the model's names and shapes. No tensor data is read.
+def export_mapper_of(provider: ModelProvider, model: nn.Module) -> StateMapper | None:
+    """Return the inverse of a provider's state mapper; raise `UserError` if it has none."""
+    mapper = provider.state_mapper(model)
+    try:
+        return mapper and mapper.inverse()
+    except ValueError as error:
+        raise UserError(
+            f"export = true, but the provider's state mapper has no inverse: {error} Give it one, or use "
+            "--export false."
+        ) from None
 
-    Args:
-        name: Configuration key that names the folder, for the error message.
-        folder: Folder with safetensors files.
-        mapper: State mapper from the folder's weights to the model's; `None` if the names are the same.
-        built: The whole model.
+
+def microbatch_size_of(config: TrainerConfig, dp_size: int) -> int:
+    """Return the number of samples of a microbatch; raise `UserError` if it does not divide the global batch."""
+    total, size = config.batch.global_size, config.batch.microbatch_size
+    unit = dp_size if size is None else dp_size * size
+    if total % unit:
+        what = f"{dp_size} data-parallel ranks" + ("" if size is None else f" x batch.microbatch_size = {size}")
+        below, above = total // unit * unit, (total // unit + 1) * unit
+        raise UserError(
+            f"batch.global_size = {total} cannot be shared out evenly to {what}; expected a multiple of {unit}. "
+            f"Use {f'{below} or ' if below else ''}{above}, or change the degrees."
+        )
+    return total // dp_size if size is None else size
+
+
+def check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> None:
+    """Check that each retention option of checkpoints has an effect, and that `best_by` is a value of the evaluation.
 
     Raises:
-        UserError: If weights are missing, unexpected, or have another shape. Also if a parameter was built without
-            values and the folder has none for it.
+        UserError: If not, or if an interval is no multiple of the one that it depends on.
     """
-    try:
-        check_model_state(built.module, folder, mapper)
-    except UserError as error:
-        raise UserError(f"{name} = {folder}: {error}") from None
-    kept = {output for group in mapper.groups if not group.inputs for output in group.outputs} if mapper else set()
-    if empty := sorted(kept & built.without_values):
+    checkpoint = config.checkpoint
+    if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.every:
         raise UserError(
-            f"{name} = {folder} has no values for {', '.join(empty)}, and the model was built without them; expected "
-            "all weights of the model. Choose the folder that the model is built for."
+            f"checkpoint.keep_every = {checkpoint.keep_every} is no multiple of checkpoint.every = {checkpoint.every}, "
+            "so most of those steps have no checkpoint; expected a multiple. Change one of them."
+        )
+    if checkpoint.keep_last is None and (checkpoint.keep_every is not None or checkpoint.keep_best):
+        raise UserError(
+            "checkpoint.keep_last is null, which keeps every checkpoint; expected a number beside keep_every or "
+            "keep_best. Set it, or leave them out."
+        )
+    if checkpoint.keep_best == 0:
+        return
+    # New metrics can be computed without data, which yields the names of their values.
+    names = {"loss", *compute_metrics(task.metrics(), over=None)}
+    if not evaluates or checkpoint.best_by not in names:
+        found = f"evaluations give {', '.join(sorted(names))}" if evaluates else "there are no evaluation data"
+        raise UserError(
+            f"checkpoint.keep_best = {checkpoint.keep_best} by {checkpoint.best_by!r}, but {found}; expected a value "
+            "of the evaluation. Change --checkpoint.best_by, pass evaluation data, or set keep_best to 0."
+        )
+    if checkpoint.every % config.evaluation.every:
+        raise UserError(
+            f"checkpoint.every = {checkpoint.every} is no multiple of evaluation.every = {config.evaluation.every}, so "
+            "checkpoints would be judged by older evaluations; expected a multiple where keep_best is set."
+        )
+
+
+def checkpoint_folder(config: TrainerConfig) -> Path:
+    """Return the folder of a job's checkpoints."""
+    return config.run.dir / "checkpoints"
+
+
+def check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity: JsonValue) -> bool:
+    """Check the newest readable checkpoint against the job; return True if the job needs its initial weights.
+
+    It needs them if there is no such checkpoint, or if checkpoints contain only trainable parameters.
+
+    Raises:
+        UserError: If the checkpoint has another model, more steps than the job, or other data.
+    """
+    info = next(filter(_is_readable, CheckpointStore(checkpoint_folder(config)).complete()), None)
+    if info is None:
+        return True
+    trainable_only = frozen_digest_of(info) is not None
+    check_same_model(info, model, trainable_only=trainable_only)
+    if info.step > config.steps:
+        raise UserError(
+            f"steps = {config.steps}, but the run in {config.run.dir} has done {info.step} already. "
+            f"Use --steps {info.step} or more to continue it, or --run.name for a new run."
+        )
+    state: Any = info.state
+    lines = list(differences(state["data_identity"], data_identity, "data"))
+    if lines:  # some samples would be skipped and others repeated
+        raise UserError(
+            f"the run in {config.run.dir} was started with other training data, or another order of them:\n"
+            + "\n".join(lines)
+            + "\nWhich samples it has seen follows from that. Use the same data and seed, or --run.name for a new run."
+        )
+    return trainable_only or config.checkpoint.trainable_only
+
+
+def _is_readable(info: CheckpointInfo) -> bool:
+    """Return True if the metadata of a checkpoint is readable. Damaged checkpoints are skipped on resume."""
+    try:
+        return info.state is not None
+    except StateError:
+        return False
+
+
+def differences(before: JsonValue, now: JsonValue, name: str) -> Iterator[str]:
+    """Yield a line for each value that differs between two JSON values, by its dotted name."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in dict.fromkeys([*before, *now]):
+            yield from differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
+    elif before != now:
+        yield f"  {name} was {json.dumps(before)}, and is {json.dumps(now)}"
+
+
+def check_metric_names(task: Task) -> None:
+    """Raise `UserError` if a metric of the task has the name of a value that the Trainer reports."""
+    own = {"loss", "grad_norm", "learning_rate", f"{task.weight_unit}_per_second", "step", "time", "config"}
+    if taken := sorted(own & task.metrics().keys()):
+        raise UserError(
+            f"the task's metrics include {', '.join(taken)}, which the Trainer reports itself; rename them."
         )

@@ -39,11 +39,9 @@ class ProfileConfig(Section):
 class Profiler:
     """Profiles ranges of steps and writes a compressed trace per rank, and a summary of all ranks, for each range.
 
-    The folder of a range is named after its last step. For example, `profile/step-00000010` contains
-    `rank-00000.json.gz`, for Perfetto or `chrome://tracing`, and `summary.md`.
-
-    If the job ends within a range, or is stopped by a signal, the completed steps of the range are written. If the job
-    rolls back to a step within a range, only the steps after the rollback are written.
+    The folder of a range is named after its last step, such as `profile/step-00000010`. It contains
+    `rank-00000.json.gz`, for Perfetto or `chrome://tracing`, and `summary.md`. If the job ends or is stopped within a
+    range, its completed steps are written. After a rollback into a range, only the steps after it are written.
 
     Args:
         config: Selection of the steps.
@@ -63,42 +61,36 @@ class Profiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Write the current range, if it has completed steps. Collective.
-
-        After an error the range is discarded instead, without collectives.
-        """
+        """Write the completed steps of the current range (collective), or after an error discard them."""
         if error is None and self._running is not None and self._step >= self._first_step:
-            self._end_row()
-        self._drop_row()
+            self._end_range()
+        self._discard_range()
 
     @on_event(DataReady, StepDone)
     def step(self, event: DataReady | StepDone) -> None:
         """Write a range that ends with this step (collective), and start one that begins with the next step."""
         self._step = event.step
         if self._running is not None and event.step == self._last_step:
-            self._end_row()
-        self._begin_row()
+            self._end_range()
+        self._begin_range()
 
     def on_rollback(self, step: int) -> None:
-        """Discard the recorded steps after a rollback; restart the range if it includes the next step. No collectives.
-
-        Args:
-            step: Number of completed steps after the rollback.
-        """
+        """Discard the recorded steps after a rollback to `step`; restart the range if it includes the next step."""
         self._step = step
         is_inside = self._running is not None and self._first_step <= step + 1
-        self._drop_row()
+        self._discard_range()
         if is_inside:
             self._start(step + 1, self._last_step)
-        self._begin_row()
+        self._begin_range()
 
-    def _begin_row(self) -> None:
+    def _begin_range(self) -> None:
         if self._running is None and self._config.begins_after(self._step) and self._step < self._num_steps:
             self._start(self._step + 1, min(self._step + self._config.steps, self._num_steps))
 
     def _start(self, first_step: int, last_step: int) -> None:
         self._first_step, self._last_step = first_step, last_step
-        self._wait_for_device()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         self._running = profile(
             activities=self._activities(),
             record_shapes=self._config.record_shapes,
@@ -107,14 +99,15 @@ class Profiler:
         )
         self._running.start()
 
-    def _end_row(self) -> None:
+    def _end_range(self) -> None:
         assert self._running is not None
-        running, self._running = self._running, None
-        self._wait_for_device()
-        running.stop()
-        self._write(running)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self._running.stop()
+        self._write(self._running)
+        self._running = None
 
-    def _drop_row(self) -> None:
+    def _discard_range(self) -> None:
         if self._running is not None:
             self._running.stop()
             self._running = None
@@ -124,10 +117,6 @@ class Profiler:
         names = ("CPU", self._ctx.device.type.upper())
         return [device[name] for name in dict.fromkeys(names) if name in device]
 
-    def _wait_for_device(self) -> None:
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-
     def _write(self, done: profile) -> None:
         folder = self._folder / "profile" / f"step-{self._step:08}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,11 +125,11 @@ class Profiler:
         compute, communication = spans_of(events)
         times = [moment for event in events for moment in (event.time_range.start / 1e6, event.time_range.end / 1e6)]
         own = break_down(compute, communication, total=(min(times, default=0.0), max(times, default=0.0)))
-        everyones = [TimeBreakdown(**each) for each in all_gather_objects(asdict(own))]
+        ranks = [TimeBreakdown(**each) for each in all_gather_objects(asdict(own))]
         if self._ctx.is_main_process:
             sort_by = "self_cpu_time_total" if self._ctx.device.type == "cpu" else "self_device_time_total"
             operators = done.key_averages().table(sort_by=sort_by, row_limit=_TOP_OPERATORS)
-            text = _summary(everyones, operators, first_step=self._first_step, last_step=self._step)
+            text = _summary(ranks, operators, first_step=self._first_step, last_step=self._step)
             (folder / "summary.md").write_text(text, encoding="utf-8")
 
 

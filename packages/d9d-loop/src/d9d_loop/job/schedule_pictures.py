@@ -5,34 +5,16 @@ from pathlib import Path
 
 from d9d_pipeline import Program, Timeline, plot_program, plot_simulation, simulate
 
-PROGRAM, MEASURED = "schedule", "schedule_measured"
-
 
 def draw_program(program: Program, folder: Path, *, title: str) -> None:
-    """Write `schedule.txt`, and `schedule.png` if matplotlib is installed.
-
-    Args:
-        program: Pipeline program. The text shows its simulated timeline.
-        folder: The run folder, which must exist.
-        title: Title of the text and the image.
-    """
-    _write_text(simulate(program), folder / PROGRAM, title)
+    """Write the simulated timeline to `schedule.txt`, and if matplotlib is installed the program to `schedule.png`."""
+    (folder / "schedule.txt").write_text(f"{title}\n{simulate(program)}\n", encoding="utf-8")
     if find_spec("matplotlib") is not None:
-        plot_program(program, folder / f"{PROGRAM}.png", title=title)
+        plot_program(program, folder / "schedule.png", title=title)
 
 
 def draw_measured(timeline: Timeline, folder: Path, *, title: str) -> None:
-    """Write `schedule_measured.txt`, and `schedule_measured.png` if matplotlib is installed.
-
-    Args:
-        timeline: Measured times of one step.
-        folder: The run folder, which must exist.
-        title: Title of the text and the image.
-    """
-    _write_text(timeline, folder / MEASURED, title)
+    """Write the times of a step to `schedule_measured.txt`, and if matplotlib is installed to a `.png`."""
+    (folder / "schedule_measured.txt").write_text(f"{title}\n{timeline}\n", encoding="utf-8")
     if find_spec("matplotlib") is not None:
-        plot_simulation(timeline, folder / f"{MEASURED}.png", title=title)
-
-
-def _write_text(timeline: Timeline, path: Path, title: str) -> None:
-    path.with_suffix(".txt").write_text(f"{title}\n{timeline}\n", encoding="utf-8")
+        plot_simulation(timeline, folder / "schedule_measured.png", title=title)

@@ -30,12 +30,12 @@ class TimeBreakdown:
 
 
 def break_down(compute: Iterable[_Span], communication: Iterable[_Span], *, total: _Span) -> TimeBreakdown:
-    """Compute the time breakdown of one rank.
+    """Compute the time breakdown of one rank from spans in seconds, which may be unordered and overlap.
 
     Args:
-        compute: Start and end of each compute event, in seconds. They may be unordered and overlap.
-        communication: Start and end of each collective, in seconds. They may be unordered and overlap.
-        total: Start and end of the profile, in seconds. Spans are clipped to it.
+        compute: Start and end of each compute event.
+        communication: Start and end of each collective.
+        total: Start and end of the profile, to which the spans are clipped.
     """
     computing, communicating = _union(compute, total), _union(communication, total)
     busy = _length(_union([*computing, *communicating], total))
@@ -50,10 +50,9 @@ def break_down(compute: Iterable[_Span], communication: Iterable[_Span], *, tota
 
 
 def spans_of(events: Iterable[Any]) -> tuple[list[_Span], list[_Span]]:
-    """Return the compute spans and the communication spans of a `torch.profiler` profile, in seconds.
+    """Return the compute and the communication spans of `torch.profiler` events, in seconds.
 
-    Args:
-        events: `profile.events()`. If it has device events, only those count.
+    If there are device events, only those count.
     """
     known = list(events)
     on_device = [event for event in known if event.device_type.name != "CPU"]
@@ -70,14 +69,11 @@ def spans_of(events: Iterable[Any]) -> tuple[list[_Span], list[_Span]]:
 
 def _union(spans: Iterable[_Span], total: _Span) -> list[_Span]:
     """Return the union of spans as sorted, disjoint spans, clipped to `total`."""
-    cut = sorted((max(start, total[0]), min(end, total[1])) for start, end in spans)
     merged: list[_Span] = []
-    for start, end in cut:
-        if end <= start:
-            continue
+    for start, end in sorted((max(start, total[0]), min(end, total[1])) for start, end in spans):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
+        elif start < end:
             merged.append((start, end))
     return merged
 

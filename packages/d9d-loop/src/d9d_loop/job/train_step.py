@@ -88,10 +88,7 @@ class TrainStep:
         self._losses_group = ctx.group_for("batch", "pp", "dp", "cp")
 
     def __call__(self, step: int, batches: Sequence[Any], *, measured: bool = False) -> StepOutcome:
-        """Run one step: forward, backward, gradient reduction, division by the global weight, clipping, update.
-
-        Collectives: those of the model, the gradient reduction and the gradient norm; sends and receives between
-        stages; one all-reduce of loss and weight; the guard's all-reduce.
+        """Run one step: `forward_backward`, then `update`.
 
         Args:
             step: Number of completed steps before this one.
@@ -99,8 +96,20 @@ class TrainStep:
             measured: Whether to measure the pipeline's timeline, which adds a barrier and an all-gather.
         """
         self._events.emit(StepStarted(step + 1))
-        totals = torch.zeros(2, dtype=torch.float64, device=self._ctx.device)
-        total, weight = totals.unbind()  # views, so that one all-reduce sums both
+        timeline = self.forward_backward(batches, measured=measured)
+        self._events.emit(BackwardDone(step + 1, self._model))
+        return self.update(step, timeline)
+
+    def forward_backward(self, batches: Sequence[Any], *, measured: bool = False) -> Timeline | None:
+        """Run the forward and backward of all microbatches, which sums their gradients, losses and weights.
+
+        Collectives: those of the model; sends and receives between stages.
+
+        Returns:
+            Start and end of every pipeline action, if `measured`.
+        """
+        self._totals = torch.zeros(2, dtype=torch.float64, device=self._ctx.device)
+        total, weight = self._totals.unbind()  # views, so that one all-reduce sums both
 
         def take_loss(outputs: Any, microbatch: int) -> torch.Tensor:
             loss = self._task.loss(outputs, batches[microbatch])
@@ -110,14 +119,21 @@ class TrainStep:
             return loss.total
 
         inputs = [to_inputs(self._task.inputs(batch)) for batch in batches]
-        timeline = self._executor.measured_step(inputs, take_loss) if measured else None
-        if not measured:
-            self._executor.step(inputs, take_loss)
-        self._events.emit(BackwardDone(step + 1, self._model))
+        if measured:
+            return self._executor.measured_step(inputs, take_loss)
+        self._executor.step(inputs, take_loss)
+        return None
+
+    def update(self, step: int, timeline: Timeline | None = None) -> StepOutcome:
+        """Reduce the gradients, divide them by the global weight, clip them, and run the optimizer step.
+
+        Collectives: the gradient reduction and norm; one all-reduce of loss and weight; the guard's all-reduce.
+        """
+        total, weight = self._totals.unbind()
         self._gradient_sync.finish()
         self._shared.add_gradients()
         if self._losses_group.size() > 1:
-            dist.all_reduce(totals, group=self._losses_group)
+            dist.all_reduce(self._totals, group=self._losses_group)
         # With weight 0 the factor is 0, so that zero gradients do not become 0 / 0. A NaN weight gives NaN.
         per_weight = torch.where(weight > 0, 1.0 / weight, 0.0 * weight)
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm, ctx=self._ctx, factor=per_weight)
@@ -137,9 +153,7 @@ class TrainStep:
         return StepOutcome(loss, weight, grad_norm, self._peaks[0] * factor, timeline)
 
     def replay(self, batches: Sequence[Any], watch: Watch) -> None:
-        """Repeat the forward and backward of a step for diagnosis, and discard the gradients.
-
-        Buffers are restored, so that statistics such as batch norm averages count the step once.
+        """Repeat the forward and backward of a step, discard the gradients, and restore all buffers.
 
         Collectives: those of the model and the gradient reduction.
 

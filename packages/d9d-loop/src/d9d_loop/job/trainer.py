@@ -1,8 +1,7 @@
-"""The Trainer: checks and runs a training job. Its components also work without it."""
+"""The Trainer: plans, builds and runs a training job. Its components also work without it."""
 
 import json
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 from torch import nn
@@ -13,10 +12,10 @@ from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
 from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events
-from d9d_loop.events import ConfigReady, Failed
-from d9d_loop.job.preflight import JobPlan, check_job, check_metric_names, checkpoint_folder
-from d9d_loop.job.train_result import TrainResult
-from d9d_loop.job.training_job import JobParts, TrainingJob
+from d9d_loop.events import ConfigReady, Failed, TrainResult
+from d9d_loop.job.job import Job, build_job, run_job
+from d9d_loop.job.job_check import checkpoint_folder
+from d9d_loop.job.plan import JobPlan, plan_job
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
@@ -63,17 +62,16 @@ class Trainer:
         pipeline_schedule: Schedule | None = None,
     ) -> None:
         self.events = Events(seed=config.seed)
-        self._config = config
-        self._parts = JobParts(
+        self._plan = partial(
+            plan_job,
+            config,
             model=model if isinstance(model, ModelProvider) else FunctionProvider(model),
             data=_data_provider(config, data, evaluation_data, collate),
             task=task,
-            # Stages need not match every parameter group: `check_job` checks the groups on the whole model.
-            optimizer=optimizer or partial(config.optimizer.build, whole=False),
-            lr_schedule=lr_schedule or config.lr_schedule.build(config.steps),
+            optimizer=optimizer,
+            lr_schedule=lr_schedule,
+            pipeline_schedule=pipeline_schedule,
         )
-        self._check_optimizer = _accept if optimizer else config.optimizer.check
-        self._schedule = pipeline_schedule
 
     def train(self) -> TrainResult:
         """Run the job to its last step, resuming from the newest checkpoint if there is one.
@@ -88,18 +86,9 @@ class Trainer:
             BadStepError: On every rank, if a step was bad and the policy for bad steps is to stop.
             Stopped: If a signal ended the job, after a checkpoint of its last step was saved.
         """
-        parts = self._parts
-        check_metric_names(parts.task)
-        plan = check_job(
-            self._config,
-            provider=parts.model,
-            task=parts.task,
-            data=parts.data,
-            optimizer_check=self._check_optimizer,
-            schedule=self._schedule,
-        )
-        timeouts = self._config.resilience.timeouts.timeouts
-        with plan.mesh.build(launch=plan.launch, timeouts=timeouts) as ctx:
+        plan = self._plan()
+        timeouts = plan.config.resilience.timeouts.timeouts
+        with plan.model.mesh.build(launch=plan.model.launch, timeouts=timeouts) as ctx:
             result = self._train(plan, ctx)
         if isinstance(result, Stopped):
             # Raised outside of the context, which would report an exception to the other ranks as a failure.
@@ -107,45 +96,32 @@ class Trainer:
         return result
 
     def _train(self, plan: JobPlan, ctx: DistributedContext) -> TrainResult | Stopped:
-        config = self._config
-        resolved = config.model_dump(mode="json")
-        steps_done = 0
-
-        def progressed(step: int) -> None:
-            nonlocal steps_done
-            steps_done = step
-
-        with self._failures_told(ctx, lambda: steps_done):
-            ctx.check_agreement("the configuration", json.dumps(resolved, sort_keys=True))
+        config, job = plan.config, None
+        try:
+            ctx.check_agreement("the configuration", json.dumps(plan.resolved, sort_keys=True))
             ctx.check_agreement("the training data", json.dumps(plan.stream.identity(), sort_keys=True))
             health = check_health(config.resilience.health, ctx=ctx)
             if health is not None and health.slow and ctx.is_main_process:
                 print(health)
-            self.events.emit(ConfigReady(0, resolved, ctx))
+            self.events.emit(ConfigReady(0, plan.resolved, ctx))
             store = CheckpointStore(checkpoint_folder(config), retention=config.checkpoint.retention)
             # On any exit the store finishes a pending save before it releases the lock of the folder.
             with store.locked(ctx), store:
-                job = TrainingJob(config, self._parts, plan=plan, store=store, ctx=ctx, events=self.events)
-                return job.run(on_step=progressed)
-
-    @contextmanager
-    def _failures_told(self, ctx: DistributedContext, steps_done: Callable[[], int]) -> Generator[None]:
-        try:
-            yield
+                job = build_job(plan, store=store, ctx=ctx, events=self.events)
+                return run_job(job)
         except BaseException as error:
             if isinstance(error, UserError):
                 # The error may occur on this rank only: with the note, `cli_main` prints it on this rank, too.
                 error.add_note(f"on rank {ctx.rank}")
-            try:
-                self.events.emit(Failed(steps_done(), error))
-            except Exception as another:
-                # The first error is raised; an error of a handler of `Failed` becomes a note.
-                error.add_note(f"besides, {another!r} was " + "; ".join(getattr(another, "__notes__", ())))
+            self._report_failure(error, job)
             raise
 
-
-def _accept(_model: nn.Module) -> None:
-    """Accept any model: an optimizer that a function builds cannot be checked in advance."""
+    def _report_failure(self, error: BaseException, job: Job | None) -> None:
+        """Emit `Failed`. An error of its handlers becomes a note of the first error."""
+        try:
+            self.events.emit(Failed(0 if job is None else job.record.step, error))
+        except Exception as another:
+            error.add_note(f"besides, {another!r} was " + "; ".join(getattr(another, "__notes__", ())))
 
 
 def _data_provider(

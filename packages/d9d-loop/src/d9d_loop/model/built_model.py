@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_dist import DistributedContext, StageInfo, UserError, built_values, canonical_name, digest_values, move_to_meta
-from d9d_loop.job.own_random import own_random
+from d9d_loop.isolated_random import isolated_random
 from d9d_loop.model._skipped_draws import SkippedDraws
 from d9d_loop.model.model_provider import ModelProvider
 
@@ -91,7 +91,7 @@ def build_with_values(
     Raises:
         UserError: If a tensor has no values and the provider has no `initial_weights`.
     """
-    with own_random("build"):
+    with isolated_random("build"):
         random.seed(seed)
         torch.manual_seed(seed)
         if numpy := sys.modules.get("numpy"):

@@ -15,7 +15,6 @@ from d9d_dist import (
     synchronize_batch_norm,
     synchronize_embeddings,
 )
-from d9d_loop.job.model_plan import ModelPlan
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.model.built_model import BuiltModel, build_model, build_with_values, report_different_values
 from d9d_loop.model.model_check import (
@@ -24,25 +23,28 @@ from d9d_loop.model.model_check import (
     check_unchanged,
     describe_tensors,
 )
+from d9d_loop.model.model_plan import ModelPlan
 from d9d_loop.model.model_provider import ModelProvider
+from d9d_state import load_model_state
 
 
-def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedContext, *, seed: int) -> Pipeline:
-    """Build the stages that a plan assigns to this rank. Collective.
+def build_pipeline(plan: ModelPlan, ctx: DistributedContext, *, progress: bool) -> Pipeline:
+    """Build the stages that a plan assigns to this rank, and load the initial weights if it has some. Collective.
+
+    With `late_init`, an initial value is a function of the seed, the parameter name and the element index. Otherwise
+    the random number generators are seeded while the model is built.
 
     Args:
-        provider: Builds and parallelizes the model.
-        plan: Plan of the job. If the pipeline has one stage, the plan's model is parallelized in place.
+        plan: Plan of the model. If the pipeline has one stage, the plan's model is parallelized in place.
         ctx: Distributed context.
-        seed: With `late_init`, an initial value is a function of the seed, the parameter name and the element index.
-            Otherwise the random number generators are seeded with it while the model is built.
+        progress: Whether to show the progress of reading weights.
 
     Raises:
         UserError: If `parallelize` changed names, shapes or dtypes, sharded a weight that must stay whole, or did not
             place a trainable parameter on all ranks of its stage. Also if it sharded no experts although the
             expert-parallel degree is above 1.
     """
-    whole, num_stages = plan.model, plan.program.num_stages
+    provider, seed, whole, num_stages = plan.provider, plan.seed, plan.built, plan.program.num_stages
     stages: dict[int, nn.Module] = {}
     # Creating a process group is collective, so ranks whose stages have no batch norm create it too.
     batch_group = ctx.group_for("batch", "dp", "cp") if ctx.world_size > 1 else None
@@ -68,7 +70,12 @@ def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedCon
         values = _values_of(provider, whole, seed=seed) if ctx.is_main_process else None
         layout = {name: tensor for name, tensor in whole.tensors.items() if name not in whole.without_values}
         place_values(list(stages.values()), layout, values, device=ctx.device)
-    return Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)
+    pipeline = Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)
+    if plan.weights is not None:
+        # With several ranks, the folder has weights of other stages, too. The plan has checked the whole model.
+        unused = "ignore" if plan.is_pipelined else "error"
+        load_model_state(pipeline.model, plan.weights, plan.load_mapper, unused=unused, progress=progress)
+    return pipeline
 
 
 def _values_of(provider: ModelProvider, whole: BuiltModel, *, seed: int) -> Mapping[str, Tensor]:

@@ -4,7 +4,7 @@ import logging
 import math
 import uuid
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self, final
 
@@ -14,11 +14,9 @@ from d9d_dist import DistributedContext, UserError
 from d9d_state import _files
 from d9d_state._consensus import agree, broadcast_int, exchange_json, is_main, num_ranks
 from d9d_state._partial_folder import partial_of
-from d9d_state._shared_folder import remove_tokens, sharing_problem
 from d9d_state.checkpoint._background import Background
 from d9d_state.checkpoint._commit import SaveJob, write_checkpoint
 from d9d_state.checkpoint._load import load_tensors, mismatches
-from d9d_state.checkpoint._lock import LOCK_NAME, FolderLock
 from d9d_state.checkpoint._staging import Staging
 from d9d_state.checkpoint._verify import num_threads
 from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete, step_of
@@ -26,6 +24,7 @@ from d9d_state.checkpoint.newest import newest_sound, verify_together
 from d9d_state.checkpoint.retention import Retention
 from d9d_state.checkpoint.save_plan import SavePlanner
 from d9d_state.errors import ProcessLimitError, StateError, describe
+from d9d_state.folder_lock import LOCK_NAME, locked_folder
 from d9d_state.json_value import JsonValue, dump_json
 
 _LOGGER = logging.getLogger("d9d.state")
@@ -292,46 +291,23 @@ class CheckpointStore:
 
     @contextmanager
     def locked(self, ctx: DistributedContext | None = None) -> Generator[None]:
-        """Hold an exclusive lock on the folder while the body runs. Collective.
+        """Hold an exclusive lock on the folder while the body runs; see `locked_folder`. Collective.
 
-        The main process holds the lock; the operating system releases it if that process dies. The folder is created
-        if it does not exist. All ranks are checked to see the same folder, so that a job whose hosts do not share a
-        file system fails before its first step. The lock is released after a background save has finished.
-
-        Args:
-            ctx: Distributed context; `None` for a single process.
-
-        Raises:
-            UserError: On every rank, if another job holds the lock (names its host and process), or if ranks do not see
-                the main process's folder (names the ranks and their hosts).
-            StateError: On every rank, if the folder cannot be created or locked.
+        The lock is released after a background save has finished.
         """
-        lock = FolderLock(self.folder)
-        refusal, problem = "", None
+        run_id = None
         if is_main(ctx):
+            with suppress(OSError, StateError):  # the id only informs people; a folder that cannot be read fails below
+                run_id = self._current_run_id()
+        with locked_folder(self.folder, ctx, run_id=run_id) as lock:
             try:
-                lock.acquire(self._current_run_id())
-                remove_tokens(self.folder)
-            except UserError as error:
-                refusal = str(error)
-            except (OSError, StateError) as error:
-                problem = f"{self.folder} could not be locked: {describe(error)}"
-        try:
-            agree(problem, ctx)
-            refusals = [text for text in exchange_json(refusal, ctx) if text != ""]
-            if refusals:
-                raise UserError(str(refusals[0]))
-            unshared = sharing_problem(self.folder, ctx)
-            if unshared is not None:
-                raise UserError(unshared)
-            yield
-        finally:
-            try:
-                self._background.join()
+                yield
             finally:
-                # If the wait is interrupted, keep the lock until the process ends, which waits for the thread.
-                if not self._background.is_busy:
-                    lock.release()
+                try:
+                    self._background.join()
+                finally:
+                    if self._background.is_busy:  # the wait was interrupted; the end of the process waits
+                        lock.keep()
 
     def discard_partials(self, ctx: DistributedContext | None = None) -> None:
         """Delete partial folders of killed saves and deletions. Call it when a job starts. Collective.

@@ -12,7 +12,7 @@ from torch import nn
 from d9d_dist import Launch, StageInfo, UserError
 from d9d_loop import FunctionProvider, Loss, ModelProvider, Task, Trainer, TrainerConfig, validate_config
 from d9d_loop.data import DatasetProvider
-from d9d_loop.job.preflight import check_job
+from d9d_loop.job.plan import plan_job
 from d9d_metrics import Compose, Metric, Sum
 from d9d_state import CheckpointStore, JsonValue, Retention, StateMapper, model_tensors, rename, save_model_state
 
@@ -88,21 +88,21 @@ def test_a_job_that_fits_is_planned(tmp_path: Path, world: Callable[[int], None]
         batch={"global_size": 24, "microbatch_size": 2},
         mesh={"data_parallel_replicate": 2, "data_parallel_shard": -1},
     )
-    plan = check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
-    assert (plan.dp_size, plan.microbatch_size, plan.num_microbatches) == (4, 2, 3)
-    assert (plan.mesh.data_parallel_replicate, plan.mesh.data_parallel_shard) == (2, 2)
-    assert plan.launch == Launch(0, 4, 0, 4, 0, has_launcher=True)
+    plan = plan_job(config, model=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
+    assert (plan.microbatch_size, plan.num_microbatches) == (2, 3)
+    assert (plan.model.mesh.data_parallel_replicate, plan.model.mesh.data_parallel_shard) == (2, 2)
+    assert plan.model.launch == Launch(0, 4, 0, 4, 0, has_launcher=True)
     assert _files(tmp_path) == []
 
 
 def test_all_samples_of_a_rank_are_a_microbatch_by_default(tmp_path: Path) -> None:
-    plan = check_job(
+    plan = plan_job(
         _config(tmp_path),
-        provider=FunctionProvider(_linear),
+        model=FunctionProvider(_linear),
         task=_Nothing(),
         data=DatasetProvider(DATA, evaluation=DATA),
     )
-    assert (plan.launch, plan.microbatch_size, plan.num_microbatches) == (Launch(), 8, 1)
+    assert (plan.model.launch, plan.microbatch_size, plan.num_microbatches) == (Launch(), 8, 1)
 
 
 def test_the_mesh_must_make_up_the_world(tmp_path: Path, world: Callable[[int], None]) -> None:
@@ -225,7 +225,7 @@ def test_a_run_may_not_have_done_more_steps(tmp_path: Path) -> None:
 
 def test_a_run_may_have_done_all_steps(tmp_path: Path) -> None:
     _save_checkpoint(tmp_path, 3)
-    check_job(_config(tmp_path), provider=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
+    plan_job(_config(tmp_path), model=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
 
 
 @pytest.mark.parametrize(
@@ -240,9 +240,9 @@ def test_a_run_keeps_the_order_of_its_samples(
 ) -> None:
     _save_checkpoint(tmp_path, 2)
     with pytest.raises(UserError, match=message):
-        check_job(
+        plan_job(
             _config(tmp_path, **change),
-            provider=FunctionProvider(_linear),
+            model=FunctionProvider(_linear),
             task=_Nothing(),
             data=DatasetProvider(DATA, shuffle=shuffle),
         )
@@ -255,9 +255,9 @@ def test_a_run_keeps_its_data(tmp_path: Path) -> None:
         r"  data\.indexed\.samples was 8, and is 9\n"
     )
     with pytest.raises(UserError, match=message):
-        check_job(
+        plan_job(
             _config(tmp_path),
-            provider=FunctionProvider(_linear),
+            model=FunctionProvider(_linear),
             task=_Nothing(),
             data=DatasetProvider([*DATA, DATA[0]]),
         )
@@ -296,9 +296,9 @@ def test_initial_weights_must_fit(tmp_path: Path) -> None:
 def test_initial_weights_are_checked_through_the_mapper(tmp_path: Path) -> None:
     save_model_state(nn.Linear(3, 2, bias=False), tmp_path / "weights", rename("weight", "w"))
     config = _config(tmp_path, initial_weights=tmp_path / "weights")
-    check_job(config, provider=_Renamed(), task=_Nothing(), data=DatasetProvider(DATA))
+    plan_job(config, model=_Renamed(), task=_Nothing(), data=DatasetProvider(DATA))
     with pytest.raises(UserError, match=r"(?s)weight.*bias|bias.*weight"):
-        check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
+        plan_job(config, model=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_a_value_within_a_metric_may_say_how_good_a_checkpoint_is(tmp_path: Path
 
     def check(best_by: str) -> None:
         config = _config(tmp_path, checkpoint={"keep_best": 1, "best_by": best_by})
-        check_job(config, provider=FunctionProvider(_linear), task=_Judged(), data=data)
+        plan_job(config, model=FunctionProvider(_linear), task=_Judged(), data=data)
 
     check("quality/f1")
     check("quality/best/recall")
@@ -354,15 +354,15 @@ def test_a_checkpoint_without_frozen_parameters_needs_the_initial_weights(tmp_pa
     tensors = model_tensors(_half_frozen(StageInfo()), trainable_only=True)
     CheckpointStore(tmp_path / "runs" / "run" / "checkpoints").save(2, tensors, state=state)
     config = _config(tmp_path, initial_weights=tmp_path / "weights", checkpoint={"trainable_only": True})
-    check_job(config, provider=FunctionProvider(_half_frozen), task=_Nothing(), data=DatasetProvider(DATA))
+    plan_job(config, model=FunctionProvider(_half_frozen), task=_Nothing(), data=DatasetProvider(DATA))
     (tmp_path / "weights").rename(tmp_path / "away")
     with pytest.raises(UserError, match=r"initial_weights = .*weights contains no model"):
-        check_job(config, provider=FunctionProvider(_half_frozen), task=_Nothing(), data=DatasetProvider(DATA))
+        plan_job(config, model=FunctionProvider(_half_frozen), task=_Nothing(), data=DatasetProvider(DATA))
     with pytest.raises(UserError, match=r"different model:\n  the model trains weight, the checkpoint does not\n"):
-        check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
+        plan_job(config, model=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
 
 
 def test_all_reasons_to_keep_checkpoints_together(tmp_path: Path) -> None:
     config = _config(tmp_path, checkpoint={"every": 200, "keep_every": 400, "keep_best": 2, "higher_is_better": True})
-    check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA, evaluation=DATA))
+    plan_job(config, model=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA, evaluation=DATA))
     assert config.checkpoint.retention == Retention(last=2, every=400, best=2, higher_is_better=True)

@@ -3,18 +3,65 @@
 import fcntl
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import final
 from weakref import ref
 
-from d9d_dist import UserError
+from d9d_dist import DistributedContext, UserError
 from d9d_state import _files
+from d9d_state._consensus import agree, exchange_json, is_main
+from d9d_state._shared_folder import remove_tokens, sharing_problem
+from d9d_state.errors import StateError, describe
 from d9d_state.json_value import dump_json, parse_json
 
 LOCK_NAME = "job.lock"
 _MAX_BYTES = 4096
+
+
+@contextmanager
+def locked_folder(
+    folder: Path, ctx: DistributedContext | None = None, *, run_id: str | None = None
+) -> Generator["FolderLock"]:
+    """Hold an exclusive lock on a folder while the body runs. Collective.
+
+    The main process holds the lock; the operating system releases it if that process dies. The folder is created if it
+    does not exist. All ranks are checked to see the same folder, so that a job whose hosts do not share a file system
+    fails before its first step.
+
+    Args:
+        folder: The folder, on a file system that all hosts mount.
+        ctx: Distributed context; `None` for a single process.
+        run_id: Id of the run, shown to a job that finds the folder locked; only that of the main process counts.
+
+    Raises:
+        UserError: On every rank, if another job holds the lock (names its host and process), or if ranks do not see
+            the main process's folder (names the ranks and their hosts).
+        StateError: On every rank, if the folder cannot be created or locked.
+    """
+    lock = FolderLock(folder)
+    refusal, problem = "", None
+    if is_main(ctx):
+        try:
+            lock.acquire(run_id)
+            remove_tokens(folder)
+        except UserError as error:
+            refusal = str(error)
+        except (OSError, StateError) as error:
+            problem = f"{folder} could not be locked: {describe(error)}"
+    try:
+        agree(problem, ctx)
+        refusals = [text for text in exchange_json(refusal, ctx) if text != ""]
+        if refusals:
+            raise UserError(str(refusals[0]))
+        unshared = sharing_problem(folder, ctx)
+        if unshared is not None:
+            raise UserError(unshared)
+        yield lock
+    finally:
+        lock.release()
 
 
 @final
@@ -63,6 +110,10 @@ class FolderLock:
         if self._descriptor is not None:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self.forget()
+
+    def keep(self) -> None:
+        """Hold the lock to the end of the process: `release` does nothing from now on."""
+        self._descriptor = None
 
     def forget(self) -> None:
         """Close this process's descriptor without unlocking. A forked child calls this; its parent keeps the lock."""

@@ -6,7 +6,7 @@ import pytest
 
 from d9d_dist import MeshConfig, UserError
 from d9d_dist.testing import run_ranks
-from d9d_state import CheckpointStore, StateError
+from d9d_state import CheckpointStore, StateError, locked_folder
 
 
 def test_second_job_error_names_lock_holder(tmp_path: Path) -> None:
@@ -19,6 +19,17 @@ def test_second_job_error_names_lock_holder(tmp_path: Path) -> None:
             pass
     with second.locked(), pytest.raises(UserError, match="in use"), first.locked():
         pass
+
+
+def test_folder_without_checkpoints_is_locked_too(tmp_path: Path) -> None:
+    message = rf"a is in use by another job \(process {os.getpid()} on [^ ]*\); expected one job"
+    with locked_folder(tmp_path / "a"):
+        with pytest.raises(UserError, match=message), locked_folder(tmp_path / "a"):
+            pass
+        with pytest.raises(UserError, match=message), CheckpointStore(tmp_path / "a").locked():
+            pass
+    with locked_folder(tmp_path / "a"):
+        assert [path.name for path in (tmp_path / "a").iterdir()] == ["job.lock"]
 
 
 def test_lock_is_released_when_the_body_raises(tmp_path: Path) -> None:

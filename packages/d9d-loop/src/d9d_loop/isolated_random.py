@@ -11,7 +11,7 @@ from d9d_dist import stream_key
 
 
 @contextmanager
-def own_random(*parts: str | int, device: bool = False) -> Generator[None]:
+def isolated_random(*parts: str | int, device: bool = False) -> Generator[None]:
     """Seed the generators of Python, NumPy (if imported) and torch for the body; restore their states afterwards.
 
     Args:

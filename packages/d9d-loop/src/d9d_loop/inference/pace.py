@@ -1,0 +1,66 @@
+"""Limit on how far the ranks of an inference job drift apart."""
+
+from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import final
+
+import torch.distributed as dist
+
+from d9d_dist import DistributedContext
+from d9d_loop.resilience import HangWatchdog
+
+_MOST_AHEAD = 4
+"""Batches that a rank may be ahead of the slowest rank; enough that uneven batches rarely make a rank wait."""
+
+
+@final
+class Pace:
+    """Keeps ranks within `_MOST_AHEAD` batches of each other, so that a lost rank is noticed before the end.
+
+    After each batch, a rank starts an asynchronous barrier. It then waits for the barrier of the batch `_MOST_AHEAD`
+    before. The barrier before that one is complete, so a wait covers at most one batch of the slowest rank, and its
+    time limit is that of one batch.
+    """
+
+    def __init__(self, ctx: DistributedContext, watchdog: HangWatchdog) -> None:
+        self._ctx, self._watchdog = ctx, watchdog
+        self._device_ids = None if ctx.device.type == "cpu" else [ctx.device.index]
+        self._barriers: deque[dist.Work] = deque()
+        self._has_started = False
+        self._set_timeout(ctx.timeouts.startup)
+
+    @contextmanager
+    def batch(self, part: int) -> Generator[None]:
+        """Compute a batch of a part, counted from 1, in the body. Collective: starts a barrier on exit."""
+        self._watchdog.beat(part, "a batch")
+        yield
+        self._start_barrier()
+        if not self._has_started:
+            # Kernels are compiled and process groups are connected now: switch from the start-up to the step timeout.
+            self._wait()
+            self._has_started = True
+            self._set_timeout(self._ctx.timeouts.step)
+        elif len(self._barriers) > _MOST_AHEAD:
+            self._wait()
+
+    def end(self) -> None:
+        """Wait until every rank has written its results. Collective: a barrier."""
+        self._start_barrier()
+        while self._barriers:
+            self._wait()
+
+    def _start_barrier(self) -> None:
+        barrier = dist.barrier(device_ids=self._device_ids, async_op=True)
+        assert barrier is not None, "asynchronous collectives return their work"
+        self._barriers.append(barrier)
+
+    def _wait(self) -> None:
+        with self._watchdog.phase("the wait for other ranks", timeout=self._limit):
+            self._barriers.popleft().wait()
+
+    def _set_timeout(self, limit: timedelta) -> None:
+        """Set the time limit of a batch. A barrier may wait for all batches that another rank is behind."""
+        self._limit = limit
+        self._ctx.set_timeout(limit + _MOST_AHEAD * self._ctx.timeouts.step + self._watchdog.margin)

@@ -1,0 +1,442 @@
+"""A training job: `build_job` builds the parts of its plan, `run_job` runs its steps.
+
+Between `plan_job` and `build_job`, the caller starts the process group and locks the run folder, as `Trainer` does.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from d9d_dist import DistributedContext, ModuleOffloader, seed_everything
+from d9d_loop.data import Share, StreamLoader
+from d9d_loop.data.batch_placement import BatchPlacement
+from d9d_loop.event_bus import Events
+from d9d_loop.events import (
+    BadStepFound,
+    CheckpointStarted,
+    DataReady,
+    EvaluationDone,
+    EvaluationStarted,
+    Finished,
+    ModelExported,
+    ModelReady,
+    OptimizerReady,
+    StepDone,
+    TrainResult,
+)
+from d9d_loop.isolated_random import isolated_random
+from d9d_loop.job.evaluation import Evaluator
+from d9d_loop.job.garbage import GarbageCollection
+from d9d_loop.job.job_state import JobState, Record
+from d9d_loop.job.offloading import offloaded
+from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.job.plan import JobPlan
+from d9d_loop.job.profiler import Profiler
+from d9d_loop.job.reports import Reports
+from d9d_loop.job.schedule_pictures import draw_measured, draw_program
+from d9d_loop.job.train_step import StepOutcome, TrainStep
+from d9d_loop.lr import draw_lr_schedule
+from d9d_loop.model.model_build import build_pipeline
+from d9d_loop.optimizers import evaluation_weights
+from d9d_loop.resilience import (
+    BadStep,
+    HangWatchdog,
+    StepGuard,
+    Stopped,
+    StopSignals,
+    check_buffers,
+    check_replicas,
+    find_non_finite,
+)
+from d9d_metrics import redact_secrets
+from d9d_state import CheckpointStore, save_model_state
+
+
+class BadStepError(RuntimeError):
+    """A step was non-finite or a loss spike, and the policy for bad steps ends the job. Raised on all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Parts of a training job on one rank, in the state of the newest checkpoint.
+
+    Attributes:
+        plan: Plan of the job.
+        ctx: Distributed context.
+        events: Event bus for the job's events.
+        pipeline: This rank's stages of the model.
+        optimizer: Optimizer of their parameters.
+        loader: Yields this rank's microbatches of each step, on its device.
+        step: Runs the forward, backward and optimizer step.
+        guard: Decides on bad steps.
+        evaluate: Evaluates the model; `None` without evaluation data.
+        offloader: Offloads model and optimizer to host memory.
+        state: Saves and restores all of the above.
+        record: Progress of the job.
+        reports: Passes values to trackers and the progress display.
+        profiler: Profiles the configured steps.
+        garbage: Collects Python's garbage at fixed steps.
+        watchdog: Ends the job if a rank hangs.
+        stop: Makes ranks agree on stop signals.
+    """
+
+    plan: JobPlan
+    ctx: DistributedContext
+    events: Events
+    pipeline: Pipeline
+    optimizer: Optimizer
+    loader: StreamLoader
+    step: TrainStep
+    guard: StepGuard
+    evaluate: Evaluator | None
+    offloader: ModuleOffloader
+    state: JobState
+    record: Record
+    reports: Reports
+    profiler: Profiler
+    garbage: GarbageCollection
+    watchdog: HangWatchdog
+    stop: StopSignals
+
+
+def build_job(plan: JobPlan, *, store: CheckpointStore, ctx: DistributedContext, events: Events) -> Job:
+    """Build the parts of a job, and restore the newest checkpoint or load the initial weights. Collective.
+
+    Emits `ModelReady` and `OptimizerReady`.
+
+    Args:
+        plan: Plan of the job.
+        store: Checkpoint store of the run.
+        ctx: Distributed context.
+        events: Event bus for the job's events.
+
+    Raises:
+        UserError: If `parallelize` of the model provider does not fit the mesh, or the checkpoint does not fit the job.
+        StateError: On every rank, if there are checkpoints, but none is valid.
+    """
+    config, task = plan.config, plan.task
+    pipeline = build_pipeline(plan.model, ctx, progress=config.logging.progress)
+    model = pipeline.model
+    seed_everything(config.seed, ctx)
+    optimizer = plan.optimizer(model)
+    metrics = {name: metric.to(ctx.device) for name, metric in task.metrics().items()}
+    loader = _build_loader(plan, ctx)
+    guard = StepGuard(optimizer, config=config.resilience.bad_steps, ctx=ctx)
+    state = JobState(
+        store,
+        model=model,
+        optimizer=optimizer,
+        metrics=metrics,
+        parts={"data": loader, "bad_steps": guard},
+        config=redact_secrets(plan.resolved),
+        data_identity=plan.stream.identity(),
+        seed=config.seed,
+        ctx=ctx,
+        events=events,
+        trainable_only=config.checkpoint.trainable_only,
+    )
+    record = state.restore()
+    pipeline.shared.copy_values()
+    events.emit(ModelReady(record.step, model, ctx))
+    events.emit(OptimizerReady(record.step, optimizer))
+    step = TrainStep(
+        pipeline,
+        optimizer,
+        task=task,
+        metrics=metrics,
+        lr_schedule=plan.lr_schedule,
+        max_norm=config.gradients.max_norm,
+        num_microbatches=plan.num_microbatches,
+        ctx=ctx,
+        events=events,
+        guard=guard,
+    )
+    watchdog = HangWatchdog(ctx, enabled=config.resilience.watchdog.enabled)
+    events.watch(watchdog.phase)
+    stop = config.resilience.stop
+    return Job(
+        plan=plan,
+        ctx=ctx,
+        events=events,
+        pipeline=pipeline,
+        optimizer=optimizer,
+        loader=loader,
+        step=step,
+        guard=guard,
+        evaluate=_build_evaluator(plan, pipeline, ctx),
+        offloader=ModuleOffloader(nn.ModuleList(pipeline.stages.values()), optimizer),
+        state=state,
+        record=record,
+        reports=Reports(config, plan.resolved, record=record, metrics=metrics, weight_unit=task.weight_unit, ctx=ctx),
+        profiler=Profiler(config.profile, config.run.dir, ctx, num_steps=config.steps),
+        garbage=GarbageCollection(config.host.collect_garbage_every),
+        watchdog=watchdog,
+        stop=StopSignals(ctx, signals=stop.numbers, every=stop.every, grace=stop.grace, repeat=stop.repeat),
+    )
+
+
+def _build_loader(plan: JobPlan, ctx: DistributedContext) -> StreamLoader:
+    config = plan.config
+    share = Share(
+        plan.microbatch_size,
+        plan.num_microbatches,
+        dp_rank=ctx.coordinate("batch", "dp"),
+        dp_size=ctx.size("batch", "dp"),
+    )
+    return StreamLoader(
+        plan.stream,
+        share,
+        seed=config.seed,
+        collate=plan.data.collate,
+        place=BatchPlacement(plan.task, ctx),
+        device=ctx.device,
+        num_workers=config.data.num_workers,
+        prefetch=config.data.prefetch,
+        timeout=config.data.worker_timeout,
+        draws=plan.data.draws,
+    )
+
+
+def _build_evaluator(plan: JobPlan, pipeline: Pipeline, ctx: DistributedContext) -> Evaluator | None:
+    if plan.evaluation_data is None:
+        return None
+    return Evaluator(
+        pipeline,
+        plan.evaluation_data,
+        task=plan.task,
+        collate=plan.data.collate,
+        num_samples=plan.config.evaluation.num_samples,
+        batch_size=plan.microbatch_size,
+        ctx=ctx,
+        seed=plan.config.seed,
+    )
+
+
+def run_job(job: Job) -> TrainResult | Stopped:
+    """Run the remaining steps, and export the model. Collective.
+
+    Returns:
+        The result, or `Stopped` if a signal ended the job.
+
+    Raises:
+        BadStepError: On every rank, if a step was bad and the policy for bad steps is to stop.
+    """
+    plan, config, record, events = job.plan, job.plan.config, job.record, job.events
+    ready = DataReady(record.step, plan.num_microbatches, plan.microbatch_size)
+    events.emit(ready)
+    if job.ctx.is_main_process:
+        _draw_plans(plan)
+    with job.reports, job.loader, job.garbage, job.watchdog, job.stop, job.profiler:
+        job.profiler.step(ready)
+        batches: list[Any] = []
+        while record.step < config.steps:
+            job.watchdog.beat(record.step + 1)
+            before, batches = batches, next(job.loader)
+            # The second step is measured: the first one compiles kernels and creates process groups.
+            is_measured = config.pipeline.draw and plan.model.is_pipelined and record.step == ready.step + 1
+            outcome = job.step(record.step, batches, measured=is_measured)
+            record.step += 1
+            if record.step == ready.step + 1:
+                _end_startup(job)
+            if _apply_decisions(job, batches, before, settle=plan.is_saved_after(record.step)):
+                continue  # rolled back to a checkpoint
+            job.state.store.raise_if_failed()
+            offload = partial(_offloaded, job)
+            done = StepDone(record.step, outcome.loss, outcome.grad_norm, outcome.learning_rate, offload)
+            events.emit(done)
+            # Called directly: the event bus saves and restores random and module states around each handler.
+            job.profiler.step(done)
+            job.garbage.collect(done)
+            job.reports.step(outcome)
+            if outcome.timeline is not None and job.ctx.is_main_process:
+                with job.reports.not_training():
+                    title = f"{type(plan.model.schedule).__name__}, step {record.step} as measured"
+                    draw_measured(outcome.timeline, config.run.dir, title=title)
+            is_last = record.step == config.steps
+            is_evaluated = job.evaluate is not None and (is_last or record.step % config.evaluation.every == 0)
+            if is_evaluated:
+                _evaluate(job)
+            every = config.resilience.replicas.every
+            if every is not None and record.step % every == 0:
+                with job.reports.not_training(), job.watchdog.phase("the check of replicas"):
+                    check_replicas(job.pipeline.model, job.optimizer, step=record.step, ctx=job.ctx)
+            if plan.is_saved_after(record.step):
+                background = config.checkpoint.background and not is_last
+                _save(job, outcome, background=background, is_evaluated=is_evaluated)
+            if (signal := job.stop.agreed()) is not None and not is_last:
+                _save_to_leave(job, outcome, batches)
+                job.stop.leave()
+                return Stopped(signal, step=record.step)
+        return _finish(job)
+
+
+def _draw_plans(plan: JobPlan) -> None:
+    """Draw the pipeline program and the learning-rate schedule in the run folder, if the configuration enables it."""
+    config, folder = plan.config, plan.config.run.dir
+    folder.mkdir(parents=True, exist_ok=True)
+    if config.pipeline.draw and plan.model.is_pipelined:
+        draw_program(plan.model.program, folder, title=type(plan.model.schedule).__name__)
+    if config.logging.draw_lr_schedule:
+        peak = config.optimizer.learning_rate
+        draw_lr_schedule(plan.lr_schedule, folder, num_steps=config.steps, peak=peak)
+
+
+def _end_startup(job: Job) -> None:
+    """After the first step, which compiles kernels and creates process groups, set the step timeout. Collective.
+
+    Also compare persistent buffers between ranks, and allocate the host buffer of background saves.
+    """
+    check_buffers(job.pipeline.model, step=job.record.step, ctx=job.ctx)
+    job.ctx.set_timeout(job.ctx.timeouts.step + job.watchdog.margin)
+    if job.plan.config.checkpoint.background:
+        job.state.prepare()
+
+
+def _apply_decisions(job: Job, batches: list[Any], before: list[Any], *, settle: bool) -> bool:
+    """Apply the decisions on bad steps that are known by now; return True if the job rolled back. Collective.
+
+    Args:
+        job: The job.
+        batches: This rank's microbatches of the last step.
+        before: This rank's microbatches of the step before it.
+        settle: Whether to wait for the decision on the last step.
+
+    Raises:
+        BadStepError: On every rank, if a decision is to stop.
+    """
+    while (bad := job.guard.poll(settle=settle)) is not None:
+        why = bad.why
+        if bad.kind == "non-finite":
+            why += _origin_of(job, bad, batches if bad.step == job.record.step else before)
+        job.events.emit(BadStepFound(bad.step, bad.kind, bad.decision, why))
+        job.reports.progress.line(why)
+        if bad.decision == "stop":
+            raise BadStepError(why)
+        if bad.decision == "rewind":
+            _roll_back(job)
+            return True
+    return False
+
+
+def _origin_of(job: Job, bad: BadStep, batches: list[Any]) -> str:
+    """Run a non-finite step again, and describe the first non-finite tensor. Collective."""
+    with isolated_random(job.plan.config.seed, "replay", bad.step, device=True):
+        found = find_non_finite(job.pipeline.model, partial(job.step.replay, batches), ctx=job.ctx)
+    origin = f" {found}." if found else " Done again, everything is finite."
+    return origin + (" Parameters had been updated once more by then." if bad.step < job.record.step else "")
+
+
+def _roll_back(job: Job) -> None:
+    with job.watchdog.phase("going back to a checkpoint"):
+        restored = job.state.rewind()
+    job.guard.on_rollback()
+    job.record.take(restored)
+    job.pipeline.shared.copy_values()
+    job.reports.on_rollback()
+    job.profiler.on_rollback(restored.step)
+
+
+@contextmanager
+def _offloaded(job: Job) -> Generator[None]:
+    """Offload training state for the body: pause the watchdog, and exclude the time from the throughput."""
+    unlimited = timedelta(days=365)
+    with (
+        job.reports.not_training(),
+        job.watchdog.phase("offloading", timeout=unlimited),
+        offloaded(job.offloader, job.events, step=job.record.step),
+    ):
+        yield
+
+
+def _evaluate(job: Job) -> None:
+    assert job.evaluate is not None
+    record = job.record
+    job.events.emit(EvaluationStarted(record.step))
+    with job.reports.not_training(), job.watchdog.phase("an evaluation"), _evaluation_weights(job):
+        record.evaluation = job.evaluate()
+    job.reports.evaluation()
+    # A copy, so that a handler cannot change the record.
+    job.events.emit(EvaluationDone(record.step, dict(record.evaluation)))
+
+
+@contextmanager
+def _evaluation_weights(job: Job) -> Generator[None]:
+    """Swap in the weights that an averaging optimizer evaluates. Collective: copies shared parameters to all stages."""
+    with evaluation_weights(job.pipeline.model, job.optimizer):
+        job.pipeline.shared.copy_values()
+        yield
+    job.pipeline.shared.copy_values()
+
+
+def _save(job: Job, outcome: StepOutcome, *, background: bool, is_evaluated: bool = False) -> None:
+    record = job.record
+    job.reports.settle(outcome)
+    job.events.emit(CheckpointStarted(record.step))
+    metric = record.quality(job.plan.config.checkpoint.best_by) if is_evaluated else None
+    with job.reports.not_training(), job.watchdog.phase("a save"):
+        check_buffers(job.pipeline.model, step=record.step, ctx=job.ctx)
+        job.state.save(record, metric=metric, background=background)
+
+
+def _save_to_leave(job: Job, outcome: StepOutcome, batches: list[Any]) -> None:
+    """Make sure that a checkpoint of the last step is complete before the job stops on a signal. Collective."""
+    if _apply_decisions(job, batches, batches, settle=True):
+        return  # rolled back to a checkpoint
+    if not job.plan.is_saved_after(job.record.step):
+        _save(job, outcome, background=False)
+        return
+    with job.watchdog.phase("a save"):
+        job.state.finish()
+
+
+def _finish(job: Job) -> TrainResult:
+    """Export the model, and emit `Finished` with the result. Collective."""
+    config, record, limit = job.plan.config, job.record, job.ctx.timeouts.startup
+    # All steps are saved. The export and the handlers of `Finished` may take longer than a step.
+    job.ctx.set_timeout(limit + job.watchdog.margin)
+    with job.watchdog.phase("the end of the job", timeout=limit), _evaluation_weights(job):
+        export_dir = _export(job) if config.export else None
+        assert record.train_loss is not None
+        assert record.weight_per_second is not None
+        result = TrainResult(
+            steps=record.step,
+            train_loss=record.train_loss,
+            evaluation=dict(record.evaluation),
+            weight_per_second=record.weight_per_second,
+            run_dir=config.run.dir,
+            export_dir=export_dir,
+        )
+        job.events.emit(Finished(record.step, result, job.pipeline.model, job.pipeline.callable(), job.ctx))
+    return result
+
+
+def _export(job: Job) -> Path:
+    """Export the model, with the tokenizer and other files of the initial weights. Collective."""
+    config, provider = job.plan.config, job.plan.model.provider
+    folder = config.run.dir / "export"
+    source = config.initial_weights or provider.initial_weights
+    if source is not None and not source.is_dir():  # removed since the first start; an earlier export has the files
+        if not folder.is_dir():
+            job.reports.progress.line(
+                f"initial weights {source} are gone: their tokenizer and other files are not exported."
+            )
+        source = folder if folder.is_dir() else None
+    with job.watchdog.phase("the export"):
+        save_model_state(
+            job.pipeline.model,
+            folder,
+            job.plan.export_mapper,
+            job.ctx,
+            extra_files=provider.export_files(),
+            source=source,
+            progress=config.logging.progress,
+        )
+    job.events.emit(ModelExported(config.steps, folder))
+    return folder

@@ -1,0 +1,139 @@
+"""Plan of a training job: checked on each rank by itself, before a process group starts or a file is written."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from pydantic import JsonValue
+
+from d9d_dist import UserError, read_launch
+from d9d_loop.config.trainer_config import TrainerConfig
+from d9d_loop.data import DataProvider, SampleStream
+from d9d_loop.data.evaluation_pass import check_evaluation_data
+from d9d_loop.data.samples import Samples
+from d9d_loop.job.job_check import (
+    check_checkpoint,
+    check_metric_names,
+    check_retention,
+    check_writable,
+    export_mapper_of,
+    microbatch_size_of,
+)
+from d9d_loop.lr.lr_schedule import LrSchedule
+from d9d_loop.model.model_plan import ModelPlan, plan_model
+from d9d_loop.model.model_provider import ModelProvider
+from d9d_loop.optimizers.optimizer import OptimizerProvider
+from d9d_loop.task import Task
+from d9d_metrics import check_trackers
+from d9d_pipeline import Schedule
+from d9d_state import StateMapper
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlan:
+    """Checked plan of a training job: its configuration, what the user provides, and what follows from both.
+
+    Attributes:
+        config: The job's configuration.
+        resolved: The configuration as JSON.
+        model: Layout of the model over the ranks.
+        task: Prepares inputs and computes the loss.
+        data: Provides training and evaluation data.
+        optimizer: Builds the optimizer.
+        lr_schedule: Function from the step to the factor of the peak learning rate.
+        microbatch_size: Samples of a microbatch on one data-parallel rank.
+        num_microbatches: Microbatches of a step on one data-parallel rank.
+        stream: Training samples in the order of training.
+        evaluation_data: Held-out samples; `None` without evaluation.
+        export_mapper: State mapper from the model's weights to the exported ones; `None` if the names are the same or
+            there is no export.
+    """
+
+    config: TrainerConfig
+    resolved: dict[str, JsonValue]
+    model: ModelPlan
+    task: Task
+    data: DataProvider
+    optimizer: OptimizerProvider
+    lr_schedule: LrSchedule
+    microbatch_size: int
+    num_microbatches: int
+    stream: SampleStream
+    evaluation_data: Samples | SampleStream | None
+    export_mapper: StateMapper | None
+
+    def is_saved_after(self, step: int) -> bool:
+        """Return True if a checkpoint is due after a step."""
+        return step == self.config.steps or step % self.config.checkpoint.every == 0
+
+
+def plan_job(
+    config: TrainerConfig,
+    *,
+    model: ModelProvider,
+    data: DataProvider,
+    task: Task,
+    optimizer: OptimizerProvider | None = None,
+    lr_schedule: LrSchedule | None = None,
+    pipeline_schedule: Schedule | None = None,
+) -> JobPlan:
+    """Check a training job and plan it. No collectives; writes no files.
+
+    Args:
+        config: The job's configuration.
+        model: Builds the model.
+        data: Provides training and evaluation data.
+        task: Prepares inputs and computes the loss.
+        optimizer: As of `Trainer`.
+        lr_schedule: As of `Trainer`.
+        pipeline_schedule: As of `Trainer`.
+
+    Raises:
+        UserError: If a check fails. The message names the field, the value, the expected value and the remedy.
+    """
+    check_metric_names(task)
+    launch = read_launch()
+    mesh = config.mesh.resolve(launch.world_size)
+    dp_size = mesh.data_parallel_replicate * mesh.data_parallel_shard
+    microbatch_size = microbatch_size_of(config, dp_size)
+    num_microbatches = config.batch.global_size // (dp_size * microbatch_size)
+    stream, evaluation_data = data.training(seed=config.seed), data.evaluation()
+    if not stream.is_endless:
+        raise UserError("the training data are a finite stream; expected an endless one. Leave out its epochs.")
+    if evaluation_data is not None:
+        check_evaluation_data(evaluation_data, num_samples=config.evaluation.num_samples)
+    check_retention(config, task, evaluates=evaluation_data is not None)
+    check_trackers(config.trackers)
+    check_writable(config.run.dir)
+    layout = plan_model(
+        model,
+        launch=launch,
+        mesh=mesh,
+        schedule=pipeline_schedule or config.pipeline.schedule.build(),
+        num_microbatches=num_microbatches,
+        seed=config.seed,
+        task=task,
+        first_batch=lambda: data.collate([stream.read(entry) for entry in stream.cursor().take(microbatch_size)]),
+    )
+    whole = layout.built.module
+    if optimizer is None:
+        config.optimizer.check(whole)
+    weights = config.initial_weights or model.initial_weights
+    needs_weights = check_checkpoint(config, whole, data_identity=stream.identity())
+    export_mapper = export_mapper_of(model, whole) if config.export else None
+    if weights is not None and needs_weights:
+        layout = layout.with_weights("initial_weights", weights)
+    return JobPlan(
+        config=config,
+        resolved=config.model_dump(mode="json"),
+        model=layout,
+        task=task,
+        data=data,
+        # A stage need not match every parameter group: the groups were checked on the whole model.
+        optimizer=optimizer or partial(config.optimizer.build, whole=False),
+        lr_schedule=lr_schedule or config.lr_schedule.build(config.steps),
+        microbatch_size=microbatch_size,
+        num_microbatches=num_microbatches,
+        stream=stream,
+        evaluation_data=evaluation_data,
+        export_mapper=export_mapper,
+    )

@@ -1,0 +1,131 @@
+"""Plan of a model's layout over the ranks of a job, made before a process group starts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from d9d_dist import Launch, MeshConfig, StageInfo, UserError
+from d9d_loop.model.built_model import BuiltModel, build_model
+from d9d_loop.model.model_provider import ModelProvider
+from d9d_loop.model.stage_check import build_stages, check_chain, check_parts
+from d9d_loop.task import BatchTask, to_inputs
+from d9d_pipeline import Program, Schedule, build
+from d9d_state import StateMapper, check_model_state
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """Checked layout of a model over the ranks of a job.
+
+    Attributes:
+        provider: Builds and parallelizes the model.
+        seed: The job's seed.
+        launch: Rank of this process, world size, and node.
+        mesh: Degrees of parallelism, with -1 resolved.
+        schedule: Pipeline schedule.
+        program: The schedule's program for this number of pipeline ranks and microbatches.
+        built: The whole model as it was built.
+        shared_names: Parameters shared by several stages, with the indices of those stages; the owner comes first.
+        weights: Folder of the initial weights; `None` if none are loaded.
+        load_mapper: State mapper from the weights in that folder to those of the whole model; `None` if the names are
+            the same.
+    """
+
+    provider: ModelProvider
+    seed: int
+    launch: Launch
+    mesh: MeshConfig
+    schedule: Schedule
+    program: Program
+    built: BuiltModel
+    shared_names: Mapping[str, tuple[int, ...]]
+    weights: Path | None = None
+    load_mapper: StateMapper | None = None
+
+    @property
+    def is_pipelined(self) -> bool:
+        """True if there are several pipeline ranks."""
+        return len(self.program.ranks) > 1
+
+    def with_weights(self, key: str, folder: Path) -> "ModelPlan":
+        """Return the plan with initial weights from a folder, which the configuration key `key` names.
+
+        Raises:
+            UserError: If weights are missing, unexpected, or have another shape. Also if a parameter was built without
+                values and the folder has none for it. No tensor data is read.
+        """
+        mapper = self.provider.load_mapper(self.built.module, folder)
+        try:
+            check_model_state(self.built.module, folder, mapper)
+        except UserError as error:
+            raise UserError(f"{key} = {folder}: {error}") from None
+        groups = mapper.groups if mapper else ()
+        kept = {output for group in groups if not group.inputs for output in group.outputs}
+        if empty := sorted(kept & self.built.without_values):
+            raise UserError(
+                f"{key} = {folder} has no values for {', '.join(empty)}, and the model was built without them; "
+                "expected all weights of the model. Choose the folder that the model is built for."
+            )
+        return replace(self, weights=folder, load_mapper=mapper)
+
+
+def plan_model(
+    provider: ModelProvider,
+    *,
+    launch: Launch,
+    mesh: MeshConfig,
+    schedule: Schedule,
+    num_microbatches: int,
+    seed: int,
+    task: BatchTask,
+    first_batch: Callable[[], Any],
+) -> ModelPlan:
+    """Build the model without its values, and check that it can be trained or run in a layout. No collectives.
+
+    Args:
+        provider: Builds the model.
+        launch: Rank of this process, world size, and node.
+        mesh: Degrees of parallelism, with -1 resolved.
+        schedule: Pipeline schedule.
+        num_microbatches: Number of microbatches of a step on one data-parallel rank.
+        seed: The job's seed.
+        task: Prepares inputs.
+        first_batch: Reads a microbatch. Called only if there are several stages, to run them on `meta`.
+
+    Raises:
+        UserError: If the task cannot split sequences for context parallelism, the schedule does not support the number
+            of ranks or microbatches, the stages' parameters differ from the model's, or a stage rejects the previous
+            stage's output.
+    """
+    cuts_sequences = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1
+    can_split = any("split_sequence" in vars(kind) for kind in type(task).mro() if kind is not BatchTask)
+    if cuts_sequences and not can_split:
+        name = type(task).__name__
+        raise UserError(
+            f"the mesh has context-parallel ranks, but {name} does not say how they share out a batch; expected a "
+            f"method {name}.split_sequence(batch, split). Write one, or set the context-parallel degrees to 1."
+        )
+    num_ranks = mesh.pipeline_parallel
+    try:
+        program = build(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    except UserError as error:
+        raise UserError(
+            f"pipeline.schedule: {error} The step has {num_microbatches} microbatches for each data-parallel rank "
+            "(batch.global_size / data-parallel ranks / batch.microbatch_size) and mesh.pipeline_parallel = "
+            f"{num_ranks}."
+        ) from None
+    built = build_model(provider, StageInfo(), seed=seed, keep_values=launch.world_size == 1)
+    shared_names: Mapping[str, tuple[int, ...]] = {}
+    if program.num_stages > 1:
+        try:
+            stages = build_stages(provider, program.num_stages, seed=seed)
+        except UserError as error:
+            per_rank = schedule.stages_per_rank
+            raise UserError(
+                f"mesh.pipeline_parallel = {num_ranks} with {per_rank} stages on each rank: {error}"
+            ) from None
+        shared_names = check_parts(built.module, stages)
+        if not cuts_sequences:  # `task.inputs` expects a split batch, which needs the process group
+            check_chain(built.module, stages, to_inputs(task.inputs(first_batch())), program.stage_ranks)
+    return ModelPlan(provider, seed, launch, mesh, schedule, program, built, shared_names)
