@@ -29,43 +29,26 @@ from d9d_moe.models.deepseek_v3 import (
     DeepseekV3ForEmbedding,
     DeepseekV3Model,
     DeepseekV3Params,
-)
-from d9d_moe.models.deepseek_v3_hugging_face import (
     deepseek_v3_from_hugging_face,
     deepseek_v3_hugging_face_config,
     deepseek_v3_params_from_hugging_face,
 )
-from d9d_moe.models.deepseek_v3_tensor_plan import deepseek_v3_tensor_plan
-from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face
-from d9d_moe.models.moe_decoder import (
-    BackboneSizes,
-    Hidden,
-    MoeDecoder,
-    MoeDecoderLayer,
-    MoeDecoderParams,
-    Received,
-    TokenMask,
-)
-from d9d_moe.models.moe_heads import MoeForCausalLM, MoeForClassification, MoeForEmbedding, RouterLossJoin
-from d9d_moe.models.moe_parallelize import RowParts, moe_tensor_plan, parallelize_moe_decoder
+from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face, sparse_from_hugging_face
 from d9d_moe.models.qwen3_moe import (
     Qwen3MoeForCausalLM,
     Qwen3MoeForClassification,
     Qwen3MoeForEmbedding,
     Qwen3MoeModel,
     Qwen3MoeParams,
-)
-from d9d_moe.models.qwen3_moe_hugging_face import (
     qwen3_moe_from_hugging_face,
     qwen3_moe_hugging_face_config,
     qwen3_moe_params_from_hugging_face,
 )
-from d9d_moe.models.qwen3_moe_tensor_plan import qwen3_moe_tensor_plan
+from d9d_moe.models.sparse_params import SparseParams
 from d9d_moe.router import Router, Routing, SigmoidRouter, TopKRouter
 from d9d_moe.router_losses import (
     BalanceDefinition,
     BalanceScope,
-    HiddenAndLosses,
     RouterLosses,
     TokenGroups,
     expert_load,
@@ -77,7 +60,6 @@ __all__ = [
     "BACKEND_VARIABLE",
     "AllToAllDispatched",
     "AllToAllDispatcher",
-    "BackboneSizes",
     "BalanceDefinition",
     "BalanceScope",
     "Combining",
@@ -98,34 +80,23 @@ __all__ = [
     "GroupedLinear",
     "GroupedMatmulBackend",
     "GroupedSwiGLU",
-    "Hidden",
-    "HiddenAndLosses",
     "JointBalance",
     "LoadStatistics",
     "LocalDispatched",
     "LocalDispatcher",
-    "MoeDecoder",
-    "MoeDecoderLayer",
-    "MoeDecoderParams",
     "MoeFeedForward",
-    "MoeForCausalLM",
-    "MoeForClassification",
-    "MoeForEmbedding",
     "Qwen3MoeForCausalLM",
     "Qwen3MoeForClassification",
     "Qwen3MoeForEmbedding",
     "Qwen3MoeModel",
     "Qwen3MoeParams",
-    "Received",
     "Router",
-    "RouterLossJoin",
     "RouterLosses",
     "Routing",
-    "RowParts",
     "SharedExperts",
     "SigmoidRouter",
+    "SparseParams",
     "TokenGroups",
-    "TokenMask",
     "TopKRouter",
     "balance_experts",
     "choose_backend",
@@ -133,18 +104,15 @@ __all__ = [
     "deepseek_v3_from_hugging_face",
     "deepseek_v3_hugging_face_config",
     "deepseek_v3_params_from_hugging_face",
-    "deepseek_v3_tensor_plan",
     "expert_load",
     "experts_from_hugging_face",
     "grouped_matmul",
     "load_statistics",
-    "moe_tensor_plan",
     "parallelize_expert_parallel",
-    "parallelize_moe_decoder",
     "qwen3_moe_from_hugging_face",
     "qwen3_moe_hugging_face_config",
     "qwen3_moe_params_from_hugging_face",
-    "qwen3_moe_tensor_plan",
+    "sparse_from_hugging_face",
     "take_expert_counts",
     "token_losses",
     "token_records",
