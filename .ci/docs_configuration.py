@@ -5,7 +5,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from d9d_loop import InferenceConfig, InferencePresetConfig, PresetConfig, TrainerConfig
-from d9d_loop._config_help import tabulate_fields
+from d9d_loop.config._config_help import tabulate_fields
 
 PAGES = (
     ("Training", TrainerConfig, None, "`TrainerConfig`, which a job's own configuration subclasses."),
@@ -15,7 +15,7 @@ PAGES = (
         "Presets of inference",
         InferencePresetConfig,
         InferenceConfig,
-        "`InferencePresetConfig` of `python -m d9d_loop.infer`: the fields above, and these.",
+        "`InferencePresetConfig` of `python -m d9d_loop.inference`: the fields above, and these.",
     ),
 )
 

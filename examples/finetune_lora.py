@@ -7,7 +7,7 @@ from pretrain import Decoder, NextByte, PackedText, Text
 from torch import nn
 
 from d9d_dist import DistributedContext, StageInfo, UserError
-from d9d_loop import Finished, ModelProvider, Section, Trainer, TrainerConfig, command_line, read_config_file
+from d9d_loop import Finished, ModelProvider, Section, Trainer, TrainerConfig, cli_main, read_config_file
 from d9d_modules import qwen3_params_from_hugging_face
 from d9d_peft import LoRA, inject, merge_, save_adapters
 from d9d_state import StateMapper, save_model_state, sequential
@@ -78,5 +78,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with command_line():
+    with cli_main():
         main()

@@ -34,8 +34,8 @@ from d9d_loop import (
     Task,
     Trainer,
     TrainerConfig,
-    command_line,
-    handles,
+    cli_main,
+    on_event,
 )
 from d9d_loop.data import DocumentStream, PackedSamples, PackedStream, SampleStream, cached_token_file
 from d9d_metrics import BitsPerByte, plot_metrics
@@ -47,7 +47,7 @@ from d9d_modules import (
     Qwen3Params,
     checkpoint_activations,
     generate,
-    multiply_in_float8,
+    convert_to_float8,
     qwen3_from_hugging_face,
     qwen3_hugging_face_config,
     qwen3_tensor_plan,
@@ -170,7 +170,7 @@ class Decoder(ModelProvider):
         plan = qwen3_tensor_plan(self.dense) if self.moe is None else qwen3_moe_tensor_plan(self.moe)
         blocks = model.get_submodule("backbone.layers")
         if self.parallelism.float8 is not None:
-            multiply_in_float8(blocks, self.parallelism.float8, ctx)
+            convert_to_float8(blocks, self.parallelism.float8, ctx)
         parallelize_tensor(model, dense["tp"], plan)
         parallelize_context(model, cp, method=self.parallelism.context_method)
         parallelize_expert_parallel(model, ctx)
@@ -198,7 +198,7 @@ class NextByte(Task):
             batch["input_ids"],
             labels=batch["labels"],
             position_ids=batch["position_ids"],
-            documents_BL=batch["documents"],
+            document_ids_BL=batch["documents"],
         )
 
     def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
@@ -220,7 +220,7 @@ class Report:
     def __init__(self, max_context: int) -> None:
         self.max_context = max_context
 
-    @handles(Finished)
+    @on_event(Finished)
     def finished(self, done: Finished) -> None:
         written = self.write(done)  # on all ranks
         if not done.ctx.is_main_process:
@@ -274,5 +274,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with command_line():
+    with cli_main():
         main()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from d9d_loop import Loss, Task, Trainer, TrainerConfig, command_line
+from d9d_loop import Loss, Task, Trainer, TrainerConfig, cli_main
 
 
 class Mlp(nn.Module):
@@ -33,6 +33,6 @@ def make_dataset(size: int = 4096) -> list[dict[str, torch.Tensor]]:
 
 
 if __name__ == "__main__":
-    with command_line():
+    with cli_main():
         config = TrainerConfig.from_cli(Path(__file__).with_suffix(".toml"))
         print(Trainer(config, model=lambda stage: Mlp(), data=make_dataset(), task=Regression()).train())

@@ -19,7 +19,7 @@ import d9d_modules.chunked_cross_entropy
 import d9d_modules.models.decoder_model
 import d9d_modules.models.decoder_tensor_plan
 import d9d_modules.pooling
-from d9d_dist import gather_shards
+from d9d_dist import gather_from_axis
 from d9d_dist.context_parallel.all_to_all import AllToAllAttention
 from d9d_modules import (
     AttentionOptions,
@@ -59,7 +59,7 @@ def given_positions_start_anew_on_every_rank() -> AbstractContextManager[object]
 
 @caught_by("qwen3,pp=2,rows=packed")
 def documents_stay_on_the_first_stage() -> AbstractContextManager[object]:
-    return _of_a_decoder(lambda self, places: None if self.stage.is_first else places.pop("documents_BL"))
+    return _of_a_decoder(lambda self, places: None if self.stage.is_first else places.pop("document_ids_BL"))
 
 
 @caught_by("llama3,cp_shard=2,method=ring,rows=packed")
@@ -67,7 +67,7 @@ def a_ring_takes_documents_of_other_ranks_for_its_own() -> AbstractContextManage
     def own_everywhere(x: Tensor, mesh: DeviceMesh, *, dim: int, gradient: str) -> Tensor:
         return torch.cat([x] * mesh.size(), dim=dim)
 
-    return mock.patch.object(d9d_dist.context_parallel.ring, "gather_shards", own_everywhere)
+    return mock.patch.object(d9d_dist.context_parallel.ring, "gather_from_axis", own_everywhere)
 
 
 @caught_by("llama3,cp_shard=2,method=all_to_all,rows=packed")
@@ -181,7 +181,7 @@ def every_rank_has_the_decay_of_the_first_heads() -> Generator[None]:
 @caught_by("delta,dp_shard=2,rows=packed")
 def a_state_goes_through_from_document_to_document() -> AbstractContextManager[object]:
     real = GatedDeltaNet.forward
-    return mock.patch.object(GatedDeltaNet, "forward", lambda self, x, rotary=None, documents_BL=None: real(self, x))
+    return mock.patch.object(GatedDeltaNet, "forward", lambda self, x, rotary=None, document_ids_BL=None: real(self, x))
 
 
 @caught_by("classifier,tp=2,rows=padded")
@@ -197,9 +197,9 @@ def the_last_position_is_pooled_also_where_it_is_padding() -> AbstractContextMan
 @caught_by("embedder,tp=2")
 def every_rank_counts_the_gradient_of_pooled_rows() -> AbstractContextManager[object]:
     def partial(x: Tensor, mesh: Any, *, dim: int, gradient: str) -> Tensor:
-        return gather_shards(x, mesh, dim=dim, gradient="partial")
+        return gather_from_axis(x, mesh, dim=dim, gradient="partial")
 
-    return mock.patch.object(d9d_modules.models.decoder_tensor_plan, "gather_shards", partial)
+    return mock.patch.object(d9d_modules.models.decoder_tensor_plan, "gather_from_axis", partial)
 
 
 @caught_by("heads,pp=2,head=tied")

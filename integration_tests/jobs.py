@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from d9d_dist.testing import run_ranks
-from d9d_loop import command_line
+from d9d_loop import cli_main
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -63,7 +63,7 @@ def script(name: str, arguments: Sequence[str]) -> Ended:
     before, sys.argv = sys.argv, [f"{name}.py", *arguments]
     code = 0
     try:
-        with redirect_stdout(output), redirect_stderr(errors), _shorter_text(module), command_line():
+        with redirect_stdout(output), redirect_stderr(errors), _shorter_text(module), cli_main():
             module.main()
     except SystemExit as leave:
         code = int(leave.code or 0)

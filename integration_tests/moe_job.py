@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, StageInfo
-from d9d_loop import Inputs, Loss, ModelProvider, ModelReady, OptimizerDone, Task, Trainer, TrainerConfig, handles
+from d9d_loop import Inputs, Loss, ModelProvider, ModelReady, OptimizerDone, Task, Trainer, TrainerConfig, on_event
 from d9d_loop.testing import parse_layout
 from d9d_metrics import Accumulator, Metric, MetricValue
 from d9d_moe import (
@@ -101,13 +101,13 @@ class BalancedNextToken(Task):
         self.newest = ExpertLoad(SPARSE_LAYERS, PARAMS.num_experts)
         return {"experts": self.newest}
 
-    @handles(ModelReady)
+    @on_event(ModelReady)
     def start(self, ready: ModelReady) -> None:
         """Keep the metric of the training, since evaluations make others; counts are equal on all ranks of a stage."""
         self.load = self.newest
         self.is_counting = ready.ctx.coordinate("batch", "dp") == ready.ctx.coordinate("batch", "cp") == 0
 
-    @handles(OptimizerDone)
+    @on_event(OptimizerDone)
     def balance(self, done: OptimizerDone) -> None:
         """Once a step."""
         counts = balance_experts(done.model, rate=self.rate, taken=done.taken)

@@ -29,8 +29,8 @@ import d9d_dist.data_parallel
 import d9d_dist.gradient_norm
 import d9d_dist.tensor_styles
 import d9d_dist.vocab_parallel
-import d9d_loop.model_build
-import d9d_loop.train_step
+import d9d_loop.model.model_build
+import d9d_loop.job.train_step
 import d9d_modules.chunked_cross_entropy
 import d9d_pipeline._channel
 import d9d_pipeline._stage
@@ -38,13 +38,13 @@ import d9d_pipeline.executor
 from d9d_dist import (
     ContextSplit,
     DistributedContext,
-    LaterGradients,
+    DeferredWeightGrads,
     RowParallel,
     SequenceParallel,
     TensorRegion,
-    gather_shards,
+    gather_from_axis,
     set_gradient_sync,
-    sum_partial,
+    reduce_from_axis,
 )
 from d9d_dist.context_parallel.blocks import MergedBlocks
 from d9d_pipeline import SharedParameters
@@ -126,7 +126,7 @@ def _hybrid_over(change: Callable[[DeviceMesh, str], DeviceMesh]) -> Generator[N
     """Hybrid sharding over fewer axes than it was given, which the Trainer's own check would refuse."""
     with (
         mock.patch.object(d9d_dist.data_parallel, "_replicate_and_shard", change),
-        mock.patch.object(d9d_loop.model_build, "check_parallelized"),
+        mock.patch.object(d9d_loop.model.model_build, "check_parallelized"),
     ):
         yield
 
@@ -210,7 +210,7 @@ def replicas_keep_the_first_microbatch_only() -> AbstractContextManager[object]:
 
 @caught_by("dense,dp_shard=2,mask=ragged")
 def each_rank_divides_by_its_own_weight() -> AbstractContextManager[object]:
-    return _collective(d9d_loop.train_step, all_reduce=lambda *args, **kwargs: None)
+    return _collective(d9d_loop.job.train_step, all_reduce=lambda *args, **kwargs: None)
 
 
 @caught_by("dense,cp_shard=2")
@@ -230,7 +230,7 @@ def the_weight_counts_tensor_parallel_ranks() -> Generator[None]:
         dist.all_reduce(totals, **kwargs)
         totals.mul_(2)
 
-    with _collective(d9d_loop.train_step, all_reduce=doubled):
+    with _collective(d9d_loop.job.train_step, all_reduce=doubled):
         yield
 
 
@@ -280,34 +280,34 @@ def a_norm_over_heads_is_not_reduced() -> AbstractContextManager[object]:
 
 @caught_by("plain,tp=2")
 def parts_of_an_inputs_gradient_are_not_summed() -> AbstractContextManager[object]:
-    return mock.patch.object(d9d_dist.tensor_styles, "enter_partial", lambda x, mesh: x)
+    return mock.patch.object(d9d_dist.tensor_styles, "copy_to_axis", lambda x, mesh: x)
 
 
 @caught_by("plain,tp=2")
 def an_output_and_its_gradient_are_both_summed() -> AbstractContextManager[object]:
-    real = d9d_dist.tensor_styles.enter_partial
-    return mock.patch.object(d9d_dist.tensor_styles, "sum_partial", lambda x, mesh: sum_partial(real(x, mesh), mesh))
+    real = d9d_dist.tensor_styles.copy_to_axis
+    return mock.patch.object(d9d_dist.tensor_styles, "reduce_from_axis", lambda x, mesh: reduce_from_axis(real(x, mesh), mesh))
 
 
 @caught_by("plain,tp=2")
 def a_row_parallel_output_is_not_summed() -> AbstractContextManager[object]:
-    return mock.patch.object(d9d_dist.tensor_styles, "sum_partial", lambda x, mesh: x)
+    return mock.patch.object(d9d_dist.tensor_styles, "reduce_from_axis", lambda x, mesh: x)
 
 
 @caught_by("dense,tp=2")
 def gathered_tokens_give_each_rank_its_own_gradient_only() -> AbstractContextManager[object]:
     def equal(x: Tensor, mesh: Any, *, dim: int, gradient: str) -> Tensor:
-        return gather_shards(x, mesh, dim=dim, gradient="equal")
+        return gather_from_axis(x, mesh, dim=dim, gradient="equal")
 
-    return mock.patch.object(d9d_dist.tensor_styles, "gather_shards", equal)
+    return mock.patch.object(d9d_dist.tensor_styles, "gather_from_axis", equal)
 
 
 @caught_by("plain,tp=2")
 def gathered_logits_count_their_gradient_on_every_rank() -> AbstractContextManager[object]:
     def partial(x: Tensor, mesh: Any, *, dim: int, gradient: str) -> Tensor:
-        return gather_shards(x, mesh, dim=dim, gradient="partial")
+        return gather_from_axis(x, mesh, dim=dim, gradient="partial")
 
-    return mock.patch.object(d9d_dist.tensor_styles, "gather_shards", partial)
+    return mock.patch.object(d9d_dist.tensor_styles, "gather_from_axis", partial)
 
 
 @caught_by("plain,tp=2")
@@ -351,7 +351,7 @@ def splitting_unties_the_head() -> Generator[None]:
 
     with (
         mock.patch("d9d_dist.tensor_parallel.distribute_parameters", untie),
-        mock.patch.object(d9d_loop.model_build, "check_unchanged"),
+        mock.patch.object(d9d_loop.model.model_build, "check_unchanged"),
     ):
         yield
 
@@ -392,7 +392,7 @@ def the_head_keeps_its_value_of_a_tied_weight() -> AbstractContextManager[object
 
 @caught_by("dense,pp=2,schedule=zb1p,microbatch=1")
 def weight_gradients_wait_for_ever() -> AbstractContextManager[object]:
-    return mock.patch.object(LaterGradients, "compute")
+    return mock.patch.object(DeferredWeightGrads, "compute")
 
 
 @caught_by("dense,pp=2,dp_shard=2,schedule=zbv,microbatch=1")
@@ -485,9 +485,9 @@ def exchanged_heads_keep_the_order_of_ranks() -> AbstractContextManager[object]:
 @caught_by("dense,cp_shard=2")
 def keys_get_the_gradient_of_their_own_rank_only() -> AbstractContextManager[object]:
     def equal(x: Tensor, mesh: Any, *, dim: int, gradient: str) -> Tensor:
-        return gather_shards(x, mesh, dim=dim, gradient="equal")
+        return gather_from_axis(x, mesh, dim=dim, gradient="equal")
 
-    return mock.patch.object(d9d_dist.context_parallel.all_gather, "gather_shards", equal)
+    return mock.patch.object(d9d_dist.context_parallel.all_gather, "gather_from_axis", equal)
 
 
 @caught_by("dense,cp_shard=2,method=ring")

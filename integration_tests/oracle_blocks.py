@@ -63,11 +63,11 @@ class BlocksBackbone(nn.Module):
         )
         self.norm = RMSNorm(size, zero_centered=True) if stage.is_last else None
 
-    def forward(self, hidden: Tensor, *, position_ids: Tensor, documents_BL: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, *, position_ids: Tensor, document_ids_BL: Tensor | None) -> Tensor:
         x_BLD = hidden if self.embedding is None else self.embedding(hidden)
         rotary = rotary_tables(position_ids, head_dim=ROTARY_DIM, theta=100.0)
         for layer in self.layers.values():
-            x_BLD = layer(x_BLD, rotary, documents_BL=documents_BL)
+            x_BLD = layer(x_BLD, rotary, document_ids_BL=document_ids_BL)
         return x_BLD if self.norm is None else self.norm(x_BLD)
 
 
@@ -86,9 +86,9 @@ class BlocksModel(nn.Module):
             )
 
     def forward(
-        self, hidden: Tensor, *, labels: Tensor, position_ids: Tensor, documents_BL: Tensor | None = None
+        self, hidden: Tensor, *, labels: Tensor, position_ids: Tensor, document_ids_BL: Tensor | None = None
     ) -> Tensor:
-        x_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL)
+        x_BLD = self.backbone(hidden, position_ids=position_ids, document_ids_BL=document_ids_BL)
         return x_BLD if self.lm_head is None else self.lm_head(x_BLD, labels=labels)
 
 

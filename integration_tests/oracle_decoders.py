@@ -185,7 +185,7 @@ def _places(batch: Batch) -> dict[str, Tensor]:
     """What a model is told of its tokens' places. Stages after the first cannot count positions by themselves."""
     counted = torch.arange(LENGTH, device=batch["input_ids"].device).unsqueeze(0)
     places = {"position_ids": batch.get("position_ids", counted)}
-    return places if "documents" not in batch else {**places, "documents_BL": batch["documents"]}
+    return places if "documents" not in batch else {**places, "document_ids_BL": batch["documents"]}
 
 
 def _distance(vectors_BE: Tensor, batch: Batch) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import d9d_dist.model_values
-import d9d_loop.built_model
-import d9d_loop.model_build
+import d9d_loop.model.built_model
+import d9d_loop.model.model_build
 from d9d_dist import StageInfo, built_values
 from d9d_dist.testing import full_parameters, run_ranks
 from d9d_loop import Finished, Loss, ModelReady, Task, Trainer, TrainerConfig, validate_config
@@ -149,7 +149,7 @@ def _values_are_drawn_anew() -> AbstractContextManager[object]:
         with torch.no_grad():
             models[0].norm.weight.to_local().fill_(0.5)
 
-    return _replace(d9d_loop.model_build, "place_values", place)
+    return _replace(d9d_loop.model.model_build, "place_values", place)
 
 
 def _buffers_are_dropped() -> AbstractContextManager[object]:
@@ -157,7 +157,7 @@ def _buffers_are_dropped() -> AbstractContextManager[object]:
         found = original(*args, **kwargs)
         return {name: value * 0 if name in ("scale", "shift") else value for name, value in found.items()}
 
-    return _replace(d9d_loop.model_build, "_values_of", values)
+    return _replace(d9d_loop.model.model_build, "_values_of", values)
 
 
 @contextmanager
@@ -168,8 +168,8 @@ def _ties_are_broken() -> Generator[None]:
         return model, built_values(model)
 
     with (
-        _replace(d9d_loop.built_model, "build_with_values", build),
-        _replace(d9d_loop.model_build, "build_with_values", build),
+        _replace(d9d_loop.model.built_model, "build_with_values", build),
+        _replace(d9d_loop.model.model_build, "build_with_values", build),
     ):
         yield
 
@@ -179,7 +179,7 @@ def _frozen_parts_are_thawed() -> AbstractContextManager[object]:
         original(model)
         model.requires_grad_()
 
-    return _replace(d9d_loop.built_model, "move_to_meta", move)
+    return _replace(d9d_loop.model.built_model, "move_to_meta", move)
 
 
 def _rows_of_a_block_are_shifted() -> AbstractContextManager[object]:
@@ -212,7 +212,7 @@ def _unseeded(stage: StageInfo) -> nn.Module:
 
 @contextmanager
 def _differences_are_not_compared() -> Generator[None]:
-    with mock.patch.object(d9d_loop.model_build, "report_different_values"):
+    with mock.patch.object(d9d_loop.model.model_build, "report_different_values"):
         yield
 
 

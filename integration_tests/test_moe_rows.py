@@ -19,7 +19,7 @@ import d9d_modules.models.decoder_tensor_plan
 import d9d_moe.all_to_all
 import d9d_moe.expert_parallel
 import d9d_moe.grouped_linear
-from d9d_dist import DistributedContext, StageInfo, canonical_name, gather_shards
+from d9d_dist import DistributedContext, StageInfo, canonical_name, gather_from_axis
 from d9d_dist.testing import differences, full_gradients
 from d9d_loop import GradientsReady, Inputs, ModelProvider, Trainer
 from d9d_loop.testing import Around, Experiment, parse_layout, trace_layout
@@ -347,10 +347,10 @@ def _the_norm_forgets_other_ranks_experts() -> AbstractContextManager[object]:
 def _router_losses_are_not_joined() -> AbstractContextManager[object]:
     def alone(x: Tensor, mesh: Any, *, dim: int, gradient: str) -> Tensor:
         return (
-            torch.cat([x] * mesh.size(), dim=dim) if x.ndim == 2 else gather_shards(x, mesh, dim=dim, gradient="equal")
+            torch.cat([x] * mesh.size(), dim=dim) if x.ndim == 2 else gather_from_axis(x, mesh, dim=dim, gradient="equal")
         )
 
-    return mock.patch.object(d9d_modules.models.decoder_tensor_plan, "gather_shards", alone)
+    return mock.patch.object(d9d_modules.models.decoder_tensor_plan, "gather_from_axis", alone)
 
 
 MUTANTS: list[tuple[Bug, Row]] = [

@@ -60,7 +60,7 @@ class SplitModel(nn.Module):
         self.layers = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 12))
         self.head = SplitLanguageModelHead(12, {"orig": VOCAB - 5, "new": 5}, init_std=0.5)
 
-    def forward(self, ids: Tensor, *, labels: Tensor, position_ids: Tensor, documents_BL: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, *, labels: Tensor, position_ids: Tensor, document_ids_BL: Tensor) -> Tensor:
         return self.head(self.layers(self.tokens(ids)), labels=labels)
 
 

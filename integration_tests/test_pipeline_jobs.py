@@ -8,7 +8,7 @@ import torch
 from jobs import TINY_MODEL, Ended, copy_run, curve, on_ranks, options
 from safetensors.torch import load_file
 
-from d9d_loop.pipeline_schedule import KINDS
+from d9d_loop.config.schedule_config import KINDS
 
 SIZES = {**TINY_MODEL, "model.num_layers": 8, "model.tie_word_embeddings": True, "evaluation.num_samples": 5}
 NAMES = ("loss", "grad_norm", "bits_per_byte", "evaluation_loss", "evaluation_bits_per_byte")

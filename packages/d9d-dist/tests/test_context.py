@@ -84,7 +84,7 @@ def _fail_first(nodes: list[int], failing: int, local: bool) -> str:
                 if ctx.rank == failing:
                     raise KeyError("on this one")
         except (KeyError, RuntimeError) as error:
-            ctx.wait_world()  # all ranks must get here
+            ctx.barrier()  # all ranks must get here
             return f"{'ran' if ran else 'did not run'}; {error}"
         return "went on"
 
@@ -105,7 +105,7 @@ def test_if_the_body_fails_on_a_first_rank_all_others_stop(failing: int, local: 
 def test_a_job_of_one_process_needs_no_launcher() -> None:
     with MeshConfig(data_parallel_shard=-1).build() as ctx:
         assert (ctx.rank, ctx.world_size, ctx.num_nodes, ctx.is_main_process) == (0, 1, 1, True)
-        ctx.wait_world()
+        ctx.barrier()
         assert ctx.mesh_for("dense")["dp_cp_shard"].size() == 1
         assert dist.is_initialized()
     assert not dist.is_initialized()

@@ -8,12 +8,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_dist import MeshConfig, UserError
 from d9d_dist.differentiable import (
-    enter_partial,
-    exchange,
-    gather_shards,
-    scatter_partial,
-    sum_partial,
-    take_shard,
+    copy_to_axis,
+    all_to_all_reshard,
+    gather_from_axis,
+    reduce_scatter_to_axis,
+    reduce_from_axis,
+    scatter_to_axis,
 )
 from d9d_dist.testing import Device, run_ranks
 
@@ -28,13 +28,13 @@ Operation = Callable[[Tensor, DeviceMesh], Tensor]
 
 def _operation(name: str, dim: int, other: int) -> Operation:
     operations: dict[str, Operation] = {
-        "enter_partial": enter_partial,
-        "sum_partial": sum_partial,
-        "gather_shards partial": lambda x, mesh: gather_shards(x, mesh, dim=dim, gradient="partial"),
-        "gather_shards equal": lambda x, mesh: gather_shards(x, mesh, dim=dim, gradient="equal"),
-        "scatter_partial": lambda x, mesh: scatter_partial(x, mesh, dim=dim),
-        "take_shard": lambda x, mesh: take_shard(x, mesh, dim=dim),
-        "exchange": lambda x, mesh: exchange(x, mesh, scatter_dim=dim, gather_dim=other),
+        "copy_to_axis": copy_to_axis,
+        "reduce_from_axis": reduce_from_axis,
+        "gather_from_axis partial": lambda x, mesh: gather_from_axis(x, mesh, dim=dim, gradient="partial"),
+        "gather_from_axis equal": lambda x, mesh: gather_from_axis(x, mesh, dim=dim, gradient="equal"),
+        "reduce_scatter_to_axis": lambda x, mesh: reduce_scatter_to_axis(x, mesh, dim=dim),
+        "scatter_to_axis": lambda x, mesh: scatter_to_axis(x, mesh, dim=dim),
+        "all_to_all_reshard": lambda x, mesh: all_to_all_reshard(x, mesh, scatter_dim=dim, gather_dim=other),
     }
     return operations[name]
 
@@ -42,13 +42,13 @@ def _operation(name: str, dim: int, other: int) -> Operation:
 def _spreads(name: str, dim: int, other: int) -> tuple[Spread, Spread, Spread, Spread]:
     """Return the placements of the input, the output, the output's gradient and the input's gradient."""
     spreads: dict[str, tuple[Spread, Spread, Spread, Spread]] = {
-        "enter_partial": ("equal", "equal", "part", "equal"),
-        "sum_partial": ("part", "equal", "equal", "equal"),
-        "gather_shards partial": (dim, "equal", "part", dim),
-        "gather_shards equal": (dim, "equal", "equal", dim),
-        "scatter_partial": ("part", dim, dim, "equal"),
-        "take_shard": ("equal", dim, dim, "equal"),
-        "exchange": (other, dim, dim, other),
+        "copy_to_axis": ("equal", "equal", "part", "equal"),
+        "reduce_from_axis": ("part", "equal", "equal", "equal"),
+        "gather_from_axis partial": (dim, "equal", "part", dim),
+        "gather_from_axis equal": (dim, "equal", "equal", dim),
+        "reduce_scatter_to_axis": ("part", dim, dim, "equal"),
+        "scatter_to_axis": ("equal", dim, dim, "equal"),
+        "all_to_all_reshard": (other, dim, dim, other),
     }
     return spreads[name]
 
@@ -83,13 +83,13 @@ def _forward_and_gradient(name: str, dim: int, other: int) -> tuple[Tensor, Tens
 
 
 NAMES = [
-    "enter_partial",
-    "sum_partial",
-    "gather_shards partial",
-    "gather_shards equal",
-    "scatter_partial",
-    "take_shard",
-    "exchange",
+    "copy_to_axis",
+    "reduce_from_axis",
+    "gather_from_axis partial",
+    "gather_from_axis equal",
+    "reduce_scatter_to_axis",
+    "scatter_to_axis",
+    "all_to_all_reshard",
 ]
 
 
@@ -144,11 +144,11 @@ def _layers_on_ranks() -> tuple[Tensor, list[Tensor]]:
         x, up, down = (
             whole.chunk(mesh.size(), dim=dim)[ctx.rank].to(ctx.device).requires_grad_() for whole, dim in parts
         )
-        h = x + scatter_partial((gather_shards(x, mesh, dim=0, gradient="partial") @ up).tanh() @ down, mesh, dim=0)
-        h = exchange(h, mesh, scatter_dim=-1, gather_dim=0).cumsum(dim=0).sin()
-        h = gather_shards(exchange(h, mesh, scatter_dim=0, gather_dim=-1), mesh, dim=0, gradient="equal")
-        h = sum_partial((enter_partial(h, mesh) @ up).tanh() @ down, mesh)
-        h = gather_shards(take_shard(h, mesh, dim=-1).sin_(), mesh, dim=-1, gradient="equal")
+        h = x + reduce_scatter_to_axis((gather_from_axis(x, mesh, dim=0, gradient="partial") @ up).tanh() @ down, mesh, dim=0)
+        h = all_to_all_reshard(h, mesh, scatter_dim=-1, gather_dim=0).cumsum(dim=0).sin()
+        h = gather_from_axis(all_to_all_reshard(h, mesh, scatter_dim=0, gather_dim=-1), mesh, dim=0, gradient="equal")
+        h = reduce_from_axis((copy_to_axis(h, mesh) @ up).tanh() @ down, mesh)
+        h = gather_from_axis(scatter_to_axis(h, mesh, dim=-1).sin_(), mesh, dim=-1, gradient="equal")
         loss = h.square().sum()
         gradients = torch.autograd.grad(loss, (x, up, down))
         return loss.detach().cpu(), [gradient.cpu() for gradient in gradients]
@@ -170,7 +170,7 @@ def _second_derivative() -> tuple[Tensor, Tensor]:
         mesh = ctx.mesh_for("dense")["tp"]
         shard = torch.arange(1.0, 3.0, dtype=torch.float64) + 2 * ctx.rank
         shard.requires_grad_()
-        loss = gather_shards(shard, mesh, dim=0, gradient="partial").pow(3).sum()  # both ranks add it to the total loss
+        loss = gather_from_axis(shard, mesh, dim=0, gradient="partial").pow(3).sum()  # both ranks add it to the total loss
         (first,) = torch.autograd.grad(loss, shard, create_graph=True)
         (second,) = torch.autograd.grad(first, shard, torch.ones_like(first))
         return shard.detach(), second
@@ -187,10 +187,10 @@ def _compiled_and_not() -> list[Tensor]:
         x = (torch.arange(8.0) + ctx.rank).view(4, 2).requires_grad_()
 
         def layer(x: Tensor) -> Tensor:
-            h = gather_shards(x.sin(), mesh, dim=0, gradient="partial")
-            h = exchange(h.cos(), mesh, scatter_dim=0, gather_dim=1)
-            h = enter_partial(scatter_partial(h, mesh, dim=-1), mesh).sin()
-            return take_shard(sum_partial(h, mesh), mesh, dim=0).square().sum()
+            h = gather_from_axis(x.sin(), mesh, dim=0, gradient="partial")
+            h = all_to_all_reshard(h.cos(), mesh, scatter_dim=0, gather_dim=1)
+            h = copy_to_axis(reduce_scatter_to_axis(h, mesh, dim=-1), mesh).sin()
+            return scatter_to_axis(reduce_from_axis(h, mesh), mesh, dim=0).square().sum()
 
         compiled: Callable[[Tensor], Tensor] = torch.compile(layer, backend="aot_eager", fullgraph=True)
         losses = layer(x), compiled(x)
@@ -251,7 +251,7 @@ def _refusal(name: str) -> str:
         return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["scatter_partial", "take_shard", "exchange"])
+@pytest.mark.parametrize("name", ["reduce_scatter_to_axis", "scatter_to_axis", "all_to_all_reshard"])
 def test_refuses_uneven_parts(name: str) -> None:
     message = (
         "got a tensor of shape (4, 5) to share out to 2 ranks on dim 1, whose size is 5; expected a multiple of 2."
@@ -265,10 +265,10 @@ def _other_refusals() -> None:
         with pytest.raises(
             UserError, match=r"got a mesh with the axes \(.*, tp\); expected exactly one. Slice it: mesh"
         ):
-            sum_partial(torch.zeros(2), mesh)
+            reduce_from_axis(torch.zeros(2), mesh)
         wrong: Any = "sum"
         with pytest.raises(UserError, match=r"got gradient = 'sum'; expected 'partial' or 'equal'."):
-            gather_shards(torch.zeros(2), mesh["tp"], dim=0, gradient=wrong)
+            gather_from_axis(torch.zeros(2), mesh["tp"], dim=0, gradient=wrong)
 
 
 def test_refuses_what_it_does_not_know() -> None:
@@ -283,7 +283,7 @@ def _sums_of_random_sizes(num_sums: int) -> list[Tensor]:
             size = int(torch.randint(1, (20, 3000, 200_000)[number % 3], (), generator=sizes))
             dtype = (torch.float32, torch.float64, torch.bfloat16, torch.float16)[number % 4]
             part = torch.randn(size, generator=torch.Generator().manual_seed(100 * number + ctx.rank)).to(dtype)
-            sums.append(sum_partial(part, ctx.mesh_for("dense")["tp"]))
+            sums.append(reduce_from_axis(part, ctx.mesh_for("dense")["tp"]))
     return sums
 
 

@@ -16,7 +16,7 @@ def _partly_built() -> nn.Sequential:
 
 def test_values_are_kept_and_the_rest_gets_storage() -> None:
     model = _partly_built()
-    before = built_values(model, skip_meta=True)
+    before = built_values(model, ignore_meta=True)
     assert set(before) == {name for name in model.state_dict() if not name.endswith("weight")} | {"2.weight"}
     move_values(model, torch.device("cpu"))
     assert model[0].weight is model[1].weight

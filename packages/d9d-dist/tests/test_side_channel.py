@@ -12,7 +12,7 @@ def _talk() -> tuple[str | None, str, list[int]]:
         assert mine.read("never") is None
         assert mine.first_failure() is None
         mine.write(f"from/{ctx.rank}", f"rank {ctx.rank}")
-        ctx.wait_world()
+        ctx.barrier()
         assert mine.has("from/0", "from/1")
         assert not mine.has("from/0", "from/2")
         assert not other.has("from/0")
@@ -37,7 +37,7 @@ def _fail() -> tuple[int, str] | None:
     failed: tuple[int, str] | None = None
     with suppress(KeyError), MeshConfig(data_parallel_shard=-1).build() as ctx:
         channel = SideChannel(ctx, name="a")
-        ctx.wait_world()
+        ctx.barrier()
         if ctx.rank == 1:
             raise KeyError("why")
         while failed is None:

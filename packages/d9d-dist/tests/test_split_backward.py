@@ -9,12 +9,12 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from d9d_dist.split_backward import GradientSlot, SplitBackward, take_weight
+from d9d_dist.split_backward import WeightGradHandle, SplitBackward, defer_weight_grad
 
 
 class _ScaleFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, slot: GradientSlot) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, slot: WeightGradHandle) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.slot = slot
         return x * weight
@@ -27,18 +27,18 @@ class _ScaleFunction(torch.autograd.Function):
 
 def _scale(x: Tensor, weight: Tensor) -> Tensor:
     """A custom function with a deferred weight gradient."""
-    weight, slot = take_weight(weight, x)
+    weight, slot = defer_weight_grad(weight, x)
     return _ScaleFunction.apply(x, weight, slot)
 
 
 def _shift(x: Tensor, weight: Tensor) -> Tensor:
-    weight, slot = take_weight(weight, x)
+    weight, slot = defer_weight_grad(weight, x)
     return _ShiftFunction.apply(x, weight, slot)
 
 
 class _ShiftFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, slot: GradientSlot) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, slot: WeightGradHandle) -> Tensor:
         ctx.slot = slot
         return x + weight
 
@@ -240,7 +240,7 @@ def test_an_exception_ends_the_context() -> None:
     with pytest.raises(RuntimeError, match="failed"), split.forward():
         _fail()
     weight, x = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    assert take_weight(weight, x)[0] is weight
+    assert defer_weight_grad(weight, x)[0] is weight
     x.register_hook(lambda _: _fail())
     for _ in range(2):  # the failed pass must not block the second one
         with pytest.raises(RuntimeError, match="failed"):

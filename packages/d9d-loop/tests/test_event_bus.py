@@ -19,7 +19,7 @@ from d9d_loop import (
     Failed,
     GradientsReady,
     StepDone,
-    handles,
+    on_event,
 )
 
 
@@ -65,11 +65,11 @@ class _Watcher:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    @handles(CheckpointSaved, CheckpointStarted)
+    @on_event(CheckpointSaved, CheckpointStarted)
     def look(self, event: Event) -> None:
         self.seen.append(f"{type(event).__name__} {event.step}")
 
-    @handles(Failed)
+    @on_event(Failed)
     def mourn(self, event: Failed) -> None:
         self.seen.append(str(event.error))
 
@@ -86,14 +86,14 @@ def test_marked_methods_are_subscribed_at_once() -> None:
 
 def test_what_handles_nothing_cannot_be_subscribed() -> None:
     with pytest.raises(
-        UserError, match=r"^list has no method that handles an event; expected at least one .* @handles"
+        UserError, match=r"^list has no method that handles an event; expected at least one .* @on_event"
     ):
         Events().subscribe([])
 
 
 @pytest.mark.parametrize("kind", [int, "StepDone", CheckpointSaved(1)])
 def test_what_is_no_event_cannot_be_waited_for(kind: Any) -> None:
-    for wait in (lambda: Events().on(kind, print), lambda: handles(kind)):
+    for wait in (lambda: Events().on(kind, print), lambda: on_event(kind)):
         with pytest.raises(UserError, match=r"^got .* as a kind of event; expected a class such as StepDone\.$"):
             wait()
 

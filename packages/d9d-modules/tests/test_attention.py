@@ -210,7 +210,7 @@ def test_no_attention_across_packed_documents() -> None:
         positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
         tables = rotary_tables(positions, head_dim=8, rotary_dim=4, theta=100.0)
         documents = torch.tensor([[3] * 4 + [1] * 5])
-        packed = attention(x, tables, documents_BL=documents)
+        packed = attention(x, tables, document_ids_BL=documents)
         alone = [
             attention(x[:, part], type(tables)(tables.cos[:, part], tables.sin[:, part]))
             for part in (slice(0, 4), slice(4, 9))
@@ -227,9 +227,9 @@ def _nothing(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Te
 def test_attention_without_options_is_plain() -> None:
     plain = GroupedQueryAttention(12, num_heads=4, num_kv_heads=2, head_dim=8)
     chosen = GroupedQueryAttention(12, num_heads=4, num_kv_heads=2, head_dim=8, backends=["eager"])
-    for attention, is_plain in ((plain, True), (chosen, False), (_everything(), False)):
+    for attention, is_standard_sdpa in ((plain, True), (chosen, False), (_everything(), False)):
         assert isinstance(attention.attention_function, ChosenAttention)
-        assert attention.attention_function.is_plain is is_plain
+        assert attention.attention_function.is_standard_sdpa is is_standard_sdpa
     x, tables = torch.randn(1, 3, 12), rotary_tables(torch.arange(3).unsqueeze(0), head_dim=8, theta=100.0)
     chosen.load_state_dict(plain.state_dict())
     torch.testing.assert_close(chosen(x, tables), plain(x, tables))
@@ -263,7 +263,7 @@ def test_checkpointing_does_not_change_gradients() -> None:
     checkpointed.load_state_dict(plain.state_dict())
     checkpoint_activations(checkpointed)
     for attention in (plain, checkpointed):
-        attention(x, tables, documents_BL=torch.tensor([[0, 0, 1, 1, 1, 2]] * 2)).sum().backward()
+        attention(x, tables, document_ids_BL=torch.tensor([[0, 0, 1, 1, 1, 2]] * 2)).sum().backward()
     for parameter, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(other.grad, parameter.grad, rtol=0, atol=0)
@@ -288,8 +288,8 @@ def test_tables_and_documents_of_wrong_shape_raise() -> None:
             attention(x, tables)
     tables = rotary_tables(torch.arange(3).unsqueeze(0), head_dim=8, rotary_dim=4, theta=9.0)
     for documents in (torch.zeros(1, 3, dtype=torch.int64), torch.zeros(2, 3)):
-        with pytest.raises(UserError, match=r"got documents_BL of shape .*; expected integers of shape \(2, 3\)"):
-            attention(x, tables, documents_BL=documents)
+        with pytest.raises(UserError, match=r"got document_ids_BL of shape .*; expected integers of shape \(2, 3\)"):
+            attention(x, tables, document_ids_BL=documents)
 
 
 def _train(parallelism: str, method: ContextMethod = "all_gather") -> tuple[Tensor, dict[str, Tensor]]:
@@ -310,7 +310,7 @@ def _train(parallelism: str, method: ContextMethod = "all_gather") -> tuple[Tens
         split = ContextSplit(cp)
         x, documents, positions = (y.to(ctx.device) for y in split.split((x, documents, torch.arange(8).unsqueeze(0))))
         tables = rotary_tables(positions, head_dim=8, rotary_dim=4, theta=100.0)
-        out = model["attention"](x, tables, documents_BL=documents)
+        out = model["attention"](x, tables, document_ids_BL=documents)
         (out * x).sum().backward()
         sync_gradients(model)
         return split.join(out.detach()), full_gradients(model)
@@ -336,7 +336,7 @@ def test_empty_inputs_give_empty_outputs(shape: tuple[int, int]) -> None:
     attention = GroupedQueryAttention(8, num_heads=4, num_kv_heads=2, head_dim=4, sinks=True, output_gate=True)
     positions = torch.arange(shape[1]).expand(*shape)
     x_BLD = torch.randn(*shape, 8, requires_grad=True)
-    out_BLD = attention(x_BLD, rotary_tables(positions, head_dim=4, theta=1e4), documents_BL=torch.zeros(shape).long())
+    out_BLD = attention(x_BLD, rotary_tables(positions, head_dim=4, theta=1e4), document_ids_BL=torch.zeros(shape).long())
     assert out_BLD.shape == (*shape, 8)
     out_BLD.sum().backward()
     assert x_BLD.grad is not None

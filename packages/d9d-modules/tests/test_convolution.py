@@ -29,7 +29,7 @@ def test_values_and_gradients_are_those_of_a_loop(length: int, width: int, is_pa
     weight = torch.randn(3, width, dtype=torch.float64, requires_grad=True)
     documents = torch.tensor([[5, 5, 1, 5, 5, 5, 5, 2, 2], [0] * 4 + [1] * 5])[:, :length] if is_packed else None
     expected = _by_hand(x, weight, documents)
-    found = causal_convolution(x, weight, documents_BL=documents)
+    found = causal_convolution(x, weight, document_ids_BL=documents)
     direction = torch.randn_like(found)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     wanted = torch.autograd.grad(expected, (x, weight), direction)
@@ -38,14 +38,14 @@ def test_values_and_gradients_are_those_of_a_loop(length: int, width: int, is_pa
 
 @pytest.mark.parametrize("documents", [None, torch.zeros(2, 0, dtype=torch.int64)])
 def test_empty_rows_stay_empty(documents: Tensor | None) -> None:
-    assert causal_convolution(torch.zeros(2, 0, 3), torch.zeros(3, 4), documents_BL=documents).shape == (2, 0, 3)
+    assert causal_convolution(torch.zeros(2, 0, 3), torch.zeros(3, 4), document_ids_BL=documents).shape == (2, 0, 3)
 
 
 def test_packed_bfloat16_is_rounded_once() -> None:
     x, weight = torch.randn(1, 9, 3).bfloat16(), torch.randn(3, 4).bfloat16()
     documents = torch.tensor([[0] * 4 + [1] * 5])
-    wide = causal_convolution(x.float(), weight.float(), documents_BL=documents)
-    assert torch.equal(causal_convolution(x, weight, documents_BL=documents), wide.bfloat16())
+    wide = causal_convolution(x.float(), weight.float(), document_ids_BL=documents)
+    assert torch.equal(causal_convolution(x, weight, document_ids_BL=documents), wide.bfloat16())
 
 
 def test_the_weight_is_initialized_like_that_of_torch() -> None:

@@ -10,8 +10,8 @@ class _Attention(nn.Module):
 
 
 class _DocumentAttention(nn.Module):
-    def forward(self, x: Tensor, rotary: RotaryTables, *, documents_BL: Tensor) -> Tensor:
-        return x * documents_BL.unsqueeze(-1)
+    def forward(self, x: Tensor, rotary: RotaryTables, *, document_ids_BL: Tensor) -> Tensor:
+        return x * document_ids_BL.unsqueeze(-1)
 
 
 class _FeedForward(nn.Module):
@@ -41,7 +41,7 @@ def test_documents_reach_the_attention() -> None:
     documents = torch.tensor([[0, 0, 1], [5, 5, 7]])
     attended = x + layer.attention_norm(x) * documents.unsqueeze(-1)
     expected = attended + 3 * layer.feed_forward_norm(attended) + 1
-    torch.testing.assert_close(layer(x, rotary, documents_BL=documents), expected)
+    torch.testing.assert_close(layer(x, rotary, document_ids_BL=documents), expected)
 
 
 class _Narrow(nn.Module):

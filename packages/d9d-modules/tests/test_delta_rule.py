@@ -73,7 +73,7 @@ def _with_gradients(function: Callable[..., tuple[Tensor, Tensor]], inputs: dict
 def test_outputs_states_and_gradients_are_those_of_the_paper(backend: Any, length: int, is_packed: bool) -> None:
     inputs, documents = _inputs(length), _documents(length) if is_packed else None
     expected = _with_gradients(_by_the_paper, inputs, documents=documents)
-    found = _with_gradients(gated_delta_rule, inputs, documents_BL=documents, backend=backend, chunk_size=4)
+    found = _with_gradients(gated_delta_rule, inputs, document_ids_BL=documents, backend=backend, chunk_size=4)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -85,8 +85,8 @@ def test_chunks_give_what_single_positions_give(
     dtype: torch.dtype, tolerance: float, length: int, chunk_size: int, is_packed: bool
 ) -> None:
     inputs, documents = _inputs(length, dtype=dtype), _documents(length) if is_packed else None
-    expected = _with_gradients(gated_delta_rule, inputs, documents_BL=documents, backend="sequential")
-    found = _with_gradients(gated_delta_rule, inputs, documents_BL=documents, chunk_size=chunk_size)
+    expected = _with_gradients(gated_delta_rule, inputs, document_ids_BL=documents, backend="sequential")
+    found = _with_gradients(gated_delta_rule, inputs, document_ids_BL=documents, chunk_size=chunk_size)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -107,7 +107,7 @@ def test_documents_are_independent(backend: Any) -> None:
     inputs = _inputs(13)
     del inputs["initial_state_BHKV"]
     documents = torch.tensor([[7] * 5 + [2] * 8] * BATCH)
-    found, end = gated_delta_rule(**inputs, documents_BL=documents, backend=backend, chunk_size=4)
+    found, end = gated_delta_rule(**inputs, document_ids_BL=documents, backend=backend, chunk_size=4)
     parts = [
         gated_delta_rule(**{name: x[:, part] for name, x in inputs.items()}, backend=backend, chunk_size=4)
         for part in (slice(0, 5), slice(5, 13))
@@ -157,7 +157,7 @@ def test_memory_is_linear_in_the_length() -> None:
     def made(length: int) -> int:
         inputs, documents = _inputs(length), torch.zeros(BATCH, length, dtype=torch.int64)
         with _Bytes() as counter:
-            _with_gradients(gated_delta_rule, inputs, documents_BL=documents, chunk_size=2)
+            _with_gradients(gated_delta_rule, inputs, document_ids_BL=documents, chunk_size=2)
         return counter.total
 
     assert made(128) < 2.05 * made(64)
@@ -165,7 +165,7 @@ def test_memory_is_linear_in_the_length() -> None:
 
 def test_shapes_are_known_without_values() -> None:
     inputs = {name: x.to("meta") for name, x in _inputs(9).items()}
-    out, state = gated_delta_rule(**inputs, documents_BL=_documents(9).to("meta"), chunk_size=4)
+    out, state = gated_delta_rule(**inputs, document_ids_BL=_documents(9).to("meta"), chunk_size=4)
     assert (out.shape, state.shape) == ((BATCH, 9, HEADS, VALUE_DIM), (BATCH, HEADS, KEY_DIM, VALUE_DIM))
 
 
@@ -186,7 +186,7 @@ def test_a_given_scale_replaces_the_default() -> None:
             {"initial_state_BHKV": torch.zeros(2, 4, 5, 3)},
             r"state of shape \(2, 4, 5, 3\); expected \(2, 4, 3, 5\)",
         ),
-        ({"documents_BL": torch.zeros(4)}, r"got documents_BL of shape \(4,\) and dtype torch.float32; expected int"),
+        ({"document_ids_BL": torch.zeros(4)}, r"got document_ids_BL of shape \(4,\) and dtype torch.float32; expected int"),
         ({"chunk_size": 0}, "chunk_size = 0; expected 1 position or more"),
         ({"backend": "fast"}, "backend = 'fast'; expected 'sequential', 'chunked', 'fla', or None to select"),
     ],
@@ -226,8 +226,8 @@ def test_the_kernels_of_the_package_are_called_with_its_arguments(
     inputs, documents = _inputs(26, dtype=torch.float32), _documents(26) if is_packed else None
     with torch.no_grad():
         inputs["log_decay_BLH"][:, 3] = -1e6
-    expected = _with_gradients(gated_delta_rule, inputs, documents_BL=documents, backend="sequential", scale=0.7)
-    found = _with_gradients(gated_delta_rule, inputs, documents_BL=documents, backend=backend, scale=0.7)
+    expected = _with_gradients(gated_delta_rule, inputs, document_ids_BL=documents, backend="sequential", scale=0.7)
+    found = _with_gradients(gated_delta_rule, inputs, document_ids_BL=documents, backend=backend, scale=0.7)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 

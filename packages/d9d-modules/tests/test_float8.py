@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, MeshConfig, UserError, materialize
-from d9d_modules import Float8, Float8Recipe, Linear, multiply_in_float8
+from d9d_modules import Float8, Float8Recipe, Linear, convert_to_float8
 
 EMULATED = Float8(emulate=True)
 
@@ -28,7 +28,7 @@ def _rounded(x: Tensor, *, dim: int | None) -> Tensor:
 def test_matmul_operands_are_rounded_except_for_the_weight_gradient(ctx: DistributedContext) -> None:
     linear = nn.Linear(32, 48)
     plain = copy.deepcopy(linear)
-    assert multiply_in_float8(nn.Sequential(linear), EMULATED, ctx) == ["0"]
+    assert convert_to_float8(nn.Sequential(linear), EMULATED, ctx) == ["0"]
     x, seed = torch.randn(2, 5, 32, requires_grad=True), torch.randn(2, 5, 48)
     y = linear(x)
     y.backward(seed)
@@ -44,7 +44,7 @@ def test_matmul_operands_are_rounded_except_for_the_weight_gradient(ctx: Distrib
 def test_every_recipe_is_close_to_the_exact_product(ctx: DistributedContext, recipe: Float8Recipe) -> None:
     plain = nn.Sequential(Linear(16, 64, init_std=0.2), nn.GELU(), Linear(64, 16, init_std=0.2)).bfloat16()
     rounded = copy.deepcopy(plain)
-    multiply_in_float8(rounded, Float8(recipe=recipe, emulate=True), ctx)
+    convert_to_float8(rounded, Float8(recipe=recipe, emulate=True), ctx)
     x = torch.randn(64, 16, dtype=torch.bfloat16)
     error = ((rounded(x) - plain(x)).norm() / plain(x).norm()).item()
     assert 0.005 < error < 0.1
@@ -58,7 +58,7 @@ def test_names_classes_and_initial_values_stay(ctx: DistributedContext) -> None:
             )
 
     model, plain = build(), build()
-    assert multiply_in_float8(model, EMULATED, ctx) == ["wide"]
+    assert convert_to_float8(model, EMULATED, ctx) == ["wide"]
     for each in (model, plain):
         materialize(each, device=torch.device("cpu"), seed=0)
     assert isinstance(model["wide"], Linear)
@@ -69,9 +69,9 @@ def test_names_classes_and_initial_values_stay(ctx: DistributedContext) -> None:
 
 def test_a_layer_is_converted_once(ctx: DistributedContext) -> None:
     model = nn.Sequential(nn.Linear(16, 16))
-    multiply_in_float8(model, EMULATED, ctx)
+    convert_to_float8(model, EMULATED, ctx)
     with pytest.raises(UserError, match="0 is already converted to float8; expected one conversion"):
-        multiply_in_float8(model, EMULATED, ctx)
+        convert_to_float8(model, EMULATED, ctx)
 
 
 def test_a_device_without_float8_raises(ctx: DistributedContext) -> None:
@@ -79,7 +79,7 @@ def test_a_device_without_float8_raises(ctx: DistributedContext) -> None:
     with pytest.raises(
         UserError, match=r"'rowwise_with_gw_hp' is enabled on cpu; expected an accelerator .* 9\.0 or higher"
     ):
-        multiply_in_float8(nn.Sequential(linear), Float8(), ctx)
+        convert_to_float8(nn.Sequential(linear), Float8(), ctx)
     assert type(linear) is nn.Linear
 
 
@@ -91,17 +91,17 @@ def test_the_device_capability_decides(ctx: DistributedContext, capability: obje
         torch, "get_device_module", return_value=mock.Mock(get_device_capability=lambda _: capability)
     ):
         if is_enough:
-            assert multiply_in_float8(model, Float8(recipe="tensorwise"), device) == ["0"]
+            assert convert_to_float8(model, Float8(recipe="tensorwise"), device) == ["0"]
         else:
             with pytest.raises(UserError, match=r"expected an accelerator of compute capability 8\.9 or higher"):
-                multiply_in_float8(model, Float8(recipe="tensorwise"), device)
+                convert_to_float8(model, Float8(recipe="tensorwise"), device)
 
 
 def test_a_module_without_convertible_layers_raises(ctx: DistributedContext) -> None:
     with pytest.raises(
         UserError, match="Sequential has no linear layer for float8; expected at least one whose in and"
     ):
-        multiply_in_float8(nn.Sequential(nn.Linear(16, 5)), EMULATED, ctx)
+        convert_to_float8(nn.Sequential(nn.Linear(16, 5)), EMULATED, ctx)
 
 
 def test_missing_torchao_raises(ctx: DistributedContext) -> None:
@@ -109,4 +109,4 @@ def test_missing_torchao_raises(ctx: DistributedContext) -> None:
         mock.patch("d9d_modules.float8.find_spec", return_value=None),
         pytest.raises(UserError, match=r"pip install 'd9d-modules\[float8\]'"),
     ):
-        multiply_in_float8(nn.Linear(16, 16), EMULATED, ctx)
+        convert_to_float8(nn.Linear(16, 16), EMULATED, ctx)

@@ -116,7 +116,7 @@ def _layer() -> GatedDeltaNet:
 def test_packed_documents_equal_separate_rows() -> None:
     layer, x = _layer().double(), torch.randn(2, 20, 12, dtype=torch.float64)
     documents = torch.tensor([[4] * 3 + [9] * 17, [1] * 19 + [0]])
-    packed = layer(x, documents_BL=documents)
+    packed = layer(x, document_ids_BL=documents)
     for row, border in ((0, 3), (1, 19)):
         alone = torch.cat([layer(part) for part in x[row : row + 1].split([border, 20 - border], dim=1)], dim=1)
         torch.testing.assert_close(packed[row : row + 1], alone)
@@ -148,14 +148,14 @@ def test_gradients_under_checkpointing_and_split_backward(way: str) -> None:
     layer, documents = _layer().double(), torch.tensor([[0] * 4 + [1] * 5])
     x = torch.randn(1, 9, 12, dtype=torch.float64, requires_grad=True)
     direction = torch.randn_like(x)
-    expected = torch.autograd.grad(layer(x, documents_BL=documents), [x, *layer.parameters()], direction)
+    expected = torch.autograd.grad(layer(x, document_ids_BL=documents), [x, *layer.parameters()], direction)
     if way == "checkpointed":
         checkpoint_activations(layer)
-        layer(x, documents_BL=documents).backward(direction)
+        layer(x, document_ids_BL=documents).backward(direction)
     else:
         split = SplitBackward()
         with split.forward():
-            out = layer(x, documents_BL=documents)
+            out = layer(x, document_ids_BL=documents)
         later = split.backward([out], [direction])
         assert x.grad is not None
         assert len(later) == 7  # every projection
@@ -178,7 +178,7 @@ def _train(sequence_parallel: bool) -> tuple[Tensor, dict[str, Tensor]]:
         materialize(model, device=ctx.device, seed=0)
         parts = x.chunk(tp.size(), dim=1) if sequence_parallel else [x] * tp.size()
         part, documents = parts[tp.get_local_rank()].to(ctx.device), documents.to(ctx.device)
-        out = model["attention"](part, documents_BL=documents)
+        out = model["attention"](part, document_ids_BL=documents)
         (out * part).sum().backward()
         sync_gradients(model)
         return out.detach().cpu(), full_gradients(model)
@@ -221,5 +221,5 @@ def test_invalid_input_raises() -> None:
         UserError, match=r"num_key_heads = 3, num_value_heads = 4; .*: use a num_key_heads that divides"
     ):
         GatedDeltaNet(12, num_key_heads=3, num_value_heads=4, key_dim=3, value_dim=5)
-    with pytest.raises(UserError, match=r"got documents_BL of shape \(5,\) and dtype torch\.int64; expected integers"):
-        _layer()(torch.randn(1, 5, 12), documents_BL=torch.zeros(5, dtype=torch.int64))
+    with pytest.raises(UserError, match=r"got document_ids_BL of shape \(5,\) and dtype torch\.int64; expected integers"):
+        _layer()(torch.randn(1, 5, 12), document_ids_BL=torch.zeros(5, dtype=torch.int64))

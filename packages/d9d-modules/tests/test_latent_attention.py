@@ -133,7 +133,7 @@ def _train(parallelism: str) -> tuple[Tensor, dict[str, Tensor]]:
         materialize(model, device=ctx.device, seed=0)
         split = ContextSplit(cp)
         x, documents, positions = (y.to(ctx.device) for y in split.split((x, documents, torch.arange(8).unsqueeze(0))))
-        out = model["attention"](x, rotary_tables(positions, head_dim=2, theta=9.0), documents_BL=documents)
+        out = model["attention"](x, rotary_tables(positions, head_dim=2, theta=9.0), document_ids_BL=documents)
         (out * x).sum().backward()
         sync_gradients(model)
         return split.join(out.detach()), full_gradients(model)
@@ -164,5 +164,5 @@ def test_invalid_inputs_raise() -> None:
     ):
         _layer()(torch.randn(1, 5, 12), rotary_tables(torch.arange(5).unsqueeze(0), head_dim=4, theta=9.0))
     rotary = rotary_tables(torch.arange(5).unsqueeze(0), head_dim=2, theta=9.0)
-    with pytest.raises(UserError, match=r"got documents_BL of shape \(5,\) and dtype torch\.int64; expected integers"):
-        _layer()(torch.randn(1, 5, 12), rotary, documents_BL=torch.zeros(5, dtype=torch.int64))
+    with pytest.raises(UserError, match=r"got document_ids_BL of shape \(5,\) and dtype torch\.int64; expected integers"):
+        _layer()(torch.randn(1, 5, 12), rotary, document_ids_BL=torch.zeros(5, dtype=torch.int64))

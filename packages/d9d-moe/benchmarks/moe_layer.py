@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from d9d_moe import MoeFeedForward, TopKRouter
+from d9d_moe import MoELayer, TopKRouter
 
 
 def main() -> None:
@@ -52,10 +52,10 @@ def main() -> None:
         args.output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
-def our_layer(args: argparse.Namespace) -> MoeFeedForward:
+def our_layer(args: argparse.Namespace) -> MoELayer:
     """Build the layer of d9d-moe."""
     router = TopKRouter(args.hidden_size, num_experts=args.experts, top_k=args.top_k)
-    return MoeFeedForward(args.hidden_size, args.intermediate_size, router=router)
+    return MoELayer(args.hidden_size, args.intermediate_size, router=router)
 
 
 def their_layer(args: argparse.Namespace, implementation: str) -> nn.Module:
@@ -72,7 +72,7 @@ def their_layer(args: argparse.Namespace, implementation: str) -> nn.Module:
 
 
 @torch.no_grad()
-def copy_weights(ours: MoeFeedForward, theirs: nn.Module) -> None:
+def copy_weights(ours: MoELayer, theirs: nn.Module) -> None:
     """Copy the weights of the d9d-moe layer to the layer of `transformers`."""
     theirs.get_parameter("gate.weight").copy_(ours.get_parameter("router.weight"))
     fused = torch.cat((ours.experts.gate_proj.weight, ours.experts.up_proj.weight), dim=1)

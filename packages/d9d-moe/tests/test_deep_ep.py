@@ -14,7 +14,7 @@ from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
 from d9d_moe import (
     DeepEpDispatcher,
     LocalDispatcher,
-    MoeFeedForward,
+    MoELayer,
     Routing,
     SharedExperts,
     TopKRouter,
@@ -136,7 +136,7 @@ def _layer(degree: int) -> dict[str, Tensor]:
     with MeshConfig(data_parallel_shard=-1, expert_parallel=degree).build() as ctx:
         with torch.device("meta"):
             router = TopKRouter(SIZE, num_experts=NUM_EXPERTS, top_k=TOP_K, init_std=1.0)
-            layer = MoeFeedForward(SIZE, SIZE, router=router, shared=SharedExperts(SIZE, SIZE), init_std=1.0)
+            layer = MoELayer(SIZE, SIZE, router=router, shared=SharedExperts(SIZE, SIZE), init_std=1.0)
             model = nn.Sequential(layer.double())
         parallelize_expert_parallel(model, ctx, dispatch=lambda group: DeepEpDispatcher(StandIn(group)))
         materialize(model, device=ctx.device, seed=0)

@@ -6,21 +6,21 @@ from torch.utils.checkpoint import checkpoint
 from d9d_dist import MeshConfig, SplitBackward, UserError
 from d9d_dist.testing import run_ranks
 from d9d_moe import (
-    MoeFeedForward,
+    MoELayer,
     RouterLosses,
     SigmoidRouter,
     TopKRouter,
     balance_experts,
     load_statistics,
-    take_expert_counts,
+    pop_tokens_per_expert,
     update_global_load,
-    update_selection_bias,
+    update_expert_bias,
 )
 
 
 def _model() -> nn.Sequential:
     router = SigmoidRouter(8, num_experts=4, top_k=2, init_std=1.0)
-    return nn.Sequential(MoeFeedForward(8, 8, router=router, init_std=0.5))
+    return nn.Sequential(MoELayer(8, 8, router=router, init_std=0.5))
 
 
 def _expected(model: nn.Module, x: Tensor) -> Tensor:
@@ -32,9 +32,9 @@ def test_backward_counts_each_microbatch_once() -> None:
     model, x, y = _model(), torch.randn(5, 8), torch.randn(3, 8)
     model(x).sum().backward()
     model(y).sum().backward()
-    counts = take_expert_counts(model)
+    counts = pop_tokens_per_expert(model)
     assert torch.equal(counts["0"], _expected(model, x) + _expected(model, y))
-    assert take_expert_counts(model)["0"].eq(0).all()
+    assert pop_tokens_per_expert(model)["0"].eq(0).all()
 
 
 def test_evaluation_and_forward_without_backward_are_not_counted() -> None:
@@ -43,7 +43,7 @@ def test_evaluation_and_forward_without_backward_are_not_counted() -> None:
         model(x)
     model(x)
     model.eval()(x)
-    assert take_expert_counts(model)["0"].eq(0).all()
+    assert pop_tokens_per_expert(model)["0"].eq(0).all()
 
 
 FROZEN = {"router": ["0.router.weight"], "all": ["0.router", "0.experts"], "all but the router": ["0.experts"]}
@@ -57,24 +57,24 @@ def test_frozen_layers_are_counted(frozen: str, is_recomputed: bool) -> None:
         parameter.requires_grad_(not name.startswith(tuple(FROZEN[frozen])))
     y = checkpoint(model, x, use_reentrant=False) if is_recomputed else model(x)
     head(y).sum().backward()
-    assert torch.equal(take_expert_counts(model)["0"], _expected(model, x))
+    assert torch.equal(pop_tokens_per_expert(model)["0"], _expected(model, x))
     with torch.no_grad():
         model(x)
     model.eval()(x)
-    assert take_expert_counts(model)["0"].eq(0).all()
+    assert pop_tokens_per_expert(model)["0"].eq(0).all()
 
 
 def test_frozen_layer_with_activation_checkpointing_is_counted_once() -> None:
     model, x = _model(), torch.randn(5, 8)
     part = nn.Sequential(model.requires_grad_(False), nn.Linear(8, 8))
     checkpoint(part, x, use_reentrant=False).sum().backward()
-    assert torch.equal(take_expert_counts(model)["0"], _expected(model, x))
+    assert torch.equal(pop_tokens_per_expert(model)["0"], _expected(model, x))
 
 
 def test_activation_checkpointing_is_counted_once() -> None:
     model, x = _model(), torch.randn(5, 8, requires_grad=True)
     checkpoint(model, x, use_reentrant=False).sum().backward()
-    assert torch.equal(take_expert_counts(model)["0"], _expected(model, x))
+    assert torch.equal(pop_tokens_per_expert(model)["0"], _expected(model, x))
 
 
 def test_split_backward_counts_once_and_defers_weight_gradients() -> None:
@@ -86,7 +86,7 @@ def test_split_backward_counts_once_and_defers_weight_gradients() -> None:
     weight = model.get_parameter("0.experts.up_proj.weight")
     assert weight.grad is None
     later.compute()
-    assert torch.equal(take_expert_counts(model)["0"], _expected(model, x))
+    assert torch.equal(pop_tokens_per_expert(model)["0"], _expected(model, x))
     got = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     model(x).sum().backward()
@@ -95,20 +95,20 @@ def test_split_backward_counts_once_and_defers_weight_gradients() -> None:
 
 def test_bias_decreases_for_overloaded_experts() -> None:
     model = _model()
-    update_selection_bias(model, {"0": torch.tensor([10, 0, 5, 5])}, rate=0.1)
+    update_expert_bias(model, {"0": torch.tensor([10, 0, 5, 5])}, rate=0.1)
     bias = model.get_buffer("0.router.selection_bias")
     torch.testing.assert_close(bias, torch.tensor([-0.1, 0.1, 0.0, 0.0]))
     with pytest.raises(UserError, match=r"rate = -1; expected 0 or above"):
-        update_selection_bias(model, {}, rate=-1)
+        update_expert_bias(model, {}, rate=-1)
 
 
 def test_routers_without_a_bias_are_skipped() -> None:
-    model = nn.Sequential(MoeFeedForward(8, 8, router=TopKRouter(8, num_experts=4, top_k=2)))
+    model = nn.Sequential(MoELayer(8, 8, router=TopKRouter(8, num_experts=4, top_k=2)))
     model(torch.randn(5, 8)).sum().backward()
-    counts = take_expert_counts(model)
+    counts = pop_tokens_per_expert(model)
     assert counts["0"].sum() == 10
-    update_selection_bias(model, counts)
-    assert take_expert_counts(nn.Linear(2, 2)) == {}
+    update_expert_bias(model, counts)
+    assert pop_tokens_per_expert(nn.Linear(2, 2)) == {}
 
 
 def test_bias_updates_balance_the_load() -> None:
@@ -116,8 +116,8 @@ def test_bias_updates_balance_the_load() -> None:
     model, x = _model(), torch.randn(256, 8) + 1.0
     for _ in range(200):
         model(x).sum().backward()
-        counts = take_expert_counts(model)
-        update_selection_bias(model, counts, rate=0.01)
+        counts = pop_tokens_per_expert(model)
+        update_expert_bias(model, counts, rate=0.01)
     assert load_statistics(counts["0"]).max_over_mean <= 1.3
 
 
@@ -134,7 +134,7 @@ def test_statistics() -> None:
 def _following_model() -> nn.Sequential:
     losses = RouterLosses(balance=1.0, scope="global_batch")
     router = SigmoidRouter(8, num_experts=4, top_k=2, init_std=1.0)
-    return nn.Sequential(MoeFeedForward(8, 8, router=router, losses=losses))
+    return nn.Sequential(MoELayer(8, 8, router=router, losses=losses))
 
 
 def test_global_load_is_the_load_of_the_previous_step() -> None:
@@ -201,7 +201,7 @@ def test_global_batch_losses_balance_the_load() -> None:
     torch.manual_seed(0)
     router = TopKRouter(8, num_experts=4, top_k=1, init_std=1.0)
     losses = RouterLosses(balance=1.0, scope="global_batch")
-    model, x = nn.Sequential(MoeFeedForward(8, 8, router=router, losses=losses)), torch.randn(4, 64, 8) + 1.0
+    model, x = nn.Sequential(MoELayer(8, 8, router=router, losses=losses)), torch.randn(4, 64, 8) + 1.0
     optimizer = torch.optim.SGD([router.weight], lr=0.3)
     loads = []
     for _ in range(100):

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from d9d_dist import MeshConfig, Precision, UserError
 from d9d_dist.testing import run_ranks
-from d9d_moe import MoeFeedForward, TopKRouter, parallelize_expert_parallel
+from d9d_moe import MoELayer, TopKRouter, parallelize_expert_parallel
 
 
 def _refusals() -> list[str]:
@@ -17,7 +17,7 @@ def _refusals() -> list[str]:
     with MeshConfig(data_parallel_shard=-1, expert_parallel=2).build() as ctx:
         for num_experts, options in cases:
             with torch.device("meta"):
-                model = nn.Sequential(MoeFeedForward(4, 4, router=TopKRouter(4, num_experts=num_experts, top_k=1)))
+                model = nn.Sequential(MoELayer(4, 4, router=TopKRouter(4, num_experts=num_experts, top_k=1)))
             try:
                 parallelize_expert_parallel(model, ctx, **options)
             except UserError as error:
@@ -36,7 +36,7 @@ def test_invalid_options_are_refused_on_all_ranks() -> None:
 def _names_and_shapes() -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     with MeshConfig(data_parallel_shard=-1, expert_parallel=2).build() as ctx:
         with torch.device("meta"):
-            model = nn.Sequential(MoeFeedForward(4, 6, router=TopKRouter(4, num_experts=4, top_k=1)))
+            model = nn.Sequential(MoELayer(4, 6, router=TopKRouter(4, num_experts=4, top_k=1)))
         parallelize_expert_parallel(model, ctx)
         return {
             name: (tuple(parameter.shape), tuple(parameter.to_local().shape))
@@ -59,7 +59,7 @@ def _dtypes_of_experts(degrees: Sequence[int]) -> list[tuple[torch.dtype, torch.
     seen = []
     for degree, shard_replicas in product(degrees, (True, False)):
         with MeshConfig(data_parallel_shard=-1, expert_parallel=degree).build() as ctx:
-            block = MoeFeedForward(8, 8, router=TopKRouter(8, num_experts=4, top_k=4))
+            block = MoELayer(8, 8, router=TopKRouter(8, num_experts=4, top_k=4))
             precision = Precision(compute=torch.bfloat16, reduce=torch.float32)
             parallelize_expert_parallel(block, ctx, shard_replicas=shard_replicas, precision=precision)
             block.experts.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d9d_dist import UserError
-from d9d_moe import BACKEND_VARIABLE, GroupedLinear, GroupedMatmulBackend, choose_backend, grouped_matmul
+from d9d_moe import GROUPED_MATMUL_VARIABLE, GroupedLinear, GroupedMatmulBackend, choose_grouped_matmul, grouped_matmul
 
 COUNTS = [[4, 0, 3, 5], [0, 0, 0, 12], [12, 0, 0, 0], [3, 3, 3, 3]]
 
@@ -86,7 +86,7 @@ def test_kernel_is_chosen_for_supported_inputs(
 ) -> None:
     x = torch.randn(num_rows, num_inputs, dtype=dtype, requires_grad=True)
     weight = torch.randn(2, num_outputs, num_inputs, dtype=dtype, requires_grad=True)
-    assert choose_backend(x, weight) == expected
+    assert choose_grouped_matmul(x, weight) == expected
     y = grouped_matmul(x, weight, torch.tensor([0, num_rows]))
     assert y.shape == (num_rows, num_outputs)
     y.sum().backward()  # an expanded gradient, which the kernel refuses as it is
@@ -129,9 +129,9 @@ def test_reset_parameters_draws_from_the_given_normal_distribution() -> None:
 
 def test_environment_selects_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, counts = torch.randn(3, 4), torch.randn(2, 8, 4), torch.tensor([1, 2])
-    assert choose_backend(x, weight, environment={}) == "grouped_mm"
-    assert choose_backend(x, weight, environment={BACKEND_VARIABLE: "eager"}) == "eager"
-    monkeypatch.setenv(BACKEND_VARIABLE, "cublas")
+    assert choose_grouped_matmul(x, weight, environment={}) == "grouped_mm"
+    assert choose_grouped_matmul(x, weight, environment={GROUPED_MATMUL_VARIABLE: "eager"}) == "eager"
+    monkeypatch.setenv(GROUPED_MATMUL_VARIABLE, "cublas")
     with pytest.raises(UserError, match=r"D9D_GROUPED_MATMUL = 'cublas'; expected one of grouped_mm, grouped_gemm,"):
         grouped_matmul(x, weight, counts)
 

@@ -7,12 +7,12 @@ from torch.utils.checkpoint import checkpoint
 from d9d_dist import UserError, materialize
 from d9d_modules import SwiGLU
 from d9d_moe import (
-    Combining,
+    CombineHandle,
     Dispatched,
     Dispatcher,
     HiddenAndLosses,
     LocalDispatcher,
-    MoeFeedForward,
+    MoELayer,
     RouterLosses,
     Routing,
     SharedExperts,
@@ -29,14 +29,14 @@ def _moe(
     renormalize: bool = True,
     init_std: float = 0.02,
     dispatcher: Dispatcher | None = None,
-) -> MoeFeedForward:
+) -> MoELayer:
     router = TopKRouter(hidden_size, num_experts=num_experts, top_k=top_k, renormalize=renormalize, init_std=init_std)
-    return MoeFeedForward(
+    return MoELayer(
         hidden_size, intermediate_size, router=router, init_std=init_std, dispatcher=dispatcher or LocalDispatcher()
     )
 
 
-def _dense_sum(moe: MoeFeedForward, x: Tensor) -> Tensor:
+def _dense_sum(moe: MoELayer, x: Tensor) -> Tensor:
     """Apply all experts to all tokens, weighted by a matrix that is zero for experts that were not chosen."""
     tokens = x.flatten(0, -2)
     routing = moe.router(tokens)
@@ -142,7 +142,7 @@ def test_top_k_above_num_experts_is_refused() -> None:
 def test_shared_experts_see_every_token() -> None:
     router = TopKRouter(6, num_experts=4, top_k=2, init_std=1.0)
     shared = SharedExperts(6, 5, is_gated=True, init_std=0.7)
-    moe = MoeFeedForward(6, 7, router=router, shared=shared, init_std=0.7).double()
+    moe = MoELayer(6, 7, router=router, shared=shared, init_std=0.7).double()
     x = torch.randn(2, 4, 6, dtype=torch.float64)
     assert shared.gate is not None
     gate = (x @ shared.gate.weight.T).sigmoid()
@@ -153,7 +153,7 @@ def test_shared_experts_see_every_token() -> None:
 
 def test_returns_router_losses_with_hidden_states() -> None:
     router = TopKRouter(6, num_experts=4, top_k=2, init_std=1.0)
-    moe = MoeFeedForward(6, 7, router=router, losses=RouterLosses(z=0.5)).double()
+    moe = MoELayer(6, 7, router=router, losses=RouterLosses(z=0.5)).double()
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     y = moe(x)
     assert isinstance(y, HiddenAndLosses)
@@ -162,7 +162,7 @@ def test_returns_router_losses_with_hidden_states() -> None:
 
 
 def test_router_losses_are_zero_in_evaluation() -> None:
-    moe = MoeFeedForward(
+    moe = MoELayer(
         8, 8, router=TopKRouter(8, num_experts=4, top_k=2), losses=RouterLosses(balance=1.0, z=1.0)
     ).eval()
     x = torch.randn(2, 3, 8)
@@ -186,10 +186,10 @@ def test_shared_experts_overlap_with_combine() -> None:
         def __init__(self, dispatched: Dispatched) -> None:
             self.rows, self.counts, self._dispatched = dispatched.rows, dispatched.counts, dispatched
 
-        def combine(self, outputs_ND: Tensor) -> Combining:
+        def combine(self, outputs_ND: Tensor) -> CombineHandle:
             events.append("leave")
             combining = self._dispatched.combine(outputs_ND)
-            return Combining(lambda: (events.append("wait"), combining.wait())[1])
+            return CombineHandle(lambda: (events.append("wait"), combining.wait())[1])
 
     class Recording:
         def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> Dispatched:
@@ -198,5 +198,5 @@ def test_shared_experts_overlap_with_combine() -> None:
     shared = SharedExperts(8, 8)
     shared.register_forward_hook(lambda *_: events.append("shared"))
     router = TopKRouter(8, num_experts=4, top_k=2)
-    MoeFeedForward(8, 8, router=router, shared=shared, dispatcher=Recording())(torch.randn(3, 8))
+    MoELayer(8, 8, router=router, shared=shared, dispatcher=Recording())(torch.randn(3, 8))
     assert events == ["leave", "shared", "wait"]

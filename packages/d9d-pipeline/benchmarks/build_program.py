@@ -21,7 +21,7 @@ from d9d_pipeline import (
     Interleaved,
     LoopedBreadthFirst,
     OneForwardOneBackward,
-    Placement,
+    StagePlacement,
     Schedule,
     ZeroBubble1P,
     ZeroBubbleV,
@@ -49,7 +49,7 @@ class Uncached(Schedule):
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self.stages_per_rank: int = schedule.stages_per_rank
-        self.placement: Placement = schedule.placement
+        self.placement: StagePlacement = schedule.placement
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Compute]:
         """Return the actions of the wrapped schedule."""

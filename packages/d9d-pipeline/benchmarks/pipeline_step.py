@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from d9d_dist import GradientSlot, MeshConfig, take_weight
+from d9d_dist import WeightGradHandle, MeshConfig, defer_weight_grad
 from d9d_dist.testing import run_ranks
 from d9d_pipeline import (
     Backward,
@@ -116,7 +116,7 @@ def race(pairs: int, factor: int) -> dict[str, list[list[float]]]:
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, slot: GradientSlot, seconds: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, slot: WeightGradHandle, seconds: float) -> Tensor:
         ctx.slot, ctx.seconds, ctx.shape = slot, seconds, weight.shape
         time.sleep(seconds)
         return x * 1
@@ -142,7 +142,7 @@ class SleepingStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Sleep, and return the input."""
-        weight, slot = take_weight(self.weight, x.requires_grad_())
+        weight, slot = defer_weight_grad(self.weight, x.requires_grad_())
         return _Sleep.apply(x, weight, slot, self.seconds)
 
 

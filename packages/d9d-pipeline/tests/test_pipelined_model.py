@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from d9d_dist import MeshConfig
 from d9d_dist.testing import run_ranks
-from d9d_pipeline import PipelinedModel, Placement, ranks_of_stages
+from d9d_pipeline import PipelinedModel, StagePlacement, ranks_of_stages
 
 
 class _Stage(nn.Module):
@@ -18,7 +18,7 @@ class _Stage(nn.Module):
         return {"x": x * self.weight + shift, "length": torch.tensor(x.shape[0]), "none": None}
 
 
-def _call(placement: Placement, stages_per_rank: int) -> list[dict[str, Any]]:
+def _call(placement: StagePlacement, stages_per_rank: int) -> list[dict[str, Any]]:
     with MeshConfig(pipeline_parallel=-1).build() as ctx:
         holders = ranks_of_stages(placement, num_ranks=ctx.world_size, stages_per_rank=stages_per_rank)
         model = PipelinedModel(
@@ -32,7 +32,7 @@ def _call(placement: Placement, stages_per_rank: int) -> list[dict[str, Any]]:
 
 
 def test_every_rank_returns_the_output_of_the_whole_model() -> None:
-    cases: list[tuple[Placement, int]] = [("loop", 1), ("v", 2)]
+    cases: list[tuple[StagePlacement, int]] = [("loop", 1), ("v", 2)]
     for placement, stages_per_rank in cases:
         expected = []
         for length in (3, 1, 3):

@@ -17,7 +17,7 @@ from d9d_pipeline import (
     ForwardOnly,
     GPipe,
     Interleaved,
-    Loss,
+    ComputeLoss,
     OneForwardOneBackward,
     Program,
     ReceiveInput,
@@ -59,7 +59,7 @@ def test_build_inserts_loss_and_transfers() -> None:
     as_text = [" ".join(map(str, actions)) for actions in program.ranks]
     assert as_text == ["F0 f0>1 F1 f1>1 b0<1 B0 b1<1 B1", "f0<0 F0 L0 f1<0 B0 b0>0 F1 L1 B1 b1>0"]
     local = build(ForwardOnly(2), num_ranks=1, num_microbatches=1)
-    assert local.ranks == ((Forward(0, 0), Forward(1, 0), Loss(1, 0)),)
+    assert local.ranks == ((Forward(0, 0), Forward(1, 0), ComputeLoss(1, 0)),)
 
 
 def test_text_has_one_line_per_rank() -> None:
@@ -109,7 +109,7 @@ class Emitting(Schedule):
             r"has Backward\(stage=0, microbatch=1\) before its forward",
         ),
         (
-            [Forward(0, 0), Loss(0, 0)],
+            [Forward(0, 0), ComputeLoss(0, 0)],
             r"has Loss\(stage=0, microbatch=0\), expected computations only: build adds the loss and",
         ),
         (["F0"], r"rank 0 has 'F0', expected computations only"),

@@ -10,7 +10,7 @@ from d9d_pipeline import (
     ForwardOnly,
     GPipe,
     Interleaved,
-    Loss,
+    ComputeLoss,
     OneForwardOneBackward,
     ReceiveInput,
     Schedule,
@@ -31,7 +31,7 @@ def timed(*actions: tuple[Action, float, float]) -> tuple[TimedAction, ...]:
 MEASURED = Timeline(
     (
         timed((Forward(0, 0), 10.0, 12.0), (Backward(0, 0), 17.0, 20.0)),
-        timed((ReceiveInput(1, 0, 0), 10.0, 12.5), (Forward(1, 0), 12.5, 14.0), (Loss(1, 0), 14.0, 14.5))
+        timed((ReceiveInput(1, 0, 0), 10.0, 12.5), (Forward(1, 0), 12.5, 14.0), (ComputeLoss(1, 0), 14.0, 14.5))
         + timed((Backward(1, 0), 14.5, 17.0)),
     ),
     unit="s",

@@ -24,7 +24,7 @@ from d9d_pipeline import (
     GPipe,
     Interleaved,
     LoopedBreadthFirst,
-    Loss,
+    ComputeLoss,
     OneForwardOneBackward,
     Overlap,
     Program,
@@ -96,7 +96,7 @@ class Interpreter:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.trains = any(
-            not isinstance(a, Forward | Loss | SendOutput | ReceiveInput) for r in program.ranks for a in r
+            not isinstance(a, Forward | ComputeLoss | SendOutput | ReceiveInput) for r in program.ranks for a in r
         )
         self.last = len(program.stage_ranks) - 1
         self.ranks = [Rank() for _ in program.ranks]
@@ -175,7 +175,7 @@ class Interpreter:
             case Forward():
                 value = rank.inputs.pop(key)
                 return lambda: self.forward(index, key, value)
-            case Loss():
+            case ComputeLoss():
                 output = rank.outputs.pop(key)
                 return lambda: self.loss(rank, key, output)
             case Backward() | BackwardInput():
@@ -215,7 +215,7 @@ class Interpreter:
 
 
 Ranks = list[list[Action]]
-KINDS = (Forward, Backward, BackwardInput, BackwardWeight, Loss)
+KINDS = (Forward, Backward, BackwardInput, BackwardWeight, ComputeLoss)
 
 
 def drop(ranks: Ranks, at: tuple[int, int], chance: random.Random) -> None:
@@ -344,31 +344,31 @@ def two_ranks(first: list[Action], second: list[Action], num_microbatches: int =
     ("program", "message"),
     [
         (
-            two_ranks([Forward(0, 0), SendOutput(0, 0, 1)], [Forward(1, 0), ReceiveInput(1, 0, 0), Loss(1, 0)]),
+            two_ranks([Forward(0, 0), SendOutput(0, 0, 1)], [Forward(1, 0), ReceiveInput(1, 0, 0), ComputeLoss(1, 0)]),
             "rank 1 has Forward(stage=1, microbatch=0) before its input is available: ReceiveInput(",
         ),
         (
-            two_ranks([SendOutput(0, 0, 1), Forward(0, 0)], [ReceiveInput(1, 0, 0), Forward(1, 0), Loss(1, 0)]),
+            two_ranks([SendOutput(0, 0, 1), Forward(0, 0)], [ReceiveInput(1, 0, 0), Forward(1, 0), ComputeLoss(1, 0)]),
             "rank 0 has SendOutput(stage=0, microbatch=0, peer=1) before its forward",
         ),
         (
-            two_ranks([Forward(0, 0)], [ReceiveInput(1, 0, 0), Forward(1, 0), Loss(1, 0)]),
+            two_ranks([Forward(0, 0)], [ReceiveInput(1, 0, 0), Forward(1, 0), ComputeLoss(1, 0)]),
             "rank 0 lacks SendOutput(stage=0, microbatch=0, peer=1)",
         ),
         (
             two_ranks([Forward(0, 0), SendOutput(0, 0, 1)], [ReceiveInput(1, 0, 0), Forward(1, 0)]),
-            "rank 1 lacks Loss(stage=1, microbatch=0)",
+            "rank 1 lacks ComputeLoss(stage=1, microbatch=0)",
         ),
         (
-            two_ranks([Forward(0, 0), SendOutput(0, 0, 0)], [ReceiveInput(1, 0, 0), Forward(1, 0), Loss(1, 0)]),
+            two_ranks([Forward(0, 0), SendOutput(0, 0, 0)], [ReceiveInput(1, 0, 0), Forward(1, 0), ComputeLoss(1, 0)]),
             "rank 0 has SendOutput(stage=0, microbatch=0, peer=0), but stage 1 is on rank 1",
         ),
         (
-            two_ranks([Forward(0, 0), Loss(0, 0)], [ReceiveInput(1, 0, 0), Forward(1, 0), Loss(1, 0)]),
-            "rank 0 has Loss(stage=0, microbatch=0), but only stage 1 has a loss",
+            two_ranks([Forward(0, 0), ComputeLoss(0, 0)], [ReceiveInput(1, 0, 0), Forward(1, 0), ComputeLoss(1, 0)]),
+            "rank 0 has ComputeLoss(stage=0, microbatch=0), but only stage 1 has a loss",
         ),
         (
-            two_ranks([ReceiveInput(0, 0, 1), Forward(0, 0)], [ReceiveInput(1, 0, 0), Forward(1, 0), Loss(1, 0)]),
+            two_ranks([ReceiveInput(0, 0, 1), Forward(0, 0)], [ReceiveInput(1, 0, 0), Forward(1, 0), ComputeLoss(1, 0)]),
             "rank 0 has ReceiveInput(stage=0, microbatch=0, peer=1), but there is no stage -1",
         ),
         (
@@ -376,23 +376,23 @@ def two_ranks(first: list[Action], second: list[Action], num_microbatches: int =
             "rank 0 lacks Forward(stage=0, microbatch=0)",
         ),
         (
-            Program(((Forward(0, 0), Forward(1, 0), Loss(1, 0)),), (0, 0), 0),
+            Program(((Forward(0, 0), Forward(1, 0), ComputeLoss(1, 0)),), (0, 0), 0),
             "the program has 2 stages and 0 microbatches; expected at least one of each",
         ),
         (
-            Program(((Forward(0, 0), Forward(1, 0), Loss(1, 0)),), (0, 2), 1),
+            Program(((Forward(0, 0), Forward(1, 0), ComputeLoss(1, 0)),), (0, 2), 1),
             "stage 1 is on rank 2; expected one of the ranks 0 to 0",
         ),
         (
-            Program(((Forward(0, 0), Forward(1, 0), Loss(1, 0), Forward(1, 0)),), (0, 0), 1),
+            Program(((Forward(0, 0), Forward(1, 0), ComputeLoss(1, 0), Forward(1, 0)),), (0, 0), 1),
             "rank 0 has Forward(stage=1, microbatch=0), which is repeated",
         ),
         (
-            Program(((Forward(0, 0), SendOutput(0, 0, 0), Forward(1, 0), Loss(1, 0)),), (0, 0), 1),
+            Program(((Forward(0, 0), SendOutput(0, 0, 0), Forward(1, 0), ComputeLoss(1, 0)),), (0, 0), 1),
             "rank 0 has SendOutput(stage=0, microbatch=0, peer=0), but stage 1 is on the same rank",
         ),
         (
-            Program(((Forward(0, 0), Loss(0, 0), Forward(0, 1)),), (0,), 1),
+            Program(((Forward(0, 0), ComputeLoss(0, 0), Forward(0, 1)),), (0,), 1),
             "rank 0 has Forward(stage=0, microbatch=1), expected stages up to 0 and microbatches up to 0",
         ),
     ],
@@ -406,7 +406,7 @@ def test_error_names_all_transfers_of_a_deadlock() -> None:
     first: list[Action] = [Forward(0, 0), SendOutput(0, 0, 1), Forward(0, 1), SendOutput(0, 1, 1)]
     second: list[Action] = [ReceiveInput(1, 1, 0), ReceiveInput(1, 0, 0)]
     for microbatch in range(2):
-        second += [Forward(1, microbatch), Loss(1, microbatch)]
+        second += [Forward(1, microbatch), ComputeLoss(1, microbatch)]
     with pytest.raises(ProgramError) as error:
         verify(two_ranks(first, second, num_microbatches=2))
     assert str(error.value).splitlines()[1:] == [
@@ -459,13 +459,13 @@ def test_the_first_line_names_the_mutated_rank_and_action(program: Program, seed
 def test_rejects_an_overlap_of_a_forward_with_its_own_backward() -> None:
     overlap = Overlap(Forward(0, 0), Backward(0, 0))
     with pytest.raises(ProgramError, match=r"rank 0 has Overlap\(.*\) before its forward, or the gradient"):
-        verify(Program(((overlap, Loss(0, 0)),), (0,), 1))
+        verify(Program(((overlap, ComputeLoss(0, 0)),), (0,), 1))
 
 
 def test_rejects_nested_overlaps() -> None:
     inner: Any = Overlap(Forward(0, 0), Backward(0, 0))
     with pytest.raises(ProgramError, match=r"rank 0 has Overlap\(.*\), which is not an action"):
-        verify(Program(((Forward(0, 0), Loss(0, 0), Overlap(inner, Backward(0, 0))),), (0,), 1))
+        verify(Program(((Forward(0, 0), ComputeLoss(0, 0), Overlap(inner, Backward(0, 0))),), (0,), 1))
 
 
 def test_a_long_list_of_problems_is_truncated() -> None:

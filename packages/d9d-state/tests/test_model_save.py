@@ -196,7 +196,7 @@ def _fail_on_main(folder: str) -> str:
         if ctx.is_main_process:
             shutil.rmtree(Path(folder).parent)
             Path(folder).parent.touch()
-        ctx.wait_world()
+        ctx.barrier()
         with pytest.raises(StateError) as caught:
             save_model_state(model, folder, ctx=ctx)
         return str(caught.value)

@@ -21,9 +21,9 @@ from d9d_dist.context_parallel import (
     AttentionOfHeads,
     ContextMethod,
     ContextSplit,
-    DeclaresPlain,
+    DeclaresStandardSdpa,
     HasAttention,
-    NeedsWholeRows,
+    RequiresFullSequence,
     RingAttention,
     context_parallel_attention,
     parallelize_context,
@@ -31,13 +31,13 @@ from d9d_dist.context_parallel import (
 )
 from d9d_dist.data_parallel import Precision, parallelize_fsdp, parallelize_hsdp, parallelize_replicate
 from d9d_dist.differentiable import (
-    enter_partial,
-    exchange,
-    gather_shards,
-    scatter_partial,
+    copy_to_axis,
+    all_to_all_reshard,
+    gather_from_axis,
+    reduce_scatter_to_axis,
     sum_over_ranks,
-    sum_partial,
-    take_shard,
+    reduce_from_axis,
+    scatter_to_axis,
 )
 from d9d_dist.embedding_rows import synchronize_embeddings, writes_to_rows
 from d9d_dist.errors import UserError
@@ -58,7 +58,7 @@ from d9d_dist.mesh import MeshConfig
 from d9d_dist.model_values import built_values, digest_values, move_to_meta, move_values, place_values
 from d9d_dist.offload import ModuleOffloader, Offloadable, Offloaded, offload_tensor, onload_tensor
 from d9d_dist.seeds import seed_everything, stream_key
-from d9d_dist.split_backward import GradientSlot, LaterGradients, SplitBackward, take_weight
+from d9d_dist.split_backward import WeightGradHandle, DeferredWeightGrads, SplitBackward, defer_weight_grad
 from d9d_dist.stage import StageInfo
 from d9d_dist.tensor_parallel import parallelize_tensor
 from d9d_dist.tensor_styles import (
@@ -99,20 +99,20 @@ __all__ = [
     "ColumnParallel",
     "ContextMethod",
     "ContextSplit",
-    "DeclaresPlain",
+    "DeclaresStandardSdpa",
     "DistributedContext",
     "FollowsWeight",
-    "GradientSlot",
+    "WeightGradHandle",
     "GradientSync",
     "HasAttention",
     "HasTokenLoss",
     "HasVocabParallelForm",
-    "LaterGradients",
+    "DeferredWeightGrads",
     "Launch",
     "MeshConfig",
     "ModuleLateInit",
     "ModuleOffloader",
-    "NeedsWholeRows",
+    "RequiresFullSequence",
     "Offloadable",
     "Offloaded",
     "Precision",
@@ -150,12 +150,12 @@ __all__ = [
     "context_parallel_attention",
     "defer_gradient_sync",
     "digest_values",
-    "enter_partial",
-    "exchange",
+    "copy_to_axis",
+    "all_to_all_reshard",
     "finish_gradient_sync",
     "gather",
     "gather_objects",
-    "gather_shards",
+    "gather_from_axis",
     "gather_variadic",
     "global_grad_norm",
     "grad_norm_parts",
@@ -176,7 +176,7 @@ __all__ = [
     "reduce_scatter",
     "replicate_spec",
     "scale_gradients_",
-    "scatter_partial",
+    "reduce_scatter_to_axis",
     "sdpa_attention",
     "seed_everything",
     "set_gradient_sync",
@@ -184,12 +184,12 @@ __all__ = [
     "shard_tree",
     "stream_key",
     "sum_over_ranks",
-    "sum_partial",
+    "reduce_from_axis",
     "sync_gradients",
     "synchronize_batch_norm",
     "synchronize_embeddings",
-    "take_shard",
-    "take_weight",
+    "scatter_to_axis",
+    "defer_weight_grad",
     "token_cross_entropy",
     "unshard_tree",
     "writes_to_rows",

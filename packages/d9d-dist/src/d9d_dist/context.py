@@ -204,7 +204,7 @@ class DistributedContext:
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
         world.group_count = int(count)
 
-    def wait_world(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks. Collective: one barrier."""
         # By default torch infers the device from the global rank, which is wrong if nodes are only partly used.
         dist.barrier(device_ids=None if self.device.type == "cpu" else [self.device.index])

@@ -6,13 +6,13 @@ compute the same with the value: each rank has the full gradient. The name of a 
 states which of both it assumes. A wrong choice silently scales gradients by a factor.
 
     function                          forward             backward
-    enter_partial                     identity            all-reduce
-    sum_partial                       all-reduce          identity
-    gather_shards, partial            all-gather          reduce-scatter
-    gather_shards, equal              all-gather          this rank's part
-    scatter_partial                   reduce-scatter      all-gather
-    take_shard                        this rank's part    all-gather
-    exchange                          all-to-all          all-to-all
+    copy_to_axis                     identity            all-reduce
+    reduce_from_axis                       all-reduce          identity
+    gather_from_axis, partial            all-gather          reduce-scatter
+    gather_from_axis, equal              all-gather          this rank's part
+    reduce_scatter_to_axis                   reduce-scatter      all-gather
+    scatter_to_axis                        this rank's part    all-gather
+    all_to_all_reshard                all-to-all          all-to-all
     sum_over_ranks                    all-reduce          all-reduce
 
 All functions take a mesh of one axis (`sum_over_ranks` takes a group) and are collective over it, also in backward, so
@@ -35,8 +35,8 @@ from d9d_dist.errors import UserError
 _Map: TypeAlias = Callable[[Tensor], Tensor]
 
 
-def enter_partial(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return `x`. Backward sums its gradient over ranks, by an all-reduce (adjoint of `sum_partial`).
+def copy_to_axis(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return `x`. Backward sums its gradient over ranks, by an all-reduce (adjoint of `reduce_from_axis`).
 
     For a value that is equal on all ranks, if each rank computes a part of its gradient: the input of a column-parallel
     layer.
@@ -48,8 +48,8 @@ def enter_partial(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return _apply(x, mesh, _identity, partial(_sum, group=_group(mesh)))
 
 
-def sum_partial(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the sum over ranks, by an all-reduce. Backward is the identity (adjoint of `enter_partial`).
+def reduce_from_axis(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum over ranks, by an all-reduce. Backward is the identity (adjoint of `copy_to_axis`).
 
     For a partial value whose sum all ranks use in the same way: the output of a row-parallel layer.
 
@@ -60,7 +60,7 @@ def sum_partial(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return _apply(x, mesh, partial(_sum, group=_group(mesh)), _identity)
 
 
-def gather_shards(x: Tensor, mesh: DeviceMesh, *, dim: int, gradient: Literal["partial", "equal"]) -> Tensor:
+def gather_from_axis(x: Tensor, mesh: DeviceMesh, *, dim: int, gradient: Literal["partial", "equal"]) -> Tensor:
     """Return the all-gathered shards. Backward is a reduce-scatter, or takes this rank's part of its own gradient.
 
     Args:
@@ -68,8 +68,8 @@ def gather_shards(x: Tensor, mesh: DeviceMesh, *, dim: int, gradient: Literal["p
         mesh: A mesh of one axis.
         dim: Dim along which the ranks' shards are concatenated.
         gradient: `"partial"` if ranks use the result differently, such as for their own columns of a matrix; backward
-            reduce-scatters (adjoint of `scatter_partial`). `"equal"` if all ranks compute the same with it; backward
-            has no collective (adjoint of `take_shard`).
+            reduce-scatters (adjoint of `reduce_scatter_to_axis`). `"equal"` if all ranks compute the same with it; backward
+            has no collective (adjoint of `scatter_to_axis`).
 
     Raises:
         UserError: If `gradient` is neither of both.
@@ -85,11 +85,11 @@ def gather_shards(x: Tensor, mesh: DeviceMesh, *, dim: int, gradient: Literal["p
             raise UserError(f"got gradient = {gradient!r}; expected 'partial' or 'equal'.")
 
 
-def scatter_partial(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
+def reduce_scatter_to_axis(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
     """Return this rank's shard of the sum over ranks, by a reduce-scatter. Backward all-gathers the gradient.
 
     For a partial value of which each rank needs one shard of the sum: the output of a row-parallel layer before a
-    sequence-parallel one. The adjoint of `gather_shards` with partial gradients.
+    sequence-parallel one. The adjoint of `gather_from_axis` with partial gradients.
 
     Args:
         x: This rank's part of the sum, of the same shape on all ranks.
@@ -104,7 +104,7 @@ def scatter_partial(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
     return _apply(x, mesh, forward, backward)
 
 
-def take_shard(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
+def scatter_to_axis(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
     """Return a copy of this rank's shard. Backward all-gathers, so that the gradient of `x` is equal on all ranks.
 
     Args:
@@ -119,7 +119,7 @@ def take_shard(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
     return _apply(x, mesh, partial(_take, group=group, dim=dim), partial(all_gather, group=group, dim=dim))
 
 
-def exchange(x: Tensor, mesh: DeviceMesh, *, scatter_dim: int, gather_dim: int) -> Tensor:
+def all_to_all_reshard(x: Tensor, mesh: DeviceMesh, *, scatter_dim: int, gather_dim: int) -> Tensor:
     """Return a tensor that is split on `scatter_dim` instead of `gather_dim`. One all-to-all; backward is the inverse.
 
     For attention over some heads and the whole sequence, between layers over all heads and a part of the sequence:

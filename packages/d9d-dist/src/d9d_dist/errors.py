@@ -4,6 +4,6 @@
 class UserError(ValueError):
     """Invalid input or configuration, usually found before the job starts.
 
-    The message names the value, the expected values and a remedy. `d9d_loop.command_line` prints it without a traceback
+    The message names the value, the expected values and a remedy. `d9d_loop.cli_main` prints it without a traceback
     and exits with code 2.
     """

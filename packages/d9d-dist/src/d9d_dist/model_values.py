@@ -25,18 +25,18 @@ from d9d_dist.late_init import canonical_name
 _BLOCK_BYTES = 64 << 20
 
 
-def built_values(model: nn.Module, *, skip_meta: bool = False) -> dict[str, torch.Tensor]:
+def built_values(model: nn.Module, *, ignore_meta: bool = False) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a model by canonical name, detached. Tied tensors are returned once.
 
     Args:
         model: The model, on the CPU.
-        skip_meta: True to skip tensors on `meta` instead of raising.
+        ignore_meta: True to skip tensors on `meta` instead of raising.
 
     Raises:
         UserError: If a tensor has no values: it is on `meta`, or its lazy module has not run yet.
     """
     found = {canonical_name(name): tensor for name, tensor in named_tensors(model)}
-    if skip_meta:
+    if ignore_meta:
         found = {name: tensor for name, tensor in found.items() if not tensor.is_meta}
     empty = [name for name, tensor in found.items() if nn.parameter.is_lazy(tensor) or tensor.is_meta]
     if empty:

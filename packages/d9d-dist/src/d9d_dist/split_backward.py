@@ -2,14 +2,14 @@
 
 The previous pipeline stage waits for the gradients of a stage's inputs, but no rank waits for weight gradients, which
 cost as much to compute. In `SplitBackward.backward` every linear layer saves the operands of its weight gradient.
-`LaterGradients.compute` computes the weight gradients later and accumulates them into `.grad`, as backward does.
+`DeferredWeightGrads.compute` computes the weight gradients later and accumulates them into `.grad`, as backward does.
 
 Backward runs once, so activation checkpoints are recomputed once, and a weight that is used twice receives both
 gradients. Gradients that cannot be deferred, such as those of norms and of compiled code, are computed in backward. A
-custom autograd function defers its weight gradient by `take_weight`, which detaches the weight from autograd:
+custom autograd function defers its weight gradient by `defer_weight_grad`, which detaches the weight from autograd:
 
     def scale(x, weight):
-        weight, slot = take_weight(weight, x)
+        weight, slot = defer_weight_grad(weight, x)
         return Scale.apply(x, weight, slot)
 
     class Scale(torch.autograd.Function):
@@ -40,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 
 
 @final
-class LaterGradients:
+class DeferredWeightGrads:
     """Deferred weight gradients of one backward pass."""
 
     def __init__(self) -> None:
@@ -80,12 +80,12 @@ class SplitBackward:
     """
 
     def __init__(self) -> None:
-        self._later: LaterGradients | None = None
+        self._later: DeferredWeightGrads | None = None
         self._linear = _LinearMode(self)
 
     @contextmanager
     def forward(self) -> Generator[None]:
-        """Enable this split for linear layers and `take_weight` in the forward of the body, in this thread."""
+        """Enable this split for linear layers and `defer_weight_grad` in the forward of the body, in this thread."""
         token = _active.set(self)
         try:
             with self._linear:
@@ -93,7 +93,7 @@ class SplitBackward:
         finally:
             _active.reset(token)
 
-    def backward(self, outputs: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> LaterGradients:
+    def backward(self, outputs: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> DeferredWeightGrads:
         """Run backward, and defer weight gradients where possible.
 
         Args:
@@ -106,7 +106,7 @@ class SplitBackward:
         assert self._later is None, "one backward pass at a time"
         # With tensors, torch would dispatch backward to active modes and disable them meanwhile; not so with edges.
         edges = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in outputs]
-        self._later = later = LaterGradients()
+        self._later = later = DeferredWeightGrads()
         try:
             with self.forward():  # recomputation of activation checkpoints must run in the same mode as forward
                 torch.autograd.backward(edges, list(gradients))
@@ -116,8 +116,8 @@ class SplitBackward:
 
 
 @final
-class GradientSlot:
-    """Handle by which a custom function's backward gives the gradient of its weight. Created by `take_weight`."""
+class WeightGradHandle:
+    """Handle by which a custom function's backward gives the gradient of its weight. Created by `defer_weight_grad`."""
 
     __slots__ = ("_split", "_weight")
 
@@ -140,7 +140,7 @@ class GradientSlot:
         if later is not None:
             later.put(self._weight, work)
             return None
-        now = LaterGradients()
+        now = DeferredWeightGrads()
         now.put(self._weight, work)
         now.compute()
         return None
@@ -149,7 +149,7 @@ class GradientSlot:
 _active: ContextVar[SplitBackward | None] = ContextVar("d9d_split_backward", default=None)
 
 
-def take_weight(weight: Tensor, *inputs: Tensor) -> tuple[Tensor, GradientSlot]:
+def defer_weight_grad(weight: Tensor, *inputs: Tensor) -> tuple[Tensor, WeightGradHandle]:
     """Return the weight to pass to a custom function, and the handle for its gradient.
 
     Outside of a split the weight itself is returned, and autograd handles it as usual.
@@ -162,11 +162,11 @@ def take_weight(weight: Tensor, *inputs: Tensor) -> tuple[Tensor, GradientSlot]:
     return _take_weight(_active.get(), weight, *inputs)
 
 
-def _take_weight(split: SplitBackward | None, weight: Tensor, *inputs: Tensor) -> tuple[Tensor, GradientSlot]:
+def _take_weight(split: SplitBackward | None, weight: Tensor, *inputs: Tensor) -> tuple[Tensor, WeightGradHandle]:
     needed = weight.requires_grad and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if split is None or not needed:
-        return weight, GradientSlot(None, weight)
-    return weight.detach(), GradientSlot(split, weight)
+        return weight, WeightGradHandle(None, weight)
+    return weight.detach(), WeightGradHandle(split, weight)
 
 
 class _LinearMode(TorchFunctionMode):
@@ -200,7 +200,7 @@ class _Linear(torch.autograd.Function):
     """`x @ weight.T + bias`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, slot: GradientSlot) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, slot: WeightGradHandle) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.slot = weight, slot
         return F.linear(x, weight, bias)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from d9d_dist.differentiable import enter_partial, gather_shards, scatter_partial, sum_partial
+from d9d_dist.differentiable import copy_to_axis, gather_from_axis, reduce_scatter_to_axis, reduce_from_axis
 from d9d_dist.errors import UserError
 from d9d_dist.vocab_parallel import (
     HasTokenLoss,
@@ -120,7 +120,7 @@ class ColumnParallel(TensorStyle):
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `TensorStyle.forward`."""
         features = inner(_enter(_first(args, self, module), self.input, mesh), *args[1:], **kwargs)
-        return gather_shards(features, mesh, dim=-1, gradient="equal") if self.output == REPLICATE else features
+        return gather_from_axis(features, mesh, dim=-1, gradient="equal") if self.output == REPLICATE else features
 
 
 @final
@@ -257,7 +257,7 @@ class VocabParallelHead(TensorStyle):
         """See `TensorStyle.forward`."""
         outputs = inner(_enter(_first(args, self, module), self.input, mesh), *args[1:], **kwargs)
         labels = args[1] if len(args) > 1 else kwargs.get("labels")
-        return gather_shards(outputs, mesh, dim=-1, gradient="equal") if labels is None else outputs
+        return gather_from_axis(outputs, mesh, dim=-1, gradient="equal") if labels is None else outputs
 
 
 def _vocab_parallel_form(loss: TokenLoss) -> Callable[[DeviceMesh], TokenLoss] | None:
@@ -280,12 +280,12 @@ def _enter(x: Tensor, layout: Placement | None, mesh: DeviceMesh) -> Tensor:
     if layout is None:
         return x
     if isinstance(layout, Shard):
-        return gather_shards(x, mesh, dim=layout.dim, gradient="partial")
-    return enter_partial(x, mesh)
+        return gather_from_axis(x, mesh, dim=layout.dim, gradient="partial")
+    return copy_to_axis(x, mesh)
 
 
 def _leave(x: Tensor, layout: Placement, mesh: DeviceMesh) -> Tensor:
     """Sum over ranks; return the whole sum, or this rank's part of it."""
     if isinstance(layout, Shard):
-        return scatter_partial(x, mesh, dim=layout.dim)
-    return sum_partial(x, mesh)
+        return reduce_scatter_to_axis(x, mesh, dim=layout.dim)
+    return reduce_from_axis(x, mesh)

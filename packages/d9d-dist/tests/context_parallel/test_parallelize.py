@@ -210,15 +210,15 @@ def _other_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, document
 class _Declared:
     """A user's attention function that declares to compute the same as `sdpa_attention`."""
 
-    def __init__(self, *, is_plain: bool) -> None:
-        self.is_plain = is_plain
+    def __init__(self, *, is_standard_sdpa: bool) -> None:
+        self.is_standard_sdpa = is_standard_sdpa
 
     def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
         return sdpa_attention(q_BLHK, k_BSGK, v_BSGK, documents_BS=documents_BS)
 
 
 class _Recurrence(nn.Module):
-    why_whole_rows = "reads from left to right"
+    full_sequence_reason = "reads from left to right"
 
 
 class _AttentionModule(nn.Module):
@@ -233,7 +233,7 @@ def _messages() -> list[str]:
         half_other = _Model()
         half_other.blocks[1].attention_function = _other_attention
         not_plain, hybrid = _Model(), _Model()
-        not_plain.blocks[1].attention_function = _Declared(is_plain=False)
+        not_plain.blocks[1].attention_function = _Declared(is_standard_sdpa=False)
         hybrid.layers.append(_Recurrence())
         other.blocks[1].attention_function = _AttentionModule()
         unknown = "striped"
@@ -259,7 +259,7 @@ def _messages() -> list[str]:
             with pytest.raises(UserError) as caught:
                 call()
             messages.append(str(caught.value))
-        declared = context_parallel_attention(_Declared(is_plain=True), mesh, method="ring")
+        declared = context_parallel_attention(_Declared(is_standard_sdpa=True), mesh, method="ring")
         assert isinstance(declared, RingAttention)
         # The failed call did not replace the attention function.
         for each in (*model.modules(), *hybrid.modules(), half_other.blocks[0], other.blocks[0]):
@@ -273,7 +273,7 @@ def test_messages() -> None:
         "no submodule of Linear is a HasAttention; expected .* attribute attention_function. Give your attention",
         "got the attention function AllGatherAttention, which is context parallel already; .* Apply .* once",
         "got the attention function .*_other_attention.* with method = 'ring'; expected sdpa_attention or one whose",
-        "got the attention function .*_Declared.* with method = 'ring'; expected sdpa_attention or one whose is_plain",
+        "got the attention function .*_Declared.* with method = 'ring'; expected sdpa_attention or one whose is_standard_sdpa",
         "layers.2, a _Recurrence, reads from left to right, and 2 context-parallel ranks share each row out; expected",
         "the attention_function of layers.1 is the module _AttentionModule; expected a function",
         "got method = 'striped'; expected 'all_gather', 'all_to_all' or 'ring'",

@@ -70,7 +70,7 @@ def _fail_on_rank_1() -> None:
         print("before the end")
         if ctx.rank == 1:
             raise KeyError("the culprit")
-        ctx.wait_world()
+        ctx.barrier()
 
 
 def test_the_failing_rank_is_named_and_the_pool_recovers() -> None:
@@ -96,7 +96,7 @@ def _hang_on_rank_1() -> None:
     with MeshConfig(data_parallel_shard=-1).build() as ctx:
         if ctx.rank == 1:
             _oversleep()
-        ctx.wait_world()
+        ctx.barrier()
 
 
 def _oversleep() -> None:
@@ -200,7 +200,7 @@ def _slow_to_tell(rank: int) -> None:
         with MeshConfig(data_parallel_shard=-1).build() as ctx:
             if ctx.rank == rank:
                 raise RuntimeError("no more coffee")
-            ctx.wait_world()
+            ctx.barrier()
     except RuntimeError as error:
         if "coffee" in str(error):
             time.sleep(0.3)

@@ -1,9 +1,9 @@
 """Training and inference loops that run on one CPU or on a cluster."""
 
-from d9d_loop.batches import Collate, Samples
-from d9d_loop.command_line import command_line
-from d9d_loop.component import Component
-from d9d_loop.config import (
+from d9d_loop.data.batches import Collate, Samples
+from d9d_loop.cli_main import cli_main
+from d9d_loop.config.component import Component
+from d9d_loop.config.trainer_config import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
@@ -16,11 +16,11 @@ from d9d_loop.config import (
     RunConfig,
     TrainerConfig,
 )
-from d9d_loop.config_file import read_config_file
-from d9d_loop.config_source import validate_config
+from d9d_loop.config.config_file import read_config_file
+from d9d_loop.config.config_source import validate_config
 from d9d_loop.data import DataProvider, DatasetProvider
-from d9d_loop.evaluation import Evaluator
-from d9d_loop.event_bus import Events, handles
+from d9d_loop.job.evaluation import Evaluator
+from d9d_loop.event_bus import Events, on_event
 from d9d_loop.events import (
     BackwardDone,
     BadStepFound,
@@ -39,17 +39,17 @@ from d9d_loop.events import (
     OptimizerDone,
     OptimizerReady,
     PartWritten,
-    Slept,
+    StateOffloaded,
     StepDone,
     StepStarted,
-    Woken,
+    StateOnloaded,
 )
-from d9d_loop.hugging_face_model import hugging_face_model
-from d9d_loop.inference import Inference, InferenceResult
-from d9d_loop.inference_config import InferenceConfig
-from d9d_loop.lr_schedule import LrSchedule, LrScheduleConfig, PiecewiseConfig, WarmupCosineConfig, WsdConfig
-from d9d_loop.model_provider import FunctionProvider, ModelProvider
-from d9d_loop.optimizer import (
+from d9d_loop.model.hugging_face_model import hugging_face_model
+from d9d_loop.inference.inference import Inference, InferenceResult
+from d9d_loop.config.inference_config import InferenceConfig
+from d9d_loop.lr.lr_schedule import LrSchedule, LrScheduleConfig, PiecewiseConfig, WarmupCosineConfig, WsdConfig
+from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
+from d9d_loop.optimizers.optimizer import (
     AdamConfig,
     AdamWConfig,
     GroupConfig,
@@ -62,18 +62,18 @@ from d9d_loop.optimizer import (
     SGDConfig,
     StochasticAdamWConfig,
 )
-from d9d_loop.pipeline import Pipeline
-from d9d_loop.pipeline_schedule import ScheduleConfig
-from d9d_loop.preset import InferencePresetConfig, PresetConfig, preset_inference, preset_trainer
-from d9d_loop.profiler import ProfileConfig, Profiler
+from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.config.schedule_config import ScheduleConfig
+from d9d_loop.config.preset import InferencePresetConfig, PresetConfig, preset_inference, preset_trainer
+from d9d_loop.job.profiler import ProfileConfig, Profiler
 from d9d_loop.resilience import ExitCode, ResilienceConfig, Stopped
-from d9d_loop.sample_order import SampleOrder
-from d9d_loop.section import Section
+from d9d_loop.data.sample_order import SampleOrder
+from d9d_loop.config.section import Section
 from d9d_loop.task import BatchTask, InferenceTask, Loss, Task
-from d9d_loop.train_result import TrainResult
-from d9d_loop.train_step import StepOutcome, TrainStep
-from d9d_loop.trainer import Trainer
-from d9d_loop.training_job import BadStepError, JobParts, TrainingJob
+from d9d_loop.job.train_result import TrainResult
+from d9d_loop.job.train_step import StepOutcome, TrainStep
+from d9d_loop.job.trainer import Trainer
+from d9d_loop.job.training_job import BadStepError, JobParts, TrainingJob
 from d9d_pipeline import Inputs
 
 __all__ = [
@@ -145,7 +145,7 @@ __all__ = [
     "ScheduleConfig",
     "ScheduleFreeAdamWConfig",
     "Section",
-    "Slept",
+    "StateOffloaded",
     "StepDone",
     "StepOutcome",
     "StepStarted",
@@ -158,10 +158,10 @@ __all__ = [
     "TrainerConfig",
     "TrainingJob",
     "WarmupCosineConfig",
-    "Woken",
+    "StateOnloaded",
     "WsdConfig",
-    "command_line",
-    "handles",
+    "cli_main",
+    "on_event",
     "hugging_face_model",
     "preset_inference",
     "preset_trainer",

@@ -1,7 +1,7 @@
 """The command `d9d-train` (`python -m d9d_loop` under torchrun): runs the training job of a preset file."""
 
-from d9d_loop.command_line import command_line
-from d9d_loop.preset import PresetConfig, look_beside_preset, preset_trainer
+from d9d_loop.cli_main import cli_main
+from d9d_loop.config.preset import PresetConfig, look_beside_preset, preset_trainer
 
 
 def main() -> None:
@@ -9,7 +9,7 @@ def main() -> None:
 
     The import paths of a preset are also resolved in the current folder and in the folder of the preset.
     """
-    with command_line():
+    with cli_main():
         config = PresetConfig.from_cli()
         look_beside_preset()
         print(preset_trainer(config).train())

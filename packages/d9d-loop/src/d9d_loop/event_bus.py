@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from d9d_dist import UserError
 from d9d_loop.events import Event
-from d9d_loop.own_random import own_random
+from d9d_loop.job.own_random import own_random
 
 E = TypeVar("E", bound=Event)
 _Handler = Callable[[Any], object]
 
 
 @final
-class handles:  # noqa: N801  (a decorator)
+class on_event:  # noqa: N801  (a decorator)
     """Decorator that marks a method as an event handler, for `Events.subscribe`.
 
         class Watcher:
-            @handles(StepDone)
+            @on_event(StepDone)
             def look(self, event: StepDone) -> None: ...
 
     Args:
@@ -85,7 +85,7 @@ class Events:
         self._handlers.setdefault(kind, []).append(handler)
 
     def subscribe(self, *subscribers: object) -> None:
-        """Register the methods of objects that are marked by `handles`.
+        """Register the methods of objects that are marked by `on_event`.
 
         Raises:
             UserError: If an object has no marked method.
@@ -99,7 +99,7 @@ class Events:
             if not marked:
                 raise UserError(
                     f"{type(subscriber).__name__} has no method that handles an event; expected at least one that is "
-                    "marked by @handles(StepDone), or another kind of event."
+                    "marked by @on_event(StepDone), or another kind of event."
                 )
             for _, method in marked:
                 for kind in method.kinds:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext
-from d9d_loop.train_result import TrainResult
+from d9d_loop.job.train_result import TrainResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +196,12 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Slept(Event):
+class StateOffloaded(Event):
     """Training state is offloaded to host memory, and its device memory is free for other uses."""
 
 
 @dataclass(frozen=True, slots=True)
-class Woken(Event):
+class StateOnloaded(Event):
     """Training state is onloaded to the device again."""
 
 

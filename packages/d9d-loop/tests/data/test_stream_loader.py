@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from d9d_dist import UserError
 from d9d_loop import SampleOrder
-from d9d_loop.batches import TrainBatches
+from d9d_loop.data.batches import TrainBatches
 from d9d_loop.data import (
     BucketedStream,
     DataError,

@@ -18,8 +18,8 @@ from d9d_dist import (
     parallelize_tensor,
 )
 from d9d_dist.testing import full_parameters, run_ranks
-from d9d_loop.job_state import JobState, Record
-from d9d_loop.optimizer import (
+from d9d_loop.job.job_state import JobState, Record
+from d9d_loop.optimizers.optimizer import (
     AdamConfig,
     AdamWConfig,
     GroupConfig,

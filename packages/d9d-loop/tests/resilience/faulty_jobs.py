@@ -33,7 +33,7 @@ from d9d_loop import (
     Task,
     Trainer,
     TrainerConfig,
-    command_line,
+    cli_main,
 )
 from d9d_loop.resilience import Stopped
 from d9d_metrics import TensorBoardTracker
@@ -57,7 +57,7 @@ def trains(place: Place, fault: str, culprit: int, **sections: Any) -> None:
         trainer.events.on(CheckpointStarted, own.ask_again)
     if own.name == "tracker is down":
         mock.patch.object(TensorBoardTracker, "__init__", own.refuse).start()
-    with command_line():
+    with cli_main():
         try:
             trainer.train()
         except Stopped:
@@ -79,7 +79,7 @@ def takes_long(place: Place, step_seconds: float) -> None:
 
     for kind in (StepDone, CheckpointStarted, CheckpointSaved, ModelExported, Finished):
         trainer.events.on(kind, sleep)
-    with command_line():
+    with cli_main():
         trainer.train()
 
 
@@ -88,14 +88,14 @@ def infers(place: Place, culprit: int) -> None:
     fault = _Fault("is stopped" if place.rank == culprit else "nothing", place)
     inference = _inference(fault, _Samples(fault), part_size=2)
     inference.events.on(PartWritten, lambda event: fault.strike() if event.step == 4 else None)
-    with command_line():
+    with cli_main():
         inference.run()
 
 
 def infers_slowly(place: Place, culprit: int) -> None:
     """One part of three batches, each in its time, though all of them take longer; the other rank has none."""
     fault = _Fault("is slow" if place.rank == culprit else "nothing", place)
-    with command_line():
+    with cli_main():
         _inference(fault, [_Samples(fault)[index] for index in range(3)], part_size=3).run()
 
 

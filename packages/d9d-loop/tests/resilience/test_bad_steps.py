@@ -58,7 +58,7 @@ def _go_on(
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, norm * 0.1)
         taken = guard.step(first + index, loss=torch.tensor(loss, dtype=torch.float64), grad_norm=torch.tensor(norm))
-        verdicts.append(guard.verdict(settle=True))
+        verdicts.append(guard.poll(settle=True))
         after = list(model.parameters())
         moved.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
         assert bool(taken) is moved[-1]
@@ -125,7 +125,7 @@ def test_going_back_is_tried_once_for_a_step(ctx: DistributedContext) -> None:
     verdicts, _ = _go_on(guard, model, [1.0, 1.0, _NAN])
     assert verdicts[-1] is not None
     assert verdicts[-1].decision == "rewind"
-    guard.rewound()
+    guard.on_rollback()
     verdicts, _ = _go_on(guard, model, [1.0, _NAN], first=2)
     assert verdicts[-1] is not None
     assert verdicts[-1].decision == "stop"
@@ -161,7 +161,7 @@ def test_after_going_back_from_a_spike_it_and_the_step_before_are_left_out(ctx: 
     verdicts, _ = _go_on(guard, model, [*_CALM, 9.0])
     assert verdicts[-1] is not None
     assert verdicts[-1].decision == "rewind"
-    guard.rewound()
+    guard.on_rollback()
     verdicts, moved = _go_on(guard, model, [*_CALM[2:], 9.0, 1.0], first=3)
     assert moved == [True, True, False, False, True]
     assert verdicts == [None] * 5

@@ -29,7 +29,7 @@ from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.selection import TrackerConfig, build_trackers, check_trackers
 from d9d_metrics.trackers.tensorboard_events import TensorBoardTracker, TensorBoardTrackerConfig
 from d9d_metrics.trackers.tracker import Tracker
-from d9d_metrics.trackers.values import Histogram, Picture, Text, Tracked
+from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
 from d9d_metrics.trackers.weights_and_biases import WandbTracker, WandbTrackerConfig
 
 __all__ = [
@@ -63,7 +63,7 @@ __all__ = [
     "PeakMemory",
     "PendingSync",
     "Perplexity",
-    "Picture",
+    "Image",
     "Score",
     "StepClock",
     "StepSeconds",

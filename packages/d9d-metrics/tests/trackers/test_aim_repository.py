@@ -10,7 +10,7 @@ from aim.storage.context import Context
 from matplotlib.figure import Figure
 
 from d9d_dist import UserError
-from d9d_metrics import AimTracker, AimTrackerConfig, Histogram, Picture, Text
+from d9d_metrics import AimTracker, AimTrackerConfig, Histogram, Image, Text
 from d9d_metrics.trackers import _extras
 
 
@@ -50,7 +50,7 @@ def test_values_can_be_read_and_a_run_is_resumed(repository: Path) -> None:
     first.log_config({"lr": 0.5, "mesh": {"dp": 2, "password": "canary"}, "name": None})
     too_fine = Histogram(0.0, 1.0, (1.0,) * 513)
     first.log(3, {"loss": 1.5, "h": Histogram(0.0, 4.0, (1.0, 3.0)), "t": Text("hello"), "fine": too_fine})
-    first.log(3, {"p": Picture.of(Figure(figsize=(1, 1), dpi=20))})
+    first.log(3, {"p": Image.of(Figure(figsize=(1, 1), dpi=20))})
     first.log(4, {"loss": 1.0})
     first.log(5, {"loss": 0.75})
     first.close()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d9d_dist import UserError
-from d9d_metrics import Histogram, JsonlTracker, JsonlTrackerConfig, Picture, Text, read_metrics
+from d9d_metrics import Histogram, JsonlTracker, JsonlTrackerConfig, Image, Text, read_metrics
 
 
 def tracker_with_steps(path: Path, *steps: int) -> JsonlTracker:
@@ -136,7 +136,7 @@ def test_resume_drops_later_steps_before_it_returns(tmp_path: Path) -> None:
 def test_writes_histograms_text_and_images(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tracker = JsonlTracker(path, clock=lambda: 0.0)
-    values = {"h": Histogram(0.0, 1.0, (2.0,)), "a/t": Text("nan"), "a/p": Picture(b"png"), "loss": 1.0}
+    values = {"h": Histogram(0.0, 1.0, (2.0,)), "a/t": Text("nan"), "a/p": Image(b"png"), "loss": 1.0}
     tracker.log(4, values)
     tracker.close()
     assert json.loads(path.read_text()) == {

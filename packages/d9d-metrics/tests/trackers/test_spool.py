@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from d9d_metrics import Histogram, Picture, Text
+from d9d_metrics import Histogram, Image, Text
 from d9d_metrics.trackers import spool as spool_module
 from d9d_metrics.trackers.outbox import RunConfig, StepValues
 from d9d_metrics.trackers.spool import Spool
@@ -34,7 +34,7 @@ def test_returns_every_type_of_value(tmp_path: Path) -> None:
         "inf": -math.inf,
         "h": Histogram(0.0, 1.0, (1.0, 2.0)),
         "text": Text("größe"),
-        "picture": Picture(b"\x89PNG\xff"),
+        "picture": Image(b"\x89PNG\xff"),
     }
     spool.put(StepValues(3, {**values, "nan": math.nan}))
     spool.put(RunConfig({"a": {"b": [1, None]}}))

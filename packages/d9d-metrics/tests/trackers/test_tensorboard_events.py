@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from d9d_dist import UserError
-from d9d_metrics import Histogram, Picture, TensorBoardTracker, TensorBoardTrackerConfig, Text
+from d9d_metrics import Histogram, Image, TensorBoardTracker, TensorBoardTrackerConfig, Text
 from d9d_metrics.trackers import _extras
 
 
@@ -33,7 +33,7 @@ def png_of(width: int, height: int) -> bytes:
 def test_every_type_of_value_can_be_read(tmp_path: Path) -> None:
     tracker = TensorBoardTracker(tmp_path)
     tracker.log_config({"lr": 0.5, "mesh": {"password": "canary"}})
-    picture = Picture(png_of(3, 2))
+    picture = Image(png_of(3, 2))
     tracker.log(7, {"loss": 1.5, "h": Histogram(0.0, 4.0, (1.0, 3.0)), "t": Text("hello"), "p": picture})
     tracker.close()
     events = read(tmp_path)

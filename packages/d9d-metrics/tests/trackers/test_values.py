@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from d9d_metrics import Histogram, Picture, Text, Tracked
+from d9d_metrics import Histogram, Image, Text, Tracked
 from d9d_metrics.trackers.values import from_json, to_json
 
 
 @pytest.mark.parametrize(
-    "value", [1.5, -math.inf, Histogram(-1.0, 1.0, (1.0, 0.0)), Text("größe"), Picture(b"\x89PNG\xff\x00")]
+    "value", [1.5, -math.inf, Histogram(-1.0, 1.0, (1.0, 0.0)), Text("größe"), Image(b"\x89PNG\xff\x00")]
 )
 def test_values_round_trip_through_json(value: Tracked) -> None:
     assert from_json(json.loads(json.dumps(to_json(value), allow_nan=False))) == value
@@ -42,5 +42,5 @@ def test_a_histogram_ignores_non_finite_values() -> None:
 
 
 def test_renders_a_figure() -> None:
-    picture = Picture.of(Figure(figsize=(2, 1), dpi=50))
+    picture = Image.of(Figure(figsize=(2, 1), dpi=50))
     assert imread(io.BytesIO(picture.png)).shape[:2] == (50, 100)

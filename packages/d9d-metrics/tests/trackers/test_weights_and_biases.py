@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from wandb.proto.wandb_internal_pb2 import Record  # ty: ignore[import-not-found] - made by protobuf
 
 from d9d_dist import UserError
-from d9d_metrics import Histogram, Picture, Text, WandbTracker, WandbTrackerConfig
+from d9d_metrics import Histogram, Image, Text, WandbTracker, WandbTrackerConfig
 from d9d_metrics.trackers import _extras
 
 _BLOCK, _HEADER = 32768, 7
@@ -58,8 +58,8 @@ def config(folder: Path) -> dict[str, Any]:
     return {item.key or item.nested_key[0]: json.loads(item.value_json) for update in updates for item in update}
 
 
-def a_picture() -> Picture:
-    return Picture.of(Figure(figsize=(1, 1), dpi=20))
+def a_picture() -> Image:
+    return Image.of(Figure(figsize=(1, 1), dpi=20))
 
 
 def test_values_can_be_read_and_a_run_is_resumed(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from d9d_modules.attention import GroupedQueryAttention
 from d9d_modules.attention_backends import (
-    BACKEND_VARIABLE,
+    ATTENTION_VARIABLE,
     AttentionBackend,
     AttentionBackendName,
     AttentionOptions,
@@ -12,7 +12,7 @@ from d9d_modules.attention_backends import (
     Flash4Backend,
     FlexBackend,
     SdpaBackend,
-    choose_backend,
+    choose_attention_backend,
     chosen_attention,
     default_attention_backends,
     documents_of_lengths,
@@ -23,7 +23,7 @@ from d9d_modules.checkpointing import (
     Operator,
     checkpoint_activations,
     checkpoint_layers,
-    costly_operators,
+    default_saved_operators,
 )
 from d9d_modules.chunked_cross_entropy import linear_cross_entropy
 from d9d_modules.compiling import compile_layers
@@ -33,7 +33,7 @@ from d9d_modules.decay_gate import DecayGate, DecayParallel
 from d9d_modules.decoder import DecoderLayer, HasExperts, Hidden, HiddenAndLosses
 from d9d_modules.delta_rule import DeltaRuleBackend, gated_delta_rule
 from d9d_modules.embedding import SplitTokenEmbedding, TokenEmbedding
-from d9d_modules.float8 import Float8, Float8Recipe, multiply_in_float8
+from d9d_modules.float8 import Float8, Float8Recipe, convert_to_float8
 from d9d_modules.gated_delta_net import GatedDeltaNet
 from d9d_modules.gated_norm import GatedRMSNorm
 from d9d_modules.generation import generate
@@ -114,7 +114,7 @@ from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
 from d9d_modules.swiglu import SwiGLU, silu_mul
 
 __all__ = [
-    "BACKEND_VARIABLE",
+    "ATTENTION_VARIABLE",
     "DECODER_ENTRIES",
     "FIXED",
     "GROUPED_QUERY_ENTRIES",
@@ -209,11 +209,11 @@ __all__ = [
     "check_positive",
     "checkpoint_activations",
     "checkpoint_layers",
-    "choose_backend",
+    "choose_attention_backend",
     "chosen_attention",
     "compile_layers",
     "config_value",
-    "costly_operators",
+    "default_saved_operators",
     "decoder_backbone_from_hugging_face",
     "decoder_classifier_from_hugging_face",
     "decoder_from_hugging_face",
@@ -228,7 +228,7 @@ __all__ = [
     "llama3_from_hugging_face",
     "llama3_hugging_face_config",
     "llama3_params_from_hugging_face",
-    "multiply_in_float8",
+    "convert_to_float8",
     "parallelize_decoder",
     "pool",
     "qwen3_from_hugging_face",

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def document_starts(documents_BL: Tensor) -> Tensor:
+def document_starts(document_ids_BL: Tensor) -> Tensor:
     """Return a boolean mask [B, L]: True where the document id differs from the previous position.
 
     The first position of a row is False. A document id that reappears after another id starts a new document.
     """
-    return F.pad(documents_BL[:, 1:] != documents_BL[:, :-1], (1, 0), value=False)[:, : documents_BL.shape[1]]
+    return F.pad(document_ids_BL[:, 1:] != document_ids_BL[:, :-1], (1, 0), value=False)[:, : document_ids_BL.shape[1]]

@@ -87,25 +87,25 @@ class GroupedQueryAttention(nn.Module):
         self.sinks = AttentionSinks(num_heads, init_std=init_std) if sinks else None
         self.attention_function: Attention = chosen_attention(options, sinks=self.sinks, backends=backends)
 
-    def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, documents_BL: Tensor | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None) -> Tensor:
         """Compute causal self-attention.
 
         Args:
             x_BLD: Hidden states [B, L, D].
             rotary: Rotary tables of the positions. They rotate queries and keys; the causal mask follows the order in
                 the row.
-            documents_BL: Document id of each position [B, L], integer, for packed sequences: a position attends only
+            document_ids_BL: Document id of each position [B, L], integer, for packed sequences: a position attends only
                 within its document. None: each row is one document.
 
         Returns:
             Output of the layer [B, L, D], in the dtype of `x_BLD`.
 
         Raises:
-            UserError: If the shape of `rotary` or `documents_BL` does not match, or no allowed backend supports the
+            UserError: If the shape of `rotary` or `document_ids_BL` does not match, or no allowed backend supports the
                 call.
         """
         check_tables(rotary, x_BLD.shape[:2], rotary_dim=self.rotary_dim)
-        check_documents(documents_BL, x_BLD.shape[:2])
+        check_documents(document_ids_BL, x_BLD.shape[:2])
         q_BLHK = self._split_heads(self.q_proj(x_BLD))
         k_BLGK = self._split_heads(self.k_proj(x_BLD))
         v_BLGK = self._split_heads(self.v_proj(x_BLD))
@@ -113,7 +113,7 @@ class GroupedQueryAttention(nn.Module):
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK = apply_rotary(q_BLHK, rotary, layout=self.rotary_layout)
         k_BLGK = apply_rotary(k_BLGK, rotary, layout=self.rotary_layout)
-        attended = self.attention_function(q_BLHK, k_BLGK, v_BLGK, documents_BS=documents_BL).flatten(start_dim=-2)
+        attended = self.attention_function(q_BLHK, k_BLGK, v_BLGK, documents_BS=document_ids_BL).flatten(start_dim=-2)
         if self.gate_proj is not None:
             attended = attended * torch.sigmoid(self.gate_proj(x_BLD))
         return self.o_proj(attended)

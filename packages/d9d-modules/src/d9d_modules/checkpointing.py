@@ -18,7 +18,7 @@ Operator: TypeAlias = Callable[..., Any]
 """A torch operator, such as `torch.ops.aten.mm.default`."""
 
 
-def costly_operators() -> frozenset[Operator]:
+def default_saved_operators() -> frozenset[Operator]:
     """Return the operators whose outputs the policy "selective" saves: matrix products, attention and collectives.
 
     All other operators, such as norms and activation functions, are memory-bound and recomputed.
@@ -60,7 +60,7 @@ def checkpoint_activations(
         module: Module whose forward pass is recomputed during its backward pass.
         policy: `"full"` saves only the inputs; `"selective"` also saves the outputs of the operators in `keep`;
             `"none"` does nothing.
-        keep: Operators whose outputs `"selective"` saves; None for `costly_operators()`.
+        keep: Operators whose outputs `"selective"` saves; None for `default_saved_operators()`.
 
     Raises:
         UserError: If the policy is unknown, or `keep` is given for a policy other than `"selective"`.
@@ -74,7 +74,7 @@ def checkpoint_activations(
             # An instance attribute shadows the class's forward. Module hooks, FSDP's too, do not run in the recompute.
             module.forward = partial(_checkpointed, module.forward)
         case "selective":
-            operators = costly_operators() if keep is None else frozenset(keep)
+            operators = default_saved_operators() if keep is None else frozenset(keep)
             contexts = partial(create_selective_checkpoint_contexts, partial(_policy_of, operators))
             module.forward = partial(_checkpointed, module.forward, context_fn=contexts)
         case _:

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from d9d_dist.split_backward import GradientSlot, take_weight
+from d9d_dist.split_backward import WeightGradHandle, defer_weight_grad
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
 
 _TILE_LOGITS = 2**22
@@ -66,7 +66,7 @@ def linear_cross_entropy(
         Losses [T] in nats, 0 for ignored labels: float32, or float64 for float64 input.
     """
     with_gradient = torch.is_grad_enabled() and hidden_TD.requires_grad
-    taken = [take_weight(weight_VD, hidden_TD) for weight_VD in weights_VD]
+    taken = [defer_weight_grad(weight_VD, hidden_TD) for weight_VD in weights_VD]
     slots = tuple(slot for _, slot in taken)
     options = _Options(loss, softcap, with_gradient)
     losses_T: Tensor = _LinearCrossEntropy.apply(hidden_TD, labels_T, options, slots, *(weight for weight, _ in taken))
@@ -86,7 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_TD: Tensor,
         labels_T: Tensor,
         options: _Options,
-        slots: tuple[GradientSlot, ...],
+        slots: tuple[WeightGradHandle, ...],
         *weights_VD: Tensor,
     ) -> Tensor:
         vocabulary = _Vocabulary(weights_VD, options.loss, options.softcap)

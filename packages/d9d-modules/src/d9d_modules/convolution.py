@@ -34,18 +34,18 @@ class CausalConvolution(nn.Module):
         bound = self.weight.shape[1] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x_BLD: Tensor, *, documents_BL: Tensor | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, *, document_ids_BL: Tensor | None = None) -> Tensor:
         """See `causal_convolution`."""
-        return causal_convolution(x_BLD, self.weight, documents_BL=documents_BL)
+        return causal_convolution(x_BLD, self.weight, document_ids_BL=document_ids_BL)
 
 
-def causal_convolution(x_BLD: Tensor, weight_DW: Tensor, *, documents_BL: Tensor | None = None) -> Tensor:
+def causal_convolution(x_BLD: Tensor, weight_DW: Tensor, *, document_ids_BL: Tensor | None = None) -> Tensor:
     """Compute `y[t] = sum over i < W of weight[:, W - 1 - i] * x[t - i]`, with zeros before the first position.
 
     Args:
         x_BLD: Input [B, L, D]; any floating-point dtype.
         weight_DW: Weight [D, W]; its last column multiplies the current position.
-        documents_BL: Document id of each position [B, L], integer: positions of other documents count as zero. None:
+        document_ids_BL: Document id of each position [B, L], integer: positions of other documents count as zero. None:
             each row is one document.
 
     Returns:
@@ -59,18 +59,18 @@ def causal_convolution(x_BLD: Tensor, weight_DW: Tensor, *, documents_BL: Tensor
             f"a causal convolution of {len(weight_DW)} features got a tensor of shape {tuple(x_BLD.shape)}; expected "
             f"a last dim of {len(weight_DW)}."
         )
-    if documents_BL is not None or x_BLD.shape[1] == 0:  # F.conv1d supports neither documents nor empty rows
-        return _by_shifts(x_BLD, weight_DW, documents_BL)
+    if document_ids_BL is not None or x_BLD.shape[1] == 0:  # F.conv1d supports neither documents nor empty rows
+        return _by_shifts(x_BLD, weight_DW, document_ids_BL)
     padded_BDL = F.pad(x_BLD.transpose(1, 2), (weight_DW.shape[1] - 1, 0))
     return F.conv1d(padded_BDL, weight_DW.unsqueeze(1), groups=len(weight_DW)).transpose(1, 2)
 
 
-def _by_shifts(x_BLD: Tensor, weight_DW: Tensor, documents_BL: Tensor | None) -> Tensor:
+def _by_shifts(x_BLD: Tensor, weight_DW: Tensor, document_ids_BL: Tensor | None) -> Tensor:
     """Compute the convolution as a sum of `width` shifted products."""
     dtype = torch.promote_types(x_BLD.dtype, torch.float32)
     (length, width), weight_DW = (x_BLD.shape[1], weight_DW.shape[1]), weight_DW.to(dtype)
     padded_BLD = F.pad(x_BLD.to(dtype), (0, 0, width - 1, 0))
-    run_BL = None if documents_BL is None else document_starts(documents_BL).cumsum(dim=1)
+    run_BL = None if document_ids_BL is None else document_starts(document_ids_BL).cumsum(dim=1)
     total_BLD = x_BLD * weight_DW[:, -1]
     for back in range(1, width):
         before_BLD = padded_BLD.narrow(1, width - 1 - back, length)

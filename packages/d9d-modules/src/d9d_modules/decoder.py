@@ -44,7 +44,7 @@ class DecoderLayer(nn.Module):
     Args:
         hidden_size: Size of the last dim of input and output.
         attention: Token mixer, called with hidden states [B, L, D] and the rotary tables; returns [B, L, D].
-            For packed sequences it also receives the keyword argument `documents_BL`.
+            For packed sequences it also receives the keyword argument `document_ids_BL`.
         feed_forward: Feed-forward block, called with hidden states [B, L, D]; returns [B, L, D] or `HiddenAndLosses`.
             A block that `HasExperts` also receives the token mask, if any.
         norm_eps: Epsilon of both RMS norms.
@@ -61,19 +61,19 @@ class DecoderLayer(nn.Module):
         self._takes_mask = isinstance(feed_forward, HasExperts)
 
     def forward(
-        self, x: Hidden, rotary: RotaryTables, *, documents_BL: Tensor | None = None, mask_BL: Tensor | None = None
+        self, x: Hidden, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None, mask_BL: Tensor | None = None
     ) -> Hidden:
         """Apply the layer; shape and dtype of the hidden states are unchanged.
 
         Args:
             x: Hidden states [B, L, D]; `HiddenAndLosses` if the model has auxiliary losses.
             rotary: Rotary tables of the positions.
-            documents_BL: Document id of each position [B, L], integer; None: each row is one document.
+            document_ids_BL: Document id of each position [B, L], integer; None: each row is one document.
             mask_BL: Token mask [B, L] for a feed-forward block with experts; None if there is no padding.
         """
         x_BLD, losses = x if isinstance(x, HiddenAndLosses) else (x, None)
-        # Token mixers without a `documents_BL` argument work as long as no sequences are packed.
-        documents = {} if documents_BL is None else {"documents_BL": documents_BL}
+        # Token mixers without a `document_ids_BL` argument work as long as no sequences are packed.
+        documents = {} if document_ids_BL is None else {"document_ids_BL": document_ids_BL}
         attention_BLD = self.attention(self.attention_norm(x_BLD), rotary, **documents)
         # With autocast, or a custom mixer, the output dtype may differ from the residual stream's.
         normed_BLD, attended_BLD = self.feed_forward_norm(attention_BLD.to(x_BLD.dtype), x_BLD)

@@ -27,7 +27,7 @@ def gated_delta_rule(
     *,
     log_decay_BLH: Tensor,
     beta_BLH: Tensor,
-    documents_BL: Tensor | None = None,
+    document_ids_BL: Tensor | None = None,
     initial_state_BHKV: Tensor | None = None,
     scale: float | None = None,
     backend: DeltaRuleBackend | None = None,
@@ -46,7 +46,7 @@ def gated_delta_rule(
         v_BLHV: Values [B, L, H, V]; H / G consecutive value heads share a key head.
         log_decay_BLH: Logarithm of alpha [B, L, H]: finite, at most 0.
         beta_BLH: Write strength [B, L, H], from 0 to 1.
-        documents_BL: Document id of each position [B, L], integer; the state is reset to zeros at document starts. A
+        document_ids_BL: Document id of each position [B, L], integer; the state is reset to zeros at document starts. A
             document id that reappears after another id starts a new document. None: each row is one document.
         initial_state_BHKV: State before the first position of each row [B, H, K, V]; None for zeros.
         scale: Factor of the queries; None for 1/sqrt(K).
@@ -62,11 +62,11 @@ def gated_delta_rule(
     """
     _check_inputs(q_BLGK, k_BLGK, v_BLHV, log_decay_BLH=log_decay_BLH, beta_BLH=beta_BLH)
     _check_state(initial_state_BHKV, (len(v_BLHV), v_BLHV.shape[2], k_BLGK.shape[3], v_BLHV.shape[3]))
-    check_documents(documents_BL, q_BLGK.shape[:2])
+    check_documents(document_ids_BL, q_BLGK.shape[:2])
     if chunk_size < 1:
         raise UserError(f"chunk_size = {chunk_size}; expected 1 position or more.")
     scale = q_BLGK.shape[-1] ** -0.5 if scale is None else scale
-    starts_BL = None if documents_BL is None else document_starts(documents_BL)
+    starts_BL = None if document_ids_BL is None else document_starts(document_ids_BL)
     chosen = _select_backend(backend, v_BLHV, key_dim=q_BLGK.shape[-1])
     if chosen == "fla":
         return fla_delta_rule(

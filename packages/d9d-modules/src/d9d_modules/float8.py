@@ -51,7 +51,7 @@ class Float8(BaseModel):
     )
 
 
-def multiply_in_float8(module: nn.Module, float8: Float8, ctx: DistributedContext) -> list[str]:
+def convert_to_float8(module: nn.Module, float8: Float8, ctx: DistributedContext) -> list[str]:
     """Convert the linear layers of a module to float8 matmuls, in place.
 
     It converts instances of `torch.nn.Linear` whose in and out features are multiples of 16. Other modules, such as

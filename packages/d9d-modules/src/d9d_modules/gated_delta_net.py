@@ -98,31 +98,31 @@ class GatedDeltaNet(nn.Module):
         self.o_proj = Linear(value_size, hidden_size, init_std=init_std)
 
     @property
-    def why_whole_rows(self) -> str:
-        """See `d9d_dist.NeedsWholeRows`."""
+    def full_sequence_reason(self) -> str:
+        """See `d9d_dist.RequiresFullSequence`."""
         return "carries a recurrent state through the whole row"
 
     def forward(
-        self, x_BLD: Tensor, rotary: RotaryTables | None = None, *, documents_BL: Tensor | None = None
+        self, x_BLD: Tensor, rotary: RotaryTables | None = None, *, document_ids_BL: Tensor | None = None
     ) -> Tensor:
         """Compute causal linear attention.
 
         Args:
             x_BLD: Hidden states [B, L, D].
             rotary: Ignored: a recurrence needs no positions. Present so that the layer can replace an attention layer.
-            documents_BL: Document id of each position [B, L], integer, for packed sequences. A document id that
+            document_ids_BL: Document id of each position [B, L], integer, for packed sequences. A document id that
                 reappears after another id starts a new document. None: each row is one document.
 
         Returns:
             Output of the layer [B, L, D], in the dtype of `x_BLD`.
 
         Raises:
-            UserError: If the shape of `documents_BL` does not match, or the backend does not support the call.
+            UserError: If the shape of `document_ids_BL` does not match, or the backend does not support the call.
         """
-        check_documents(documents_BL, x_BLD.shape[:2])
+        check_documents(document_ids_BL, x_BLD.shape[:2])
         # Infer the numbers of heads: tensor-parallel projections return only this rank's heads.
         q_BLGK, k_BLGK, v_BLHV = (
-            F.silu(conv(projection(x_BLD), documents_BL=documents_BL)).unflatten(-1, (-1, head_dim))
+            F.silu(conv(projection(x_BLD), document_ids_BL=document_ids_BL)).unflatten(-1, (-1, head_dim))
             for projection, conv, head_dim in (
                 (self.q_proj, self.q_conv, self.key_dim),
                 (self.k_proj, self.k_conv, self.key_dim),
@@ -136,7 +136,7 @@ class GatedDeltaNet(nn.Module):
             v_BLHV,
             log_decay_BLH=self.decay_gate(self.decay_proj(x_BLD)),
             beta_BLH=beta_BLH.to(torch.promote_types(beta_BLH.dtype, torch.float32)).sigmoid(),
-            documents_BL=documents_BL,
+            document_ids_BL=document_ids_BL,
             backend=self.backend,
         )
         gate_BLHV = self.gate_proj(x_BLD).unflatten(-1, (-1, self.value_dim))

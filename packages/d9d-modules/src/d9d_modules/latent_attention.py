@@ -88,29 +88,29 @@ class MultiHeadLatentAttention(nn.Module):
             options = replace(options, scale=(head_dim + rotary_dim) ** -0.5)  # the default would use the padded dim
         self.attention_function: Attention = chosen_attention(options, backends=backends)
 
-    def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, documents_BL: Tensor | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None) -> Tensor:
         """Compute causal self-attention.
 
         Args:
             x_BLD: Hidden states [B, L, D].
             rotary: Rotary tables of the positions, with R / 2 pairs.
-            documents_BL: Document id of each position [B, L], integer; None: each row is one document.
+            document_ids_BL: Document id of each position [B, L], integer; None: each row is one document.
 
         Returns:
             Output of the layer [B, L, D], in the dtype of `x_BLD`.
 
         Raises:
-            UserError: If the shape of `rotary` or `documents_BL` does not match, or no allowed backend supports the
+            UserError: If the shape of `rotary` or `document_ids_BL` does not match, or no allowed backend supports the
                 call.
         """
         check_tables(rotary, x_BLD.shape[:2], rotary_dim=self.rotary_dim)
-        check_documents(documents_BL, x_BLD.shape[:2])
+        check_documents(document_ids_BL, x_BLD.shape[:2])
         q_BLHK, (k_BLHK, v_BLHV) = self._queries(x_BLD, rotary), self._keys_and_values(x_BLD, rotary)
         # Attention functions take one head dim. Zero-padding changes neither scores nor the first V output features.
         missing = v_BLHV.shape[-1] - q_BLHK.shape[-1]
         v_BLHK = F.pad(v_BLHV, (0, max(-missing, 0)))
         q_BLHK, k_BLHK = (F.pad(x, (0, missing)) if missing > 0 else x for x in (q_BLHK, k_BLHK))
-        attended_BLHK = self.attention_function(q_BLHK, k_BLHK, v_BLHK, documents_BS=documents_BL)
+        attended_BLHK = self.attention_function(q_BLHK, k_BLHK, v_BLHK, documents_BS=document_ids_BL)
         return self.o_proj(attended_BLHK[..., : self.value_dim].flatten(start_dim=-2))
 
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:

@@ -25,7 +25,7 @@ class LayerMeans(NamedTuple):
         return hidden_BLD, means
 
     Under context parallelism each rank would average only its part of a row. A model that uses `LayerMeans` must
-    therefore implement `d9d_dist.NeedsWholeRows`.
+    therefore implement `d9d_dist.RequiresFullSequence`.
 
     Attributes:
         mask_BL: Token mask [B, L], bool; False marks padding.

@@ -35,8 +35,8 @@ class ClassificationHead(nn.Module):
         self.score = Linear(hidden_size, num_classes, init_std=init_std)
 
     @property
-    def why_whole_rows(self) -> str:
-        """See `d9d_dist.NeedsWholeRows`."""
+    def full_sequence_reason(self) -> str:
+        """See `d9d_dist.RequiresFullSequence`."""
         return "pools whole rows"
 
     def forward(self, hidden_BLD: Tensor, *, mask_BL: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
@@ -94,8 +94,8 @@ class EmbeddingHead(nn.Module):
         self.projection = None if embedding_size is None else Linear(hidden_size, embedding_size, init_std=init_std)
 
     @property
-    def why_whole_rows(self) -> str:
-        """See `d9d_dist.NeedsWholeRows`."""
+    def full_sequence_reason(self) -> str:
+        """See `d9d_dist.RequiresFullSequence`."""
         return "pools whole rows"
 
     def forward(self, hidden_BLD: Tensor, *, mask_BL: Tensor | None = None) -> Tensor:

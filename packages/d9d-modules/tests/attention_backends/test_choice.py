@@ -12,7 +12,7 @@ from d9d_modules.attention_backends import (
     AttentionRequest,
     EagerBackend,
     SdpaBackend,
-    choose_backend,
+    choose_attention_backend,
     chosen_attention,
     default_attention_backends,
 )
@@ -47,13 +47,13 @@ def _torch_backends() -> list[AttentionBackend]:
     ],
 )
 def test_selects_the_first_fast_backend_else_the_first_supported(request_: AttentionRequest, name: str) -> None:
-    assert choose_backend(request_, _torch_backends()).name == name
+    assert choose_attention_backend(request_, _torch_backends()).name == name
 
 
 def test_the_given_order_counts_before_speed() -> None:
     backends = [EagerBackend(), SdpaBackend()]
-    assert choose_backend(_request(), backends).name == "sdpa"
-    assert choose_backend(_request(), backends, in_given_order=True).name == "eager"
+    assert choose_attention_backend(_request(), backends).name == "sdpa"
+    assert choose_attention_backend(_request(), backends, in_given_order=True).name == "eager"
 
 
 def test_no_backend_at_all_lists_every_reason() -> None:
@@ -84,7 +84,7 @@ def test_a_window_longer_than_the_row_needs_no_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "is_plain"),
+    ("settings", "is_standard_sdpa"),
     [
         ({}, True),
         ({"backends": ["sdpa", "eager"]}, True),
@@ -94,9 +94,9 @@ def test_a_window_longer_than_the_row_needs_no_mask() -> None:
         ({"sinks": lambda: torch.zeros(2)}, False),
     ],
 )
-def test_plain_is_what_sdpa_attention_computes(settings: dict[str, Any], is_plain: bool) -> None:
+def test_plain_is_what_sdpa_attention_computes(settings: dict[str, Any], is_standard_sdpa: bool) -> None:
     settings = {"options": AttentionOptions(), "environment": NO_ENVIRONMENT, **settings}
-    assert chosen_attention(settings.pop("options"), **settings).is_plain is is_plain
+    assert chosen_attention(settings.pop("options"), **settings).is_standard_sdpa is is_standard_sdpa
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
@@ -138,7 +138,7 @@ class _Own:
         documents_BS: Tensor | None,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        assert options.is_plain
+        assert options.is_standard_sdpa
         assert documents_BS is sinks_H is None
         return 2 * q_BLHK + 0 * (k_BSGK + v_BSGK)
 

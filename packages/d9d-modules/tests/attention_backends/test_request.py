@@ -22,9 +22,9 @@ def test_options_out_of_range_raise(options: dict[str, float], message: str) -> 
 
 
 def test_plain_is_without_any_option() -> None:
-    assert AttentionOptions().is_plain
+    assert AttentionOptions().is_standard_sdpa
     for options in (AttentionOptions(window=1), AttentionOptions(scale=1.0), AttentionOptions(softcap=1.0)):
-        assert not options.is_plain
+        assert not options.is_standard_sdpa
 
 
 def test_a_window_that_covers_the_row_is_dropped() -> None:

@@ -123,9 +123,9 @@ def _train(params: Qwen3Params) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         parallelize_tensor(model, ctx.mesh_for("dense")["tp"], plan)
         materialize(model, device=ctx.device, seed=0)
         input_ids, next_ids = torch.randint(0, 16, (2, 2, 8), generator=torch.Generator().manual_seed(0))
-        documents_BL = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]).expand(2, 8)
+        document_ids_BL = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]).expand(2, 8)
         labels = {"text": next_ids, "topic": torch.tensor([2, 0])}
-        losses = model(input_ids, mask_BL=MASK, documents_BL=documents_BL, labels=labels)
+        losses = model(input_ids, mask_BL=MASK, document_ids_BL=document_ids_BL, labels=labels)
         (losses["text"].sum() + losses["topic"].sum() + losses["vector"][:, 0].sum()).backward()
         sync_gradients(model)
         return {name: loss.detach() for name, loss in losses.items()}, full_gradients(model)

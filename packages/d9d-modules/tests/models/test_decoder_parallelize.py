@@ -47,7 +47,7 @@ def _train(params: Qwen3Params | Llama3Params, degrees: dict[str, int], options:
         parallelize_decoder(model, ctx, plan=decoder_tensor_plan(params), **options)
         materialize(model, device=ctx.device, seed=0)
         input_ids, labels = torch.randint(0, 16, (2, 2, 8), generator=torch.Generator().manual_seed(0))
-        batch = {"input_ids": input_ids, "labels": labels, "documents_BL": DOCUMENTS}
+        batch = {"input_ids": input_ids, "labels": labels, "document_ids_BL": DOCUMENTS}
         split = ContextSplit(ctx.mesh_for("batch")["cp"])
         part = split.split(batch) if ctx.size("batch", "cp") > 1 else batch
         if degrees.get("data_parallel_shard") == 2:

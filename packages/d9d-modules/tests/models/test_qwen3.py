@@ -105,12 +105,12 @@ def test_packed_documents_equal_separate_rows() -> None:
     first, second = torch.randint(0, 19, (2, 4)), torch.randint(0, 19, (2, 3))
     alone = torch.cat((model(first), model(second)), dim=1)
     packed = torch.cat((first, second), dim=1)
-    documents_BL = torch.tensor([7, 7, 7, 7, 2, 2, 2]).expand(2, 7)
+    document_ids_BL = torch.tensor([7, 7, 7, 7, 2, 2, 2]).expand(2, 7)
     # Positions continue over documents: only distances within a document matter.
-    torch.testing.assert_close(model(packed, documents_BL=documents_BL), alone, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model(packed, document_ids_BL=document_ids_BL), alone, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(model(packed), alone, atol=1e-2)
     with pytest.raises(UserError, match=r"documents"):
-        model(packed, documents_BL=documents_BL[:, 1:])
+        model(packed, document_ids_BL=document_ids_BL[:, 1:])
 
 
 def test_left_padding_is_masked_by_its_own_document_id() -> None:
@@ -118,7 +118,7 @@ def test_left_padding_is_masked_by_its_own_document_id() -> None:
     text = torch.randint(0, 19, (2, 4))
     padded = torch.cat((torch.zeros(2, 2, dtype=torch.int64), text), dim=1)
     mask_BL = torch.tensor([[0, 0, 1, 1, 1, 1]]).expand(2, 6)
-    torch.testing.assert_close(model(padded, documents_BL=mask_BL)[:, 2:], model(text), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model(padded, document_ids_BL=mask_BL)[:, 2:], model(text), rtol=1e-6, atol=1e-6)
 
 
 def test_only_sliding_layers_have_a_window() -> None:

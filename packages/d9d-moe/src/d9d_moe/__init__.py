@@ -2,27 +2,27 @@
 
 from d9d_moe.all_to_all import AllToAllDispatched, AllToAllDispatcher
 from d9d_moe.deep_ep import DeepEpBuffer, DeepEpDispatched, DeepEpDispatcher, deep_ep_buffer
-from d9d_moe.dispatch import Combining, Dispatched, Dispatcher, LocalDispatched, LocalDispatcher
+from d9d_moe.dispatch import CombineHandle, Dispatched, Dispatcher, LocalDispatched, LocalDispatcher
 from d9d_moe.expert_balance import (
     LoadStatistics,
     balance_experts,
     load_statistics,
-    take_expert_counts,
+    pop_tokens_per_expert,
     update_global_load,
-    update_selection_bias,
+    update_expert_bias,
 )
 from d9d_moe.expert_counts import ExpertCounter
 from d9d_moe.expert_parallel import Dispatch, DispatchName, parallelize_expert_parallel
 from d9d_moe.experts import GroupedSwiGLU
 from d9d_moe.grouped_linear import (
-    BACKEND_VARIABLE,
+    GROUPED_MATMUL_VARIABLE,
     GroupedLinear,
     GroupedMatmulBackend,
-    choose_backend,
+    choose_grouped_matmul,
     grouped_matmul,
 )
 from d9d_moe.joint_balance import JointBalance, token_records
-from d9d_moe.layer import MoeFeedForward
+from d9d_moe.layer import MoELayer
 from d9d_moe.models.deepseek_v3 import (
     DeepseekV3ForCausalLM,
     DeepseekV3ForClassification,
@@ -57,12 +57,12 @@ from d9d_moe.router_losses import (
 from d9d_moe.shared_experts import SharedExperts
 
 __all__ = [
-    "BACKEND_VARIABLE",
+    "GROUPED_MATMUL_VARIABLE",
     "AllToAllDispatched",
     "AllToAllDispatcher",
     "BalanceDefinition",
     "BalanceScope",
-    "Combining",
+    "CombineHandle",
     "DeepEpBuffer",
     "DeepEpDispatched",
     "DeepEpDispatcher",
@@ -84,7 +84,7 @@ __all__ = [
     "LoadStatistics",
     "LocalDispatched",
     "LocalDispatcher",
-    "MoeFeedForward",
+    "MoELayer",
     "Qwen3MoeForCausalLM",
     "Qwen3MoeForClassification",
     "Qwen3MoeForEmbedding",
@@ -99,7 +99,7 @@ __all__ = [
     "TokenGroups",
     "TopKRouter",
     "balance_experts",
-    "choose_backend",
+    "choose_grouped_matmul",
     "deep_ep_buffer",
     "deepseek_v3_from_hugging_face",
     "deepseek_v3_hugging_face_config",
@@ -113,9 +113,9 @@ __all__ = [
     "qwen3_moe_hugging_face_config",
     "qwen3_moe_params_from_hugging_face",
     "sparse_from_hugging_face",
-    "take_expert_counts",
+    "pop_tokens_per_expert",
     "token_losses",
     "token_records",
     "update_global_load",
-    "update_selection_bias",
+    "update_expert_bias",
 ]

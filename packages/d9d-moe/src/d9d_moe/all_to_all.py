@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from d9d_dist import all_to_all
-from d9d_moe.dispatch import Combining, LocalDispatched, dispatch_local, sort_by_expert
+from d9d_moe.dispatch import CombineHandle, LocalDispatched, dispatch_local, sort_by_expert
 from d9d_moe.permute import inverse_permutation, sum_rows, take_rows
 from d9d_moe.router import Routing
 
@@ -106,7 +106,7 @@ class AllToAllDispatched:
         """See `Dispatched.counts`."""
         return self.arrived.counts
 
-    def combine(self, outputs_ND: Tensor) -> Combining:
+    def combine(self, outputs_ND: Tensor) -> CombineHandle:
         """See `Dispatched.combine`.
 
         The weighted sum over experts is computed on the experts' rank, the sum over ranks on this rank.
@@ -114,7 +114,7 @@ class AllToAllDispatched:
         top_k = self.arrived.probabilities.shape[1]
         sums_MD = self.arrived.combine(outputs_ND).wait()
         wait_returned = _start_all_to_all(sums_MD, self.arriving, self.leaving, self.group)
-        return Combining(lambda: sum_rows(wait_returned(), self.order, self.inverse, copies=top_k))
+        return CombineHandle(lambda: sum_rows(wait_returned(), self.order, self.inverse, copies=top_k))
 
 
 def _mask_repeated_ranks(ranks_TA: Tensor, num_ranks: int) -> Tensor:

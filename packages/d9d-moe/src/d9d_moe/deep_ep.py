@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from d9d_dist.errors import UserError
-from d9d_moe.dispatch import Combining, LocalDispatched, dispatch_local
+from d9d_moe.dispatch import CombineHandle, LocalDispatched, dispatch_local
 from d9d_moe.router import Routing
 
 DEEP_EP_INSTALL = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP"
@@ -105,7 +105,7 @@ class DeepEpDispatched:
         """See `Dispatched.counts`."""
         return self.arrived.counts
 
-    def combine(self, outputs_ND: Tensor) -> Combining:
+    def combine(self, outputs_ND: Tensor) -> CombineHandle:
         """See `Dispatched.combine`."""
         sums_MD = self.arrived.combine(outputs_ND).wait()
         tokens_TD, event = cast(tuple[Tensor, Any], _DeepEpCombine.apply(sums_MD, self.buffer, self.handle))
@@ -114,7 +114,7 @@ class DeepEpDispatched:
             event.current_stream_wait()
             return tokens_TD
 
-        return Combining(wait)
+        return CombineHandle(wait)
 
 
 def deep_ep_buffer(group: dist.ProcessGroup, *, hidden_size: int, device: torch.device) -> DeepEpBuffer:

@@ -19,7 +19,7 @@ from d9d_moe.router import Routing
 
 @final
 @dataclass(frozen=True, slots=True)
-class Combining:
+class CombineHandle:
     """Handle of a combine that may still be in flight: work issued before `wait` overlaps with the communication.
 
     Attributes:
@@ -42,7 +42,7 @@ class Dispatched(Protocol):
         """Number of rows per expert of this rank [E], int64; the sum is N."""
         ...
 
-    def combine(self, outputs_ND: Tensor) -> Combining:
+    def combine(self, outputs_ND: Tensor) -> CombineHandle:
         """Start to sum the experts' outputs of each token, weighted by the router's probabilities.
 
         Args:
@@ -101,9 +101,9 @@ class LocalDispatched:
     inverse: Tensor
     probabilities: Tensor
 
-    def combine(self, outputs_ND: Tensor) -> Combining:
+    def combine(self, outputs_ND: Tensor) -> CombineHandle:
         """See `Dispatched.combine`."""
-        return Combining(lambda: combine_rows(outputs_ND, self.probabilities, self.order, self.inverse))
+        return CombineHandle(lambda: combine_rows(outputs_ND, self.probabilities, self.order, self.inverse))
 
 
 def dispatch_local(tokens_TD: Tensor, routing: Routing, *, num_experts: int, num_rows: int) -> LocalDispatched:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from d9d_dist import canonical_name
 from d9d_dist.errors import UserError
-from d9d_moe.layer import MoeFeedForward
+from d9d_moe.layer import MoELayer
 from d9d_moe.router import SigmoidRouter
 
 _MIN_BIAS_BYTES = 4
@@ -23,7 +23,7 @@ def balance_experts(model: nn.Module, *, rate: float = 1e-3, taken: Tensor | boo
     """Balance the experts once per step: sum the tokens per expert over ranks, then update expert biases and loads.
 
     In a job, call it in an event handler of `OptimizerDone`: `balance_experts(done.model, taken=done.taken)`.
-    Calls `take_expert_counts`, `update_selection_bias` and `update_global_load`; collective as the first one is.
+    Calls `pop_tokens_per_expert`, `update_expert_bias` and `update_global_load`; collective as the first one is.
 
     Args:
         model: A model, or one pipeline stage of it.
@@ -32,21 +32,21 @@ def balance_experts(model: nn.Module, *, rate: float = 1e-3, taken: Tensor | boo
             which causes no host-device synchronization.
 
     Returns:
-        The tokens per expert, as `take_expert_counts` returns them.
+        The tokens per expert, as `pop_tokens_per_expert` returns them.
 
     Raises:
-        UserError: As `take_expert_counts` and `update_selection_bias`.
+        UserError: As `pop_tokens_per_expert` and `update_expert_bias`.
     """
-    counts = take_expert_counts(model)
+    counts = pop_tokens_per_expert(model)
     is_taken = torch.as_tensor(taken)
     taken_counts = {name: counts_E * is_taken.to(counts_E.device) for name, counts_E in counts.items()}
-    update_selection_bias(model, taken_counts, rate=rate)
+    update_expert_bias(model, taken_counts, rate=rate)
     update_global_load(model, taken_counts)
     return counts
 
 
 @torch.no_grad()
-def take_expert_counts(model: nn.Module) -> dict[str, Tensor]:
+def pop_tokens_per_expert(model: nn.Module) -> dict[str, Tensor]:
     """Return the tokens per expert of the step, summed over ranks, and reset the counters to zero.
 
     Call it once per step, after the last backward pass and before the next forward pass, e.g. in an event handler of
@@ -77,7 +77,7 @@ def take_expert_counts(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def update_selection_bias(model: nn.Module, counts: Mapping[str, Tensor], *, rate: float = 1e-3) -> None:
+def update_expert_bias(model: nn.Module, counts: Mapping[str, Tensor], *, rate: float = 1e-3) -> None:
     """Update the expert biases: `bias += rate * sign(mean - count)`.
 
     Experts with more tokens than the mean become less likely to be chosen, experts with fewer become more likely.
@@ -86,7 +86,7 @@ def update_selection_bias(model: nn.Module, counts: Mapping[str, Tensor], *, rat
 
     Args:
         model: The model from which `counts` were taken; layers whose router has no bias are skipped.
-        counts: Tokens per expert of the step, as `take_expert_counts` returns them. If they are all zero, the bias does
+        counts: Tokens per expert of the step, as `pop_tokens_per_expert` returns them. If they are all zero, the bias does
             not change.
         rate: Change of a bias per step.
 
@@ -114,7 +114,7 @@ def update_global_load(model: nn.Module, counts: Mapping[str, Tensor]) -> None:
 
     Args:
         model: The model from which `counts` were taken; layers without such a loss are skipped.
-        counts: Tokens per expert of the step, as `take_expert_counts` returns them. If they are all zero, the load does
+        counts: Tokens per expert of the step, as `pop_tokens_per_expert` returns them. If they are all zero, the load does
             not change.
     """
     for name, block in _blocks(model).items():
@@ -155,7 +155,7 @@ def load_statistics(counts_E: Tensor) -> LoadStatistics:
     return LoadStatistics(largest * num_experts, entropy, (counts == 0).sum(dim=-1).double(), torch.zeros_like(largest))
 
 
-def _check_token_groups(blocks: Mapping[str, MoeFeedForward]) -> None:
+def _check_token_groups(blocks: Mapping[str, MoELayer]) -> None:
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     without_group = [name for name, block in blocks.items() if block.token_groups.batch is None]
     if num_ranks > 1 and without_group:
@@ -166,11 +166,11 @@ def _check_token_groups(blocks: Mapping[str, MoeFeedForward]) -> None:
         )
 
 
-def _blocks(model: nn.Module) -> dict[str, MoeFeedForward]:
+def _blocks(model: nn.Module) -> dict[str, MoELayer]:
     """Return the blocks by their names in the whole model, also if `model` is a pipeline stage.
 
     The names are derived from the names of the blocks' buffers.
     """
     names = {id(buffer): canonical_name(name) for name, buffer in model.named_buffers()}
-    blocks = [module for module in model.modules() if isinstance(module, MoeFeedForward)]
+    blocks = [module for module in model.modules() if isinstance(module, MoELayer)]
     return {names[id(block.counter.counts)].removesuffix(".counter.counts"): block for block in blocks}

@@ -11,7 +11,7 @@ from d9d_moe.all_to_all import AllToAllDispatcher
 from d9d_moe.deep_ep import DeepEpDispatcher, check_deep_ep, deep_ep_buffer
 from d9d_moe.dispatch import Dispatcher
 from d9d_moe.joint_balance import JointBalance
-from d9d_moe.layer import MoeFeedForward
+from d9d_moe.layer import MoELayer
 from d9d_moe.router_losses import TokenGroups
 
 DispatchName: TypeAlias = Literal["all_to_all", "deep_ep"]
@@ -29,7 +29,7 @@ def parallelize_expert_parallel(
     shard_replicas: bool = True,
     precision: Precision | None = None,
 ) -> None:
-    """Shard the experts of all `MoeFeedForward` blocks of a model over `ep_shard`, in place.
+    """Shard the experts of all `MoELayer` blocks of a model over `ep_shard`, in place.
 
     Each rank of `ep_shard` holds E / ep consecutive experts, and sends its tokens to the ranks of their experts.
     Routers and shared experts are parallelized with the dense part of the model. Call the functions in this order:
@@ -46,7 +46,7 @@ def parallelize_expert_parallel(
 
     Args:
         model: A model or one pipeline stage of it, on `meta` or with equal values on all ranks. A stage may have no
-            `MoeFeedForward` block.
+            `MoELayer` block.
         ctx: Distributed context with the meshes of the job.
         dispatch: Dispatcher of tokens between ranks.
         shard_replicas: See `d9d_dist.parallelize_experts`.
@@ -58,7 +58,7 @@ def parallelize_expert_parallel(
     """
     mesh = ctx.mesh_for("expert")["ep_replicate", "ep_shard"]
     groups = TokenGroups(sequence=ctx.group_for("batch", "cp", "tp"), batch=ctx.group_for("batch", "dp", "cp", "tp"))
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, MoeFeedForward)}
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
     degree = mesh["ep_shard"].size()
     _check_dispatch(dispatch, ctx, degree)
     for name, block in blocks.items():
@@ -91,7 +91,7 @@ def _check_dispatch(dispatch: Dispatch, ctx: DistributedContext, degree: int) ->
 
 
 def _build_dispatcher(
-    dispatch: Dispatch, group: dist.ProcessGroup, ctx: DistributedContext, blocks: Collection[MoeFeedForward]
+    dispatch: Dispatch, group: dist.ProcessGroup, ctx: DistributedContext, blocks: Collection[MoELayer]
 ) -> Dispatcher | None:
     """Build one dispatcher for all blocks of a stage; return None if the stage has no blocks.
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from d9d_dist import GradientSlot, take_weight
+from d9d_dist import WeightGradHandle, defer_weight_grad
 from d9d_dist.errors import UserError
 from d9d_moe.autocast import autocast_inputs
 
 GroupedMatmulBackend: TypeAlias = Literal["grouped_mm", "grouped_gemm", "eager"]
 
-BACKEND_VARIABLE = "D9D_GROUPED_MATMUL"
+GROUPED_MATMUL_VARIABLE = "D9D_GROUPED_MATMUL"
 """Environment variable with the default backend of `grouped_matmul`."""
 
 GROUPED_GEMM_INSTALL = "TORCH_CUDA_ARCH_LIST=9.0 pip install --no-build-isolation grouped_gemm"
@@ -72,7 +72,7 @@ def grouped_matmul(
         x_NI: Rows [N, I], sorted by group.
         weight_GOI: One matrix per group [G, O, I], in the dtype of the rows.
         counts_G: Number of rows per group [G], integer; may be 0, and the sum is N.
-        backend: Implementation; None for the result of `choose_backend`.
+        backend: Implementation; None for the result of `choose_grouped_matmul`.
 
     Returns:
         Products [N, O] in the dtype of the rows, or in the autocast dtype.
@@ -81,13 +81,13 @@ def grouped_matmul(
         UserError: If the backend is unknown, not installed, or does not support the dtype or device of the rows.
     """
     x_NI, weight_GOI = autocast_inputs(x_NI, weight_GOI)
-    chosen = choose_backend(x_NI, weight_GOI) if backend is None else backend
+    chosen = choose_grouped_matmul(x_NI, weight_GOI) if backend is None else backend
     _check_backend(chosen, x_NI)
-    weight, slot = take_weight(weight_GOI, x_NI)
+    weight, slot = defer_weight_grad(weight_GOI, x_NI)
     return cast(Tensor, _GroupedMatmul.apply(x_NI, weight, counts_G, slot, chosen))
 
 
-def choose_backend(
+def choose_grouped_matmul(
     x_NI: Tensor, weight_GOI: Tensor, *, environment: Mapping[str, str] | None = None
 ) -> GroupedMatmulBackend:
     """Return the backend that `D9D_GROUPED_MATMUL` names, else "grouped_mm" if it supports the inputs, else "eager".
@@ -102,11 +102,11 @@ def choose_backend(
     Raises:
         UserError: If the variable names an unknown backend.
     """
-    named = (os.environ if environment is None else environment).get(BACKEND_VARIABLE, "")
+    named = (os.environ if environment is None else environment).get(GROUPED_MATMUL_VARIABLE, "")
     if named:
         if named not in get_args(GroupedMatmulBackend):
             expected = ", ".join(get_args(GroupedMatmulBackend))
-            raise UserError(f"{BACKEND_VARIABLE} = {named!r}; expected one of {expected}.")
+            raise UserError(f"{GROUPED_MATMUL_VARIABLE} = {named!r}; expected one of {expected}.")
         return cast(GroupedMatmulBackend, named)
     _, num_outputs, num_inputs = weight_GOI.shape
     # On meta only shapes are needed, and before torch 2.15 the meta function of grouped_mm took only bfloat16.
@@ -138,7 +138,7 @@ class _GroupedMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917  (autograd passes by position)
-        ctx: Any, x_NI: Tensor, weight_GOI: Tensor, counts_G: Tensor, slot: GradientSlot, backend: GroupedMatmulBackend
+        ctx: Any, x_NI: Tensor, weight_GOI: Tensor, counts_G: Tensor, slot: WeightGradHandle, backend: GroupedMatmulBackend
     ) -> Tensor:
         x_NI = x_NI.contiguous()
         ctx.save_for_backward(x_NI, weight_GOI, counts_G)

@@ -22,10 +22,10 @@ NO_LOSSES = RouterLosses()
 
 
 @final
-class MoeFeedForward(nn.Module):
+class MoELayer(nn.Module):
     """Drop-in replacement for a feed-forward block: each token passes through the experts that the router chooses.
 
-        moe = MoeFeedForward(64, 32, router=TopKRouter(64, num_experts=8, top_k=2))
+        moe = MoELayer(64, 32, router=TopKRouter(64, num_experts=8, top_k=2))
 
     Args:
         hidden_size: Size of the last dim of input and output.

@@ -101,7 +101,7 @@ class SigmoidRouter(nn.Module):
     DeepSeek-V2, arXiv:2405.04434, section 2.2.2): a group's score is the sum of its two largest biased scores, and
     experts are chosen from the `top_groups` groups with the highest scores.
 
-    The bias is a buffer, not a parameter: `update_selection_bias` updates it once per step from the tokens per expert.
+    The bias is a buffer, not a parameter: `update_expert_bias` updates it once per step from the tokens per expert.
 
     Args:
         hidden_size: Size of the last dim of the input.

@@ -11,7 +11,7 @@ from d9d_moe import (
     DeepseekV3ForClassification,
     DeepseekV3ForEmbedding,
     DeepseekV3Params,
-    MoeFeedForward,
+    MoELayer,
     RouterLosses,
 )
 
@@ -72,7 +72,7 @@ def test_router_losses_are_added_to_token_losses() -> None:
 def test_the_first_layers_are_dense() -> None:
     model = DeepseekV3ForCausalLM(PARAMS)
     kinds = [type(layer.feed_forward) for layer in model.layers.values()]
-    assert kinds == [SwiGLU, MoeFeedForward, MoeFeedForward]
+    assert kinds == [SwiGLU, MoELayer, MoELayer]
 
 
 def test_classification_and_embedding_heads() -> None:

@@ -11,13 +11,13 @@ from d9d_dist.testing import run_ranks
 from d9d_modules import Qwen3Params, SwiGLU, checkpoint_activations
 from d9d_moe import (
     BalanceScope,
-    MoeFeedForward,
+    MoELayer,
     MoeForClassification,
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
     RouterLosses,
     TopKRouter,
-    take_expert_counts,
+    pop_tokens_per_expert,
 )
 
 PARAMS = Qwen3MoeParams(
@@ -59,9 +59,9 @@ def test_packed_documents_match_separate_documents() -> None:
     model = Qwen3MoeForCausalLM(PARAMS).double()
     first, second = torch.randint(0, 19, (2, 4)), torch.randint(0, 19, (2, 3))
     alone = torch.cat((model(first), model(second)), dim=1)
-    packed, documents_BL = torch.cat((first, second), dim=1), torch.tensor([0] * 4 + [1] * 3).expand(2, 7)
+    packed, document_ids_BL = torch.cat((first, second), dim=1), torch.tensor([0] * 4 + [1] * 3).expand(2, 7)
     # Positions continue over documents: only distances within a document affect the output.
-    torch.testing.assert_close(model(packed, documents_BL=documents_BL), alone, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model(packed, document_ids_BL=document_ids_BL), alone, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(model(packed), alone, atol=1e-2)
 
 
@@ -75,7 +75,7 @@ def test_padding_is_not_counted_and_has_no_router_losses(scope: BalanceScope, si
     parts = [(padding, False), (ids, True)] if side == "left" else [(ids, True), (padding, False)]
     padded = torch.cat([tokens for tokens, _ in parts], dim=1)
     mask_BL = torch.cat([torch.full_like(tokens, is_token) for tokens, is_token in parts], dim=1)
-    places = {"position_ids": (mask_BL.cumsum(1) - 1).clamp(min=0), "documents_BL": mask_BL, "mask_BL": mask_BL}
+    places = {"position_ids": (mask_BL.cumsum(1) - 1).clamp(min=0), "document_ids_BL": mask_BL, "mask_BL": mask_BL}
     found = _trained(model, padded, labels=padded.where(mask_BL == 1, -100), **places)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
@@ -99,22 +99,22 @@ def _trained(model: nn.Module, ids: Tensor, *, labels: Tensor, **inputs: Tensor)
     losses = model(ids, labels=labels, **inputs)
     losses.sum().backward()
     gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    return {"losses": losses[labels != -100], **gradients, **take_expert_counts(model)}
+    return {"losses": losses[labels != -100], **gradients, **pop_tokens_per_expert(model)}
 
 
 def test_dense_layers_are_selected_by_global_index() -> None:
     stage = Qwen3MoeForCausalLM(PARAMS, StageInfo(0, 2))
     blocks = [layer.feed_forward for layer in stage.layers.values()]
-    assert isinstance(blocks[0], MoeFeedForward)
+    assert isinstance(blocks[0], MoELayer)
     assert isinstance(blocks[1], SwiGLU)
     last = Qwen3MoeForCausalLM(PARAMS, StageInfo(1, 2))
-    assert all(isinstance(layer.feed_forward, MoeFeedForward) for layer in last.layers.values())
+    assert all(isinstance(layer.feed_forward, MoELayer) for layer in last.layers.values())
 
 
 def test_params_set_the_sizes_of_experts() -> None:
     model = Qwen3MoeForCausalLM(replace(PARAMS, renormalize=False))
     block = model.layers["0"].feed_forward
-    assert isinstance(block, MoeFeedForward)
+    assert isinstance(block, MoELayer)
     assert block.experts.gate_proj.weight.shape == (5, 10, 12)
     assert block.router.top_k == 2
     assert isinstance(block.router, TopKRouter)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.nn import functional as F
 
-from d9d_dist import sum_partial
+from d9d_dist import reduce_from_axis
 from d9d_peft._sharded import local_region, row_norms, whole
 from d9d_peft._targets import Target, check_target, claims, find_layers
 from d9d_peft.adapter import Adapter
@@ -98,7 +98,7 @@ class DoraAdapter(Adapter):
         dtype = torch.promote_types(updated_OI.dtype, torch.float32)
         norms_2O = torch.stack([torch.linalg.vector_norm(w, dim=1, dtype=dtype) for w in (weight_OI, updated_OI)])
         if self._row_mesh is not None:
-            norms_2O = sum_partial(norms_2O.square(), self._row_mesh).sqrt()
+            norms_2O = reduce_from_axis(norms_2O.square(), self._row_mesh).sqrt()
         return norms_2O.unbind()
 
     @torch.no_grad()

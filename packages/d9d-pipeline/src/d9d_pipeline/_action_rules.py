@@ -8,7 +8,7 @@ from d9d_pipeline.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
-    Loss,
+    ComputeLoss,
     Part,
     ReceiveInput,
     ReceiveOutputGradient,
@@ -21,7 +21,7 @@ from d9d_pipeline.actions import (
 HAS_INPUT, FORWARD_DONE, LOSS_DONE, SENT_OUTPUT = 1, 2, 4, 8
 HAS_GRADIENT, BACKWARD_DONE, HAS_WEIGHT_GRADIENTS, SENT_GRADIENT = 16, 32, 64, 128
 
-Single: TypeAlias = Part | Loss | Transfer
+Single: TypeAlias = Part | ComputeLoss | Transfer
 """An action other than `Overlap`."""
 
 
@@ -52,7 +52,7 @@ class Rule:
 
 RULES: dict[type[Any], Rule] = {
     Forward: Rule(HAS_INPUT, FORWARD_DONE, "its input is available", towards=1, hands=HAS_INPUT, holds=1),
-    Loss: Rule(FORWARD_DONE, LOSS_DONE | HAS_GRADIENT, "its forward"),
+    ComputeLoss: Rule(FORWARD_DONE, LOSS_DONE | HAS_GRADIENT, "its forward"),
     Backward: Rule(
         FORWARD_DONE | HAS_GRADIENT,
         BACKWARD_DONE | HAS_WEIGHT_GRADIENTS,
@@ -91,7 +91,7 @@ def places(stage_ranks: tuple[int, ...]) -> Placed:
         for kind, rule in RULES.items():
             neighbor = stage + rule.towards
             if rule.counterpart is None:
-                if kind is not Loss or stage == last:
+                if kind is not ComputeLoss or stage == last:
                     found[kind, stage] = rank, None
             elif 0 <= neighbor <= last and stage_ranks[neighbor] != rank:
                 found[kind, stage] = rank, stage_ranks[neighbor]

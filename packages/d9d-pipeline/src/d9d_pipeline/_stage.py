@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from d9d_dist import LaterGradients, SplitBackward, defer_gradient_sync, finish_gradient_sync, set_gradient_sync
+from d9d_dist import DeferredWeightGrads, SplitBackward, defer_gradient_sync, finish_gradient_sync, set_gradient_sync
 
 
 @final
@@ -111,7 +111,7 @@ class Stage:
 
     def backward_input(
         self, state: ForwardState, gradients: list[Tensor | None]
-    ) -> tuple[list[Tensor | None], LaterGradients]:
+    ) -> tuple[list[Tensor | None], DeferredWeightGrads]:
         """Run the first half of backward, the input gradients; see `backward` for the arguments.
 
         Returns:
@@ -119,10 +119,10 @@ class Stage:
         """
         assert self._split is not None, "splits=True is required for a split backward"
         sources, gradients = _only_used(state.sources, gradients)
-        deferred = self._split.backward(sources, gradients) if sources else LaterGradients()
+        deferred = self._split.backward(sources, gradients) if sources else DeferredWeightGrads()
         return [leaf.grad for leaf in state.received], deferred
 
-    def backward_weight(self, deferred: LaterGradients, microbatch: int) -> None:
+    def backward_weight(self, deferred: DeferredWeightGrads, microbatch: int) -> None:
         """Run the second half of backward, and start the gradient reduction if this is the step's last backward.
 
         Args:

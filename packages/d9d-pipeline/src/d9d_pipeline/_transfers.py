@@ -15,7 +15,7 @@ from d9d_pipeline.actions import (
     BackwardWeight,
     Compute,
     Forward,
-    Loss,
+    ComputeLoss,
     Overlap,
     Part,
     ReceiveInput,
@@ -82,7 +82,7 @@ def _follows(part: Part, rank: int, stage_ranks: Sequence[int]) -> tuple[tuple[i
     stage, microbatch = part.stage, part.microbatch
     if isinstance(part, Forward):
         if stage == len(stage_ranks) - 1:
-            return ((rank, Loss(stage, microbatch)),)
+            return ((rank, ComputeLoss(stage, microbatch)),)
         peer = stage_ranks[stage + 1]
         if peer == rank:
             return ()

@@ -95,7 +95,7 @@ class Overlap:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Loss:
+class ComputeLoss:
     """Pass the last stage's output of a microbatch to the output handler, which returns the loss in training.
 
     Attributes:
@@ -195,7 +195,7 @@ Compute: TypeAlias = Part | Overlap
 Transfer: TypeAlias = SendOutput | ReceiveInput | SendInputGradient | ReceiveOutputGradient
 """A send or receive between two pipeline ranks."""
 
-Action: TypeAlias = Compute | Loss | Transfer
+Action: TypeAlias = Compute | ComputeLoss | Transfer
 """Any action of a program."""
 
 

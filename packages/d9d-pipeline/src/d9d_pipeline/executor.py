@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from d9d_dist import LaterGradients, UserError
+from d9d_dist import DeferredWeightGrads, UserError
 from d9d_pipeline._channel import Arriving, Channel, Kind
 from d9d_pipeline._message import Description
 from d9d_pipeline._stage import ForwardState, Stage
@@ -22,7 +22,7 @@ from d9d_pipeline.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
-    Loss,
+    ComputeLoss,
     Overlap,
     ReceiveInput,
     ReceiveOutputGradient,
@@ -92,7 +92,7 @@ class _Step:
     forward_states: dict[_Pair, ForwardState] = field(default_factory=dict)
     arriving_gradients: dict[_Pair, Arriving] = field(default_factory=dict)
     gradients: dict[_Pair, list[Tensor | None]] = field(default_factory=dict)
-    deferred: dict[_Pair, LaterGradients] = field(default_factory=dict)
+    deferred: dict[_Pair, DeferredWeightGrads] = field(default_factory=dict)
     stopwatch: Stopwatch | None = None
     ready: Mark | None = None
 
@@ -243,7 +243,7 @@ class Executor:
         match action:
             case Forward(stage, microbatch):
                 self._forward(stage, microbatch, step)
-            case Loss(stage, microbatch):
+            case ComputeLoss(stage, microbatch):
                 self._loss(stage, microbatch, step)
             case Backward(stage, microbatch):
                 pair = stage, microbatch

@@ -12,7 +12,7 @@ from d9d_pipeline._channel import Channel
 from d9d_pipeline._message import Description
 from d9d_pipeline.executor import Executor, Inputs, Outputs
 from d9d_pipeline.program import build
-from d9d_pipeline.schedule import Placement
+from d9d_pipeline.schedule import StagePlacement
 from d9d_pipeline.schedules.fill_drain import ForwardOnly
 
 
@@ -35,7 +35,7 @@ class PipelinedModel:
         group: dist.ProcessGroup | None,
         device: torch.device,
         stages_per_rank: int = 1,
-        placement: Placement = "loop",
+        placement: StagePlacement = "loop",
     ) -> None:
         self._group, self._device = group, device
         num_ranks = 1 if group is None else group.size()

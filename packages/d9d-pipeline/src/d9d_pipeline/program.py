@@ -13,7 +13,7 @@ from d9d_pipeline.actions import (
     BackwardInput,
     BackwardWeight,
     Compute,
-    Loss,
+    ComputeLoss,
     Overlap,
     Transfer,
     parts,
@@ -61,7 +61,7 @@ class Program:
 
     def computed(self, rank: int) -> Iterator[Compute]:
         """Return an iterator over a rank's computations in order: its actions without the loss and transfers."""
-        return (action for action in self.ranks[rank] if not isinstance(action, Loss | Transfer))
+        return (action for action in self.ranks[rank] if not isinstance(action, ComputeLoss | Transfer))
 
     def __str__(self) -> str:
         """Return one line per rank, e.g. `rank 0: F0 F1 B0 B1`.

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias, get_args
 from d9d_dist import UserError
 from d9d_pipeline.actions import Compute
 
-Placement: TypeAlias = Literal["loop", "v"]
+StagePlacement: TypeAlias = Literal["loop", "v"]
 """Assignment of stages to pipeline ranks.
 
 With p ranks, `"loop"` gives rank r the stages r, r + p, r + 2p, ... `"v"` reverses every second round: with two stages
@@ -26,7 +26,7 @@ class Schedule(ABC):
     """
 
     stages_per_rank: int = 1
-    placement: Placement = "loop"
+    placement: StagePlacement = "loop"
     max_activations: int | None = None
 
     @abstractmethod
@@ -45,7 +45,7 @@ class Schedule(ABC):
         """
 
 
-def ranks_of_stages(placement: Placement, *, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+def ranks_of_stages(placement: StagePlacement, *, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     """Return the rank of every stage, indexed by global stage.
 
     Raises:
@@ -53,8 +53,8 @@ def ranks_of_stages(placement: Placement, *, num_ranks: int, stages_per_rank: in
     """
     if stages_per_rank < 1:
         raise UserError(f"got stages_per_rank = {stages_per_rank}; expected at least 1.")
-    if placement not in get_args(Placement):
-        raise UserError(f"got the placement {placement!r}; expected one of {list(get_args(Placement))}.")
+    if placement not in get_args(StagePlacement):
+        raise UserError(f"got the placement {placement!r}; expected one of {list(get_args(StagePlacement))}.")
     rounds = [range(num_ranks)] * stages_per_rank
     if placement == "v":
         rounds = [ranks if index % 2 == 0 else ranks[::-1] for index, ranks in enumerate(rounds)]

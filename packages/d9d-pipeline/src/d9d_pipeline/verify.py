@@ -29,7 +29,7 @@ from d9d_pipeline.actions import (
     Backward,
     BackwardInput,
     Forward,
-    Loss,
+    ComputeLoss,
     Overlap,
     ReceiveInput,
     ReceiveOutputGradient,
@@ -203,7 +203,7 @@ class _RankCheck:
             return f", expected stages up to {last} and microbatches up to {self._num_microbatches - 1}"
         if self._stage_ranks[part.stage] != self._rank:
             return f", but stage {part.stage} is on rank {self._stage_ranks[part.stage]}"
-        if isinstance(part, Loss):
+        if isinstance(part, ComputeLoss):
             return f", but only stage {last} has a loss"
         if not 0 <= neighbor <= last:
             return f", but there is no stage {neighbor}"
@@ -256,7 +256,7 @@ def _missing(program: "Program", placed: Placed, facts: Sequence[int]) -> Iterat
                 )
                 yield f"rank {rank} lacks {name}({place})"
             if loss & ~facts[cell] and facts[cell] & FORWARD_DONE:
-                yield f"rank {rank} lacks Loss({place})"
+                yield f"rank {rank} lacks ComputeLoss({place})"
             for kind, made, cause in transfers:
                 # A send depends on this stage's computation, a receive on the adjacent stage's send.
                 source = cell if kind in _SENDS else cell + RULES[kind].towards * program.num_microbatches

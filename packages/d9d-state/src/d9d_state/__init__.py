@@ -1,7 +1,7 @@
 """State mappers for model checkpoints, and crash-safe training checkpoints, for PyTorch."""
 
 from d9d_state.checkpoint.info import CheckpointInfo
-from d9d_state.checkpoint.optimizer_numbers import group_values, optimizer_numbers, set_optimizer_numbers
+from d9d_state.checkpoint.non_tensor_optimizer_state import group_values, non_tensor_optimizer_state, set_non_tensor_optimizer_state
 from d9d_state.checkpoint.retention import Retention
 from d9d_state.checkpoint.store import CheckpointStore
 from d9d_state.checkpoint.tensors import (
@@ -20,7 +20,7 @@ from d9d_state.mapper.graph import StateGroup, StateMapper, leaf
 from d9d_state.mapper.join import concat, split, stack, unstack
 from d9d_state.mapper.names import drop, identity, identity_of, keep, rename
 from d9d_state.mapper.operation import Constant, Layout, Local, Operation, Piece, infer_on_meta
-from d9d_state.mapper.placement import distribute, gather
+from d9d_state.mapper.placement import distribute, gather_full
 from d9d_state.mapper.region import Region
 from d9d_state.mapper.reshape import reshape
 from d9d_state.model_convert import convert_model_state
@@ -56,7 +56,7 @@ __all__ = [
     "convert_model_state",
     "distribute",
     "drop",
-    "gather",
+    "gather_full",
     "group_values",
     "identity",
     "identity_of",
@@ -66,7 +66,7 @@ __all__ = [
     "load_model_state",
     "model_tensors",
     "narrow",
-    "optimizer_numbers",
+    "non_tensor_optimizer_state",
     "optimizer_tensors",
     "pad",
     "parallel",
@@ -81,7 +81,7 @@ __all__ = [
     "scope",
     "select",
     "sequential",
-    "set_optimizer_numbers",
+    "set_non_tensor_optimizer_state",
     "set_rng_state",
     "split",
     "stack",

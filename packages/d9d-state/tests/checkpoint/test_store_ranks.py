@@ -288,7 +288,7 @@ def _go_on_beside_what_one_rank_found_damaged(folder: str) -> list[object]:
             if ctx.rank == 0:
                 (Path(folder) / "step-00000009.partial").mkdir()
                 inner.setattr(os, "rmdir", _refuse)
-            ctx.wait_world()
+            ctx.barrier()
             with pytest.raises(StateError) as caught:
                 store.discard_partials(ctx)
         return [info.step, again.step, loaded.tolist(), str(caught.value)]

@@ -112,7 +112,7 @@ def test_state_that_is_neither_tensor_nor_number_is_refused() -> None:
     optimizer = SGD(model.parameters())
     state: Any = optimizer.state
     state[model.scale]["count"] = 3
-    assert optimizer_tensors(model, optimizer) == {}  # numbers are saved by optimizer_numbers
+    assert optimizer_tensors(model, optimizer) == {}  # numbers are saved by non_tensor_optimizer_state
     state[model.scale]["history"] = [3]
     with pytest.raises(
         ValueError,

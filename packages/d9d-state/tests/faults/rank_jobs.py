@@ -50,7 +50,7 @@ def save_with_errors(start: str, folder: str, rank: int, points: list[int], back
             if ctx.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
                 shutil.copytree(start, folder)
-            ctx.wait_world()
+            ctx.barrier()
             store = CheckpointStore(folder, keep_last=1)
             message = _save_failing(store, ctx, fault if ctx.rank == rank else Counting(), background=background)
             told += message is not None

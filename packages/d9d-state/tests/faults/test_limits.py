@@ -36,7 +36,7 @@ def _look_with_limit(folder: str, limited: int) -> list[str]:
                 with pytest.raises(StateError) as caught:
                     store.newest(ctx, verify=verify)
             messages.append(str(caught.value))
-            ctx.wait_world()
+            ctx.barrier()
         newest = store.newest(ctx)
         assert newest is not None
         assert newest.step == 2

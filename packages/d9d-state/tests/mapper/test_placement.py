@@ -9,7 +9,7 @@ from d9d_dist import MeshConfig
 from d9d_dist.testing import run_ranks
 from d9d_state import TensorInfo, parallel, rename, sequential
 from d9d_state.mapper.fill import Destination
-from d9d_state.mapper.placement import distribute, gather
+from d9d_state.mapper.placement import distribute, gather_full
 from d9d_state.mapper.region import Region
 
 
@@ -41,14 +41,14 @@ def _round_trip(mesh: DeviceMesh, whole: Tensor) -> None:
     back = mapper.inverse().apply({"b": output})["a"]
     assert not isinstance(back, DTensor)
     assert torch.equal(back, whole)
-    assert torch.equal(gather("a", mesh, [Shard(0)]).apply({"a": whole})["a"], whole)
+    assert torch.equal(gather_full("a", mesh, [Shard(0)]).apply({"a": whole})["a"], whole)
     assert mapper.infer({"a": TensorInfo((5, 3), torch.float32)}) == {"b": TensorInfo((5, 3), torch.float32)}
     assert mapper.apply({"a": whole.to("meta")})["b"].shape == (5, 3)
     assert "distribute(S(0))" in mapper.explain() or "distribute(Shard(dim=0))" in mapper.explain()
     assert mapper.inverse().inverse().explain() == mapper.explain()
     # A region of a DTensor is the same region of the full tensor.
     part = torch.empty(2, 3, device=whole.device)
-    for each in (distribute("a", mesh, [Shard(0)]), gather("a", mesh, [Shard(0)])):
+    for each in (distribute("a", mesh, [Shard(0)]), gather_full("a", mesh, [Shard(0)])):
         each.fill({"a": Destination(Region((3, 0), (2, 3)), part.zero_())}, _Held(whole))
         assert torch.equal(part, whole[3:])
 
@@ -58,7 +58,7 @@ def _refusals(mesh: DeviceMesh, whole: Tensor) -> None:
     with pytest.raises(ValueError, match="got a DTensor; expected the full tensor as a plain tensor on every rank"):
         distribute("a", mesh, [Shard(0)]).apply({"a": sharded})
     with pytest.raises(ValueError, match=r"got a DTensor with .*1.* on .*; expected .*0.* on "):
-        gather("a", mesh, [Shard(0)]).apply({"a": sharded})
+        gather_full("a", mesh, [Shard(0)]).apply({"a": sharded})
     for placements in ([], [Shard(0), Replicate()], [Partial()]):
         with pytest.raises(
             ValueError, match=r"a: got the placements .* for a mesh of 1 axes; expected one Shard or Repl"

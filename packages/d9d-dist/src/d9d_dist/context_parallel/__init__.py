@@ -2,12 +2,12 @@
 
 from d9d_dist.context_parallel.all_gather import AllGatherAttention
 from d9d_dist.context_parallel.all_to_all import AllToAllAttention
-from d9d_dist.context_parallel.attention import Attention, AttentionOfHeads, DeclaresPlain, sdpa_attention
+from d9d_dist.context_parallel.attention import Attention, AttentionOfHeads, DeclaresStandardSdpa, sdpa_attention
 from d9d_dist.context_parallel.blocks import AttentionBlock, BlockKernel, CpuFlashKernel, FlashKernel, MathKernel
 from d9d_dist.context_parallel.parallelize import (
     ContextMethod,
     HasAttention,
-    NeedsWholeRows,
+    RequiresFullSequence,
     context_parallel_attention,
     parallelize_context,
 )
@@ -24,11 +24,11 @@ __all__ = [
     "ContextMethod",
     "ContextSplit",
     "CpuFlashKernel",
-    "DeclaresPlain",
+    "DeclaresStandardSdpa",
     "FlashKernel",
     "HasAttention",
     "MathKernel",
-    "NeedsWholeRows",
+    "RequiresFullSequence",
     "RingAttention",
     "context_parallel_attention",
     "parallelize_context",

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_dist.context_parallel._chunk_order import check_part, rank_chunks, to_natural_order
 from d9d_dist.context_parallel.attention import Attention
-from d9d_dist.differentiable import gather_shards
+from d9d_dist.differentiable import gather_from_axis
 
 
 @final
@@ -53,5 +53,5 @@ class AllGatherAttention:
         return torch.cat(attended, dim=1)
 
     def _whole_rows(self, x: Tensor) -> Tensor:
-        gathered = gather_shards(x, self._mesh, dim=1, gradient="partial")
+        gathered = gather_from_axis(x, self._mesh, dim=1, gradient="partial")
         return to_natural_order(gathered, self._mesh.size(), dim=1)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_dist.context_parallel._chunk_order import check_part, to_natural_order, to_rank_order
 from d9d_dist.context_parallel.attention import Attention, AttentionOfHeads
-from d9d_dist.differentiable import exchange, gather_shards
+from d9d_dist.differentiable import all_to_all_reshard, gather_from_axis
 from d9d_dist.errors import UserError
 
 
@@ -47,15 +47,15 @@ class AllToAllAttention:
             k_BSGK = k_BSGK.repeat_interleave(num_copies, dim=2)
             v_BSGK = v_BSGK.repeat_interleave(num_copies, dim=2)
         heads = [x.unflatten(2, (num_ranks, -1)) for x in (q_BLHK, k_BSGK, v_BSGK)]
-        whole = exchange(torch.cat(heads, dim=3), self._mesh, scatter_dim=2, gather_dim=1).squeeze(2)
+        whole = all_to_all_reshard(torch.cat(heads, dim=3), self._mesh, scatter_dim=2, gather_dim=1).squeeze(2)
         whole = to_natural_order(whole, num_ranks, dim=1)
         q_BSHK, k_BSGK, v_BSGK = whole.split([x.shape[3] for x in heads], dim=2)
         if documents_BS is not None:
-            gathered = gather_shards(documents_BS, self._mesh, dim=1, gradient="equal")
+            gathered = gather_from_axis(documents_BS, self._mesh, dim=1, gradient="equal")
             documents_BS = to_natural_order(gathered, num_ranks, dim=1)
         attended_BSHK = self._attention_of_own_heads(q_BSHK.shape[2])(q_BSHK, k_BSGK, v_BSGK, documents_BS=documents_BS)
         attended_BSHK = to_rank_order(attended_BSHK, num_ranks, dim=1)
-        return exchange(attended_BSHK, self._mesh, scatter_dim=1, gather_dim=2)
+        return all_to_all_reshard(attended_BSHK, self._mesh, scatter_dim=1, gather_dim=2)
 
     def _attention_of_own_heads(self, num_heads: int) -> Attention:
         if not isinstance(self._attention, AttentionOfHeads):

@@ -37,15 +37,15 @@ class Attention(Protocol):
 
 
 @runtime_checkable
-class DeclaresPlain(Protocol):
+class DeclaresStandardSdpa(Protocol):
     """An `Attention` that declares whether other kernels may replace it.
 
     Attributes:
-        is_plain: True if it computes the same as `sdpa_attention` and the user does not insist on its implementation.
+        is_standard_sdpa: True if it computes the same as `sdpa_attention` and the user does not insist on its implementation.
     """
 
     @property
-    def is_plain(self) -> bool: ...  # noqa: D102  (see Attributes)
+    def is_standard_sdpa(self) -> bool: ...  # noqa: D102  (see Attributes)
 
 
 @runtime_checkable
@@ -57,9 +57,9 @@ class AttentionOfHeads(Protocol):
         ...
 
 
-def is_plain(attention: Attention) -> bool:
-    """Return True for `sdpa_attention`, and for functions that declare to compute the same (`DeclaresPlain`)."""
-    return attention is sdpa_attention or (isinstance(attention, DeclaresPlain) and attention.is_plain)
+def is_standard_sdpa(attention: Attention) -> bool:
+    """Return True for `sdpa_attention`, and for functions that declare to compute the same (`DeclaresStandardSdpa`)."""
+    return attention is sdpa_attention or (isinstance(attention, DeclaresStandardSdpa) and attention.is_standard_sdpa)
 
 
 def sdpa_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from d9d_dist._mesh_axes import only_axis
 from d9d_dist.context_parallel.all_gather import AllGatherAttention
 from d9d_dist.context_parallel.all_to_all import AllToAllAttention
-from d9d_dist.context_parallel.attention import Attention, is_plain
+from d9d_dist.context_parallel.attention import Attention, is_standard_sdpa
 from d9d_dist.context_parallel.ring import RingAttention
 from d9d_dist.errors import UserError
 
@@ -27,16 +27,16 @@ class HasAttention(Protocol):
 
 
 @runtime_checkable
-class NeedsWholeRows(Protocol):
+class RequiresFullSequence(Protocol):
     """A module that needs all positions of a row, and so does not support context parallelism.
 
     Attributes:
-        why_whole_rows: Reason, as a predicate that follows the module's name in an error message; None if the module,
+        full_sequence_reason: Reason, as a predicate that follows the module's name in an error message; None if the module,
             as configured, does support context parallelism.
     """
 
     @property
-    def why_whole_rows(self) -> str | None: ...  # noqa: D102  (see Attributes)
+    def full_sequence_reason(self) -> str | None: ...  # noqa: D102  (see Attributes)
 
 
 def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method: ContextMethod) -> Attention:
@@ -50,7 +50,7 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
         method: `"all_gather"` supports any function and any number of heads. `"all_to_all"` supports any function; it
             sends less data if there are few query heads per key/value head. `"ring"` never holds a whole row, and uses
             its own kernels in place of `sdpa_attention` and functions that declare to compute the same
-            (`DeclaresPlain`).
+            (`DeclaresStandardSdpa`).
 
     Raises:
         UserError: If the mesh does not have exactly one axis, the function is context parallel already, the method is
@@ -70,10 +70,10 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
         case "all_to_all":
             return AllToAllAttention(attention, mesh)
         case "ring":
-            if not is_plain(attention):
+            if not is_standard_sdpa(attention):
                 raise UserError(
                     f"got the attention function {attention!r} with method = 'ring'; expected sdpa_attention or one "
-                    "whose is_plain is true, which the ring computes by kernels of its own. Use 'all_gather' or "
+                    "whose is_standard_sdpa is true, which the ring computes by kernels of its own. Use 'all_gather' or "
                     "'all_to_all' for other functions."
                 )
             return RingAttention(mesh)
@@ -97,14 +97,14 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
 
     Raises:
         UserError: If no submodule is a `HasAttention`, or one is context parallel already or has a module as its
-            function; if a submodule is a `NeedsWholeRows` with a reason and the mesh has several ranks; or if the mesh
+            function; if a submodule is a `RequiresFullSequence` with a reason and the mesh has several ranks; or if the mesh
             or method is one that `context_parallel_attention` rejects. Nothing is replaced then.
     """
     only_axis(mesh, example="cp")
     if mesh.size() > 1:
         _check_rows_may_be_split(module, mesh.size())
     found = {name: each for name, each in module.named_modules() if isinstance(each, HasAttention)}
-    if not found and not any(isinstance(each, NeedsWholeRows) for each in module.modules()):
+    if not found and not any(isinstance(each, RequiresFullSequence) for each in module.modules()):
         raise UserError(
             f"no submodule of {type(module).__name__} is a HasAttention; expected at least one that attends by its "
             "attribute attention_function. Give your attention module one, e.g. sdpa_attention."
@@ -123,8 +123,8 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
 
 def _check_rows_may_be_split(module: nn.Module, num_ranks: int) -> None:
     for name, each in module.named_modules():
-        if isinstance(each, NeedsWholeRows) and each.why_whole_rows is not None:
+        if isinstance(each, RequiresFullSequence) and each.full_sequence_reason is not None:
             raise UserError(
-                f"{name or 'the module'}, a {type(each).__name__}, {each.why_whole_rows}, and {num_ranks} "
+                f"{name or 'the module'}, a {type(each).__name__}, {each.full_sequence_reason}, and {num_ranks} "
                 "context-parallel ranks share each row out; expected one. Change that, or use other parallelism."
             )

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_dist.context_parallel._chunk_order import check_part
 from d9d_dist.context_parallel.blocks import AttentionBlock, BlockKernel, MergedBlocks, default_kernel
-from d9d_dist.differentiable import gather_shards
+from d9d_dist.differentiable import gather_from_axis
 
 
 @final
@@ -47,7 +47,7 @@ class RingAttention:
         check_part(q_BLHK.shape[1])
         kernel = self._kernel or default_kernel(q_BLHK, has_documents=documents_BS is not None)
         if documents_BS is not None:
-            documents_BS = gather_shards(documents_BS, self._mesh, dim=1, gradient="equal")
+            documents_BS = gather_from_axis(documents_BS, self._mesh, dim=1, gradient="equal")
         ring = _Ring(self._mesh, kernel, documents_BS)
         return _RingAttention.apply(q_BLHK, k_BSGK, v_BSGK, ring)
 

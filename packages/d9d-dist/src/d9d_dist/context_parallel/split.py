@@ -10,7 +10,7 @@ from torch.utils._pytree import KeyPath, keystr, tree_map_with_path
 
 from d9d_dist._mesh_axes import only_axis
 from d9d_dist.context_parallel._chunk_order import rank_chunks, to_natural_order
-from d9d_dist.differentiable import gather_shards
+from d9d_dist.differentiable import gather_from_axis
 from d9d_dist.errors import UserError
 
 Tree = TypeVar("Tree")
@@ -111,7 +111,7 @@ class ContextSplit:
                 f"{_name(path)} has length {leaf.shape[dim]}; expected a multiple of 2: each rank holds two equal "
                 "chunks of a row. Join what `split` gave."
             )
-        return to_natural_order(gather_shards(leaf, self._mesh, dim=dim, gradient=gradient), num_ranks, dim=dim)
+        return to_natural_order(gather_from_axis(leaf, self._mesh, dim=dim, gradient=gradient), num_ranks, dim=dim)
 
     def _chunk_size(self, length: int, *, of: str) -> int:
         num_chunks = 2 * self._mesh.size()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from d9d_dist import UserError
-from d9d_loop.command_line import command_line
+from d9d_loop.cli_main import cli_main
 from d9d_loop.data.text_tokens import END_TOKEN, TextFiles, is_held_out, tokenize_text, train_tokenizer
 
 
@@ -62,5 +62,5 @@ def _train(documents: TextFiles, path: Path, *, vocab_size: int, end_token: str 
 
 
 if __name__ == "__main__":
-    with command_line():
+    with cli_main():
         main()

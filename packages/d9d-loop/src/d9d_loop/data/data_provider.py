@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from d9d_dist import UserError
-from d9d_loop.batches import Collate, Samples
+from d9d_loop.data.batches import Collate, Samples
 from d9d_loop.data.indexed_stream import IndexedStream
 from d9d_loop.data.sample_stream import SampleStream
 

@@ -12,7 +12,7 @@ from d9d_dist import UserError
 from d9d_loop.data.indexed_stream import OrderCursor
 from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
 from d9d_loop.data.window_cursor import WindowCursor
-from d9d_loop.sample_order import SampleOrder
+from d9d_loop.data.sample_order import SampleOrder
 
 if TYPE_CHECKING:
     from d9d_loop.data.token_file import TokenFile

@@ -8,9 +8,9 @@ from pydantic import JsonValue, TypeAdapter
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_loop.batches import Samples
+from d9d_loop.data.batches import Samples
 from d9d_loop.data.sample_stream import Cursor, SampleStream
-from d9d_loop.sample_order import SampleOrder
+from d9d_loop.data.sample_order import SampleOrder
 
 _MOST_AHEAD = 4096
 """Largest number of positions whose indices are computed in one call. A cursor starts with fewer and doubles them."""

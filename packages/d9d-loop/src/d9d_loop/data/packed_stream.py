@@ -31,7 +31,7 @@ class PackedStream(SampleStream):
     - `input_ids`.
     - `labels`: the next token of each position. No label belongs to another document, and no label is lost.
     - `documents`: index of each position's document within its row; padding counts as one more document. It is the
-      `documents_BL` argument of models, which restricts attention to a document.
+      `document_ids_BL` argument of models, which restricts attention to a document.
     - `position_ids`: position within the document.
     - `sources`: index of each position's source, -1 for padding. Only if the documents come from a mixture.
 

@@ -7,7 +7,7 @@ from pydantic import JsonValue
 from d9d_dist import UserError, stream_key
 from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
 from d9d_loop.data.window_cursor import WindowCursor
-from d9d_loop.sample_order import SampleOrder
+from d9d_loop.data.sample_order import SampleOrder
 
 
 def shuffled(entries: list[Entry], *, seed: int, purpose: str, window: int) -> list[Entry]:

@@ -13,12 +13,12 @@ from pydantic import JsonValue, TypeAdapter
 from torch.utils.data import default_collate
 
 from d9d_dist import UserError
-from d9d_loop.batches import Collate
+from d9d_loop.data.batches import Collate
 from d9d_loop.data.prefetcher import Prefetcher
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.sample_stream import SampleStream
 from d9d_loop.data.worker_pool import WorkerPool
-from d9d_loop.data_random import check_draws_nothing, position_random
+from d9d_loop.data.data_random import check_draws_nothing, position_random
 
 
 @final

@@ -32,7 +32,7 @@ class BadStep:
         loss: Loss of the step.
         grad_norm: Global gradient norm of the step.
         decision: `report`: the update was applied. `skip`: the update was skipped. `rewind`: the caller must roll back
-            to the last checkpoint and call `StepGuard.rewound`. `stop`: the caller must stop the job.
+            to the last checkpoint and call `StepGuard.on_rollback`. `stop`: the caller must stop the job.
         why: Message that describes the step and the decision.
     """
 
@@ -124,7 +124,7 @@ class StepGuard:
     def _spikes_are_left_out(self) -> bool:
         return self._config.spike in {"skip", "rewind", "stop"}
 
-    def verdict(self, *, settle: bool = False) -> BadStep | None:
+    def poll(self, *, settle: bool = False) -> BadStep | None:
         """Return the next bad step that was not returned yet, or `None`. Equal on every rank.
 
         Call it after every `step`, until it returns `None` or a step with the decision `rewind` or `stop`. On a CPU it
@@ -140,7 +140,7 @@ class StepGuard:
                 return judged
         return None
 
-    def rewound(self) -> None:
+    def on_rollback(self) -> None:
         """Discard the pending measurements after a rollback to a checkpoint.
 
         When the steps are repeated, the updates of a spike and of the `spike_skip_before` steps before it are skipped.
@@ -151,7 +151,7 @@ class StepGuard:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON: recent losses, steps to skip, and skipped steps in a row.
 
-        Call it after `verdict(settle=True)`, since pending measurements are not included.
+        Call it after `poll(settle=True)`, since pending measurements are not included.
         """
         return {
             "losses": self._losses.state_dict(),

@@ -252,7 +252,7 @@ def _fastest(
     seconds = []
     for _ in range(_REPEATS):
         if together:
-            ctx.wait_world()
+            ctx.barrier()
         start = time.perf_counter()
         result = work()
         if ctx.device.type != "cpu":

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import prod
 
 from d9d_dist import MeshConfig, UserError
-from d9d_loop.pipeline_schedule import KINDS, ScheduleConfig
+from d9d_loop.config.schedule_config import KINDS, ScheduleConfig
 
 _DEGREES = {
     "pp": "pipeline_parallel",

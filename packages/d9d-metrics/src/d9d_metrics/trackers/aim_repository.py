@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from d9d_metrics.trackers._extras import check_extra
 from d9d_metrics.trackers.background import BackgroundTracker
 from d9d_metrics.trackers.redaction import redact_secrets
-from d9d_metrics.trackers.values import Histogram, Picture, Text, Tracked
+from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
 
 if TYPE_CHECKING:
     import aim
@@ -98,10 +98,10 @@ def _converted(value: Tracked) -> Any:
             return aim.Distribution(hist=list(value.counts), bin_range=(value.low, value.high)) if fits else None
         case Text():
             return aim.Text(value.text)
-        case Picture():
-            from PIL import Image  # noqa: PLC0415 - an extra
+        case Image():
+            from PIL import Image as PilImage  # noqa: PLC0415 - an extra
 
-            return aim.Image(Image.open(io.BytesIO(value.png)), format="png")
+            return aim.Image(PilImage.open(io.BytesIO(value.png)), format="png")
     return value
 
 

@@ -7,7 +7,7 @@ from typing import Literal, final
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from d9d_metrics.trackers.background import BackgroundTracker
-from d9d_metrics.trackers.values import Histogram, Picture, Text, Tracked
+from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
 
 _STEP_WIDTH = 8
 _VALUE_WIDTH = 11
@@ -41,7 +41,7 @@ class ConsoleTracker:
     def log(self, step: int, values: Mapping[str, Tracked]) -> None:
         """Write one line with the numbers, and one line per text; histograms and images are skipped."""
         start = f"step {step:>{_STEP_WIDTH}}"
-        numbers = {name: value for name, value in values.items() if not isinstance(value, Histogram | Text | Picture)}
+        numbers = {name: value for name, value in values.items() if not isinstance(value, Histogram | Text | Image)}
         columns = [f"{name} {value:>#{_VALUE_WIDTH}.6g}" for name, value in numbers.items()]
         if columns or not values:
             self._write("  ".join([start, *columns]))

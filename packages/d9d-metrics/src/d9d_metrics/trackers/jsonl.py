@@ -15,7 +15,7 @@ from d9d_dist import UserError
 from d9d_metrics.trackers._files import make_folder, replace_file, sync
 from d9d_metrics.trackers.background import BackgroundTracker
 from d9d_metrics.trackers.redaction import redact_secrets
-from d9d_metrics.trackers.values import Picture, Tracked, to_json
+from d9d_metrics.trackers.values import Image, Tracked, to_json
 
 _UNSAFE_IN_FILE_NAME = re.compile(r"[^\w.-]")
 RESERVED_NAMES = frozenset({"step", "time", "config"})
@@ -97,7 +97,7 @@ class JsonlTracker:
 
     def _to_json(self, step: int, name: str, value: Tracked) -> JsonValue:
         """Return the JSON form of a value; save an image to its file first."""
-        if not isinstance(value, Picture):
+        if not isinstance(value, Image):
             return to_json(value)
         file = self._path.with_name(f"{self._path.stem}-pictures") / f"{_UNSAFE_IN_FILE_NAME.sub('_', name)}-{step}.png"
         make_folder(file.parent)

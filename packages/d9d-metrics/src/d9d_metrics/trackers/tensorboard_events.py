@@ -13,7 +13,7 @@ from d9d_metrics.trackers._extras import check_extra
 from d9d_metrics.trackers._files import make_folder, sync
 from d9d_metrics.trackers.background import BackgroundTracker
 from d9d_metrics.trackers.redaction import redact_secrets
-from d9d_metrics.trackers.values import Histogram, Picture, Text, Tracked
+from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -52,7 +52,7 @@ class TensorBoardTracker:
                     _add_histogram(writer, name, value, step)
                 case Text():
                     writer.add_text(name, value.text, step)
-                case Picture():
+                case Image():
                     _add_picture(writer, name, value, step)
                 case _:
                     writer.add_scalar(name, value, step)
@@ -104,7 +104,7 @@ def _add_histogram(writer: "SummaryWriter", name: str, value: Histogram, step: i
     )
 
 
-def _add_picture(writer: "SummaryWriter", name: str, value: Picture, step: int) -> None:
+def _add_picture(writer: "SummaryWriter", name: str, value: Image, step: int) -> None:
     """Write the PNG bytes unchanged; the writer's own `add_image` would decode and encode them again."""
     from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415  # ty: ignore[import-not-found] - made by protobuf
 

@@ -67,7 +67,7 @@ class Text:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Picture:
+class Image:
     """An image.
 
     Attributes:
@@ -77,14 +77,14 @@ class Picture:
     png: bytes
 
     @staticmethod
-    def of(figure: "Figure") -> "Picture":
+    def of(figure: "Figure") -> "Image":
         """Render a matplotlib figure."""
         file = io.BytesIO()
         figure.savefig(file, format="png")
-        return Picture(file.getvalue())
+        return Image(file.getvalue())
 
 
-Tracked: TypeAlias = float | Histogram | Text | Picture
+Tracked: TypeAlias = float | Histogram | Text | Image
 """A value that trackers accept; most are numbers."""
 
 
@@ -98,7 +98,7 @@ def to_json(value: Tracked) -> JsonValue:
             return {"histogram": {"low": value.low, "high": value.high, "counts": list(value.counts)}}
         case Text():
             return {"text": value.text}
-        case Picture():
+        case Image():
             return {"png": base64.b64encode(value.png).decode()}
     number = float(value)
     return number if math.isfinite(number) else str(number)
@@ -112,5 +112,5 @@ def from_json(value: Any) -> Tracked:
         case {"text": text}:
             return Text(text)
         case {"png": png}:
-            return Picture(base64.b64decode(png))
+            return Image(base64.b64decode(png))
     return float(value)

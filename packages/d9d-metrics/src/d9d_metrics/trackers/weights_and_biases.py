@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from d9d_metrics.trackers._extras import check_extra
 from d9d_metrics.trackers.background import BackgroundTracker
 from d9d_metrics.trackers.redaction import redact_secrets
-from d9d_metrics.trackers.values import Histogram, Picture, Text, Tracked
+from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
 
 if TYPE_CHECKING:
     import wandb
@@ -111,7 +111,7 @@ def _converted(value: Tracked, folder: Path) -> Any:
             return wandb.Histogram(np_histogram=(np.asarray(value.counts), np.asarray(value.edges)))
         case Text():
             return value.text
-        case Picture():
+        case Image():
             file = folder / f"{secrets.token_hex(4)}.png"
             file.write_bytes(value.png)
             return wandb.Image(str(file))

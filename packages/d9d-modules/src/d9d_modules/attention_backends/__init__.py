@@ -2,10 +2,10 @@
 
 from d9d_modules.attention_backends.backend import AttentionBackend
 from d9d_modules.attention_backends.choice import (
-    BACKEND_VARIABLE,
+    ATTENTION_VARIABLE,
     AttentionBackendName,
     ChosenAttention,
-    choose_backend,
+    choose_attention_backend,
     chosen_attention,
     default_attention_backends,
 )
@@ -17,7 +17,7 @@ from d9d_modules.attention_backends.sdpa import SdpaBackend
 from d9d_modules.attention_backends.visibility import documents_of_lengths
 
 __all__ = [
-    "BACKEND_VARIABLE",
+    "ATTENTION_VARIABLE",
     "AttentionBackend",
     "AttentionBackendName",
     "AttentionOptions",
@@ -28,7 +28,7 @@ __all__ = [
     "Flash4Backend",
     "FlexBackend",
     "SdpaBackend",
-    "choose_backend",
+    "choose_attention_backend",
     "chosen_attention",
     "default_attention_backends",
     "documents_of_lengths",

@@ -21,17 +21,17 @@ from d9d_modules.attention_backends.sdpa import SdpaBackend
 AttentionBackendName: TypeAlias = Literal["eager", "sdpa", "flex", "flash2", "flash4"]
 """Names of the backends in this package."""
 
-BACKEND_VARIABLE = "D9D_ATTENTION"
+ATTENTION_VARIABLE = "D9D_ATTENTION"
 """Environment variable that overrides `backends` of every layer: comma-separated names."""
 
 
 def default_attention_backends() -> tuple[AttentionBackend, ...]:
-    """Return all backends of this package in the order of preference of `choose_backend`."""
+    """Return all backends of this package in the order of preference of `choose_attention_backend`."""
     # FlexAttention is last: on the CPU it is the slowest backend.
     return Flash4Backend(), Flash2Backend(), SdpaBackend(), EagerBackend(), FlexBackend()
 
 
-def choose_backend(
+def choose_attention_backend(
     request: AttentionRequest, backends: Sequence[AttentionBackend], *, in_given_order: bool = False
 ) -> AttentionBackend:
     """Return the first backend that is fast for a request, or else the first that supports it.
@@ -52,7 +52,7 @@ def choose_backend(
     reasons = "".join(f"\n- {backend.name} {backend.rejection(request)}" for backend in backends)
     raise UserError(
         f"no allowed attention backend supports {request}:{reasons}\n"
-        f"Allow another backend, or unset `backends` and {BACKEND_VARIABLE}: eager supports every request."
+        f"Allow another backend, or unset `backends` and {ATTENTION_VARIABLE}: eager supports every request."
     )
 
 
@@ -75,10 +75,10 @@ class ChosenAttention:
     in_given_order: bool
 
     @property
-    def is_plain(self) -> bool:
+    def is_standard_sdpa(self) -> bool:
         """True if `d9d_dist.sdpa_attention` is equivalent and SDPA is an allowed choice."""
         return (
-            self.options.is_plain
+            self.options.is_standard_sdpa
             and self.sinks is None
             and (not self.in_given_order or isinstance(self.backends[0], SdpaBackend))
         )
@@ -113,7 +113,7 @@ class ChosenAttention:
             # torch's CPU flash kernel divides by the length and crashes the process on empty tensors.
             backend: AttentionBackend = EagerBackend()
         else:
-            backend = choose_backend(request, self.backends, in_given_order=self.in_given_order)
+            backend = choose_attention_backend(request, self.backends, in_given_order=self.in_given_order)
         return backend.attend(q_BLHK, k_BSGK, v_BSGK, options=options, documents_BS=documents_BS, sinks_H=sinks_H)
 
 
@@ -137,7 +137,7 @@ def chosen_attention(
     Raises:
         UserError: If a backend name is unknown, or `backends` is empty.
     """
-    variable = (os.environ if environment is None else environment).get(BACKEND_VARIABLE, "")
+    variable = (os.environ if environment is None else environment).get(ATTENTION_VARIABLE, "")
     names = tuple(name.strip() for name in variable.split(",") if name.strip())
     wanted: Sequence[str | AttentionBackend] | None = names or backends
     known = {backend.name: backend for backend in default_attention_backends()}
@@ -145,7 +145,7 @@ def chosen_attention(
         return ChosenAttention(options, sinks, tuple(known.values()), in_given_order=False)
     unknown = [name for name in wanted if isinstance(name, str) and name not in known]
     if unknown or not wanted:
-        source = BACKEND_VARIABLE if names else "backends"
+        source = ATTENTION_VARIABLE if names else "backends"
         raise UserError(
             f"{source} names {', '.join(map(repr, unknown)) or 'no attention backend'}; expected some of "
             f"{', '.join(known)}."

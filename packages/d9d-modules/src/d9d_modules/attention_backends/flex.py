@@ -130,10 +130,10 @@ def block_mask(
     )
 
 
-def _block_ranges(documents_BL: Tensor) -> tuple[Tensor, Tensor]:
+def _block_ranges(document_ids_BL: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lowest and the highest document id of each block, both [B, I]."""
-    missing = -documents_BL.shape[1] % BLOCK
-    blocks = torch.cat((documents_BL, documents_BL[:, -1:].expand(-1, missing)), dim=1).unflatten(1, (-1, BLOCK))
+    missing = -document_ids_BL.shape[1] % BLOCK
+    blocks = torch.cat((document_ids_BL, document_ids_BL[:, -1:].expand(-1, missing)), dim=1).unflatten(1, (-1, BLOCK))
     return blocks.amin(dim=-1), blocks.amax(dim=-1)
 
 

@@ -40,7 +40,7 @@ class AttentionOptions:
         return replace(self, window=None) if self.window is not None and self.window >= key_length else self
 
     @property
-    def is_plain(self) -> bool:
+    def is_standard_sdpa(self) -> bool:
         """True if all options have their defaults, that is, plain causal attention as in `d9d_dist.Attention`."""
         return self.window is None and self.scale is None and self.softcap is None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from d9d_dist import take_weight
+from d9d_dist import defer_weight_grad
 from d9d_dist.context_parallel.blocks import AttentionBlock, MergedBlocks, default_kernel
 
 
@@ -24,7 +24,7 @@ def sink_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sinks_H: Tens
     like that of a weight.
     """
     q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
-    sinks_H, slot = take_weight(sinks_H, q_BHLK, k_BGSK, v_BGSK)
+    sinks_H, slot = defer_weight_grad(sinks_H, q_BHLK, k_BGSK, v_BGSK)
     return _SinkAttention.apply(q_BHLK, k_BGSK, v_BGSK, sinks_H, slot).transpose(1, 2)
 
 

@@ -28,21 +28,21 @@ def visible(
     return (same_BLS & seen_LS).unsqueeze(1)
 
 
-def check_documents(documents_BL: Tensor | None, positions: Sequence[int]) -> None:
+def check_documents(document_ids_BL: Tensor | None, positions: Sequence[int]) -> None:
     """Check the document ids passed to a layer.
 
     Args:
-        documents_BL: Document ids passed to the layer; None is valid.
+        document_ids_BL: Document ids passed to the layer; None is valid.
         positions: Batch size B and sequence length L of the layer's input.
 
     Raises:
         UserError: If it is not an integer tensor [B, L].
     """
-    if documents_BL is None:
+    if document_ids_BL is None:
         return
-    if documents_BL.shape != tuple(positions) or documents_BL.is_floating_point():
+    if document_ids_BL.shape != tuple(positions) or document_ids_BL.is_floating_point():
         raise UserError(
-            f"got documents_BL of shape {tuple(documents_BL.shape)} and dtype {documents_BL.dtype}; expected integers "
+            f"got document_ids_BL of shape {tuple(document_ids_BL.shape)} and dtype {document_ids_BL.dtype}; expected integers "
             f"of shape {tuple(positions)}, the document id of each position."
         )
 

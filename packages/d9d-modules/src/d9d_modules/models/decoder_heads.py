@@ -53,7 +53,7 @@ class DecoderWithHead(nn.Module):
         hidden: Received,
         *,
         position_ids: Tensor | None = None,
-        documents_BL: Tensor | None = None,
+        document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Received:
@@ -62,7 +62,7 @@ class DecoderWithHead(nn.Module):
         Args:
             hidden: Token ids [B, L], int64, on the first stage; on later stages the output of the previous stage.
             position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
-            documents_BL: Document id of each position [B, L], integer; see `DecoderModel.forward`. With left padding,
+            document_ids_BL: Document id of each position [B, L], integer; see `DecoderModel.forward`. With left padding,
                 pass the token mask here as well, so that tokens do not attend to padding.
             mask_BL: Token mask [B, L] for heads that pool and for experts, bool or 0 and 1; None if there is no
                 padding.
@@ -79,7 +79,7 @@ class DecoderWithHead(nn.Module):
         Raises:
             UserError: If `hidden` is not a valid input of this stage, or another argument does not match it.
         """
-        x = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL, mask_BL=mask_BL)
+        x = self.backbone(hidden, position_ids=position_ids, document_ids_BL=document_ids_BL, mask_BL=mask_BL)
         head = self._modules[self._head_name]
         return x if head is None else _output(self._head_name, head, x, mask_BL=mask_BL, labels=labels)
 
@@ -198,7 +198,7 @@ class DecoderWithHeads(nn.Module):
         hidden: Tensor,
         *,
         position_ids: Tensor | None = None,
-        documents_BL: Tensor | None = None,
+        document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
         labels: Mapping[str, Tensor] | None = None,
     ) -> Tensor | dict[str, Tensor]:
@@ -207,7 +207,7 @@ class DecoderWithHeads(nn.Module):
         Args:
             hidden: See `DecoderWithHead.forward`, like the position ids, the document ids and the mask.
             position_ids: Positions.
-            documents_BL: Document ids.
+            document_ids_BL: Document ids.
             mask_BL: Token mask.
             labels: Labels by head name, int64: [B, L] for a language-model head, [B] for a classification head. Label
                 -100 ignores a position or row. Used only on the last stage.
@@ -224,7 +224,7 @@ class DecoderWithHeads(nn.Module):
         unknown = [name for name in labels if name not in self.heads]
         if unknown:
             raise UserError(f"got labels for unknown head {unknown[0]!r}; expected one of {', '.join(self.heads)}.")
-        hidden_BLD = self.backbone(hidden, position_ids=position_ids, documents_BL=documents_BL)
+        hidden_BLD = self.backbone(hidden, position_ids=position_ids, document_ids_BL=document_ids_BL)
         if not self.backbone.stage.is_last:
             return hidden_BLD
         return {

@@ -75,7 +75,7 @@ class DecoderModel(nn.Module):
         hidden: Received,
         *,
         position_ids: Tensor | None = None,
-        documents_BL: Tensor | None = None,
+        document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
     ) -> Received:
         """Run this stage. Collective if the feed-forward blocks or their losses are.
@@ -85,7 +85,7 @@ class DecoderModel(nn.Module):
             position_ids: Positions [B, L] or [1, L], integer, below `max_position_embeddings` unless dynamic NTK
                 scaling is used; None counts from 0 in each row. Pass them explicitly if stages exchange hidden states
                 sharded along the sequence (sequence parallelism), because later stages then do not know L.
-            documents_BL: Document id of each position [B, L], integer, for packed sequences: a position attends only
+            document_ids_BL: Document id of each position [B, L], integer, for packed sequences: a position attends only
                 within its document. The positions do not restart at document starts. To mask left padding, give it its
                 own document id. None: each row is one document.
             mask_BL: Token mask [B, L], bool or 0 and 1; None if there is no padding. Experts do not count padding, and
@@ -97,7 +97,7 @@ class DecoderModel(nn.Module):
             last one return the records [B, L, R] instead.
 
         Raises:
-            UserError: If `hidden` is not a valid input of this stage, `position_ids` or `documents_BL` do not match it,
+            UserError: If `hidden` is not a valid input of this stage, `position_ids` or `document_ids_BL` do not match it,
                 or token ids or positions on the CPU are out of range. On accelerators an out-of-range token id raises
                 an asynchronous device error, and an out-of-range position is not detected.
         """
@@ -119,7 +119,7 @@ class DecoderModel(nn.Module):
             x = self._with_zero_losses(self.embedding(received))
         mask_BL = None if mask_BL is None else self.token_mask(mask_BL)
         for layer in self.layers.values():
-            x = layer(x, rotary, documents_BL=documents_BL, mask_BL=mask_BL)
+            x = layer(x, rotary, document_ids_BL=document_ids_BL, mask_BL=mask_BL)
         x_BLD, losses = x if isinstance(x, HiddenAndLosses) else (x, None)
         x_BLD = x_BLD if self.norm is None else self.norm(x_BLD)
         if losses is None:
@@ -128,8 +128,8 @@ class DecoderModel(nn.Module):
         return x_BLD, self.all_losses(losses) if self.stage.is_last else losses
 
     @property
-    def why_whole_rows(self) -> str | None:
-        """See `d9d_dist.NeedsWholeRows`."""
+    def full_sequence_reason(self) -> str | None:
+        """See `d9d_dist.RequiresFullSequence`."""
         scaling = self.params.rope_scaling
         if self.params.rope_length is None and isinstance(scaling, DynamicNtkScaling | LongRopeScaling):
             return (

@@ -19,7 +19,7 @@ from d9d_dist import (
 from d9d_modules.checkpointing import CheckpointPolicy, checkpoint_layers
 from d9d_modules.compiling import compile_layers
 from d9d_modules.decoder import HasExperts
-from d9d_modules.float8 import Float8, multiply_in_float8
+from d9d_modules.float8 import Float8, convert_to_float8
 from d9d_modules.models.decoder_tensor_plan import decoder_tensor_plan
 
 
@@ -68,7 +68,7 @@ def parallelize_decoder(
 
     Raises:
         UserError: If the plan does not match the model or the parallel degrees, a layer has experts but `experts` is
-            None, a head or a token mixer needs whole rows and there is context parallelism, or `multiply_in_float8`
+            None, a head or a token mixer needs whole rows and there is context parallelism, or `convert_to_float8`
             rejects the model or the device.
     """
     dense = ctx.mesh_for("dense")
@@ -81,7 +81,7 @@ def parallelize_decoder(
         precision = replace(precision, cast_inputs=False)
 
     if float8 is not None:
-        multiply_in_float8(layers, float8, ctx)
+        convert_to_float8(layers, float8, ctx)
     parallelize_tensor(model, dense["tp"], decoder_tensor_plan(model) if plan is None else plan)
     parallelize_context(model, ctx.mesh_for("batch")["cp"], method=context_method)
     if experts is not None:

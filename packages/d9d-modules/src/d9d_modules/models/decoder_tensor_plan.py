@@ -14,7 +14,7 @@ from d9d_dist import (
     UserError,
     VocabParallelEmbedding,
     VocabParallelHead,
-    gather_shards,
+    gather_from_axis,
 )
 from d9d_modules.decoder import DecoderLayer
 from d9d_modules.lm_head import LanguageModelHead
@@ -47,7 +47,7 @@ class WholeRows(TensorStyle):
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `TensorStyle.forward`."""
-        return inner(gather_shards(args[0], mesh, dim=1, gradient="equal"), *args[1:], **kwargs)
+        return inner(gather_from_axis(args[0], mesh, dim=1, gradient="equal"), *args[1:], **kwargs)
 
 
 @final

@@ -8,7 +8,7 @@ from torch import nn
 
 from d9d_modules import AuxiliaryLosses, DecoderParams, check_positive
 from d9d_moe.joint_balance import JointBalance
-from d9d_moe.layer import NO_LOSSES, MoeFeedForward
+from d9d_moe.layer import NO_LOSSES, MoELayer
 from d9d_moe.router import Router, check_top_k
 from d9d_moe.router_losses import RouterLosses
 
@@ -60,7 +60,7 @@ class SparseParams(DecoderParams, ABC):
         """See `DecoderParams`."""
         if self.is_dense(index):
             return super().feed_forward(index)
-        return MoeFeedForward(
+        return MoELayer(
             self.hidden_size,
             self.expert_intermediate_size,
             router=self.router(),

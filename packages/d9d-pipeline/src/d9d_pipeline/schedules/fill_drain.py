@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import final
 
 from d9d_pipeline.actions import Backward, Forward
-from d9d_pipeline.schedule import Placement, Schedule, ranks_of_stages
+from d9d_pipeline.schedule import StagePlacement, Schedule, ranks_of_stages
 
 
 @final
@@ -19,7 +19,7 @@ class ForwardOnly(Schedule):
     """
 
     stages_per_rank: int = 1  # ty: ignore[incompatible-attribute-override] - read-only on purpose
-    placement: Placement = "loop"  # ty: ignore[incompatible-attribute-override] - read-only on purpose
+    placement: StagePlacement = "loop"  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Forward]:
         """Yield all microbatches through the rank's first stage, then all through its second stage, and so on."""

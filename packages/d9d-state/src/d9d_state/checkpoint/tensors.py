@@ -30,7 +30,7 @@ def model_tensors(model: nn.Module, *, trainable_only: bool = False) -> dict[str
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's state tensors as `optimizer.<parameter>.<key>`, to save or to load into.
 
-    Numbers in the optimizer state are in `optimizer_numbers`.
+    Numbers in the optimizer state are in `non_tensor_optimizer_state`.
 
     Args:
         model: Model whose parameters the optimizer updates.

@@ -76,7 +76,7 @@ class _Gather:
 
 
 def distribute(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> StateMapper:
-    """Convert a full plain tensor, equal on every rank, to a `DTensor`. The inverse is `gather`. Issues no collective.
+    """Convert a full plain tensor, equal on every rank, to a `DTensor`. The inverse is `gather_full`. Issues no collective.
 
     Args:
         name: Name of the tensor; it does not change.
@@ -89,7 +89,7 @@ def distribute(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> 
     return leaf(_Distribute(mesh, _checked(name, mesh, placements)), [name], [name])
 
 
-def gather(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> StateMapper:
+def gather_full(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> StateMapper:
     """Convert a `DTensor` to a full plain tensor on every rank. The inverse is `distribute`. Collective over the mesh.
 
     A plain tensor passes through unchanged.

@@ -1,0 +1,1 @@
+"""Configuration of jobs: files, command lines, presets."""

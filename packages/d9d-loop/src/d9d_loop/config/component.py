@@ -1,0 +1,156 @@
+"""Configuration section that names a class or function by import path, with its arguments."""
+
+import importlib
+import inspect
+import re
+import typing
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, PydanticSchemaGenerationError, create_model, field_validator
+
+from d9d_dist import UserError
+from d9d_loop.config.config_source import validate_config
+from d9d_loop.config.section import Section
+
+_MISSING = object()
+_IMPORT_PATH = r"^\w+(\.\w+)*:\w+(\.\w+)*$"
+
+
+class Component(Section):
+    """Class or function to call, with its arguments: `model = {use = "my_project.models:Decoder", hidden_size = 64}`.
+
+    Arguments are checked against the signature and converted to their annotated types: text to a `Path`, a table to a
+    pydantic model.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    use: str = Field(
+        pattern=_IMPORT_PATH,
+        description="What to call, as package.module:name; other keys are its arguments.",
+    )
+
+    @field_validator("use", mode="before")
+    @classmethod
+    def _names_something(cls, value: Any) -> Any:
+        if isinstance(value, str) and not re.match(_IMPORT_PATH, value):
+            raise UserError(f"got {value!r}; expected package.module:name, such as my_project.models:Decoder")
+        return value
+
+    def build(self, key: str) -> Any:
+        """Import the class or function that `use` names, and call it with the arguments.
+
+        Args:
+            key: Configuration key of this section, for messages.
+
+        Returns:
+            The result of the call.
+
+        Raises:
+            UserError: If `use` cannot be imported or is not callable, or the arguments do not match its signature and
+                annotations.
+        """
+        factory = self._import(key)
+        arguments = self._arguments(factory, key)
+        return factory(**arguments)
+
+    def _import(self, key: str) -> Callable[..., Any]:
+        module_name, _, path = self.use.partition(":")
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # the module exists, but one of its own imports is missing
+            raise UserError(
+                f"{key}.use = {self.use!r}: there is no module {error.name}. Install it, or start the job in the "
+                "folder that holds it."
+            ) from None
+        for name in path.split("."):
+            if getattr(found, name, _MISSING) is _MISSING:
+                close = get_close_matches(name, dir(found), n=1)
+                hint = f"; did you mean {close[0]}?" if close else "."
+                raise UserError(f"{key}.use = {self.use!r}: there is no {name} in {module_name}{hint}")
+            found = getattr(found, name)
+        if not callable(found):
+            raise UserError(f"{key}.use = {self.use!r} is {type(found).__name__}; expected a class or a function.")
+        return found
+
+    def _arguments(self, factory: Callable[..., Any], key: str) -> dict[str, Any]:
+        given: Mapping[str, Any] = self.model_extra or {}
+        try:
+            signature = inspect.signature(factory)
+        except ValueError:  # a C function without a signature
+            return dict(given)
+        try:
+            signature.bind(**given)
+        except TypeError as error:
+            raise UserError(
+                f"{key}: {self.use} cannot be called with {', '.join(given) or 'no arguments'}: {error}. It takes "
+                f"{signature.replace(return_annotation=inspect.Signature.empty)}."
+            ) from None
+        hints = _hints(factory)
+        return {
+            name: _convert(value, hints[name], f"{key}.{name}")
+            if name in hints
+            else _as_default(value, _type_of_default(signature, name))
+            for name, value in given.items()
+        }
+
+
+def _type_of_default(signature: inspect.Signature, name: str) -> Any:
+    """Return the type of an argument without an annotation, so that `false` on a command line becomes a bool.
+
+    Returns:
+        Type of the default if it is a bool, int or float; else `Any`.
+    """
+    parameter = signature.parameters.get(name)
+    default = None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
+    return type(default) if isinstance(default, bool | int | float) else Any
+
+
+def _as_default(value: Any, kind: Any) -> Any:
+    """Convert text to the type of the argument's default; return the value unchanged if it is not text or not valid."""
+    if isinstance(value, str):
+        with suppress(UserError):
+            return _convert(value, kind, "")
+    return value
+
+
+def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations of the arguments; empty if they cannot be resolved, as with `TYPE_CHECKING` imports."""
+    try:
+        return typing.get_type_hints(factory.__init__ if isinstance(factory, type) else factory)
+    except (NameError, TypeError):
+        return {}
+
+
+def _convert(value: Any, annotation: Any, key: str) -> Any:
+    """Convert an argument to its annotated type with the validation of configuration keys.
+
+    Raises:
+        UserError: If the value does not match the annotation. The message has the full key.
+    """
+    *sections, name = key.split(".")
+    try:
+        model = _model_of(name, annotation)
+    except PydanticSchemaGenerationError:  # a type that pydantic does not know; the factory receives the raw value
+        return value
+    values = {name: value}
+    for section in reversed(sections):
+        model, values = _model_of(section, model), {section: values}
+    checked: Any = validate_config(model, values)
+    for part in (*sections, name):
+        checked = getattr(checked, part)
+    return checked
+
+
+def _model_of(name: str, annotation: Any) -> type[BaseModel]:
+    """Return a configuration class with one key. Nested, these classes give messages the full key."""
+    fields: dict[str, Any] = {name: (annotation, ...)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pydantic warns if an argument has the name of a `BaseModel` method
+        return create_model("Arguments", __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields)

@@ -1,0 +1,95 @@
+"""Pipeline schedule configuration. Other schedules are passed to `Trainer(pipeline_schedule=)` as objects."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
+
+from d9d_dist import UserError
+from d9d_pipeline import (
+    DualPipeV,
+    GPipe,
+    Interleaved,
+    LoopedBreadthFirst,
+    OneForwardOneBackward,
+    Schedule,
+    ZeroBubble1P,
+    ZeroBubbleV,
+)
+
+Kind = Literal["gpipe", "looped_bfs", "1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipev"]
+
+KINDS: tuple[str, ...] = get_args(Kind)
+
+_FIXED: Mapping[Kind, Callable[..., Schedule]] = {
+    "gpipe": GPipe,
+    "1f1b": OneForwardOneBackward,
+    "zbv": ZeroBubbleV,
+    "dualpipev": DualPipeV,
+}
+_LOOPED: Mapping[Kind, Callable[..., Schedule]] = {
+    "looped_bfs": LoopedBreadthFirst,
+    "interleaved_1f1b": Interleaved,
+    "zb1p": ZeroBubble1P,
+}
+_BOUNDED: tuple[Kind, ...] = ("1f1b", "interleaved_1f1b", "zb1p")
+
+
+class ScheduleConfig(BaseModel):
+    """A pipeline schedule and its options. A configuration may give the name alone: `--pipeline.schedule zbv`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Kind = Field("1f1b", description="Which schedule.")
+    stages_per_rank: PositiveInt | None = Field(
+        None, description="Stages on each rank, where the schedule leaves it open; by default 2, and 1 for zb1p."
+    )
+
+    warmup: Literal["short", "long"] | None = Field(
+        None,
+        description="Forwards before the first backward, of zb1p with several stages on a rank: short holds fewer "
+        "activations, long hides transfers better; by default short.",
+    )
+    max_activations: PositiveInt | None = Field(
+        None,
+        description="Largest number of (stage, microbatch) pairs whose activations a rank holds at a time, of 1f1b, "
+        "interleaved_1f1b and zb1p; by default as many as the schedule needs not to wait.",
+    )
+
+    def build(self) -> Schedule:
+        """Build the schedule.
+
+        Raises:
+            UserError: If an option is set that the schedule does not support.
+        """
+        options: dict[str, Any] = {}
+        if self.warmup is not None:
+            self._check("warmup", self.warmup, ("zb1p",))
+            options["warmup"] = self.warmup
+        if self.max_activations is not None:
+            self._check("max_activations", self.max_activations, _BOUNDED)
+            options["max_activations"] = self.max_activations
+        if self.kind in _FIXED:
+            schedule = _FIXED[self.kind](**options)
+            if self.stages_per_rank not in (None, schedule.stages_per_rank):
+                raise UserError(
+                    f"pipeline.schedule.stages_per_rank = {self.stages_per_rank}; {self.kind} has always "
+                    f"{schedule.stages_per_rank}. Leave it out, or use one of {', '.join(_LOOPED)}."
+                )
+            return schedule
+        return _LOOPED[self.kind](self.stages_per_rank or (1 if self.kind == "zb1p" else 2), **options)
+
+    def _check(self, name: str, value: object, kinds: Sequence[Kind]) -> None:
+        """Check that the schedule is one of `kinds`, which have the option `name`."""
+        if self.kind not in kinds:
+            raise UserError(
+                f"pipeline.schedule.{name} = {value}; {self.kind} does not have this option. Leave it out, or use one "
+                f"of {', '.join(kinds)}."
+            )
+
+
+def _from_name(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+PipelineScheduleConfig = Annotated[ScheduleConfig, BeforeValidator(_from_name)]

@@ -1,0 +1,1 @@
+"""Inference over a dataset."""

@@ -1,0 +1,1 @@
+"""The training job: planned, built and run."""

@@ -1,0 +1,352 @@
+"""State of a training job, and how checkpoints save and restore it."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import field
+from typing import Any, Protocol
+
+import torch
+from pydantic import ConfigDict, JsonValue, TypeAdapter
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from d9d_dist import DistributedContext, UserError, seed_everything
+from d9d_loop.model.frozen_digest import frozen_digest
+from d9d_metrics import Metric
+from d9d_state import (
+    CheckpointInfo,
+    CheckpointStore,
+    StateError,
+    group_values,
+    model_tensors,
+    non_tensor_optimizer_state,
+    optimizer_tensors,
+    prepare_optimizer_for_load,
+    rng_state,
+    set_non_tensor_optimizer_state,
+    set_rng_state,
+)
+
+
+@dataclass(slots=True, config=ConfigDict(ser_json_inf_nan="strings"))
+class Record:
+    """Progress of a training job. The learning rate is a function of the step and is not stored.
+
+    Attributes:
+        step: Number of completed steps.
+        train_loss: Training loss of the last step that was saved; `None` before the first save.
+        evaluation: Results of the last evaluation, by name; empty before the first one.
+        weight_per_second: Mean training throughput since the last start or resume, in units of the loss weight, e.g.
+            tokens. Updated at each save; `None` before the first one.
+        tracker: State of the trackers; set on the main process only.
+    """
+
+    step: int = 0
+    train_loss: float | None = None
+    evaluation: dict[str, float] = field(default_factory=dict)
+    weight_per_second: float | None = None
+    tracker: dict[str, JsonValue] = field(default_factory=dict)
+
+    def quality(self, name: str) -> float | None:
+        """Return the metric `name` of the last evaluation, for `checkpoint.best_by`; `None` if it does not exist.
+
+        Returns NaN if the evaluation loss is not finite, because another metric may be good by chance for NaN outputs.
+        """
+        value = self.evaluation.get(name)
+        return value if value is None or math.isfinite(self.evaluation["loss"]) else math.nan
+
+    def take(self, other: "Record") -> None:
+        """Copy all fields of another record into this one."""
+        self.step, self.train_loss = other.step, other.train_loss
+        self.evaluation, self.weight_per_second = other.evaluation, other.weight_per_second
+        self.tracker = other.tracker
+
+
+@dataclass(frozen=True, slots=True)
+class _RankState:
+    """State that a checkpoint stores per rank: generator states, metric values and the non-tensor optimizer state."""
+
+    random: JsonValue
+    metrics: dict[str, dict[str, list[str]]]
+    optimizer: JsonValue
+
+
+_RECORD = TypeAdapter(Record)
+_RANK_STATE = TypeAdapter(_RankState)
+
+
+class Stateful(Protocol):
+    """Component of a job whose state is JSON and the same on every rank."""
+
+    def state_dict(self) -> JsonValue:
+        """Return the state as JSON."""
+        ...
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore a state that `state_dict` returned."""
+        ...
+
+
+class JobState:
+    """Saves and restores the model, optimizer, metrics, random states and `Record` of a job as one checkpoint.
+
+    Args:
+        store: Checkpoint store of the run.
+        model: This rank's part of the model, materialized and parallelized.
+        optimizer: Optimizer of the model's parameters, as its provider built it.
+        metrics: This rank's training metrics by name. Their values since the last report are saved.
+        config: Resolved configuration, stored in each checkpoint as information only.
+        parts: Other components to save, by name. Their state is the same on every rank.
+        data_identity: JSON value that determines the order of samples, stored in each checkpoint.
+        seed: The job's seed.
+        ctx: Distributed context.
+        trainable_only: Whether checkpoints contain only parameters that require gradients. A digest of the frozen
+            parameters is stored instead. On restore, the frozen ones keep their initial values.
+        on_saved: Called with the step of each complete checkpoint, at the same point of execution on every rank: at the
+            end of `save`, or for a background save in the next `finish` (which `save` calls first).
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        metrics: Mapping[str, Metric],
+        config: JsonValue,
+        parts: Mapping[str, Stateful],
+        data_identity: JsonValue,
+        seed: int,
+        ctx: DistributedContext,
+        trainable_only: bool = False,
+        on_saved: Callable[[int], None] = lambda _step: None,
+    ) -> None:
+        self._store, self._model, self._optimizer = store, model, optimizer
+        self._trainable_only = trainable_only
+        self._frozen_digest: str | None = None
+        self._is_digest_checked = False
+        self._metrics, self._config = metrics, config
+        self._parts, self._data_identity = parts, data_identity
+        self._seed, self._ctx = seed, ctx
+        self._built_groups = group_values(optimizer)
+        self._built_values = [_values_of(group) for group in optimizer.param_groups]
+        self._on_saved = on_saved
+        self._being_written: int | None = None
+
+    def restore(self, initialize: Callable[[], object] = lambda: None) -> Record:
+        """Load the newest valid checkpoint, or initialize the model if there is no checkpoint. Collective.
+
+        Random states are restored if the checkpoint was saved with the same world size. Otherwise the generators are
+        seeded from the job's seed and the step.
+
+        Args:
+            initialize: Loads the initial weights. Called unless the checkpoint has all parameters and this job saves
+                all parameters.
+
+        Returns:
+            The checkpoint's record, or a new record if there is no checkpoint.
+
+        Raises:
+            UserError: On every rank, if the checkpoint has only trainable parameters and the frozen parameters of this
+                job differ from those of the job that saved it.
+            StateError: On every rank, if there are checkpoints, but none is valid.
+        """
+        self._store.discard_partials(self._ctx)
+        info = self._store.newest(self._ctx)
+        expected = None if info is None else frozen_digest_of(info)
+        if info is None:
+            self._store.check_new(self._ctx)
+        depends_on_initial = self._trainable_only or expected is not None
+        if info is None or depends_on_initial:
+            initialize()
+        if depends_on_initial:
+            self._frozen_digest = frozen_digest(self._model, self._ctx)
+        if info is None:
+            return Record()
+        if expected is not None and self._frozen_digest != expected:
+            raise UserError(_other_frozen(info))
+        self._load_tensors(info, trainable_only=expected is not None)
+        state: Any = info.state
+        record = _RECORD.validate_python(state["record"])
+        for name, part in self._parts.items():
+            part.load_state_dict(state["parts"][name])
+        rank_states = [_RANK_STATE.validate_python(rank_state) for rank_state in info.rank_states]
+        set_non_tensor_optimizer_state(self._model, self._optimizer, [rank_state.optimizer for rank_state in rank_states])
+        for metric in self._metrics.values():
+            metric.reset()
+        for rank_state in rank_states[self._ctx.rank :: self._ctx.world_size]:
+            _gather_into(self._metrics, rank_state.metrics)
+        if len(rank_states) == self._ctx.world_size:
+            set_rng_state(rank_states[self._ctx.rank].random)
+        else:
+            seed_everything(self._seed, self._ctx, step=record.step)
+        return record
+
+    def _load_tensors(self, info: CheckpointInfo, *, trainable_only: bool) -> None:
+        prepare_optimizer_for_load(self._model, self._optimizer, info)
+        self._store.load(info, self._tensors(trainable_only=trainable_only), self._ctx)
+        if not trainable_only:  # the checkpoint may have replaced the frozen parameters
+            self._check_frozen()
+            self._is_digest_checked = False
+
+    def rewind(self) -> Record:
+        """Roll back to the newest valid checkpoint, after a pending background save. Collective.
+
+        Raises:
+            StateError: On every rank, if there is no valid checkpoint, or the background save failed.
+        """
+        self._store.wait()
+        if not self._store.complete():
+            raise StateError(
+                "there is no checkpoint to go back to; expected one. Set checkpoint.every to fewer steps, or the "
+                "policy for bad steps to skip or stop."
+            )
+        # A checkpoint stores only group values that had changed. Values changed after it are reset to their built ones.
+        for group, values in zip(self._optimizer.param_groups, self._built_values, strict=True):
+            group.update(values)
+        return self.restore()
+
+    def prepare(self) -> None:
+        """Allocate the host buffer of background saves. Collective.
+
+        Call it after the first optimizer step, when the optimizer state exists.
+
+        Raises:
+            UserError: On every rank, if `trainable_only` is set and a frozen parameter has changed.
+        """
+        self._check_frozen()
+        self._store.prepare(self._tensors(trainable_only=self._trainable_only), self._ctx)
+
+    def save(self, record: Record, *, metric: float | None = None, background: bool = False) -> None:
+        """Save a checkpoint. Collective. Waits for a pending background save first.
+
+        Args:
+            record: Progress of the job; its step is the checkpoint's step.
+            metric: Evaluation metric of this step, for the retention of the best checkpoints; `None` without one.
+            background: Whether to return after the copy to host memory and write the files in the background.
+
+        Raises:
+            UserError: On every rank, if `trainable_only` is set and a frozen parameter has changed.
+            StateError: On every rank, if this save or the previous background save failed on any rank.
+        """
+        self._check_frozen()
+        self.finish()
+        write = self._store.save_async if background else self._store.save
+        write(
+            record.step,
+            self._tensors(trainable_only=self._trainable_only),
+            # JSON has no NaN or infinity, which a loss or a perplexity may be: the dump writes them as strings.
+            state={
+                "record": json.loads(_RECORD.dump_json(record)),
+                "config": self._config,
+                "data_identity": self._data_identity,
+                "frozen_digest": self._frozen_digest if self._trainable_only else None,
+                "parts": {name: part.state_dict() for name, part in self._parts.items()},
+            },
+            rank_state={
+                "random": rng_state(),
+                "metrics": _gathered(self._metrics),
+                # `lr` is not saved: the learning-rate schedule sets it in every step.
+                "optimizer": non_tensor_optimizer_state(self._model, self._optimizer, since=self._built_groups, without=("lr",)),
+            },
+            metric=metric,
+            ctx=self._ctx,
+        )
+        self._being_written = record.step if background else None
+        if not background:
+            self._on_saved(record.step)
+
+    def finish(self) -> None:
+        """Wait for a pending background save, then call `on_saved`. Collective.
+
+        Raises:
+            StateError: On every rank, if the save failed.
+        """
+        self._store.wait()
+        if self._being_written is not None:
+            self._on_saved(self._being_written)
+            self._being_written = None
+
+    def raise_if_failed(self) -> None:
+        """Raise the error of a failed background save. No collectives, no waiting.
+
+        Raises:
+            StateError: If a background save failed.
+        """
+        self._store.raise_if_failed()
+
+    def _check_frozen(self) -> None:
+        """Check that frozen parameters still have their initial values; an event handler may have changed them.
+
+        Runs only with `trainable_only`: once, and again after a checkpoint with all parameters was loaded. Collective.
+
+        Raises:
+            UserError: On every rank, if a frozen parameter has changed.
+        """
+        if not self._trainable_only or self._is_digest_checked:
+            return
+        if frozen_digest(self._model, self._ctx) != self._frozen_digest:
+            raise UserError(
+                "checkpoint.trainable_only = true, but parameters that do not require gradients are not what the job "
+                "begins with, and no checkpoint would bring them back; expected the values of initial_weights, or "
+                "those of the seed. Name the initial_weights that the run began with, do not change them in handlers "
+                "or in the optimizer, or set checkpoint.trainable_only to false."
+            )
+        self._is_digest_checked = True
+
+    def _tensors(self, *, trainable_only: bool) -> dict[str, Tensor]:
+        return {
+            **model_tensors(self._model, trainable_only=trainable_only),
+            **optimizer_tensors(self._model, self._optimizer),
+        }
+
+
+def frozen_digest_of(info: CheckpointInfo) -> str | None:
+    """Return the digest of the frozen parameters that a checkpoint omits; `None` if it has all parameters.
+
+    Raises:
+        StateError: If the checkpoint is damaged.
+    """
+    state: Any = info.state
+    return state.get("frozen_digest")
+
+
+def _other_frozen(info: CheckpointInfo) -> str:
+    return (
+        f"{info.folder} has trainable parameters only, and the frozen ones of this job are not those it was saved "
+        "with; expected the same initial_weights, or without them the same seed. Use what the run began with, or "
+        "--run.name for a new run."
+    )
+
+
+def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a parameter group, without its parameters and their names."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _gathered(metrics: Mapping[str, Metric]) -> dict[str, dict[str, list[str]]]:
+    """Return the flattened state of metrics as strings.
+
+    Integers are decimal. Floats are hexadecimal, which is exact and includes infinities.
+    """
+    return {
+        name: {
+            key: [_written(value) for value in state.flatten().tolist()] for key, state in metric.state_dict().items()
+        }
+        for name, metric in metrics.items()
+    }
+
+
+def _written(value: float) -> str:
+    return str(value) if isinstance(value, int) else value.hex()
+
+
+def _gather_into(metrics: Mapping[str, Metric], saved: Mapping[str, Mapping[str, list[str]]]) -> None:
+    """Add the saved state of one rank's metrics to the metrics of the same names."""
+    for name in metrics.keys() & saved.keys():
+        for key, accumulator in metrics[name].accumulators().items():
+            read = float.fromhex if accumulator.value.is_floating_point() else int
+            values = torch.tensor([read(value) for value in saved[name][key]], dtype=accumulator.value.dtype)
+            accumulator.update(values.view(accumulator.value.shape).to(accumulator.value.device))

@@ -1,0 +1,161 @@
+"""Profiles selected steps of a job on every rank: a trace per rank, and a summary of the time of all ranks."""
+
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
+
+import torch
+from pydantic import Field, PositiveInt
+from torch.profiler import ProfilerActivity, profile
+
+from d9d_dist import DistributedContext, all_gather_objects
+from d9d_loop.event_bus import on_event
+from d9d_loop.events import DataReady, StepDone
+from d9d_loop.config.section import Section
+from d9d_loop.job.time_breakdown import TimeBreakdown, break_down, spans_of
+
+_TOP_OPERATORS = 15
+
+
+class ProfileConfig(Section):
+    """Selection of the steps to profile, and options of the traces."""
+
+    first_step: PositiveInt | None = Field(None, description="The first step to profile; null profiles none.")
+    steps: PositiveInt = Field(2, description="How many steps in a row.")
+    every: PositiveInt | None = Field(None, description="Steps from one such row to the next; null: one row only.")
+    record_shapes: bool = Field(False, description="Whether traces tell the shapes of operators' arguments.")
+    profile_memory: bool = Field(False, description="Whether traces tell allocations.")
+
+    def begins_after(self, step: int) -> bool:
+        """Return True if step `step + 1` is the first of a range of profiled steps."""
+        if self.first_step is None:
+            return False
+        since = step + 1 - self.first_step
+        return since == 0 or (self.every is not None and since > 0 and since % self.every == 0)
+
+
+@final
+class Profiler:
+    """Profiles ranges of steps and writes a compressed trace per rank, and a summary of all ranks, for each range.
+
+    The folder of a range is named after its last step. For example, `profile/step-00000010` contains
+    `rank-00000.json.gz`, for Perfetto or `chrome://tracing`, and `summary.md`.
+
+    If the job ends within a range, or is stopped by a signal, the completed steps of the range are written. If the job
+    rolls back to a step within a range, only the steps after the rollback are written.
+
+    Args:
+        config: Selection of the steps.
+        folder: The run folder.
+        ctx: Distributed context.
+        num_steps: Number of steps of the whole job.
+    """
+
+    def __init__(self, config: ProfileConfig, folder: Path, ctx: DistributedContext, *, num_steps: int) -> None:
+        self._config, self._folder, self._ctx, self._num_steps = config, folder, ctx, num_steps
+        self._running: profile | None = None
+        self._first_step = self._last_step = 0  # of the current range
+        self._step = 0
+
+    def __enter__(self) -> Self:
+        """Return this profiler; `step` starts the first range."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Write the current range, if it has completed steps. Collective.
+
+        After an error the range is discarded instead, without collectives.
+        """
+        if error is None and self._running is not None and self._step >= self._first_step:
+            self._end_row()
+        self._drop_row()
+
+    @on_event(DataReady, StepDone)
+    def step(self, event: DataReady | StepDone) -> None:
+        """Write a range that ends with this step (collective), and start one that begins with the next step."""
+        self._step = event.step
+        if self._running is not None and event.step == self._last_step:
+            self._end_row()
+        self._begin_row()
+
+    def on_rollback(self, step: int) -> None:
+        """Discard the recorded steps after a rollback; restart the range if it includes the next step. No collectives.
+
+        Args:
+            step: Number of completed steps after the rollback.
+        """
+        self._step = step
+        is_inside = self._running is not None and self._first_step <= step + 1
+        self._drop_row()
+        if is_inside:
+            self._start(step + 1, self._last_step)
+        self._begin_row()
+
+    def _begin_row(self) -> None:
+        if self._running is None and self._config.begins_after(self._step) and self._step < self._num_steps:
+            self._start(self._step + 1, min(self._step + self._config.steps, self._num_steps))
+
+    def _start(self, first_step: int, last_step: int) -> None:
+        self._first_step, self._last_step = first_step, last_step
+        self._wait_for_device()
+        self._running = profile(
+            activities=self._activities(),
+            record_shapes=self._config.record_shapes,
+            profile_memory=self._config.profile_memory,
+            acc_events=True,
+        )
+        self._running.start()
+
+    def _end_row(self) -> None:
+        assert self._running is not None
+        running, self._running = self._running, None
+        self._wait_for_device()
+        running.stop()
+        self._write(running)
+
+    def _drop_row(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
+
+    def _activities(self) -> list[ProfilerActivity]:
+        device = {kind.name: kind for kind in torch.profiler.supported_activities()}
+        names = ("CPU", self._ctx.device.type.upper())
+        return [device[name] for name in dict.fromkeys(names) if name in device]
+
+    def _wait_for_device(self) -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def _write(self, done: profile) -> None:
+        folder = self._folder / "profile" / f"step-{self._step:08}"
+        folder.mkdir(parents=True, exist_ok=True)
+        done.export_chrome_trace(str(folder / f"rank-{self._ctx.rank:05}.json.gz"))
+        events = done.events()
+        compute, communication = spans_of(events)
+        times = [moment for event in events for moment in (event.time_range.start / 1e6, event.time_range.end / 1e6)]
+        own = break_down(compute, communication, total=(min(times, default=0.0), max(times, default=0.0)))
+        everyones = [TimeBreakdown(**each) for each in all_gather_objects(asdict(own))]
+        if self._ctx.is_main_process:
+            sort_by = "self_cpu_time_total" if self._ctx.device.type == "cpu" else "self_device_time_total"
+            operators = done.key_averages().table(sort_by=sort_by, row_limit=_TOP_OPERATORS)
+            text = _summary(everyones, operators, first_step=self._first_step, last_step=self._step)
+            (folder / "summary.md").write_text(text, encoding="utf-8")
+
+
+def _summary(ranks: list[TimeBreakdown], operators: str, *, first_step: int, last_step: int) -> str:
+    lines = [
+        f"# Steps {first_step} to {last_step}",
+        "",
+        "Milliseconds of each rank, as a profiler sees them, which slows a CPU down. What overlaps counts once.",
+        "Exposed is communication while nothing computes; idle is neither: waiting for data, the host, another rank.",
+        "",
+        "| rank | total | compute | communication | exposed | idle |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {rank} | " + " | ".join(f"{seconds * 1e3:.2f}" for seconds in asdict(times).values()) + " |"
+        for rank, times in enumerate(ranks)
+    ]
+    return "\n".join([*lines, "", "Operators of rank 0:", "", "```", operators.strip(), "```", ""])

@@ -1,0 +1,231 @@
+"""Reports of training values: the progress display, the trackers and the job's record."""
+
+import json
+import time
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from pydantic import JsonValue
+
+from d9d_dist import DistributedContext
+from d9d_loop.config.trainer_config import TrainerConfig
+from d9d_loop.job.job_state import Record
+from d9d_loop.lr.lr_schedule import LrSchedule
+from d9d_loop.job.progress import Progress
+from d9d_loop.job.schedule_pictures import draw_measured, draw_program
+from d9d_loop.lr import draw_lr_schedule
+from d9d_loop.job.train_step import StepOutcome
+from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracker, build_trackers, redact_secrets
+from d9d_pipeline import Program
+
+
+class Reports:
+    """Shows and tracks the values of a job, without host-device synchronization in the training step.
+
+    A `MetricCollector` reduces the values and copies them to the host in the background. The training thread issues the
+    all-reduce, so every rank issues its collectives in the same order; on CPU, too, it does not wait for the result.
+    Values are delivered in step order, at most two reports late. An evaluation, a save and the end of the job wait for
+    all of them.
+
+    On the main process, `__enter__` creates the run folder, writes `config.json`, opens the trackers, and draws the
+    pipeline program and the learning-rate schedule if the configuration enables it.
+
+    Args:
+        config: The job's configuration.
+        resolved: The resolved configuration as JSON.
+        record: The job's record, which `settle` updates.
+        metrics: This rank's task metrics; each report resets them.
+        weight_unit: Unit of the loss weight, e.g. tokens.
+        program: Pipeline program of a training step.
+        schedule: Name of the pipeline schedule.
+        lr_schedule: Function from the step to the factor of the peak learning rate.
+        ctx: Distributed context.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        resolved: Mapping[str, JsonValue],
+        *,
+        record: Record,
+        metrics: Mapping[str, Metric],
+        weight_unit: str,
+        program: Program,
+        schedule: str,
+        lr_schedule: LrSchedule,
+        ctx: DistributedContext,
+    ) -> None:
+        self._config, self._resolved, self._record, self._ctx = config, resolved, record, ctx
+        self._metrics, self._program = metrics, program
+        self._schedule, self._lr_schedule = schedule, lr_schedule
+        self._throughput_name = f"{weight_unit}_per_second"
+        self._open = ExitStack()
+        self._tracker: Tracker = MultiTracker([])
+
+    def __enter__(self) -> Self:
+        """Open the trackers and the progress bar, and start the throughput clock."""
+        config, ctx = self._config, self._ctx
+        with ExitStack() as opened:
+            if ctx.is_main_process:
+                _write_config(self._resolved, config.run.dir)
+                self._draw_plans()
+                self._tracker = build_trackers(config.trackers, config.run.dir)
+                opened.callback(self._tracker.close)
+                # A run killed before its first checkpoint restarts at step 0: this discards its tracked values.
+                self._tracker.resume(self._record.step, self._record.tracker)
+                self._tracker.log_config(self._resolved)
+            self._progress = Progress(
+                num_steps=config.steps, done=self._record.step, visible=ctx.is_main_process, bar=config.logging.progress
+            )
+            opened.callback(self._progress.close)
+            group = ctx.group_for("batch", "pp", "dp", "cp")
+            self._collector = opened.enter_context(
+                MetricCollector(self._metrics, group, self._deliver, device=ctx.device)
+            )
+            self._open = opened.pop_all()
+        self._clock = _Clock(ctx.device)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Deliver the pending values, and close the progress bar and the trackers."""
+        self._open.__exit__(kind, error, at)
+
+    def step(self, outcome: StepOutcome) -> None:
+        """Count a step, and report its values if it is due. Collective if it is due.
+
+        No host-device synchronization, except on the one step whose pipeline timeline was measured and is drawn.
+        """
+        self._progress.step()
+        self._clock.add(outcome.weight)
+        if outcome.timeline is not None and self._ctx.is_main_process:
+            title = f"{self._schedule}, step {self._record.step} as measured"
+            with self.not_training():
+                draw_measured(outcome.timeline, self._config.run.dir, title=title)
+        step, every = self._record.step, self._config.logging.every
+        if step % every and step not in (1, self._config.steps):
+            return
+        values = {
+            "loss": outcome.loss,
+            "learning_rate": outcome.learning_rate,
+            "grad_norm": outcome.grad_norm,
+            self._throughput_name: self._clock.lap(),
+        }
+        self._collector.collect(step, values)
+
+    @contextmanager
+    def not_training(self) -> Generator[None]:
+        """Exclude the time of the body from the throughput."""
+        self._clock.stop()
+        try:
+            yield
+        finally:
+            self._clock.start()
+
+    def evaluation(self) -> None:
+        """Report the evaluation results of the record, after delivering pending values."""
+        values = self._record.evaluation
+        self._collector.flush()
+        self._tracker.log(self._record.step, {f"evaluation_{name}": value for name, value in values.items()})
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        self._progress.line(f"step {self._record.step}: held-out {shown}")
+
+    def line(self, text: str) -> None:
+        """Print a line of text on the main process."""
+        self._progress.line(text)
+
+    def on_rollback(self) -> None:
+        """Set trackers and progress bar back to the record's step after a rollback, discarding later tracked values."""
+        self._collector.flush()
+        self._tracker.resume(self._record.step, self._record.tracker)
+        self._progress.go_to(self._record.step)
+
+    def settle(self, outcome: StepOutcome) -> None:
+        """Update the record before a save: training loss, throughput and tracker state.
+
+        Collective: a broadcast of the main process's throughput. The host waits for the device.
+        """
+        with self.not_training():
+            throughput = self._clock.average()
+            if self._ctx.world_size > 1:
+                dist.broadcast(throughput, src=0)
+            self._record.weight_per_second = throughput.item()
+            self._record.train_loss = outcome.loss.item()
+            self._collector.flush()
+            self._tracker.flush()
+            self._record.tracker = self._tracker.state_dict()
+
+    def _deliver(self, step: int, values: Mapping[str, float]) -> None:
+        """Pass values to the tracker and the progress bar. Runs in the collector's thread."""
+        self._tracker.log(step, values)
+        self._progress.values(step, values)
+
+    def _draw_plans(self) -> None:
+        """Draw the pipeline program (with several pipeline ranks) and the learning-rate schedule, if enabled."""
+        config = self._config
+        if config.pipeline.draw and len(self._program.ranks) > 1:
+            draw_program(self._program, config.run.dir, title=self._schedule)
+        if config.logging.draw_lr_schedule:
+            peak = config.optimizer.learning_rate
+            draw_lr_schedule(self._lr_schedule, config.run.dir, num_steps=config.steps, peak=peak)
+
+
+class _Clock:
+    """Measures throughput: weight per second of running time. It starts running when constructed."""
+
+    def __init__(self, device: torch.device) -> None:
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._lap_weight, self._total_weight = zero, zero.clone()
+        self._lap_seconds = self._total_seconds = 0.0
+        self._since = time.perf_counter()
+
+    def add(self, weight: torch.Tensor) -> None:
+        self._lap_weight = self._lap_weight + weight
+
+    def lap(self) -> torch.Tensor:
+        """Return the throughput since the last lap as a device tensor, and begin a new lap.
+
+        No host-device synchronization: the time is the host's, and the host is about equally far ahead of the device at
+        the start and the end of a lap.
+        """
+        self._take_time()
+        throughput = self._lap_weight / max(self._lap_seconds, 1e-9)
+        self._end_lap()
+        return throughput
+
+    def average(self) -> torch.Tensor:
+        """Return the throughput over the total running time as a device tensor, after waiting for the device."""
+        weight = self._total_weight + self._lap_weight
+        weight.item()
+        self._take_time()
+        return weight / max(self._total_seconds + self._lap_seconds, 1e-9)
+
+    def stop(self) -> None:
+        """Stop the clock until `start`. Waits for the device first, because its pending work counts."""
+        self._lap_weight.item()
+        self._take_time()
+
+    def start(self) -> None:
+        """Restart the clock after `stop`."""
+        self._since = time.perf_counter()
+
+    def _take_time(self) -> None:
+        now = time.perf_counter()
+        self._lap_seconds += now - self._since
+        self._since = now
+
+    def _end_lap(self) -> None:
+        self._total_weight = self._total_weight + self._lap_weight
+        self._total_seconds += self._lap_seconds
+        self._lap_weight, self._lap_seconds = torch.zeros_like(self._lap_weight), 0.0
+
+
+def _write_config(resolved: Mapping[str, JsonValue], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / ".config.json.partial"
+    partial.write_text(json.dumps(redact_secrets(resolved), indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / "config.json")

@@ -1,0 +1,161 @@
+"""The Trainer: checks and runs a training job. Its components also work without it."""
+
+import json
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import nn
+from torch.utils.data import default_collate
+
+from d9d_dist import DistributedContext, StageInfo, UserError
+from d9d_loop.data.batches import Collate, Samples
+from d9d_loop.config.trainer_config import TrainerConfig
+from d9d_loop.data import DataProvider, DatasetProvider
+from d9d_loop.event_bus import Events
+from d9d_loop.events import ConfigReady, Failed
+from d9d_loop.lr.lr_schedule import LrSchedule
+from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
+from d9d_loop.optimizers.optimizer import OptimizerProvider
+from d9d_loop.job.preflight import JobPlan, check_job, check_metric_names, checkpoint_folder
+from d9d_loop.resilience import Stopped, check_health
+from d9d_loop.task import Task
+from d9d_loop.job.train_result import TrainResult
+from d9d_loop.job.training_job import JobParts, TrainingJob
+from d9d_pipeline import Schedule
+from d9d_state import CheckpointStore
+
+
+class Trainer:
+    """Trains a model, in a single process or under torchrun with the same script.
+
+    Attributes:
+        events: Event bus. Subscribe with `trainer.events.on(StepDone, handler)`.
+
+    Args:
+        config: The job's configuration.
+        model: A model provider, or a function that builds a pipeline stage of the model.
+        data: A data provider, or a dataset of training samples.
+        task: Prepares inputs and computes the loss.
+        evaluation_data: Held-out samples, if `data` is a dataset. `None` disables evaluation.
+        collate: Function that makes a batch of a list of samples, if `data` is a dataset.
+        optimizer: Function that builds the optimizer; by default the optimizer of the configuration.
+        lr_schedule: Function from the step, counted from 0, to the factor of the peak learning rate; by default the
+            schedule of the configuration.
+        pipeline_schedule: Pipeline schedule; by default the one of the configuration.
+
+    Raises:
+        UserError: If `evaluation_data` or `collate` is passed with a data provider, which has its own.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        model: ModelProvider | Callable[[StageInfo], nn.Module],
+        data: DataProvider | Samples,
+        task: Task,
+        evaluation_data: Samples | None = None,
+        collate: Collate | None = None,
+        optimizer: OptimizerProvider | None = None,
+        lr_schedule: LrSchedule | None = None,
+        pipeline_schedule: Schedule | None = None,
+    ) -> None:
+        self.events = Events(seed=config.seed)
+        self._config = config
+        self._parts = JobParts(
+            model=model if isinstance(model, ModelProvider) else FunctionProvider(model),
+            data=_data_provider(config, data, evaluation_data, collate),
+            task=task,
+            # Stages need not match every parameter group: `check_job` checks the groups on the whole model.
+            optimizer=optimizer or partial(config.optimizer.build, whole=False),
+            lr_schedule=lr_schedule or config.lr_schedule.build(config.steps),
+        )
+        self._check_optimizer = _accept if optimizer else config.optimizer.check
+        self._schedule = pipeline_schedule
+
+    def train(self) -> TrainResult:
+        """Run the job to its last step, resuming from the newest checkpoint if there is one.
+
+        Returns:
+            The result, equal on every rank.
+
+        Raises:
+            UserError: If the configuration, model, data or environment is invalid. Most checks run before the process
+                group starts.
+            StateError: On every rank, if the run has checkpoints, but none is valid.
+            BadStepError: On every rank, if a step was bad and the policy for bad steps is to stop.
+            Stopped: If a signal ended the job, after a checkpoint of its last step was saved.
+        """
+        parts = self._parts
+        check_metric_names(parts.task)
+        plan = check_job(
+            self._config,
+            provider=parts.model,
+            task=parts.task,
+            data=parts.data,
+            optimizer_check=self._check_optimizer,
+            schedule=self._schedule,
+        )
+        timeouts = self._config.resilience.timeouts.timeouts
+        with plan.mesh.build(launch=plan.launch, timeouts=timeouts) as ctx:
+            result = self._train(plan, ctx)
+        if isinstance(result, Stopped):
+            # Raised outside of the context, which would report an exception to the other ranks as a failure.
+            raise result
+        return result
+
+    def _train(self, plan: JobPlan, ctx: DistributedContext) -> TrainResult | Stopped:
+        config = self._config
+        resolved = config.model_dump(mode="json")
+        steps_done = 0
+
+        def progressed(step: int) -> None:
+            nonlocal steps_done
+            steps_done = step
+
+        with self._failures_told(ctx, lambda: steps_done):
+            ctx.check_agreement("the configuration", json.dumps(resolved, sort_keys=True))
+            ctx.check_agreement("the training data", json.dumps(plan.stream.identity(), sort_keys=True))
+            health = check_health(config.resilience.health, ctx=ctx)
+            if health is not None and health.slow and ctx.is_main_process:
+                print(health)
+            self.events.emit(ConfigReady(0, resolved, ctx))
+            store = CheckpointStore(checkpoint_folder(config), retention=config.checkpoint.retention)
+            # On any exit the store finishes a pending save before it releases the lock of the folder.
+            with store.locked(ctx), store:
+                job = TrainingJob(config, self._parts, plan=plan, store=store, ctx=ctx, events=self.events)
+                return job.run(on_step=progressed)
+
+    @contextmanager
+    def _failures_told(self, ctx: DistributedContext, steps_done: Callable[[], int]) -> Generator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, UserError):
+                # The error may occur on this rank only: with the note, `cli_main` prints it on this rank, too.
+                error.add_note(f"on rank {ctx.rank}")
+            try:
+                self.events.emit(Failed(steps_done(), error))
+            except Exception as another:
+                # The first error is raised; an error of a handler of `Failed` becomes a note.
+                error.add_note(f"besides, {another!r} was " + "; ".join(getattr(another, "__notes__", ())))
+            raise
+
+
+def _accept(_model: nn.Module) -> None:
+    """Accept any model: an optimizer that a function builds cannot be checked in advance."""
+
+
+def _data_provider(
+    config: TrainerConfig, data: DataProvider | Samples, evaluation_data: Samples | None, collate: Collate | None
+) -> DataProvider:
+    if not isinstance(data, DataProvider):
+        shuffle = config.data.shuffle
+        return DatasetProvider(data, shuffle=shuffle, evaluation=evaluation_data, collate=collate or default_collate)
+    if evaluation_data is not None or collate is not None:
+        what = "evaluation_data" if evaluation_data is not None else "collate"
+        raise UserError(
+            f"got {what} beside a {type(data).__name__}; expected it from that. Override its method, or pass a dataset."
+        )
+    return data

@@ -1,0 +1,95 @@
+"""Learning-rate schedules: pure functions of the step, so checkpoints need no schedule state."""
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeAlias, final
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat
+
+from d9d_dist import UserError
+from d9d_loop.lr.phase import ConstantPhase, CosinePhase, LinearPhase, Phase, SqrtPhase
+from d9d_loop.lr.piecewise import piecewise
+from d9d_loop.config.section import Section
+
+LrSchedule = Callable[[int], float]
+"""Function from the step, counted from 0, to the factor of the peak learning rate."""
+
+
+@final
+class WarmupCosineConfig(Section):
+    """Linear warm-up, then cosine decay (Loshchilov, Hutter, arXiv:1608.03983) to a fraction of the peak."""
+
+    kind: Literal["warmup_cosine"] = "warmup_cosine"
+    warmup_steps: int = Field(0, ge=0, description="Steps until the peak; 0 starts at the peak.")
+    final_fraction: float = Field(0.1, ge=0, le=1, description="Fraction of the peak at the last step.")
+
+    def build(self, num_steps: int) -> LrSchedule:
+        """Return the schedule for a job of `num_steps` steps.
+
+        Warm-up step s, counted from 0, has the factor (s + 1) / (warmup_steps + 1). So the first step's learning rate
+        is not 0.
+        """
+        decay = CosinePhase(to=self.final_fraction)
+        if self.warmup_steps == 0:
+            return piecewise([decay], num_steps=num_steps, start=1.0)
+        warmup = LinearPhase(steps=self.warmup_steps, to=1.0)
+        # warmup_steps may exceed num_steps: the job then ends during warm-up.
+        return piecewise([warmup, decay], num_steps=max(num_steps, self.warmup_steps + 1))
+
+
+_CURVES = MappingProxyType({"linear": LinearPhase, "cosine": CosinePhase, "sqrt": SqrtPhase})
+
+
+@final
+class WsdConfig(Section):
+    """Warm-up, stable, decay (Hu et al., arXiv:2404.06395): only the decay depends on the length of the job."""
+
+    kind: Literal["wsd"] = "wsd"
+    warmup_steps: int = Field(0, ge=0, description="Steps until the peak; 0 starts at the peak.")
+    decay_percent: float = Field(20.0, gt=0, le=100, description="Part of the job, at its end, that decays.")
+    decay: Literal["linear", "cosine", "sqrt"] = Field("sqrt", description="By which curve.")
+    final_fraction: float = Field(0.0, ge=0, le=1, description="Fraction of the peak at the last step.")
+
+    def build(self, num_steps: int) -> LrSchedule:
+        """Return the schedule for a job of `num_steps` steps.
+
+        Raises:
+            UserError: If warm-up and decay leave no step for the stable phase.
+        """
+        decay = _CURVES[self.decay](percent=self.decay_percent, to=self.final_fraction)
+        if self.warmup_steps == 0:
+            return piecewise([ConstantPhase(), decay], num_steps=num_steps, start=1.0)
+        warmup = LinearPhase(steps=self.warmup_steps, to=1.0)
+        return piecewise([warmup, ConstantPhase(), decay], num_steps=num_steps)
+
+
+@final
+class PiecewiseConfig(Section):
+    """A sequence of phases. Each phase starts at the value where the previous one ended."""
+
+    kind: Literal["piecewise"] = "piecewise"
+    start: NonNegativeFloat = Field(0.0, description="Factor of the peak learning rate on the first step.")
+    phases: tuple[Phase, ...] = Field(min_length=1, description="What happens, in order; one may leave its length out.")
+
+    def build(self, num_steps: int) -> LrSchedule:
+        """Return the schedule for a job of `num_steps` steps.
+
+        Raises:
+            UserError: If the phases cover fewer or more steps than the job has.
+        """
+        try:
+            return piecewise(self.phases, num_steps=num_steps, start=self.start)
+        except UserError as error:
+            raise UserError(f"lr_schedule.phases: {error}") from None
+
+
+def _with_kind(value: Any) -> Any:
+    """Set `kind` to "warmup_cosine" if it is missing."""
+    return {"kind": "warmup_cosine", **value} if isinstance(value, dict) else value
+
+
+LrScheduleConfig: TypeAlias = Annotated[
+    Annotated[WarmupCosineConfig | WsdConfig | PiecewiseConfig, Field(discriminator="kind")],
+    BeforeValidator(_with_kind),
+]
+"""Any learning-rate schedule, selected by `kind`; the default is "warmup_cosine"."""

@@ -1,0 +1,164 @@
+"""Phases of a learning-rate schedule: the length of each and its curve."""
+
+import math
+from abc import ABC, abstractmethod
+from typing import Annotated, Literal, Self, TypeAlias, final
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import model_validator as validator
+
+from d9d_dist import UserError
+from d9d_loop.config.section import Section
+
+
+class PhaseSettings(Section, ABC):
+    """Base class of phases. The length is a number of steps or a percentage; with neither, the remaining steps."""
+
+    steps: PositiveInt | None = Field(None, description="Its length in steps.")
+    percent: Annotated[float, Field(gt=0, le=100)] | None = Field(
+        None, description="Its length as a part of all steps of the job; neither this nor steps: what is left."
+    )
+
+    @validator(mode="after")
+    def _check_length(self) -> Self:
+        if self.steps is not None and self.percent is not None:
+            raise UserError(
+                f"the phase has steps = {self.steps} and percent = {self.percent}; expected one of them, or neither."
+            )
+        return self
+
+    @abstractmethod
+    def end(self, start: float) -> float:
+        """Return the final factor of the phase if its initial factor is `start`."""
+
+    @abstractmethod
+    def value(self, start: float, progress: float) -> float:
+        """Return the factor of the peak learning rate at a point of the phase.
+
+        Args:
+            start: Factor at the start of the phase.
+            progress: Elapsed fraction of the phase, from 0 to 1; the factor at 1 is `end(start)`.
+        """
+
+
+class _Leading(PhaseSettings, ABC):
+    """Phase that ends at the factor `to`; its curve is `start + (to - start) (1 - left(progress))`."""
+
+    to: NonNegativeFloat = Field(description="Factor of the peak learning rate that it leads to.")
+
+    @final
+    def end(self, start: float) -> float:
+        """Return `to`."""
+        return self.to
+
+    @final
+    def value(self, start: float, progress: float) -> float:
+        """Interpolate between `start` and `to`, see `PhaseSettings.value`."""
+        left = self.left(progress)
+        return left * start + (1.0 - left) * self.to
+
+    @abstractmethod
+    def left(self, progress: float) -> float:
+        """Return the remaining fraction of the change, from 1 at progress 0 to 0 at progress 1."""
+
+
+@final
+class ConstantPhase(PhaseSettings):
+    """Phase with a constant factor."""
+
+    kind: Literal["constant"] = "constant"
+
+    def end(self, start: float) -> float:
+        """Return `start`."""
+        return start
+
+    def value(self, start: float, progress: float) -> float:
+        """Return `start`."""
+        return start
+
+
+@final
+class LinearPhase(_Leading):
+    """Linear change."""
+
+    kind: Literal["linear"] = "linear"
+
+    def left(self, progress: float) -> float:
+        """Return `1 - progress`."""
+        return 1.0 - progress
+
+
+@final
+class CosinePhase(_Leading):
+    """Half a period of a cosine (Loshchilov, Hutter, arXiv:1608.03983, equation 5)."""
+
+    kind: Literal["cosine"] = "cosine"
+
+    def left(self, progress: float) -> float:
+        """Return `(1 + cos(pi progress)) / 2`."""
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+@final
+class PolynomialPhase(_Leading):
+    """Polynomial change: a power of the remaining fraction of the phase."""
+
+    kind: Literal["polynomial"] = "polynomial"
+    power: PositiveFloat = Field(2.0, description="The power.")
+
+    def left(self, progress: float) -> float:
+        """Return `(1 - progress) ^ power`."""
+        return (1.0 - progress) ** self.power
+
+
+@final
+class SqrtPhase(_Leading):
+    """Changes fast at first (Hägele et al., arXiv:2405.18392, "1-sqrt")."""
+
+    kind: Literal["sqrt"] = "sqrt"
+
+    def left(self, progress: float) -> float:
+        """Return `1 - sqrt(progress)`."""
+        return 1.0 - math.sqrt(progress)
+
+
+@final
+class RexPhase(_Leading):
+    """Changes slowly at first (Chen et al.: "REX: revisiting budgeted training", arXiv:2107.04197)."""
+
+    kind: Literal["rex"] = "rex"
+
+    def left(self, progress: float) -> float:
+        """Return `(1 - progress) / (1 - progress / 2)`."""
+        return (1.0 - progress) / (1.0 - progress / 2.0)
+
+
+@final
+class ExponentialPhase(PhaseSettings):
+    """Exponential change: the same ratio between any two consecutive steps."""
+
+    kind: Literal["exponential"] = "exponential"
+    to: PositiveFloat = Field(description="Factor of the peak learning rate that it leads to.")
+
+    def end(self, start: float) -> float:
+        """Return `to`.
+
+        Raises:
+            UserError: If `start` is 0, because no ratio leads from 0 to another value.
+        """
+        if start == 0:
+            raise UserError(
+                "an exponential phase starts at 0; expected a number above 0. Put a linear phase before it."
+            )
+        return self.to
+
+    def value(self, start: float, progress: float) -> float:
+        """Return `start (to / start) ^ progress`."""
+        return start * (self.to / start) ** progress
+
+
+Phase: TypeAlias = Annotated[
+    ConstantPhase | LinearPhase | CosinePhase | PolynomialPhase | SqrtPhase | RexPhase | ExponentialPhase,
+    Field(discriminator="kind"),
+]
+"""Any phase, selected by `kind`."""

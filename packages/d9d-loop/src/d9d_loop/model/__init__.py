@@ -1,0 +1,1 @@
+"""Model providers; how a model is built, checked and placed."""

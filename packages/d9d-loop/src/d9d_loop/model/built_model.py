@@ -1,0 +1,225 @@
+"""Building of a model before it is sharded: on the CPU with its values, or on `meta` if the provider has `late_init`.
+
+Every rank needs the structure before the job starts; only one rank needs the values, and later. So the ranks of a host
+build one after another, digest each tensor, and keep the structure on `meta`. Rank 0 builds again when the values are
+distributed. A host never holds more than one whole copy of the model.
+"""
+
+import fcntl
+import json
+import os
+import random
+import sys
+import tempfile
+import zlib
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from d9d_dist import DistributedContext, StageInfo, UserError, built_values, canonical_name, digest_values, move_to_meta
+from d9d_loop.model._skipped_draws import SkippedDraws
+from d9d_loop.model.model_provider import ModelProvider
+from d9d_loop.job.own_random import own_random
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A model, or one stage of it, before it is sharded.
+
+    Attributes:
+        module: Module on `meta`; on the CPU with its values if `build_model` was called with `keep_values`.
+        tensors: Parameters and buffers of the module on `meta`, by canonical name.
+        without_values: Names of the tensors that `build` left on `meta`, to be read from `initial_weights`.
+        digests: CRC-32 of the values of all other tensors, or of the skipped operators that define them. Empty if
+            `module` holds its values; None if `reset_parameters` will draw them.
+    """
+
+    module: nn.Module
+    tensors: Mapping[str, Tensor]
+    without_values: frozenset[str]
+    digests: Mapping[str, int] | None
+
+
+def build_model(provider: ModelProvider, stage: StageInfo, *, seed: int, keep_values: bool) -> BuiltModel:
+    """Build a model, or one stage of it, to plan a job. Issues no collectives.
+
+    The ranks of a host build one after another, unless the model is built on `meta` or keeps its values.
+
+    Args:
+        provider: Builds the model.
+        stage: Stage to build; `StageInfo()` is the whole model.
+        seed: Seed of the job.
+        keep_values: Keep the module on the CPU with its values, as in a job of one rank. Otherwise only its structure
+            is kept, on `meta`. Ignored if the provider has `late_init`.
+
+    Raises:
+        UserError: If building on `meta` would lose values that the constructor sets, a tensor has no values, or
+            sharding could not restore the values tensor by tensor.
+    """
+    if provider.late_init:
+        module = _build_on_meta(provider, stage)
+        return BuiltModel(module, _on_meta(module), frozenset(), None)
+    if keep_values:
+        module, values = build_with_values(provider, stage, seed=seed)
+        tensors = _on_meta(module)
+        return BuiltModel(module, tensors, frozenset(tensors.keys() - values.keys()), {})
+    with _turn_of_host():
+        module, digests = _build_and_digest(provider, stage, seed=seed)
+        move_to_meta(module)
+    tensors = _on_meta(module)
+    return BuiltModel(module, tensors, frozenset(tensors.keys() - digests.keys()), digests)
+
+
+def build_with_values(
+    provider: ModelProvider, stage: StageInfo, *, seed: int
+) -> tuple[nn.Module, Mapping[str, Tensor]]:
+    """Build a model on the CPU from the job's seed.
+
+    The seed is set for torch, `random` and, if it is imported, NumPy. Their random states are restored afterwards.
+
+    Returns:
+        The model, and its parameters and buffers by canonical name: detached, tied tensors once, without those on
+        `meta`.
+
+    Raises:
+        UserError: If a tensor has no values and the provider has no `initial_weights`.
+    """
+    with own_random("build"):
+        random.seed(seed)
+        torch.manual_seed(seed)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(seed % 2**32)
+        module = provider.build(stage)
+    module.zero_grad()
+    return module, built_values(module, ignore_meta=provider.initial_weights is not None)
+
+
+def report_different_values(model: BuiltModel, ctx: DistributedContext) -> None:
+    """Print on rank 0 the names of the tensors whose values differ between ranks.
+
+    Collective over all ranks: an agreement check of the structure and an all-gather of 8 bytes per tensor.
+
+    Raises:
+        UserError: On every rank, if the structure of the model differs between ranks.
+    """
+    structure = [
+        (name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in model.tensors.items()
+    ]
+    ctx.check_agreement("the structure of the model", json.dumps(structure))
+    assert model.digests is not None
+    mine = torch.tensor(list(model.digests.values()), dtype=torch.int64, device=ctx.device)
+    digests = mine.new_empty(ctx.world_size * mine.numel())
+    dist.all_gather_into_tensor(digests, mine)
+    differs = digests.view(ctx.world_size, -1) != digests.view(ctx.world_size, -1)[:1]
+    if ctx.is_main_process and differs.any():
+        names = [name for name, odd in zip(model.digests, differs.any(0).tolist(), strict=True) if odd]
+        ranks = [str(rank) for rank, odd in enumerate(differs.any(1).tolist()) if odd]
+        print(
+            f"d9d: rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} built other values than rank 0 for "
+            f"{', '.join(names)}; the values of rank 0 are used. Draw them from torch's default generator, which is "
+            "seeded alike on every rank."
+        )
+
+
+def _build_and_digest(provider: ModelProvider, stage: StageInfo, *, seed: int) -> tuple[nn.Module, dict[str, int]]:
+    """Build a model and digest its tensors. Large random draws are skipped unless the model's code needs the values."""
+    draws = SkippedDraws()
+    try:
+        with draws:
+            module, values = build_with_values(provider, stage, seed=seed)
+        if not draws.failed and not draws.has_others(values.values()):
+            skipped = {name: draws.digest(value) for name, value in values.items()}
+            drawn = digest_values({name: value for name, value in values.items() if skipped[name] is None})
+            return module, {name: drawn.get(name, digest or 0) for name, digest in skipped.items()}
+    except Exception:
+        if not draws.failed:
+            raise
+    del draws
+    module, values = build_with_values(provider, stage, seed=seed)
+    return module, digest_values(values)
+
+
+def _build_on_meta(provider: ModelProvider, stage: StageInfo) -> nn.Module:
+    with torch.device("meta"), _Writes() as writes:
+        module = provider.build(stage)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    lost = [f"  {name} has values already" for name, tensor in tensors if not tensor.is_meta]
+    lost += [f"  {name} is written to outside of reset_parameters" for name, tensor in tensors if writes.lost(tensor)]
+    if lost:
+        raise UserError(
+            "the model is built on `meta`, and values that its constructor sets would be lost:\n"
+            + "\n".join(lost)
+            + "\nSet late_init = False (of the provider, or of FunctionProvider) to train from the values that the "
+            "model is built with, or set them in reset_parameters of the module that owns them."
+        )
+    return module
+
+
+@final
+class _Writes(TorchDispatchMode):
+    """Dispatch mode that records for each storage if its last in-place write came from a `reset_parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_storage: dict[int, tuple[torch.UntypedStorage, bool]] = {}
+
+    def lost(self, tensor: Tensor) -> bool:
+        """Return whether the last write to a tensor came from outside of `reset_parameters`, so it is not repeated."""
+        _, is_reset = self._by_storage.get(tensor.untyped_storage()._cdata, (None, True))
+        return not is_reset
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._schema.is_mutable:
+            written = [
+                value
+                for argument, value in zip(func._schema.arguments, args, strict=False)
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
+            ]
+            for tensor in written:
+                storage = tensor.untyped_storage()
+                # The reference keeps the storage alive, so that its address is not reused.
+                self._by_storage[storage._cdata] = (storage, _is_within_reset())
+        return func(*args, **(kwargs or {}))
+
+
+def _is_within_reset() -> bool:
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "reset_parameters":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _on_meta(module: nn.Module) -> dict[str, Tensor]:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return {
+        canonical_name(name): torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+        for name, tensor in tensors
+    }
+
+
+@contextmanager
+def _turn_of_host() -> Generator[None]:
+    """Hold a file lock, so that the ranks of a job build one after another on this host.
+
+    The launcher's address and port select one of 256 lock files. The files are never deleted, because that would be a
+    race. Two jobs that share a file only wait for each other.
+    """
+    job = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    path = Path(tempfile.gettempdir()) / f"d9d-build-{os.getuid()}-{zlib.crc32(job.encode()) % 256}.lock"
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,260 @@
+"""Model provider for `transformers` models: builds without weights, which each rank reads for its own shards only."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from d9d_dist import DistributedContext, Precision, StageInfo, UserError, parallelize_hsdp
+from d9d_loop.model.model_provider import ModelProvider
+from d9d_state import JsonValue, StateMapper
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def hugging_face_model(
+    source: str | Path | Any,
+    model_class: type | None = None,
+    *,
+    new: Sequence[str] = (),
+    unused: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+    precision: Precision | None = None,
+    from_scratch: bool = False,
+    **config_changes: Any,
+) -> ModelProvider:
+    """Return a provider of a `transformers` model with the weights of a folder, or with the model's initialization.
+
+    From a folder, each rank reads only the bytes of its own shards, and no rank holds a whole copy. Parameters and
+    buffers are bitwise equal to those of `from_pretrained`. With several data-parallel ranks, each block listed in the
+    model's `_no_split_modules` is sharded and gathered separately (`parallelize_hsdp`). The parameters outside of
+    blocks are gathered together.
+
+    The model is in training mode, as in the Trainer of `transformers`; `from_pretrained` returns evaluation mode.
+
+    Args:
+        source: Folder with `config.json` and safetensors files, as `save_pretrained` writes it; or a configuration of
+            `transformers`, whose model starts from its own initialization. Nothing is downloaded.
+        model_class: An `AutoModelFor...` or a model class; by default the class that `architectures` names.
+        new: `fnmatch` patterns (`"score.*"`) of parameters that the folder may lack, or hold in another shape. They
+            start from the model's initialization, under the job's seed.
+        unused: `fnmatch` patterns of tensors in the folder that the model may lack. They are ignored.
+        dtype: Dtype of the parameters; by default the dtype in the configuration, or float32 if it has none.
+        precision: Dtypes of computation and reduction, as in `parallelize_hsdp`.
+        from_scratch: Read only the configuration from the folder, not the weights.
+        config_changes: Configuration values to override, such as `num_labels=3` or `attn_implementation="eager"`.
+
+    Raises:
+        ModuleNotFoundError: If `transformers` is not installed.
+        UserError: If the folder or the class cannot be used. Missing and unused tensors are reported when the model is
+            built, before the job starts.
+    """
+    if find_spec("transformers") is None:
+        raise ModuleNotFoundError("hugging_face_model needs transformers: pip install 'd9d-loop[transformers]'")
+    folder = None
+    if isinstance(source, str | Path):
+        folder = Path(source)
+        config = _read_config(folder, model_class, config_changes)
+        if not from_scratch:
+            _check_weights(folder)
+    else:
+        config = source
+        if config_changes:
+            raise UserError(
+                f"got a configuration and changes of it ({', '.join(config_changes)}); expected one of them. Set the "
+                "values in the configuration."
+            )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(
+            "the model is quantized (config.quantization_config), and quantized weights are not read; expected float "
+            "weights. Use the folder that it was quantized from, or write one with model.dequantize()."
+        )
+    return _HuggingFaceModel(
+        config,
+        _find_class(config, model_class),
+        None if from_scratch else folder,
+        new=new,
+        unused=unused,
+        dtype=dtype,
+        precision=precision,
+    )
+
+
+@final
+class _HuggingFaceModel(ModelProvider):
+    """Provider of a `transformers` model.
+
+    Args:
+        config: Configuration of the model.
+        model_class: Class of the model.
+        folder: Folder of the weights; None to start from the model's initialization.
+        new: As in `hugging_face_model`.
+        unused: As in `hugging_face_model`.
+        dtype: As in `hugging_face_model`.
+        precision: As in `hugging_face_model`.
+    """
+
+    late_init = False
+
+    def __init__(
+        self,
+        config: Any,
+        model_class: Any,
+        folder: Path | None,
+        *,
+        new: Sequence[str],
+        unused: Sequence[str],
+        dtype: torch.dtype | None,
+        precision: Precision | None,
+    ) -> None:
+        self._config, self._class, self._folder = config, model_class, folder
+        self._new, self._unused = new, unused
+        self._dtype, self._precision = dtype, precision
+        self._built_config: JsonValue = None
+        self._mappers: dict[Path, StateMapper] = {}
+
+    @property
+    def initial_weights(self) -> Path | None:
+        return self._folder
+
+    def build(self, stage: StageInfo) -> nn.Module:
+        if stage.count > 1:
+            raise UserError(
+                f"mesh.pipeline_parallel has {stage.count} stages, and {self._class.__name__} cannot be built in "
+                "stages; expected 1. Set it to 1 and shard with mesh.data_parallel_shard, or write a ModelProvider."
+            )
+        model = self._build_whole() if self._folder is None else self._build_for(self._folder)
+        config = deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        self._built_config = json.loads(config.to_json_string(use_diff=True))
+        return model.train()
+
+    def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
+        _refuse_axes(type(model).__name__, ctx)
+        dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
+        # Do not cast inputs: blocks get float32 rotary tables, and activations that have the compute dtype already.
+        inner = self._precision and replace(self._precision, cast_inputs=False)
+        for block in _blocks(model):
+            parallelize_hsdp(block, dense, shard_axis="dp_cp_shard", precision=inner)
+        parallelize_hsdp(model, dense, shard_axis="dp_cp_shard", precision=self._precision)
+
+    def state_mapper(self, model: nn.Module) -> StateMapper:
+        from d9d_loop.model._hugging_face_weights import released_mapper  # noqa: PLC0415 - needs an optional extra
+
+        return released_mapper(model).inverse()
+
+    def load_mapper(self, model: nn.Module, folder: Path) -> StateMapper:
+        if folder not in self._mappers:
+            self._build_for(folder)
+        return self._mappers[folder]
+
+    def export_files(self) -> Mapping[str, JsonValue]:
+        return {"config.json": self._built_config}
+
+    def _build_whole(self) -> Any:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype or self._config.dtype or before)
+        try:
+            return self._class(self._config)
+        finally:
+            torch.set_default_dtype(before)
+
+    def _build_for(self, folder: Path) -> Any:
+        from d9d_loop.model._hugging_face_weights import build_without_weights  # noqa: PLC0415 - needs an optional extra
+
+        model, self._mappers[folder] = build_without_weights(
+            self._class, self._config, folder, dtype=self._dtype or "auto", new=self._new, unused=self._unused
+        )
+        return model
+
+
+def _read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig  # noqa: PLC0415 - an optional extra
+
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{folder} holds no config.json; expected a folder that save_pretrained wrote. Models are not downloaded: "
+            "run `hf download NAME --local-dir FOLDER` first."
+        )
+    config_class = getattr(model_class, "config_class", None) or AutoConfig
+    config, unknown = config_class.from_pretrained(folder, return_unused_kwargs=True, **changes)
+    if unknown:
+        raise UserError(
+            f"{type(config).__name__} has no {', '.join(unknown)}; expected values of {folder / 'config.json'}, or "
+            "arguments of hugging_face_model. Correct the names."
+        )
+    return config
+
+
+def _check_weights(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in _WEIGHTS):
+        others = sorted(file.name for file in folder.glob("*.bin"))
+        found = f"it holds {', '.join(others)}. Convert" if others else "Download the weights, or convert"
+        raise UserError(
+            f"{folder} holds no {' or '.join(_WEIGHTS)}; {found} them with from_pretrained(...).save_pretrained(...), "
+            "or set from_scratch=True to begin with random values."
+        )
+
+
+def _find_class(config: Any, model_class: Any) -> Any:
+    """Return the concrete model class: `model_class`, or the class that an auto class or the configuration selects.
+
+    Raises:
+        UserError: If no class is given and `architectures` names none that `transformers` has.
+    """
+    import transformers  # noqa: PLC0415 - an optional extra
+
+    if model_class is None:
+        names: list[str] = config.architectures or []
+        model_class = getattr(transformers, names[0], None) if names else None
+        if model_class is None:
+            raise UserError(
+                f"the configuration names {names[0] if names else 'no class'} in architectures; expected a class of "
+                "transformers. Pass the class: hugging_face_model(folder, AutoModelForCausalLM)."
+            )
+    if not issubclass(model_class, nn.Module):  # an auto class
+        with torch.device("meta"):
+            return type(model_class.from_config(config))
+    return model_class
+
+
+def _refuse_axes(name: str, ctx: DistributedContext) -> None:
+    degrees = {
+        "mesh.tensor_parallel": ctx.size("dense", "tp"),
+        "the context-parallel degree": ctx.size("batch", "cp"),
+    }
+    for key, degree in degrees.items():
+        if degree > 1:
+            raise UserError(
+                f"{key} = {degree}, and {name} has no plan for it; expected 1. Shard the model with "
+                "mesh.data_parallel_shard instead, or write a ModelProvider."
+            )
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks to gather separately, inner ones first; skip blocks that share a parameter with the outside."""
+    names: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
+    uses = _num_uses(model)
+    for module in reversed(list(model.modules())):
+        if module is model or type(module).__name__ not in set(names):
+            continue
+        inside = _num_uses(module)
+        if inside and all(uses[parameter] == count for parameter, count in inside.items()):
+            yield module
+
+
+def _num_uses(model: nn.Module) -> dict[nn.Parameter, int]:
+    """Return the number of module attributes that hold each parameter; more than 1 for tied parameters."""
+    uses: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                uses[parameter] = uses.get(parameter, 0) + 1
+    return uses

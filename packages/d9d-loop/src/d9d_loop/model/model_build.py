@@ -1,0 +1,99 @@
+"""Build this rank's pipeline stages: parallelized, on the device, with initial values."""
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from d9d_dist import (
+    DistributedContext,
+    StageInfo,
+    UserError,
+    materialize,
+    move_values,
+    place_values,
+    synchronize_batch_norm,
+    synchronize_embeddings,
+)
+from d9d_loop.model.built_model import BuiltModel, build_model, build_with_values, report_different_values
+from d9d_loop.model.model_check import check_experts_are_shared_out, check_parallelized, check_unchanged, describe_tensors
+from d9d_loop.job.model_plan import ModelPlan
+from d9d_loop.model.model_provider import ModelProvider
+from d9d_loop.job.pipeline import Pipeline
+
+
+def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedContext, *, seed: int) -> Pipeline:
+    """Build the stages that a plan assigns to this rank. Collective.
+
+    Args:
+        provider: Builds and parallelizes the model.
+        plan: Plan of the job. If the pipeline has one stage, the plan's model is parallelized in place.
+        ctx: Distributed context.
+        seed: With `late_init`, an initial value is a function of the seed, the parameter name and the element index.
+            Otherwise the random number generators are seeded with it while the model is built.
+
+    Raises:
+        UserError: If `parallelize` changed names, shapes or dtypes, sharded a weight that must stay whole, or did not
+            place a trainable parameter on all ranks of its stage. Also if it sharded no experts although the
+            expert-parallel degree is above 1.
+    """
+    whole, num_stages = plan.model, plan.program.num_stages
+    stages: dict[int, nn.Module] = {}
+    # Creating a process group is collective, so ranks whose stages have no batch norm create it too.
+    batch_group = ctx.group_for("batch", "dp", "cp") if ctx.world_size > 1 else None
+    for index in plan.program.stages_of(ctx.coordinate("regular", "pp")):
+        stage = whole.module
+        if num_stages > 1:
+            stage = build_model(provider, StageInfo(index, num_stages), seed=seed, keep_values=False).module
+        if not provider.late_init and ctx.world_size == 1:
+            move_values(stage, ctx.device)
+        if batch_group is not None and batch_group.size() > 1:
+            _synchronize(stage, batch_group, ctx)
+        built = describe_tensors(stage)
+        provider.parallelize(stage, ctx)
+        check_unchanged(stage, built)
+        check_parallelized(stage, ctx)
+        stages[index] = stage
+    check_experts_are_shared_out(stages.values(), ctx)
+    if provider.late_init:
+        for stage in stages.values():
+            materialize(stage, device=ctx.device, seed=seed)
+    elif ctx.world_size > 1:
+        report_different_values(whole, ctx)
+        values = _values_of(provider, whole, seed=seed) if ctx.is_main_process else None
+        layout = {name: tensor for name, tensor in whole.tensors.items() if name not in whole.without_values}
+        place_values(list(stages.values()), layout, values, device=ctx.device)
+    return Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)
+
+
+def _values_of(provider: ModelProvider, whole: BuiltModel, *, seed: int) -> Mapping[str, Tensor]:
+    """Build the model again on rank 0 and return its values by tensor name.
+
+    Raises:
+        UserError: If names, shapes or dtypes differ from those of the first build.
+    """
+    module, values = build_with_values(provider, StageInfo(), seed=seed)
+    expected, found = (
+        {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors}
+        for tensors in (whole.tensors.items(), [*module.named_parameters(), *module.named_buffers()])
+    )
+    if expected != found:
+        names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        raise UserError(
+            f"the function built another model when it was called again: {', '.join(names)} differ in name, shape or "
+            "dtype; expected the same structure each time. Let it depend on its arguments and the seed only."
+        )
+    return values
+
+
+def _synchronize(stage: nn.Module, group: dist.ProcessGroup, ctx: DistributedContext) -> None:
+    """Synchronize batch norms, and embeddings with `max_norm` or `scale_grad_by_freq`, over the ranks of the batch.
+
+    Rank 0 prints the number of batch norms.
+    """
+    synchronize_embeddings(stage, group)
+    names = synchronize_batch_norm(stage, group)
+    if names and ctx.is_main_process:
+        print(
+            f"d9d: {len(names)} batch norms ({names[0]}, ...) take statistics over {group.size()} data-parallel ranks."
+        )

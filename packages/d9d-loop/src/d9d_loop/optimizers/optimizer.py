@@ -1,0 +1,311 @@
+"""Optimizer configurations. Other optimizers are passed to `Trainer(optimizer=)` as an `OptimizerProvider`."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self, TypeAlias, final
+
+import torch
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import model_validator as validator
+from torch import nn
+from torch.optim import Optimizer
+
+from d9d_dist import UserError, canonical_name
+from d9d_loop.optimizers import (
+    JoinedOptimizer,
+    Lion,
+    LocalAdam,
+    LocalAdamW,
+    LocalSGD,
+    Muon,
+    ScheduleFreeAdamW,
+    StochasticAdamW,
+)
+from d9d_loop.optimizers.assignment import Dims, Named, Selector, assign, is_matrix
+from d9d_loop.optimizers.muon import Scale
+from d9d_loop.config.section import Section
+
+OptimizerProvider = Callable[[nn.Module], Optimizer]
+"""Function that builds an optimizer of the trainable parameters of a materialized, parallelized model."""
+
+
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class GroupConfig(Section):
+    """Overrides for the parameters that match a pattern. The first group that matches a parameter applies."""
+
+    pattern: str = Field("", description="Regular expression, searched in names of parameters; '' is found in all.")
+    of: Dims = Field("any", description="Of those, which: vectors are norms, biases and whatever else is no matrix.")
+    learning_rate: PositiveFloat | None = Field(None, description="Their peak learning rate; null is the optimizer's.")
+    weight_decay: NonNegativeFloat | None = Field(
+        None, description="Their decay, also that of vectors; null is the optimizer's."
+    )
+    optimizer: "OptimizerConfig | None" = Field(None, description="Another optimizer for them.")
+
+    @validator(mode="after")
+    def _check(self) -> Self:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise UserError(
+                f"pattern = {self.pattern!r} is no regular expression: {error}. Escape what it takes literally with \\."
+            ) from None
+        if self.optimizer is not None and (self.learning_rate is not None or self.weight_decay is not None):
+            raise UserError("learning_rate and weight_decay belong into optimizer, where the group has one of its own.")
+        return self
+
+
+class OptimizerSettings(Section, ABC):
+    """Base class of the optimizer configurations: common options, and assignment of parameters to groups."""
+
+    learning_rate: PositiveFloat = Field(description="The peak learning rate; the schedule multiplies it.")
+    weight_decay: NonNegativeFloat = Field(description="Decay of what `decays` says.")
+    decays: Literal["matrices", "all"] = Field(
+        "matrices",
+        description="Which parameters decay: matrices, embeddings too, but no vectors such as norms; or all.",
+    )
+    groups: tuple[GroupConfig, ...] = Field(
+        (), description="Parameters with another learning rate, decay or optimizer; the first that matches counts."
+    )
+
+    @final
+    def build(self, model: nn.Module, *, whole: bool = True) -> Optimizer:
+        """Build the optimizer. Each parameter that requires gradients is in exactly one parameter group.
+
+        Args:
+            model: Model or pipeline stage, materialized and parallelized.
+            whole: Whether `model` is the whole model, so that every group must match a parameter. Pass false for a
+                pipeline stage, and call `check` on the whole model.
+
+        Returns:
+            The optimizer; a `JoinedOptimizer` if groups use other optimizers.
+
+        Raises:
+            UserError: If `whole` is true and a group matches no parameter. Also if an optimizer does not support one of
+                its parameters.
+        """
+        first, *others = self._optimizers(_trainable(model), whole=whole)
+        return JoinedOptimizer([first, *others]) if others else first
+
+    @final
+    def check(self, model: nn.Module) -> None:
+        """Check that the configuration fits a whole model, which may be on `meta`.
+
+        Raises:
+            UserError: If `build` would raise it.
+        """
+        self.build(model)
+
+    @abstractmethod
+    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Construct the optimizer.
+
+        Args:
+            groups: Parameter groups with the keys `params` (pairs of name and parameter), `lr` and `weight_decay`.
+        """
+
+    @final
+    def _optimizers(self, named: Named, *, whole: bool) -> list[Optimizer]:
+        """Build this optimizer and then those of its groups.
+
+        Optimizers without parameters are omitted. If none has a parameter, this one is built with an empty group.
+        """
+        selectors = [Selector(group.pattern, group.of) for group in self.groups]
+        rest, *matched = assign(named, selectors, whole=whole)
+        own = self._groups(rest)
+        others: list[Optimizer] = []
+        for group, members in zip(self.groups, matched, strict=True):
+            if group.optimizer is None:
+                own += self._groups(members, learning_rate=group.learning_rate, weight_decay=group.weight_decay)
+            elif members:
+                others += group.optimizer._optimizers(members, whole=whole)
+        # torch optimizers require a group, even if a pipeline stage has no trainable parameter.
+        filled = [group for group in own if group["params"]] or ([] if others else own[:1])
+        return [*([self.make(filled)] if filled else []), *others]
+
+    def _groups(
+        self, named: Named, *, learning_rate: float | None = None, weight_decay: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Return two parameter groups: parameters with weight decay, and parameters without.
+
+        Args:
+            named: Parameters with their names.
+            learning_rate: Override of the peak learning rate.
+            weight_decay: Override of the weight decay, which then applies to vectors, too.
+        """
+        decays_all = self.decays == "all" or weight_decay is not None
+        decayed = [(name, p) for name, p in named if decays_all or is_matrix(p)]
+        plain = [(name, p) for name, p in named if not (decays_all or is_matrix(p))]
+        lr = self.learning_rate if learning_rate is None else learning_rate
+        decay = self.weight_decay if weight_decay is None else weight_decay
+        return [
+            {"params": decayed, "lr": lr, "weight_decay": decay},
+            {"params": plain, "lr": lr, "weight_decay": 0.0},
+        ]
+
+
+@final
+class AdamWConfig(OptimizerSettings):
+    """AdamW (Loshchilov, Hutter: "Decoupled weight decay regularization", arXiv:1711.05101)."""
+
+    kind: Literal["adamw"] = "adamw"
+    learning_rate: PositiveFloat = Field(1e-3, description="The peak learning rate; the schedule multiplies it.")
+    weight_decay: NonNegativeFloat = Field(0.1, description="Decay of what `decays` says.")
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="Decay of the first and second moment's averages.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
+
+    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Construct an AdamW: fused on an accelerator, foreach on CPU."""
+        return LocalAdamW(groups, betas=self.betas, eps=self.eps, **_kernels(groups))
+
+
+@final
+class AdamConfig(OptimizerSettings):
+    """Adam (Kingma, Ba, arXiv:1412.6980); its weight decay is an L2 penalty."""
+
+    kind: Literal["adam"] = "adam"
+    learning_rate: PositiveFloat = Field(1e-3, description="The peak learning rate; the schedule multiplies it.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty of what `decays` says.")
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="Decay of the first and second moment's averages.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
+
+    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Construct an Adam: fused on an accelerator, foreach on CPU."""
+        return LocalAdam(groups, betas=self.betas, eps=self.eps, **_kernels(groups))
+
+
+@final
+class SGDConfig(OptimizerSettings):
+    """Stochastic gradient descent, with optional momentum."""
+
+    kind: Literal["sgd"] = "sgd"
+    learning_rate: PositiveFloat = Field(1e-2, description="The peak learning rate; the schedule multiplies it.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty of what `decays` says.")
+    momentum: _Decay = Field(0.0, description="Factor of the last step's buffer in this step's; 0 keeps no buffer.")
+    nesterov: bool = Field(False, description="Whether to look a step ahead; needs momentum.")
+
+    @validator(mode="after")
+    def _check(self) -> Self:
+        if self.nesterov and self.momentum == 0:
+            raise UserError(
+                "nesterov = true, but momentum = 0; expected momentum above 0. Set it, or nesterov = false."
+            )
+        return self
+
+    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Construct an SGD optimizer."""
+        return LocalSGD(groups, momentum=self.momentum, nesterov=self.nesterov)
+
+
+@final
+class MuonConfig(OptimizerSettings):
+    """Muon for whole matrices (arXiv:2502.16982). Vectors, embeddings and heads need a group with another optimizer."""
+
+    kind: Literal["muon"] = "muon"
+    learning_rate: PositiveFloat = Field(1e-3, description="The peak learning rate; the schedule multiplies it.")
+    weight_decay: NonNegativeFloat = Field(0.1, description="Decay of matrices.")
+    momentum: _Decay = Field(0.95, description="Decay of the momentum's average.")
+    nesterov: bool = Field(True, description="Whether to look a step ahead.")
+    num_iterations: PositiveInt = Field(5, description="Repetitions of what makes a matrix orthogonal.")
+    scale: Scale = Field(
+        "match_rms_adamw", description="How large steps are: as AdamW's, whose rates fit then; or as in the original."
+    )
+
+    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Construct a Muon optimizer."""
+        return Muon(
+            groups,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            num_iterations=self.num_iterations,
+            scale=self.scale,
+        )
+
+
+@final
+class LionConfig(OptimizerSettings):
+    """Lion (arXiv:2302.06675). Use 3 to 10 times AdamW's weight decay, and a learning rate smaller by that factor."""
+
+    kind: Literal["lion"] = "lion"
+    learning_rate: PositiveFloat = Field(1e-4, description="The peak learning rate; the schedule multiplies it.")
+    weight_decay: NonNegativeFloat = Field(1.0, description="Decay of what `decays` says.")
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.99), description="Share of the average in the update, and its decay.")
+
+    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Construct a Lion optimizer."""
+        return Lion(groups, betas=self.betas)
+
+
+@final
+class ScheduleFreeAdamWConfig(OptimizerSettings):
+    """Schedule-Free AdamW (arXiv:2405.15682): averages the iterates. Use a schedule of warm-up and then a constant."""
+
+    kind: Literal["schedule_free_adamw"] = "schedule_free_adamw"
+    learning_rate: PositiveFloat = Field(2.5e-3, description="The peak learning rate; the schedule multiplies it.")
+    weight_decay: NonNegativeFloat = Field(0.1, description="Decay of what `decays` says.")
+    betas: tuple[Annotated[float, Field(gt=0, lt=1)], _Decay] = Field(
+        (0.9, 0.999), description="Share of the average where gradients are taken, and decay of the second moment's."
+    )
+    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
+
+    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Construct a Schedule-Free AdamW optimizer."""
+        return ScheduleFreeAdamW(groups, betas=self.betas, eps=self.eps)
+
+
+@final
+class StochasticAdamWConfig(OptimizerSettings):
+    """AdamW for bfloat16 parameters with stochastic rounding, which needs no float32 copy of the parameters."""
+
+    kind: Literal["stochastic_adamw"] = "stochastic_adamw"
+    learning_rate: PositiveFloat = Field(1e-3, description="The peak learning rate; the schedule multiplies it.")
+    weight_decay: NonNegativeFloat = Field(0.1, description="Decay of what `decays` says.")
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="Decay of the first and second moment's averages.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
+    averages: Literal["float32", "bfloat16"] = Field(
+        "float32", description="How the averages are stored; bfloat16 takes half of it, and is rounded stochastically."
+    )
+    seed: int = Field(0, ge=0, description="Of what rounding draws.")
+
+    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Construct an AdamW with stochastic rounding."""
+        dtype = torch.bfloat16 if self.averages == "bfloat16" else torch.float32
+        return StochasticAdamW(groups, betas=self.betas, eps=self.eps, average_dtype=dtype, seed=self.seed)
+
+
+def _with_kind(value: Any) -> Any:
+    """Set `kind` to "adamw" if it is missing."""
+    return {"kind": "adamw", **value} if isinstance(value, dict) else value
+
+
+OptimizerConfig: TypeAlias = Annotated[
+    Annotated[
+        AdamWConfig
+        | AdamConfig
+        | SGDConfig
+        | MuonConfig
+        | LionConfig
+        | ScheduleFreeAdamWConfig
+        | StochasticAdamWConfig,
+        Field(discriminator="kind"),
+    ],
+    BeforeValidator(_with_kind),
+]
+"""Any optimizer configuration, selected by `kind`; the default is "adamw"."""
+
+GroupConfig.model_rebuild()
+
+
+def _kernels(groups: list[dict[str, Any]]) -> dict[str, bool]:
+    """Return the argument that selects torch's implementation: foreach on CPU or `meta`, otherwise fused.
+
+    The fused implementation can skip a bad step on the device, without host-device synchronization.
+    """
+    on_cpu = all(parameter.device.type in ("cpu", "meta") for group in groups for _, parameter in group["params"])
+    return {"foreach": True} if on_cpu else {"fused": True}
+
+
+def _trainable(model: nn.Module) -> Named:
+    return [(canonical_name(name), p) for name, p in model.named_parameters() if p.requires_grad]

@@ -1,0 +1,45 @@
+import pytest
+import torch
+
+from d9d_dist import ContextSplit, DistributedContext, MeshConfig, UserError
+from d9d_dist.testing import run_ranks
+from d9d_loop import Loss, Task
+from d9d_loop.data.batch_placement import BatchPlacement
+
+Batch = dict[str, torch.Tensor]
+
+
+class _Whole(Task):
+    def inputs(self, batch: Batch) -> Batch:
+        return batch
+
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
+        return Loss(outputs.sum(), weight=1)
+
+
+class _Split(_Whole):
+    def split_sequence(self, batch: Batch, split: ContextSplit) -> Batch:
+        return {**split.split(batch), "position_ids": split.positions(batch["ids"].shape[1])}
+
+
+def _batch() -> Batch:
+    return {"ids": torch.arange(100, 108).unsqueeze(0)}
+
+
+def test_one_rank_sees_the_whole_batch(ctx: DistributedContext) -> None:
+    batch = _batch()
+    assert BatchPlacement(_Whole(), ctx)(batch) is batch
+
+
+def _placed() -> dict[str, list[int]]:
+    with MeshConfig(context_parallel_shard=-1).build() as ctx:
+        placed = BatchPlacement(_Split(), ctx)(_batch())
+        with pytest.raises(UserError, match=r"_Whole does not say how a batch is cut for context parallelism"):
+            BatchPlacement(_Whole(), ctx)(_batch())
+        return {name: tensor[0].tolist() for name, tensor in placed.items()}
+
+
+def test_the_task_cuts_it_for_context_parallel_ranks() -> None:
+    first, second = run_ranks(_placed)
+    assert first == {"ids": [100, 101, 106, 107], "position_ids": [0, 1, 6, 7]}
+    assert second == {"ids": [102, 103, 104, 105], "position_ids": [2, 3, 4, 5]}

@@ -1,0 +1,72 @@
+import gc
+import weakref
+from collections.abc import Generator
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from d9d_loop import Events, StepDone
+from d9d_loop.job.garbage import GarbageCollection
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture(autouse=True)
+def _python_collects() -> Generator[None]:
+    gc.enable()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+def _done(step: int) -> StepDone:
+    return StepDone(step, torch.ones(()), torch.ones(()), 0.1, nullcontext)
+
+
+def test_garbage_is_collected_at_set_steps_only() -> None:
+    garbage, events = GarbageCollection(3), Events()
+    events.subscribe(garbage)
+    with garbage:
+        assert not gc.isenabled()
+        for step, is_alive in ((1, True), (2, True), (3, False)):
+            cycle = weakref.ref(_Cycle())
+            events.emit(_done(step))
+            assert (cycle() is not None) == is_alive
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_lives_at_the_beginning_is_not_looked_at_again() -> None:
+    with GarbageCollection(1):
+        assert gc.get_freeze_count() > 0
+
+
+def test_what_was_frozen_before_stays_so() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with GarbageCollection(1):
+        pass
+    assert gc.get_freeze_count() > 0.9 * frozen  # but for what nobody refers to any more
+
+
+def test_python_may_do_it() -> None:
+    garbage = GarbageCollection(None)
+    with garbage:
+        assert gc.isenabled()
+        assert gc.get_freeze_count() == 0
+        cycle = weakref.ref(_Cycle())
+        gc.disable()
+        garbage.collect(_done(1))
+        assert cycle() is not None
+        gc.enable()
+
+
+def test_what_was_switched_off_stays_so() -> None:
+    gc.disable()
+    with GarbageCollection(1):
+        pass
+    assert not gc.isenabled()

@@ -1,0 +1,368 @@
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from d9d_dist import Launch, StageInfo, UserError
+from d9d_loop import FunctionProvider, Loss, ModelProvider, Task, Trainer, TrainerConfig, validate_config
+from d9d_loop.data import DatasetProvider
+from d9d_loop.job.preflight import check_job
+from d9d_metrics import Compose, Metric, Sum
+from d9d_state import CheckpointStore, JsonValue, Retention, StateMapper, model_tensors, rename, save_model_state
+
+DATA = [torch.zeros(3)] * 8
+IDENTITY: JsonValue = {"indexed": {"samples": 8, "seed": 0, "shuffle": True}}
+
+
+class _Nothing(Task):
+    def inputs(self, batch: Any) -> dict[str, Any]:
+        raise AssertionError("no step may be taken")
+
+    def loss(self, outputs: Any, batch: Any) -> Loss:
+        raise AssertionError("no step may be taken")
+
+
+class _Renamed(ModelProvider):
+    def build(self, stage: StageInfo) -> nn.Module:
+        return nn.Linear(3, 2, bias=False)
+
+    def state_mapper(self, model: nn.Module) -> StateMapper:
+        return rename("w", "weight")
+
+
+def _linear(stage: StageInfo) -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def _config(folder: Path, **sections: Any) -> TrainerConfig:
+    return validate_config(
+        TrainerConfig, {"steps": 3, "batch": {"global_size": 8}, "run": {"folder": folder / "runs"}, **sections}
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def start(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("a process group was started")
+
+    monkeypatch.setattr(dist, "init_process_group", start)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    assert not dist.is_initialized()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    def of(size: int) -> None:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+
+    return of
+
+
+def _refused(folder: Path, message: str, *, data: Any = DATA, model: Any = _linear, **more: Any) -> None:
+    """The Trainer refuses the job with exactly one message, and leaves nothing behind."""
+    evaluation_data = more.pop("evaluation_data", None)
+    before = _files(folder)
+    trainer = Trainer(_config(folder, **more), model=model, data=data, evaluation_data=evaluation_data, task=_Nothing())
+    with pytest.raises(UserError, match=f"^{message}$"):
+        trainer.train()
+    assert _files(folder) == before
+
+
+def test_a_job_that_fits_is_planned(tmp_path: Path, world: Callable[[int], None]) -> None:
+    world(4)
+    config = _config(
+        tmp_path,
+        batch={"global_size": 24, "microbatch_size": 2},
+        mesh={"data_parallel_replicate": 2, "data_parallel_shard": -1},
+    )
+    plan = check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
+    assert (plan.dp_size, plan.microbatch_size, plan.num_microbatches) == (4, 2, 3)
+    assert (plan.mesh.data_parallel_replicate, plan.mesh.data_parallel_shard) == (2, 2)
+    assert plan.launch == Launch(0, 4, 0, 4, 0, has_launcher=True)
+    assert _files(tmp_path) == []
+
+
+def test_all_samples_of_a_rank_are_a_microbatch_by_default(tmp_path: Path) -> None:
+    plan = check_job(
+        _config(tmp_path),
+        provider=FunctionProvider(_linear),
+        task=_Nothing(),
+        data=DatasetProvider(DATA, evaluation=DATA),
+    )
+    assert (plan.launch, plan.microbatch_size, plan.num_microbatches) == (Launch(), 8, 1)
+
+
+def test_the_mesh_must_make_up_the_world(tmp_path: Path, world: Callable[[int], None]) -> None:
+    world(3)
+    message = r"mesh: data_parallel_shard 2 make 2 ranks, but the job has 3\. Start 2 ranks .*"
+    _refused(tmp_path, message, mesh={"data_parallel_shard": 2})
+
+
+def test_a_schedule_has_to_exist_for_the_microbatches(tmp_path: Path, world: Callable[[int], None]) -> None:
+    world(2)
+    message = (
+        r"pipeline\.schedule: (.|\n)*microbatches(.|\n)* The step has 1 microbatches for each data-parallel rank "
+        r"\(batch\.global_size / data-parallel ranks / batch\.microbatch_size\) and mesh\.pipeline_parallel = 2\."
+    )
+    _refused(tmp_path, message, mesh={"pipeline_parallel": 2}, pipeline={"schedule": "dualpipev"})
+
+
+def test_a_model_that_is_not_cut_into_stages_is_refused(tmp_path: Path, world: Callable[[int], None]) -> None:
+    world(2)
+    message = (
+        r"the 2 stages that the model provider builds do not make up its model:\n"
+        r"  weight is on the stages 0, 1, though the model does not tie it to anything\n(.|\n)*"
+        r"Let build\(stage\) make only the layers of its stage (.|\n)*"
+    )
+    _refused(tmp_path, message, mesh={"pipeline_parallel": 2})
+
+
+@pytest.mark.parametrize("degree", ["context_parallel_shard", "context_parallel_replicate"])
+def test_context_parallelism_needs_a_task_that_cuts_batches(
+    tmp_path: Path, degree: str, world: Callable[[int], None]
+) -> None:
+    world(2)
+    message = (
+        r"the mesh has context-parallel ranks, but _Nothing does not say how they share out a batch; expected a "
+        r"method _Nothing\.split_sequence\(batch, split\)\. Write one, or set the context-parallel degrees to 1\."
+    )
+    _refused(tmp_path, message, mesh={degree: 2})
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"global_size": 6},
+            r"batch\.global_size = 6 cannot be shared out evenly to 4 data-parallel ranks; expected a "
+            r"multiple of 4\. Use 4 or 8, or change the degrees\.",
+        ),
+        ({"global_size": 3}, r"batch\.global_size = 3 .*; expected a multiple of 4\. Use 4, or change the degrees\."),
+        (
+            {"global_size": 20, "microbatch_size": 3},
+            r"batch\.global_size = 20 cannot be shared out evenly to 4 data-parallel ranks x batch\.microbatch_size "
+            r"= 3; expected a multiple of 12\. Use 12 or 24, or change the degrees\.",
+        ),
+    ],
+)
+def test_batches_must_divide(tmp_path: Path, batch: dict[str, int], message: str, world: Callable[[int], None]) -> None:
+    world(4)
+    _refused(tmp_path, message, batch=batch, mesh={"data_parallel_shard": 4})
+
+
+def test_data_must_not_be_empty(tmp_path: Path) -> None:
+    message = r"the {} are empty; expected at least one sample\. Check where they are read from\."
+    _refused(tmp_path, message.format("training data"), data=[])
+    _refused(tmp_path, message.format("evaluation data"), evaluation_data=[])
+
+
+def test_the_run_folder_may_not_be_under_a_file(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file", encoding="utf-8")
+    where = re.escape(str(tmp_path / "runs"))
+    _refused(
+        tmp_path,
+        rf"run folder {where}/run: {where} is a file, not a folder\. Choose another one with --run\.folder, or change "
+        r"permissions\.",
+    )
+
+
+def test_the_run_folder_must_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.F_OK and Path(path).exists())
+    where = re.escape(str(tmp_path))
+    _refused(tmp_path, rf"run folder {where}/runs/run: {where} may not be written to\. Choose another one .*")
+
+
+def test_a_folder_that_may_not_be_looked_into_counts_as_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system calls of a user say who has no right to search a folder above the run's."""
+
+    def exists(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    inside = tmp_path / "locked" / "runs"
+    monkeypatch.setattr(Path, "exists", exists)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) == tmp_path and mode == os.F_OK)
+    trainer = Trainer(_config(tmp_path / "locked"), model=_linear, data=DATA, task=_Nothing())
+    with pytest.raises(UserError, match=rf"^run folder {inside}/run: {tmp_path} may not be written to\."):
+        trainer.train()
+
+
+def _save_checkpoint(folder: Path, step: int) -> None:
+    state: JsonValue = {"config": _config(folder).model_dump(mode="json"), "data_identity": IDENTITY}
+    CheckpointStore(folder / "runs" / "run" / "checkpoints").save(step, model_tensors(nn.Linear(3, 2)), state=state)
+
+
+def test_a_checkpoint_must_be_of_the_same_model(tmp_path: Path) -> None:
+    _save_checkpoint(tmp_path, 2)
+    message = (
+        r".*step-00000002 is a checkpoint of a different model:\n.*weight is .*\[2, 3\].* in the checkpoint, "
+        r".*\[4, 3\].* in the model\n(.*\n)*Use the configuration that it was saved with, or another run folder\."
+    )
+    _refused(tmp_path, message, model=lambda stage: nn.Linear(3, 4))
+
+
+def test_a_run_may_not_have_done_more_steps(tmp_path: Path) -> None:
+    _save_checkpoint(tmp_path, 5)
+    where = re.escape(str(tmp_path / "runs" / "run"))
+    _refused(
+        tmp_path,
+        rf"steps = 3, but the run in {where} has done 5 already\. Use --steps 5 or more to continue it, or --run\.name "
+        r"for a new run\.",
+    )
+
+
+def test_a_run_may_have_done_all_steps(tmp_path: Path) -> None:
+    _save_checkpoint(tmp_path, 3)
+    check_job(_config(tmp_path), provider=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
+
+
+@pytest.mark.parametrize(
+    ("change", "shuffle", "message"),
+    [
+        ({"seed": 5}, True, r"data\.indexed\.seed was 0, and is 5\n.* or --run\.name for a new run\."),
+        ({}, False, r"data\.indexed\.shuffle was true, and is false\n"),
+    ],
+)
+def test_a_run_keeps_the_order_of_its_samples(
+    tmp_path: Path, change: dict[str, Any], shuffle: bool, message: str
+) -> None:
+    _save_checkpoint(tmp_path, 2)
+    with pytest.raises(UserError, match=message):
+        check_job(
+            _config(tmp_path, **change),
+            provider=FunctionProvider(_linear),
+            task=_Nothing(),
+            data=DatasetProvider(DATA, shuffle=shuffle),
+        )
+
+
+def test_a_run_keeps_its_data(tmp_path: Path) -> None:
+    _save_checkpoint(tmp_path, 2)
+    message = (
+        r"the run in .* was started with other training data, or another order of them:\n"
+        r"  data\.indexed\.samples was 8, and is 9\n"
+    )
+    with pytest.raises(UserError, match=message):
+        check_job(
+            _config(tmp_path),
+            provider=FunctionProvider(_linear),
+            task=_Nothing(),
+            data=DatasetProvider([*DATA, DATA[0]]),
+        )
+
+
+class _TakesNames(_Nothing):
+    def metrics(self) -> dict[str, Metric]:
+        return {"loss": Sum(), "mine": Sum(), "step": Sum()}
+
+
+def test_metrics_may_not_take_the_names_of_the_trainer(tmp_path: Path) -> None:
+    trainer = Trainer(_config(tmp_path), model=_linear, data=DATA, task=_TakesNames())
+    with pytest.raises(
+        UserError, match=r"the task's metrics include loss, step, which the Trainer reports itself; rename"
+    ):
+        trainer.train()
+    assert not _files(tmp_path)
+
+
+def test_initial_weights_must_be_there(tmp_path: Path) -> None:
+    where = re.escape(str(tmp_path / "absent"))
+    message = rf"initial_weights = {where}: {where} contains no model; expected model\.safetensors or .* in it\."
+    _refused(tmp_path, message, initial_weights=tmp_path / "absent")
+
+
+def test_initial_weights_must_fit(tmp_path: Path) -> None:
+    save_model_state(nn.Linear(5, 2, bias=False), tmp_path / "weights")
+    where = re.escape(str(tmp_path / "weights"))
+    message = (
+        rf"initial_weights = {where}: the checkpoint, the mapper and the model do not match:\n"
+        r"(.*\n)*.*bias\n(.*\n)*.*weight: got \[2, 5\] .*; expected \[2, 3\] .*"
+    )
+    _refused(tmp_path, message, initial_weights=tmp_path / "weights")
+
+
+def test_initial_weights_are_checked_through_the_mapper(tmp_path: Path) -> None:
+    save_model_state(nn.Linear(3, 2, bias=False), tmp_path / "weights", rename("weight", "w"))
+    config = _config(tmp_path, initial_weights=tmp_path / "weights")
+    check_job(config, provider=_Renamed(), task=_Nothing(), data=DatasetProvider(DATA))
+    with pytest.raises(UserError, match=r"(?s)weight.*bias|bias.*weight"):
+        check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message", "evaluates"),
+    [
+        ({"keep_every": 150}, "checkpoint.keep_every = 150 is no multiple of checkpoint.every = 100", False),
+        ({"keep_every": 200, "keep_last": None}, "checkpoint.keep_last is null, which keeps every checkpoint", False),
+        ({"keep_best": 1, "keep_last": None}, "checkpoint.keep_last is null, which keeps every checkpoint", True),
+        ({"keep_best": 1}, "checkpoint.keep_best = 1 by 'loss', but there are no evaluation data", False),
+        (
+            {"keep_best": 1, "best_by": "x"},
+            "checkpoint.keep_best = 1 by 'x', but evaluations give loss; expected",
+            True,
+        ),
+        ({"keep_best": 1, "every": 150}, "checkpoint.every = 150 is no multiple of evaluation.every = 100", True),
+    ],
+)
+def test_reasons_to_keep_checkpoints_must_be_able_to_hold(
+    tmp_path: Path, checkpoint: dict[str, Any], message: str, evaluates: bool
+) -> None:
+    _refused(tmp_path, re.escape(message) + ".*", checkpoint=checkpoint, evaluation_data=DATA if evaluates else None)
+
+
+class _Judged(_Nothing):
+    def metrics(self) -> dict[str, Metric]:
+        return {"quality": Compose({"f1": Sum(), "best": Compose({"recall": Sum()})})}
+
+
+def test_a_value_within_a_metric_may_say_how_good_a_checkpoint_is(tmp_path: Path) -> None:
+    data = DatasetProvider(DATA, evaluation=DATA)
+
+    def check(best_by: str) -> None:
+        config = _config(tmp_path, checkpoint={"keep_best": 1, "best_by": best_by})
+        check_job(config, provider=FunctionProvider(_linear), task=_Judged(), data=data)
+
+    check("quality/f1")
+    check("quality/best/recall")
+    with pytest.raises(
+        UserError, match=r"by 'quality', but evaluations give loss, quality/best/recall, quality/f1; exp"
+    ):
+        check("quality")
+
+
+def _half_frozen(_stage: StageInfo) -> nn.Module:
+    model = nn.Linear(3, 2)
+    model.weight.requires_grad_(False)
+    return model
+
+
+def test_a_checkpoint_without_frozen_parameters_needs_the_initial_weights(tmp_path: Path) -> None:
+    save_model_state(nn.Linear(3, 2), tmp_path / "weights")
+    state: JsonValue = {"data_identity": IDENTITY, "frozen_digest": "0123456789abcdef"}
+    tensors = model_tensors(_half_frozen(StageInfo()), trainable_only=True)
+    CheckpointStore(tmp_path / "runs" / "run" / "checkpoints").save(2, tensors, state=state)
+    config = _config(tmp_path, initial_weights=tmp_path / "weights", checkpoint={"trainable_only": True})
+    check_job(config, provider=FunctionProvider(_half_frozen), task=_Nothing(), data=DatasetProvider(DATA))
+    (tmp_path / "weights").rename(tmp_path / "away")
+    with pytest.raises(UserError, match=r"initial_weights = .*weights contains no model"):
+        check_job(config, provider=FunctionProvider(_half_frozen), task=_Nothing(), data=DatasetProvider(DATA))
+    with pytest.raises(UserError, match=r"different model:\n  the model trains weight, the checkpoint does not\n"):
+        check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA))
+
+
+def test_all_reasons_to_keep_checkpoints_together(tmp_path: Path) -> None:
+    config = _config(tmp_path, checkpoint={"every": 200, "keep_every": 400, "keep_best": 2, "higher_is_better": True})
+    check_job(config, provider=FunctionProvider(_linear), task=_Nothing(), data=DatasetProvider(DATA, evaluation=DATA))
+    assert config.checkpoint.retention == Retention(last=2, every=400, best=2, higher_is_better=True)

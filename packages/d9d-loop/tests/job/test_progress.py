@@ -1,0 +1,45 @@
+import io
+from contextlib import redirect_stderr
+
+import pytest
+
+from d9d_loop.job.progress import Progress
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _draw(*, visible: bool = True, bar: bool = True) -> str:
+    with redirect_stderr(_Terminal()) as terminal:
+        progress = Progress(num_steps=4, done=1, visible=visible, bar=bar)
+        progress.values(1, {"loss": 2.5, "learning_rate": 1e-5})
+        progress.step()
+        progress.line("held-out loss 3")
+        progress.close()
+    return terminal.getvalue()
+
+
+def test_a_terminal_gets_a_bar_with_values(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = _draw()
+    assert "2/4" in drawn
+    assert "loss=2.5, learning_rate=1e-05" in drawn
+    assert capsys.readouterr().out == "held-out loss 3\n"
+
+
+def test_without_a_bar_there_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _draw(bar=False) == ""
+    assert capsys.readouterr().out == "step 1/4:  loss 2.5  learning_rate 1e-05\nheld-out loss 3\n"
+
+
+def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(num_steps=4, done=1, visible=True, bar=True)
+    progress.step()
+    progress.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_other_processes_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _draw(visible=False) == ""
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,212 @@
+import json
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from d9d_dist import DistributedContext, MeshConfig, UserError
+from d9d_dist.testing import run_ranks
+from d9d_loop import StepOutcome, TrainerConfig, validate_config
+from d9d_loop.job.job_state import Record
+from d9d_loop.job.reports import Reports
+from d9d_metrics import Sum, read_metrics
+from d9d_pipeline import OneForwardOneBackward, build
+
+
+class _Time:
+    """Stands still unless it is told to pass."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> _Time:
+    time = _Time()
+    monkeypatch.setattr("d9d_loop.job.reports.time", time)
+    return time
+
+
+def _config(folder: Path, **sections: Any) -> TrainerConfig:
+    values = {"steps": 10, "batch": {"global_size": 8}, "run": {"folder": folder}, "logging": {"every": 3}}
+    return validate_config(TrainerConfig, {**values, **sections})
+
+
+def _outcome(step: int, *, weight: float = 6.0) -> StepOutcome:
+    return StepOutcome(
+        loss=torch.tensor(1.0 / step, dtype=torch.float64),
+        weight=torch.tensor(weight, dtype=torch.float64),
+        grad_norm=torch.tensor(2.0),
+        learning_rate=0.5,
+    )
+
+
+class _Run:
+    """A job whose steps take two seconds each."""
+
+    def __init__(self, config: TrainerConfig, ctx: DistributedContext, time: _Time, step: int = 0) -> None:
+        self.config, self.time = config, time
+        self.record = Record(step)
+        self.total = Sum()
+        program = build(OneForwardOneBackward(), num_ranks=1, num_microbatches=1)
+        self.reports = Reports(
+            config,
+            {"steps": 10},
+            record=self.record,
+            metrics={"total": self.total},
+            weight_unit="tokens",
+            program=program,
+            schedule="",
+            lr_schedule=lambda _step: 1.0,
+            ctx=ctx,
+        )
+
+    def steps(self, count: int) -> StepOutcome:
+        outcome = _outcome(1)
+        for _ in range(count):
+            self.time.now += 2
+            self.record.step += 1
+            self.total.update(1.0)
+            outcome = _outcome(self.record.step)
+            self.reports.step(outcome)
+        return outcome
+
+    def lines(self) -> list[dict[str, float]]:
+        lines = read_metrics(self.config.run.dir / "metrics.jsonl")
+        for line in lines:
+            del line["time"]
+        return lines
+
+
+def test_reports_the_first_and_the_last_step_and_every_few_between(
+    tmp_path: Path, ctx: DistributedContext, time: _Time
+) -> None:
+    run = _Run(_config(tmp_path), ctx, time)
+    with run.reports:
+        run.steps(10)
+    assert run.lines() == [
+        {
+            "step": step,
+            "loss": 1.0 / step,
+            "learning_rate": 0.5,
+            "grad_norm": 2.0,
+            "tokens_per_second": 3.0,
+            "total": total,
+        }
+        for step, total in [(1, 1.0), (3, 2.0), (6, 3.0), (9, 3.0), (10, 1.0)]
+    ]
+
+
+def test_keeps_the_resolved_configuration(tmp_path: Path, ctx: DistributedContext, time: _Time) -> None:
+    config = _config(tmp_path / "deep", run={"folder": tmp_path / "deep", "name": "mine"})
+    with _Run(config, ctx, time).reports:
+        file = tmp_path / "deep" / "mine" / "config.json"
+        assert json.loads(file.read_text(encoding="utf-8")) == {"steps": 10}
+
+
+def test_forgets_what_came_after_the_step_it_continues_from(
+    tmp_path: Path, ctx: DistributedContext, time: _Time
+) -> None:
+    first = _Run(_config(tmp_path), ctx, time)
+    with first.reports:
+        first.steps(7)
+    second = _Run(_config(tmp_path), ctx, time, step=5)
+    with second.reports:
+        assert [line["step"] for line in second.lines()] == [1, 3]
+        second.steps(5)
+    assert [line["step"] for line in second.lines()] == [1, 3, 6, 9, 10]
+
+
+def test_evaluations_and_checkpoints_take_no_training_time(
+    tmp_path: Path, ctx: DistributedContext, time: _Time
+) -> None:
+    run = _Run(_config(tmp_path), ctx, time)
+    with run.reports:
+        run.steps(2)
+        with run.reports.not_training():
+            time.now += 50
+        outcome = run.steps(3)
+        run.reports.settle(outcome)
+        with run.reports.not_training():
+            time.now += 500
+        run.steps(1)
+    assert [line["tokens_per_second"] for line in run.lines()] == [3.0, 3.0, 3.0]
+    assert run.record.weight_per_second == 3.0
+
+
+def test_settling_brings_the_record_up_to_date(tmp_path: Path, ctx: DistributedContext, time: _Time) -> None:
+    run = _Run(_config(tmp_path), ctx, time)
+    with run.reports:
+        run.reports.settle(run.steps(4))
+        assert (run.record.train_loss, run.record.weight_per_second) == (0.25, 3.0)
+        time.now += 8
+        run.reports.settle(run.steps(4))
+        assert (run.record.train_loss, run.record.weight_per_second) == (0.125, 2.0)
+
+
+def test_evaluations_are_tracked_and_shown(
+    tmp_path: Path, ctx: DistributedContext, time: _Time, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _Run(_config(tmp_path), ctx, time)
+    with run.reports:
+        run.steps(2)
+        run.record.evaluation = {"loss": 0.5, "accuracy": 0.25}
+        run.reports.evaluation()
+    assert run.lines()[-1] == {"step": 2, "evaluation_loss": 0.5, "evaluation_accuracy": 0.25}
+    assert capsys.readouterr().out.endswith("step 2: held-out loss 0.5000  accuracy 0.2500\n")
+
+
+def test_only_the_main_process_writes(
+    tmp_path: Path, ctx: DistributedContext, time: _Time, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ctx.rank = 1
+    run = _Run(_config(tmp_path / "runs"), ctx, time)
+    with run.reports:
+        run.steps(3)
+        run.reports.evaluation()
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_nothing_is_written_or_started_before_it_is_entered(
+    tmp_path: Path, ctx: DistributedContext, time: _Time
+) -> None:
+    before = threading.active_count()
+    run = _Run(_config(tmp_path / "runs"), ctx, time)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    (tmp_path / "runs" / "run" / "metrics.jsonl").write_text("no JSON\n")
+    with pytest.raises(UserError, match="expected a JSON object"):
+        run.reports.__enter__()
+    assert threading.active_count() == before
+
+
+def _throughput(folder: Path) -> tuple[float, float | None]:
+    """This rank's own, and what the record has."""
+    with MeshConfig(data_parallel_shard=2).build() as ctx:
+        time = _Time()
+        time.now *= 1 + ctx.rank
+        with mock.patch("d9d_loop.job.reports.time", time):
+            run = _Run(_config(folder), ctx, time)
+            with run.reports:
+                outcome = run.steps(2)
+                time.now += 2 * ctx.rank
+                run.reports.settle(outcome)
+    return 12 / (4 + 2 * ctx.rank), run.record.weight_per_second
+
+
+def test_ranks_have_the_throughput_of_the_main_process(tmp_path: Path) -> None:
+    assert run_ranks(_throughput, tmp_path, world_size=2) == [(3.0, 3.0), (2.0, 3.0)]
+
+
+def test_trackers_are_closed_when_a_job_fails(tmp_path: Path, ctx: DistributedContext, time: _Time) -> None:
+    run = _Run(_config(tmp_path), ctx, time)
+    with pytest.raises(RuntimeError, match="lost"), run.reports:
+        raise RuntimeError("lost")
+    with pytest.raises(ValueError, match="is closed"):
+        run.reports.evaluation()

@@ -1,0 +1,45 @@
+import pytest
+import torch
+from torch import nn
+
+from d9d_dist import UserError
+from d9d_loop import Events, StateOffloaded, StateOnloaded
+from d9d_loop.job.sleep import Sleep
+
+
+def _trained() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_all_state_is_away_for_the_body_and_then_as_it_was() -> None:
+    model, optimizer = _trained()
+    tensors = [*model.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
+    before, seen = [tensor.detach().clone() for tensor in tensors], []
+    events = Events()
+    for kind in (StateOffloaded, StateOnloaded):
+        events.on(kind, lambda event: seen.append((event, [tensor.untyped_storage().nbytes() for tensor in tensors])))
+    with Sleep(model, optimizer, events=events)(7):
+        assert [event for event, _ in seen] == [StateOffloaded(7)]
+    sizes = [tensor.nbytes for tensor in tensors]
+    assert seen == [(StateOffloaded(7), [0] * 4), (StateOnloaded(7), sizes)]
+    assert all(map(torch.equal, tensors, before))
+
+
+def test_an_exception_wakes_it() -> None:
+    model, optimizer = _trained()
+    before, sleep = model.weight.detach().clone(), Sleep(model, optimizer, events=Events())
+    with pytest.raises(RuntimeError, match="no rollouts"), sleep(1):
+        raise RuntimeError("no rollouts")
+    assert torch.equal(model.weight, before)
+
+
+def test_it_cannot_sleep_twice() -> None:
+    model, optimizer = _trained()
+    sleep = Sleep(model, optimizer, events=Events())
+    with sleep(1), pytest.raises(UserError, match="off-loaded already"), sleep(1):
+        pass
+    assert model.weight.untyped_storage().nbytes() == 24

@@ -1,0 +1,98 @@
+import hashlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from d9d_dist import (
+    ColumnParallel,
+    DistributedContext,
+    MeshConfig,
+    RowParallel,
+    materialize,
+    parallelize_hsdp,
+    parallelize_tensor,
+)
+from d9d_dist.testing import run_ranks
+from d9d_loop.model.frozen_digest import frozen_digest
+
+
+class _Model(nn.Module):
+    """Frozen parameters of several shapes and dtypes, one of them tied; and a trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6, dtype=torch.bfloat16)
+        self.scale = nn.Parameter(torch.empty(1))
+        self.same = self.up
+        self.requires_grad_(False)
+        self.trained = nn.Parameter(torch.empty(7))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.scale)
+        nn.init.normal_(self.trained)
+
+
+def _built(parallelize: Callable[[nn.Module], object] = lambda _model: None) -> nn.Module:
+    with torch.device("meta"):
+        model = _Model()
+    parallelize(model)
+    materialize(model, device=torch.device("cpu"), seed=3)
+    return model
+
+
+def _by_the_equation(model: nn.Module) -> str:
+    total = 0
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            bits = parameter.detach().flatten().view(torch.int16 if parameter.element_size() == 2 else torch.int32)
+            factor = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), signed=True) | 1
+            total += factor * sum((2 * place + 1) * bit for place, bit in enumerate(bits.tolist()))
+    return f"{total % 2**64:016x}"
+
+
+def test_is_that_of_the_equation(ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _built()
+    assert frozen_digest(model, ctx) == _by_the_equation(model)
+    monkeypatch.setattr("d9d_loop.model.frozen_digest._ELEMENTS_AT_ONCE", 4)
+    assert frozen_digest(model, ctx) == _by_the_equation(model)
+
+
+def test_sees_any_change_of_what_is_frozen_and_nothing_else(ctx: DistributedContext) -> None:
+    model = _built()
+    before = frozen_digest(model, ctx)
+    model.get_parameter("trained").data.zero_()
+    assert frozen_digest(model, ctx) == before
+    with torch.no_grad():
+        weight = model.get_parameter("up.weight")
+        weight.copy_(weight.roll(1, 0))
+    assert frozen_digest(model, ctx) != before
+
+
+def _on_ranks() -> list[str]:
+    found = []
+    for mesh in (
+        MeshConfig(data_parallel_replicate=2, data_parallel_shard=2),
+        MeshConfig(tensor_parallel=2, data_parallel_shard=2),
+        MeshConfig(tensor_parallel=2, data_parallel_replicate=2),
+        MeshConfig(data_parallel_shard=4),
+    ):
+        with mesh.build() as ctx:
+
+            def parallelize(model: nn.Module, ctx: DistributedContext = ctx) -> None:
+                dense = ctx.mesh_for("dense")
+                if dense["tp"].size() > 1:
+                    parallelize_tensor(model, dense["tp"], {"up": ColumnParallel(), "down": RowParallel()})
+                if ctx.size("batch", "dp") > 1:
+                    axes = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
+                    parallelize_hsdp(model, axes, shard_axis="dp_cp_shard")
+
+            found.append(frozen_digest(_built(parallelize), ctx))
+    return found
+
+
+def test_does_not_depend_on_the_layout(ctx: DistributedContext) -> None:
+    # One of the layouts leaves parameters whole on ranks that share nothing else: they count once.
+    expected = frozen_digest(_built(), ctx)
+    assert run_ranks(_on_ranks, world_size=4) == [[expected] * 4] * 4

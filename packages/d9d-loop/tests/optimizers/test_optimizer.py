@@ -1,0 +1,174 @@
+import re
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from d9d_dist import MeshConfig, UserError, parallelize_hsdp
+from d9d_dist.testing import assert_trees_close, full_parameters, run_ranks
+from d9d_loop import AdamWConfig, TrainerConfig, validate_config
+from d9d_loop.optimizers.optimizer import GroupConfig, LionConfig, MuonConfig, SGDConfig, StochasticAdamWConfig
+from d9d_loop.optimizers import JoinedOptimizer, Lion, LocalSGD, Muon
+
+
+def test_builds_adamw_that_decays_matrices_only() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Embedding(4, 3))
+    optimizer = AdamWConfig(learning_rate=0.5, betas=(0.1, 0.2), eps=1e-3, weight_decay=0.3).build(model)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    decayed, plain = optimizer.param_groups
+    assert [tuple(p.shape) for p in decayed["params"]] == [(3, 2), (4, 3)]
+    assert [tuple(p.shape) for p in plain["params"]] == [(3,), (3,), (3,)]
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.1, 0.2), 1e-3)
+
+
+def test_leaves_frozen_parameters_and_empty_groups_out() -> None:
+    model = nn.Linear(2, 3)
+    model.weight.requires_grad_(False)
+    (group,) = AdamWConfig().build(model).param_groups
+    assert group["params"] == [model.bias]
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Embedding(4, 3))
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[tuple[list[str], float, float]]:
+    """Names, learning rate and decay of each group."""
+    return [(group.get("param_names", []), group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+
+
+def test_groups_have_their_own_settings() -> None:
+    config = AdamWConfig(
+        learning_rate=0.1,
+        weight_decay=0.2,
+        groups=(
+            GroupConfig(pattern=r"^0\.", learning_rate=0.3),
+            GroupConfig(pattern="bias", weight_decay=0.4),
+            GroupConfig(pattern=r"2\.weight", of="matrices", weight_decay=0.0),
+        ),
+    )
+    assert _members(config.build(_model())) == [
+        (["1.weight"], 0.1, 0.0),
+        (["0.weight"], 0.3, 0.2),
+        (["0.bias"], 0.3, 0.0),
+        (["1.bias"], 0.1, 0.4),
+        (["2.weight"], 0.1, 0.0),
+    ]
+
+
+def test_vectors_decay_where_that_is_asked_for() -> None:
+    names = ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]
+    assert _members(AdamWConfig(decays="all").build(_model())) == [(names, 1e-3, 0.1)]
+
+
+def test_groups_have_their_own_optimizers() -> None:
+    config = MuonConfig(
+        learning_rate=0.1,
+        groups=(
+            GroupConfig(of="vectors", optimizer=SGDConfig(groups=(GroupConfig(pattern="bias", learning_rate=0.5),))),
+            GroupConfig(pattern=r"^2", optimizer=LionConfig()),
+        ),
+    )
+    optimizer = config.build(_model())
+    assert isinstance(optimizer, JoinedOptimizer)
+    assert _members(optimizer) == [
+        (["0.weight"], 0.1, 0.1),
+        (["1.weight"], 0.01, 0.0),
+        (["0.bias", "1.bias"], 0.5, 0.0),
+        (["2.weight"], 1e-4, 1.0),
+    ]
+    for (names, _, _), kind in zip(_members(optimizer), (Muon, LocalSGD, LocalSGD, Lion), strict=True):
+        (owner,) = [each for each in optimizer.optimizers if any(g["param_names"] == names for g in each.param_groups)]
+        assert isinstance(owner, kind)
+
+
+def test_a_pattern_has_to_match_in_a_whole_model_only() -> None:
+    config = AdamWConfig(groups=(GroupConfig(pattern="nrom"),))
+    for refuse in (config.build, config.check):
+        with pytest.raises(
+            UserError, match=r"pattern = 'nrom' matches no trainable parameter; expected at least one of 0\.w"
+        ):
+            refuse(_model())
+    assert len(config.build(_model(), whole=False).param_groups) == 2
+    model = _model()
+    model.get_parameter("2.weight").requires_grad_(False)
+    with pytest.raises(UserError, match="matches no trainable parameter"):
+        AdamWConfig(groups=(GroupConfig(pattern="^2"),)).build(model)
+
+
+def test_a_stage_may_have_nothing_for_an_optimizer() -> None:
+    stage = nn.LayerNorm(3)
+    config = MuonConfig(groups=(GroupConfig(of="vectors", optimizer=SGDConfig()), GroupConfig(pattern="head")))
+    assert _members(config.build(stage, whole=False)) == [(["weight", "bias"], 0.01, 0.0)]
+    assert _members(config.build(nn.Identity(), whole=False)) == [([], 1e-3, 0.1)]
+    assert StochasticAdamWConfig().build(nn.Identity(), whole=False).param_groups[0]["params"] == []
+    MuonConfig().check(nn.Linear(2, 3, bias=False, device="meta"))
+
+
+def test_a_configuration_file_names_any_of_them() -> None:
+    base: dict[str, Any] = {"steps": 1, "batch": {"global_size": 1}}
+    section = {"kind": "muon", "groups": [{"of": "vectors", "optimizer": {"learning_rate": 3e-4}}]}
+    config = validate_config(TrainerConfig, {**base, "optimizer": section})
+    group = GroupConfig(of="vectors", optimizer=AdamWConfig(learning_rate=3e-4))
+    assert config.optimizer == MuonConfig(groups=(group,))
+    assert TrainerConfig.model_validate_json(config.model_dump_json()) == config
+    stochastic = validate_config(TrainerConfig, {**base, "optimizer": {"kind": "stochastic_adamw"}})
+    assert stochastic.optimizer == StochasticAdamWConfig()
+    assert validate_config(TrainerConfig, {**base, "optimizer": {"eps": 1}}).optimizer == AdamWConfig(eps=1)
+    TrainerConfig.model_json_schema()
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"kind": "adamm"}, "optimizer.kind = 'adamm'; expected one of 'adamw', 'adam', 'sgd', 'muon', 'lion', "),
+        ({"groups": [{"pattern": "("}]}, "optimizer.groups.0: pattern = '(' is no regular expression: missing ), "),
+        (
+            {"groups": [{"learning_rate": 1, "optimizer": {}}]},
+            "optimizer.groups.0: learning_rate and weight_decay belong into optimizer, where the group has one",
+        ),
+        ({"kind": "sgd", "nesterov": True}, "optimizer: nesterov = true, but momentum = 0; expected momentum above 0."),
+    ],
+)
+def test_mistakes_are_explained(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        validate_config(TrainerConfig, {"steps": 1, "batch": {"global_size": 1}, "optimizer": section})
+
+
+def test_python_gets_pydantics_errors() -> None:
+    with pytest.raises(ValidationError, match="betas"):
+        AdamWConfig(betas=(2.0, 0.5))
+
+
+def _train(*, local: bool) -> tuple[dict[str, torch.Tensor], bool]:
+    """Three steps on parameters of which some have a smaller part, or none, on the last rank."""
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 1))
+        parallelize_hsdp(model, ctx.mesh_for("dense")["dp_cp_shard",], shard_axis="dp_cp_shard")
+        ours = AdamWConfig(learning_rate=0.1, weight_decay=0.3).build(model)
+        optimizer = ours if local else torch.optim.AdamW(ours.param_groups, foreach=False)
+        for _ in range(3):
+            model(torch.randn(4, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+        return full_parameters(model), all(isinstance(value, DTensor) for value in states)
+
+
+def _train_both() -> tuple[tuple[dict[str, torch.Tensor], bool], ...]:
+    torch.manual_seed(1)
+    first = _train(local=True)
+    torch.manual_seed(1)
+    return first, _train(local=False)
+
+
+def test_sharded_parameters_are_updated_as_torch_does_and_states_stay_distributed() -> None:
+    for (ours, has_distributed_states), (theirs, _) in run_ranks(_train_both, world_size=2):
+        assert_trees_close(ours, theirs, rtol=1e-6)
+        assert has_distributed_states

@@ -1,0 +1,74 @@
+import pytest
+
+from d9d_dist import UserError
+from d9d_loop import cli_main
+from d9d_state import StateError
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+
+def test_what_goes_well_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with cli_main():
+        print("done")
+    assert capsys.readouterr() == ("done\n", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (UserError("steps = 0; expected 1 or more."), 2, "d9d: steps = 0; expected 1 or more.\n"),
+        (KeyboardInterrupt(), 130, "d9d: interrupted. The same command continues from the last checkpoint.\n"),
+    ],
+)
+def test_one_message_and_an_exit_code(
+    error: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for local_rank, shown in (("0", text), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(SystemExit) as stop, cli_main():
+            raise error
+        assert stop.value.code == code
+        assert stop.value.__suppress_context__
+        assert capsys.readouterr() == ("", shown)
+
+
+def test_a_process_on_its_own_speaks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), cli_main():
+        raise UserError("no.")
+    assert capsys.readouterr().err == "d9d: no.\n"
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), SystemExit(7)])
+def test_everything_else_passes_through(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(type(error)) as passed, cli_main():
+        raise error
+    assert passed.value is error
+    assert capsys.readouterr() == ("", "")
+
+
+def test_state_that_cannot_be_written_is_a_message_on_each_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    error = StateError("checkpoints/step-00000004: no space left.")
+    error.add_note("Rank 0 failed before this rank: StateError")
+    with pytest.raises(SystemExit) as stop, cli_main():
+        raise error
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == (
+        "d9d: checkpoints/step-00000004: no space left. Rank 0 failed before this rank: StateError\n"
+    )
+
+
+def test_a_mistake_that_only_one_rank_meets_is_printed_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    error = UserError("a sample is missing.")
+    error.add_note("on rank 3")
+    with pytest.raises(SystemExit), cli_main():
+        raise error
+    assert capsys.readouterr().err == "d9d: a sample is missing. (on rank 3)\n"
