@@ -29,22 +29,22 @@ import d9d_dist.data_parallel
 import d9d_dist.gradient_norm
 import d9d_dist.tensor_styles
 import d9d_dist.vocab_parallel
-import d9d_loop.model.model_build
 import d9d_loop.job.train_step
+import d9d_loop.model.model_build
 import d9d_modules.chunked_cross_entropy
 import d9d_pipeline._channel
 import d9d_pipeline._stage
 import d9d_pipeline.executor
 from d9d_dist import (
     ContextSplit,
-    DistributedContext,
     DeferredWeightGrads,
+    DistributedContext,
     RowParallel,
     SequenceParallel,
     TensorRegion,
     gather_from_axis,
-    set_gradient_sync,
     reduce_from_axis,
+    set_gradient_sync,
 )
 from d9d_dist.context_parallel.blocks import MergedBlocks
 from d9d_pipeline import SharedParameters
@@ -286,7 +286,9 @@ def parts_of_an_inputs_gradient_are_not_summed() -> AbstractContextManager[objec
 @caught_by("plain,tp=2")
 def an_output_and_its_gradient_are_both_summed() -> AbstractContextManager[object]:
     real = d9d_dist.tensor_styles.copy_to_axis
-    return mock.patch.object(d9d_dist.tensor_styles, "reduce_from_axis", lambda x, mesh: reduce_from_axis(real(x, mesh), mesh))
+    return mock.patch.object(
+        d9d_dist.tensor_styles, "reduce_from_axis", lambda x, mesh: reduce_from_axis(real(x, mesh), mesh)
+    )
 
 
 @caught_by("plain,tp=2")

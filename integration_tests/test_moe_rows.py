@@ -347,7 +347,9 @@ def _the_norm_forgets_other_ranks_experts() -> AbstractContextManager[object]:
 def _router_losses_are_not_joined() -> AbstractContextManager[object]:
     def alone(x: Tensor, mesh: Any, *, dim: int, gradient: str) -> Tensor:
         return (
-            torch.cat([x] * mesh.size(), dim=dim) if x.ndim == 2 else gather_from_axis(x, mesh, dim=dim, gradient="equal")
+            torch.cat([x] * mesh.size(), dim=dim)
+            if x.ndim == 2
+            else gather_from_axis(x, mesh, dim=dim, gradient="equal")
         )
 
     return mock.patch.object(d9d_modules.models.decoder_tensor_plan, "gather_from_axis", alone)

@@ -91,8 +91,8 @@ REFUSED = {
     "classifier,cp_shard=2": "2 context-parallel ranks each hold a part of a row; expected 1 rank.",
     "heads,cp_replicate=2": "2 context-parallel ranks each hold a part of a row; expected 1 rank.",
     "delta,cp_shard=2": "backbone.layers.0.attention, a GatedDeltaNet, carries a recurrent state through the whole row",
-    "qwen3,cp_shard=2,method=ring,window=5": "expected sdpa_attention or one whose is_standard_sdpa is true, which the ring ",
-    "sinks,cp_shard=2,method=ring": "expected sdpa_attention or one whose is_standard_sdpa is true, which the ring ",
+    "qwen3,cp_shard=2,method=ring,window=5": "expected sdpa_attention or one whose is_standard_sdpa is true, which ",
+    "sinks,cp_shard=2,method=ring": "expected sdpa_attention or one whose is_standard_sdpa is true, which ",
 }
 """What `parallelize_decoder` refuses, and how; the grid leaves it out."""
 

@@ -16,8 +16,8 @@ from torch.utils.data import default_collate
 from d9d_dist import DistributedContext, MeshConfig, StageInfo, materialize
 from d9d_dist.testing import differences, full_gradients, full_parameters, run_ranks
 from d9d_loop import AdamWConfig, Events, GradientsReady, ModelProvider, Pipeline, ScheduleConfig, Task, TrainStep
-from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.config.schedule_config import KINDS
+from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_pipeline import Schedule, ranks_of_stages, shared_names
 
 NUM_LAYERS = 4

@@ -8,11 +8,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_dist import MeshConfig, UserError
 from d9d_dist.differentiable import (
-    copy_to_axis,
     all_to_all_reshard,
+    copy_to_axis,
     gather_from_axis,
-    reduce_scatter_to_axis,
     reduce_from_axis,
+    reduce_scatter_to_axis,
     scatter_to_axis,
 )
 from d9d_dist.testing import Device, run_ranks
@@ -144,7 +144,9 @@ def _layers_on_ranks() -> tuple[Tensor, list[Tensor]]:
         x, up, down = (
             whole.chunk(mesh.size(), dim=dim)[ctx.rank].to(ctx.device).requires_grad_() for whole, dim in parts
         )
-        h = x + reduce_scatter_to_axis((gather_from_axis(x, mesh, dim=0, gradient="partial") @ up).tanh() @ down, mesh, dim=0)
+        h = x + reduce_scatter_to_axis(
+            (gather_from_axis(x, mesh, dim=0, gradient="partial") @ up).tanh() @ down, mesh, dim=0
+        )
         h = all_to_all_reshard(h, mesh, scatter_dim=-1, gather_dim=0).cumsum(dim=0).sin()
         h = gather_from_axis(all_to_all_reshard(h, mesh, scatter_dim=0, gather_dim=-1), mesh, dim=0, gradient="equal")
         h = reduce_from_axis((copy_to_axis(h, mesh) @ up).tanh() @ down, mesh)
@@ -170,7 +172,9 @@ def _second_derivative() -> tuple[Tensor, Tensor]:
         mesh = ctx.mesh_for("dense")["tp"]
         shard = torch.arange(1.0, 3.0, dtype=torch.float64) + 2 * ctx.rank
         shard.requires_grad_()
-        loss = gather_from_axis(shard, mesh, dim=0, gradient="partial").pow(3).sum()  # both ranks add it to the total loss
+        loss = (
+            gather_from_axis(shard, mesh, dim=0, gradient="partial").pow(3).sum()
+        )  # both ranks add it to the total loss
         (first,) = torch.autograd.grad(loss, shard, create_graph=True)
         (second,) = torch.autograd.grad(first, shard, torch.ones_like(first))
         return shard.detach(), second

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from d9d_dist.split_backward import WeightGradHandle, SplitBackward, defer_weight_grad
+from d9d_dist.split_backward import SplitBackward, WeightGradHandle, defer_weight_grad
 
 
 class _ScaleFunction(torch.autograd.Function):

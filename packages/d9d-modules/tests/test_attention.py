@@ -336,7 +336,9 @@ def test_empty_inputs_give_empty_outputs(shape: tuple[int, int]) -> None:
     attention = GroupedQueryAttention(8, num_heads=4, num_kv_heads=2, head_dim=4, sinks=True, output_gate=True)
     positions = torch.arange(shape[1]).expand(*shape)
     x_BLD = torch.randn(*shape, 8, requires_grad=True)
-    out_BLD = attention(x_BLD, rotary_tables(positions, head_dim=4, theta=1e4), document_ids_BL=torch.zeros(shape).long())
+    out_BLD = attention(
+        x_BLD, rotary_tables(positions, head_dim=4, theta=1e4), document_ids_BL=torch.zeros(shape).long()
+    )
     assert out_BLD.shape == (*shape, 8)
     out_BLD.sum().backward()
     assert x_BLD.grad is not None

@@ -221,5 +221,7 @@ def test_invalid_input_raises() -> None:
         UserError, match=r"num_key_heads = 3, num_value_heads = 4; .*: use a num_key_heads that divides"
     ):
         GatedDeltaNet(12, num_key_heads=3, num_value_heads=4, key_dim=3, value_dim=5)
-    with pytest.raises(UserError, match=r"got document_ids_BL of shape \(5,\) and dtype torch\.int64; expected integers"):
+    with pytest.raises(
+        UserError, match=r"got document_ids_BL of shape \(5,\) and dtype torch\.int64; expected integers"
+    ):
         _layer()(torch.randn(1, 5, 12), document_ids_BL=torch.zeros(5, dtype=torch.int64))

@@ -164,5 +164,7 @@ def test_invalid_inputs_raise() -> None:
     ):
         _layer()(torch.randn(1, 5, 12), rotary_tables(torch.arange(5).unsqueeze(0), head_dim=4, theta=9.0))
     rotary = rotary_tables(torch.arange(5).unsqueeze(0), head_dim=2, theta=9.0)
-    with pytest.raises(UserError, match=r"got document_ids_BL of shape \(5,\) and dtype torch\.int64; expected integers"):
+    with pytest.raises(
+        UserError, match=r"got document_ids_BL of shape \(5,\) and dtype torch\.int64; expected integers"
+    ):
         _layer()(torch.randn(1, 5, 12), rotary, document_ids_BL=torch.zeros(5, dtype=torch.int64))

@@ -13,8 +13,8 @@ from d9d_moe import (
     balance_experts,
     load_statistics,
     pop_tokens_per_expert,
-    update_global_load,
     update_expert_bias,
+    update_global_load,
 )
 
 

@@ -162,9 +162,7 @@ def test_returns_router_losses_with_hidden_states() -> None:
 
 
 def test_router_losses_are_zero_in_evaluation() -> None:
-    moe = MoELayer(
-        8, 8, router=TopKRouter(8, num_experts=4, top_k=2), losses=RouterLosses(balance=1.0, z=1.0)
-    ).eval()
+    moe = MoELayer(8, 8, router=TopKRouter(8, num_experts=4, top_k=2), losses=RouterLosses(balance=1.0, z=1.0)).eval()
     x = torch.randn(2, 3, 8)
     evaluated = moe(x)
     assert evaluated.losses.shape == (2, 3)

@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 from d9d_pipeline import (
     Action,
     Backward,
+    ComputeLoss,
     DualPipeV,
     Forward,
     ForwardOnly,
     GPipe,
     Interleaved,
-    ComputeLoss,
     OneForwardOneBackward,
     ReceiveInput,
     Schedule,

@@ -18,13 +18,13 @@ from d9d_pipeline import (
     BackwardInput,
     BackwardWeight,
     Compute,
+    ComputeLoss,
     DualPipeV,
     Forward,
     ForwardOnly,
     GPipe,
     Interleaved,
     LoopedBreadthFirst,
-    ComputeLoss,
     OneForwardOneBackward,
     Overlap,
     Program,
@@ -368,7 +368,9 @@ def two_ranks(first: list[Action], second: list[Action], num_microbatches: int =
             "rank 0 has ComputeLoss(stage=0, microbatch=0), but only stage 1 has a loss",
         ),
         (
-            two_ranks([ReceiveInput(0, 0, 1), Forward(0, 0)], [ReceiveInput(1, 0, 0), Forward(1, 0), ComputeLoss(1, 0)]),
+            two_ranks(
+                [ReceiveInput(0, 0, 1), Forward(0, 0)], [ReceiveInput(1, 0, 0), Forward(1, 0), ComputeLoss(1, 0)]
+            ),
             "rank 0 has ReceiveInput(stage=0, microbatch=0, peer=1), but there is no stage -1",
         ),
         (

@@ -6,12 +6,12 @@ compute the same with the value: each rank has the full gradient. The name of a 
 states which of both it assumes. A wrong choice silently scales gradients by a factor.
 
     function                          forward             backward
-    copy_to_axis                     identity            all-reduce
-    reduce_from_axis                       all-reduce          identity
-    gather_from_axis, partial            all-gather          reduce-scatter
-    gather_from_axis, equal              all-gather          this rank's part
-    reduce_scatter_to_axis                   reduce-scatter      all-gather
-    scatter_to_axis                        this rank's part    all-gather
+    copy_to_axis                      identity            all-reduce
+    reduce_from_axis                  all-reduce          identity
+    gather_from_axis, partial         all-gather          reduce-scatter
+    gather_from_axis, equal           all-gather          this rank's part
+    reduce_scatter_to_axis            reduce-scatter      all-gather
+    scatter_to_axis                   this rank's part    all-gather
     all_to_all_reshard                all-to-all          all-to-all
     sum_over_ranks                    all-reduce          all-reduce
 
@@ -68,8 +68,8 @@ def gather_from_axis(x: Tensor, mesh: DeviceMesh, *, dim: int, gradient: Literal
         mesh: A mesh of one axis.
         dim: Dim along which the ranks' shards are concatenated.
         gradient: `"partial"` if ranks use the result differently, such as for their own columns of a matrix; backward
-            reduce-scatters (adjoint of `reduce_scatter_to_axis`). `"equal"` if all ranks compute the same with it; backward
-            has no collective (adjoint of `scatter_to_axis`).
+            reduce-scatters (adjoint of `reduce_scatter_to_axis`). `"equal"` if all ranks compute the same with it;
+            backward has no collective (adjoint of `scatter_to_axis`).
 
     Raises:
         UserError: If `gradient` is neither of both.

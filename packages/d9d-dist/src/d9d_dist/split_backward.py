@@ -93,7 +93,9 @@ class SplitBackward:
         finally:
             _active.reset(token)
 
-    def backward(self, outputs: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> DeferredWeightGrads:
+    def backward(
+        self, outputs: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]
+    ) -> DeferredWeightGrads:
         """Run backward, and defer weight gradients where possible.
 
         Args:
@@ -159,10 +161,10 @@ def defer_weight_grad(weight: Tensor, *inputs: Tensor) -> tuple[Tensor, WeightGr
         inputs: Other tensors of the function. If none of them requires a gradient, the weight gradient is not deferred:
             backward would not reach the function.
     """
-    return _take_weight(_active.get(), weight, *inputs)
+    return _defer_weight_grad(_active.get(), weight, *inputs)
 
 
-def _take_weight(split: SplitBackward | None, weight: Tensor, *inputs: Tensor) -> tuple[Tensor, WeightGradHandle]:
+def _defer_weight_grad(split: SplitBackward | None, weight: Tensor, *inputs: Tensor) -> tuple[Tensor, WeightGradHandle]:
     needed = weight.requires_grad and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if split is None or not needed:
         return weight, WeightGradHandle(None, weight)
@@ -192,7 +194,7 @@ def _linear(split: SplitBackward, input: Tensor, weight: Tensor, bias: Tensor | 
     is_plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in (input, weight))
     if not is_plain or input.dim() < 2 or torch.is_autocast_enabled(input.device.type) or torch.compiler.is_compiling():
         return F.linear(input, weight, bias)
-    taken, slot = _take_weight(split, weight, input)
+    taken, slot = _defer_weight_grad(split, weight, input)
     return F.linear(input, weight, bias) if taken is weight else _Linear.apply(input, taken, bias, slot)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from d9d_dist.differentiable import copy_to_axis, gather_from_axis, reduce_scatter_to_axis, reduce_from_axis
+from d9d_dist.differentiable import copy_to_axis, gather_from_axis, reduce_from_axis, reduce_scatter_to_axis
 from d9d_dist.errors import UserError
 from d9d_dist.vocab_parallel import (
     HasTokenLoss,

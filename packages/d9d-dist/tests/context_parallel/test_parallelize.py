@@ -273,7 +273,7 @@ def test_messages() -> None:
         "no submodule of Linear is a HasAttention; expected .* attribute attention_function. Give your attention",
         "got the attention function AllGatherAttention, which is context parallel already; .* Apply .* once",
         "got the attention function .*_other_attention.* with method = 'ring'; expected sdpa_attention or one whose",
-        "got the attention function .*_Declared.* with method = 'ring'; expected sdpa_attention or one whose is_standard_sdpa",
+        "got the attention function .*_Declared.* with method = 'ring'; expected sdpa_attention or one whose is_",
         "layers.2, a _Recurrence, reads from left to right, and 2 context-parallel ranks share each row out; expected",
         "the attention_function of layers.1 is the module _AttentionModule; expected a function",
         "got method = 'striped'; expected 'all_gather', 'all_to_all' or 'ring'",

@@ -1,8 +1,13 @@
 """Training and inference loops that run on one CPU or on a cluster."""
 
-from d9d_loop.data.batches import Collate, Samples
 from d9d_loop.cli_main import cli_main
 from d9d_loop.config.component import Component
+from d9d_loop.config.config_file import read_config_file
+from d9d_loop.config.config_source import validate_config
+from d9d_loop.config.inference_config import InferenceConfig
+from d9d_loop.config.preset import InferencePresetConfig, PresetConfig, preset_inference, preset_trainer
+from d9d_loop.config.schedule_config import ScheduleConfig
+from d9d_loop.config.section import Section
 from d9d_loop.config.trainer_config import (
     BatchConfig,
     CheckpointConfig,
@@ -16,10 +21,9 @@ from d9d_loop.config.trainer_config import (
     RunConfig,
     TrainerConfig,
 )
-from d9d_loop.config.config_file import read_config_file
-from d9d_loop.config.config_source import validate_config
 from d9d_loop.data import DataProvider, DatasetProvider
-from d9d_loop.job.evaluation import Evaluator
+from d9d_loop.data.sample_order import SampleOrder
+from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events, on_event
 from d9d_loop.events import (
     BackwardDone,
@@ -40,14 +44,20 @@ from d9d_loop.events import (
     OptimizerReady,
     PartWritten,
     StateOffloaded,
+    StateOnloaded,
     StepDone,
     StepStarted,
-    StateOnloaded,
 )
-from d9d_loop.model.hugging_face_model import hugging_face_model
 from d9d_loop.inference.inference import Inference, InferenceResult
-from d9d_loop.config.inference_config import InferenceConfig
+from d9d_loop.job.evaluation import Evaluator
+from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.job.profiler import ProfileConfig, Profiler
+from d9d_loop.job.train_result import TrainResult
+from d9d_loop.job.train_step import StepOutcome, TrainStep
+from d9d_loop.job.trainer import Trainer
+from d9d_loop.job.training_job import BadStepError, JobParts, TrainingJob
 from d9d_loop.lr.lr_schedule import LrSchedule, LrScheduleConfig, PiecewiseConfig, WarmupCosineConfig, WsdConfig
+from d9d_loop.model.hugging_face_model import hugging_face_model
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizers.optimizer import (
     AdamConfig,
@@ -62,18 +72,8 @@ from d9d_loop.optimizers.optimizer import (
     SGDConfig,
     StochasticAdamWConfig,
 )
-from d9d_loop.job.pipeline import Pipeline
-from d9d_loop.config.schedule_config import ScheduleConfig
-from d9d_loop.config.preset import InferencePresetConfig, PresetConfig, preset_inference, preset_trainer
-from d9d_loop.job.profiler import ProfileConfig, Profiler
 from d9d_loop.resilience import ExitCode, ResilienceConfig, Stopped
-from d9d_loop.data.sample_order import SampleOrder
-from d9d_loop.config.section import Section
 from d9d_loop.task import BatchTask, InferenceTask, Loss, Task
-from d9d_loop.job.train_result import TrainResult
-from d9d_loop.job.train_step import StepOutcome, TrainStep
-from d9d_loop.job.trainer import Trainer
-from d9d_loop.job.training_job import BadStepError, JobParts, TrainingJob
 from d9d_pipeline import Inputs
 
 __all__ = [
@@ -146,6 +146,7 @@ __all__ = [
     "ScheduleFreeAdamWConfig",
     "Section",
     "StateOffloaded",
+    "StateOnloaded",
     "StepDone",
     "StepOutcome",
     "StepStarted",
@@ -158,11 +159,10 @@ __all__ = [
     "TrainerConfig",
     "TrainingJob",
     "WarmupCosineConfig",
-    "StateOnloaded",
     "WsdConfig",
     "cli_main",
-    "on_event",
     "hugging_face_model",
+    "on_event",
     "preset_inference",
     "preset_trainer",
     "read_config_file",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from d9d_dist import UserError
 from d9d_loop.data import DocumentStream, IndexedStream, TokenizedStream
-from d9d_loop.data.document_stream import cut
+from d9d_loop.data.document import cut
 
 
 @given(num_tokens=st.integers(0, 50), max_length=st.integers(1, 20))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from d9d_dist import UserError
 from d9d_loop import SampleOrder
-from d9d_loop.data.batches import TrainBatches
 from d9d_loop.data import (
     BucketedStream,
     DataError,
@@ -109,14 +108,17 @@ def test_any_number_of_ranks_goes_on_with_the_global_order(
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_a_share_is_what_train_batches_give_a_rank(rank: int) -> None:
-    order = SampleOrder(10, seed=3)
-    expected = TrainBatches(
-        order, first_step=2, num_steps=6, num_microbatches=2, microbatch_size=4, dp_rank=rank, dp_size=3
-    )
-    loader = _loader(IndexedStream(range(10), seed=3), (4, 2, 3), rank)
+def test_a_share_is_a_run_of_each_microbatch_of_a_step(rank: int) -> None:
+    order, size, num_microbatches, num_ranks = SampleOrder(10, seed=3), 4, 2, 3
+    expected = [
+        [order[position] for position in range(cell * size, (cell + 1) * size)]
+        for step in range(2, 6)
+        for microbatch in range(num_microbatches)
+        for cell in [(step * num_microbatches + microbatch) * num_ranks + rank]
+    ]
+    loader = _loader(IndexedStream(range(10), seed=3), (size, num_microbatches, num_ranks), rank)
     loader.load_state_dict({"position": 48, "stream": {"position": 48}})
-    assert [batch for _ in range(4) for batch in next(loader)] == list(expected)
+    assert [batch for _ in range(4) for batch in next(loader)] == expected
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -9,6 +9,7 @@ from torch.utils.data import default_collate
 from d9d_dist import ContextSplit, DistributedContext, MeshConfig
 from d9d_dist.testing import run_ranks
 from d9d_loop import Evaluator, FunctionProvider, Loss, Task
+from d9d_loop.data import IndexedStream
 from d9d_metrics import Max, Metric
 
 NUM_SAMPLES = 7
@@ -83,6 +84,23 @@ def test_takes_samples_from_all_over_the_data(ctx: DistributedContext, num_sampl
     count = min(num_samples, NUM_SAMPLES)
     spread = [number * NUM_SAMPLES // count for number in range(count)]
     assert _evaluator(_Net(), ctx, num_samples=num_samples)() == pytest.approx(_expected(spread), rel=1e-12)
+
+
+def test_a_stream_of_samples_is_evaluated_like_a_dataset(ctx: DistributedContext) -> None:
+    stream = IndexedStream(_samples(), seed=4, epochs=1)
+    for num_samples in (None, 3):
+        evaluate = Evaluator(
+            _Net(),
+            stream,
+            task=_Weighted(),
+            collate=default_collate,
+            num_samples=num_samples,
+            batch_size=2,
+            ctx=ctx,
+        )
+        expected = _expected(stream.cursor().take(num_samples or NUM_SAMPLES))
+        assert evaluate() == pytest.approx(expected, rel=1e-12)
+        assert evaluate() == evaluate()
 
 
 def test_can_be_repeated(ctx: DistributedContext) -> None:

@@ -34,16 +34,16 @@ from d9d_loop import (
     ModelProvider,
     ModelReady,
     StateOffloaded,
+    StateOnloaded,
     StepDone,
     Task,
     Trainer,
     TrainerConfig,
     TrainResult,
-    StateOnloaded,
     validate_config,
 )
-from d9d_loop.resilience import Stopped
 from d9d_loop.job.training_job import BadStepError
+from d9d_loop.resilience import Stopped
 from d9d_metrics import Metric, Sum, read_metrics
 from d9d_state import (
     CheckpointStore,
@@ -282,7 +282,9 @@ def test_sleep_at_every_step_leaves_the_curve_bit_equal(tmp_path: Path) -> None:
         for kind in (StateOffloaded, StateOnloaded):
             trainer.events.on(kind, lambda event, told=told: told.append(f"{type(event).__name__} {event.step}"))
         trainer.train()
-        assert told == [f"{what} {step}" for step in range(1, 6) if sleeps for what in ("StateOffloaded", "StateOnloaded")]
+        assert told == [
+            f"{what} {step}" for step in range(1, 6) if sleeps for what in ("StateOffloaded", "StateOnloaded")
+        ]
     assert curves[0] == curves[1]
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d9d_dist import UserError
-from d9d_metrics import Histogram, JsonlTracker, JsonlTrackerConfig, Image, Text, read_metrics
+from d9d_metrics import Histogram, Image, JsonlTracker, JsonlTrackerConfig, Text, read_metrics
 
 
 def tracker_with_steps(path: Path, *steps: int) -> JsonlTracker:

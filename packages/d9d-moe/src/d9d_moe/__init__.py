@@ -8,8 +8,8 @@ from d9d_moe.expert_balance import (
     balance_experts,
     load_statistics,
     pop_tokens_per_expert,
-    update_global_load,
     update_expert_bias,
+    update_global_load,
 )
 from d9d_moe.expert_counts import ExpertCounter
 from d9d_moe.expert_parallel import Dispatch, DispatchName, parallelize_expert_parallel
@@ -109,13 +109,13 @@ __all__ = [
     "grouped_matmul",
     "load_statistics",
     "parallelize_expert_parallel",
+    "pop_tokens_per_expert",
     "qwen3_moe_from_hugging_face",
     "qwen3_moe_hugging_face_config",
     "qwen3_moe_params_from_hugging_face",
     "sparse_from_hugging_face",
-    "pop_tokens_per_expert",
     "token_losses",
     "token_records",
-    "update_global_load",
     "update_expert_bias",
+    "update_global_load",
 ]

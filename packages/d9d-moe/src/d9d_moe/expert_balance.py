@@ -86,8 +86,8 @@ def update_expert_bias(model: nn.Module, counts: Mapping[str, Tensor], *, rate: 
 
     Args:
         model: The model from which `counts` were taken; layers whose router has no bias are skipped.
-        counts: Tokens per expert of the step, as `pop_tokens_per_expert` returns them. If they are all zero, the bias does
-            not change.
+        counts: Tokens per expert of the step, as `pop_tokens_per_expert` returns them. If they are all zero, the bias
+            does not change.
         rate: Change of a bias per step.
 
     Raises:
@@ -114,8 +114,8 @@ def update_global_load(model: nn.Module, counts: Mapping[str, Tensor]) -> None:
 
     Args:
         model: The model from which `counts` were taken; layers without such a loss are skipped.
-        counts: Tokens per expert of the step, as `pop_tokens_per_expert` returns them. If they are all zero, the load does
-            not change.
+        counts: Tokens per expert of the step, as `pop_tokens_per_expert` returns them. If they are all zero, the load
+            does not change.
     """
     for name, block in _blocks(model).items():
         if name in counts and block.global_load is not None:

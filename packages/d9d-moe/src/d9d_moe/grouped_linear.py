@@ -138,7 +138,12 @@ class _GroupedMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917  (autograd passes by position)
-        ctx: Any, x_NI: Tensor, weight_GOI: Tensor, counts_G: Tensor, slot: WeightGradHandle, backend: GroupedMatmulBackend
+        ctx: Any,
+        x_NI: Tensor,
+        weight_GOI: Tensor,
+        counts_G: Tensor,
+        slot: WeightGradHandle,
+        backend: GroupedMatmulBackend,
     ) -> Tensor:
         x_NI = x_NI.contiguous()
         ctx.save_for_backward(x_NI, weight_GOI, counts_G)

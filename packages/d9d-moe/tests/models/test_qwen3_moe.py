@@ -11,8 +11,8 @@ from d9d_dist.testing import run_ranks
 from d9d_modules import Qwen3Params, SwiGLU, checkpoint_activations
 from d9d_moe import (
     BalanceScope,
-    MoELayer,
     MoeForClassification,
+    MoELayer,
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
     RouterLosses,

@@ -7,8 +7,8 @@ from d9d_pipeline.actions import (
     BackwardInput,
     BackwardWeight,
     Compute,
-    Forward,
     ComputeLoss,
+    Forward,
     Overlap,
     ReceiveInput,
     ReceiveOutputGradient,
@@ -20,7 +20,7 @@ from d9d_pipeline.pipelined_model import PipelinedModel
 from d9d_pipeline.plot import plot_program, plot_simulation
 from d9d_pipeline.program import Program, build
 from d9d_pipeline.rank_stages import RankStages
-from d9d_pipeline.schedule import StagePlacement, Schedule, ranks_of_stages
+from d9d_pipeline.schedule import Schedule, StagePlacement, ranks_of_stages
 from d9d_pipeline.schedules.fill_drain import ForwardOnly, GPipe, LoopedBreadthFirst
 from d9d_pipeline.schedules.one_forward_one_backward import Interleaved, OneForwardOneBackward
 from d9d_pipeline.schedules.v_shaped import DualPipeV, ZeroBubbleV
@@ -36,6 +36,7 @@ __all__ = [
     "BackwardInput",
     "BackwardWeight",
     "Compute",
+    "ComputeLoss",
     "Costs",
     "DualPipeV",
     "Executor",
@@ -45,13 +46,11 @@ __all__ = [
     "Inputs",
     "Interleaved",
     "LoopedBreadthFirst",
-    "ComputeLoss",
     "OneForwardOneBackward",
     "OutputHandler",
     "Outputs",
     "Overlap",
     "PipelinedModel",
-    "StagePlacement",
     "Program",
     "ProgramError",
     "RankStages",
@@ -61,6 +60,7 @@ __all__ = [
     "SendInputGradient",
     "SendOutput",
     "SharedParameters",
+    "StagePlacement",
     "TimedAction",
     "Timeline",
     "Verified",

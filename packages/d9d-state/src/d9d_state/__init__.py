@@ -1,7 +1,11 @@
 """State mappers for model checkpoints, and crash-safe training checkpoints, for PyTorch."""
 
 from d9d_state.checkpoint.info import CheckpointInfo
-from d9d_state.checkpoint.non_tensor_optimizer_state import group_values, non_tensor_optimizer_state, set_non_tensor_optimizer_state
+from d9d_state.checkpoint.non_tensor_optimizer_state import (
+    group_values,
+    non_tensor_optimizer_state,
+    set_non_tensor_optimizer_state,
+)
 from d9d_state.checkpoint.retention import Retention
 from d9d_state.checkpoint.store import CheckpointStore
 from d9d_state.checkpoint.tensors import (

@@ -13,7 +13,11 @@ from torch.distributed.tensor import DTensor
 from d9d_dist import MeshConfig, UserError, parallelize_hsdp
 from d9d_dist.testing import run_ranks
 from d9d_state import CheckpointStore, model_tensors, optimizer_tensors, prepare_optimizer_for_load
-from d9d_state.checkpoint.non_tensor_optimizer_state import group_values, non_tensor_optimizer_state, set_non_tensor_optimizer_state
+from d9d_state.checkpoint.non_tensor_optimizer_state import (
+    group_values,
+    non_tensor_optimizer_state,
+    set_non_tensor_optimizer_state,
+)
 
 Build = Callable[[Iterable[Tensor]], optim.Optimizer]
 

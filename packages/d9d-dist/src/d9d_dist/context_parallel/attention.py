@@ -41,7 +41,8 @@ class DeclaresStandardSdpa(Protocol):
     """An `Attention` that declares whether other kernels may replace it.
 
     Attributes:
-        is_standard_sdpa: True if it computes the same as `sdpa_attention` and the user does not insist on its implementation.
+        is_standard_sdpa: True if it computes the same as `sdpa_attention` and the user does not insist on its
+            implementation.
     """
 
     @property

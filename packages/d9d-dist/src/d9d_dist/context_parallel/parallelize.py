@@ -31,8 +31,8 @@ class RequiresFullSequence(Protocol):
     """A module that needs all positions of a row, and so does not support context parallelism.
 
     Attributes:
-        full_sequence_reason: Reason, as a predicate that follows the module's name in an error message; None if the module,
-            as configured, does support context parallelism.
+        full_sequence_reason: Reason, as a predicate that follows the module's name in an error message; None if the
+            module, as configured, does support context parallelism.
     """
 
     @property
@@ -73,8 +73,8 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
             if not is_standard_sdpa(attention):
                 raise UserError(
                     f"got the attention function {attention!r} with method = 'ring'; expected sdpa_attention or one "
-                    "whose is_standard_sdpa is true, which the ring computes by kernels of its own. Use 'all_gather' or "
-                    "'all_to_all' for other functions."
+                    "whose is_standard_sdpa is true, which the ring computes by kernels of its own. Use 'all_gather' "
+                    "or 'all_to_all' for other functions."
                 )
             return RingAttention(mesh)
         case _:
@@ -97,8 +97,8 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
 
     Raises:
         UserError: If no submodule is a `HasAttention`, or one is context parallel already or has a module as its
-            function; if a submodule is a `RequiresFullSequence` with a reason and the mesh has several ranks; or if the mesh
-            or method is one that `context_parallel_attention` rejects. Nothing is replaced then.
+            function; if a submodule is a `RequiresFullSequence` with a reason and the mesh has several ranks; or if the
+            mesh or method is one that `context_parallel_attention` rejects. Nothing is replaced then.
     """
     only_axis(mesh, example="cp")
     if mesh.size() > 1:

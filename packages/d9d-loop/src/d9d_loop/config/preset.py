@@ -8,11 +8,11 @@ from typing import Any
 from pydantic import Field
 
 from d9d_loop.config.component import Component
-from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.config.config_source import split_words
+from d9d_loop.config.inference_config import InferenceConfig
+from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.event_bus import Events
 from d9d_loop.inference.inference import Inference
-from d9d_loop.config.inference_config import InferenceConfig
 from d9d_loop.job.trainer import Trainer
 
 

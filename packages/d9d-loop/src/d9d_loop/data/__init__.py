@@ -4,7 +4,9 @@ from d9d_loop.data.best_fit import best_fit_decreasing
 from d9d_loop.data.bucketed_stream import BucketedStream
 from d9d_loop.data.data_error import DataError
 from d9d_loop.data.data_provider import DataProvider, DatasetProvider
-from d9d_loop.data.document_stream import Document, DocumentStream, TokenizedStream
+from d9d_loop.data.document import Document
+from d9d_loop.data.document_stream import DocumentStream, TokenizedStream
+from d9d_loop.data.evaluation_pass import EvenlySpacedStream
 from d9d_loop.data.indexed_stream import IndexedStream
 from d9d_loop.data.iterated_stream import IteratedStream, StatefulIterable
 from d9d_loop.data.mixture_stream import MixtureStream, Phase, SourceCount
@@ -30,6 +32,7 @@ __all__ = [
     "Document",
     "DocumentStream",
     "Entry",
+    "EvenlySpacedStream",
     "IndexedStream",
     "IteratedStream",
     "MixtureStream",

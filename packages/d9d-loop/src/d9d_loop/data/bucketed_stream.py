@@ -31,6 +31,7 @@ class BucketedStream(SampleStream):
             if value < 1:
                 raise UserError(f"{name} = {value}; expected at least 1.")
         self._stream, self._group_size, self._num_groups, self._seed = stream, group_size, num_groups, seed
+        self.is_endless = stream.is_endless
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor. If `state` points into a window, that window is taken from the stream and sorted again."""

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from d9d_dist import UserError
-from d9d_loop.data.batches import Collate, Samples
 from d9d_loop.data.indexed_stream import IndexedStream
 from d9d_loop.data.sample_stream import SampleStream
+from d9d_loop.data.samples import Collate, Samples
 
 
 class DataProvider(ABC):
@@ -33,8 +33,8 @@ class DataProvider(ABC):
             seed: Seed of the job.
         """
 
-    def evaluation(self) -> Samples | None:
-        """Return the held-out data for evaluation, or `None`."""
+    def evaluation(self) -> Samples | SampleStream | None:
+        """Return the held-out data for evaluation, a dataset or a finite stream, or `None`."""
         return None
 
     def collate(self, samples: list[Any]) -> Any:
@@ -60,7 +60,7 @@ class DatasetProvider(DataProvider):
         samples: Samples,
         *,
         shuffle: bool = True,
-        evaluation: Samples | None = None,
+        evaluation: Samples | SampleStream | None = None,
         collate: Collate = default_collate,
     ) -> None:
         self._samples, self._shuffle = samples, shuffle
@@ -79,7 +79,7 @@ class DatasetProvider(DataProvider):
             )
         return IndexedStream(self._samples, seed=seed, shuffle=self._shuffle)
 
-    def evaluation(self) -> Samples | None:
+    def evaluation(self) -> Samples | SampleStream | None:
         """Return the held-out data, or `None`."""
         return self._evaluation
 

@@ -2,50 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, final
+from typing import Any, final
 
 import torch
 from pydantic import JsonValue, TypeAdapter
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_loop.data.indexed_stream import OrderCursor
-from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
-from d9d_loop.data.window_cursor import WindowCursor
+from d9d_loop.data.document import Document, cut
+from d9d_loop.data.indexed_stream import OrderCursor, end_of_epochs
 from d9d_loop.data.sample_order import SampleOrder
-
-if TYPE_CHECKING:
-    from d9d_loop.data.token_file import TokenFile
+from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
+from d9d_loop.data.token_file import TokenFile
+from d9d_loop.data.window_cursor import WindowCursor
 
 _MOST_AHEAD = 64
 """Largest number of documents whose parts are computed in one batch."""
-
-
-class Document(TypedDict):
-    """A document, or a part of one.
-
-    Attributes:
-        tokens: int64 [n + 1]. The first n are inputs, the last n are labels.
-        source: Index of its source in a mixture; absent without a mixture.
-    """
-
-    tokens: Tensor
-    source: NotRequired[int]
-
-
-def cut(num_tokens: int, max_length: int) -> list[tuple[int, int]]:
-    """Split a document into parts so that each token but the first is the label of exactly one position.
-
-    Args:
-        num_tokens: Number of tokens of the document.
-        max_length: Largest number of positions of a part.
-
-    Returns:
-        The indices of the first and last token of each part, both inclusive. A part starts at the last token of the
-        previous part. A document of fewer than two tokens has no parts, since there is no label.
-    """
-    last = num_tokens - 1
-    return [(start, min(start + max_length, last)) for start in range(0, last, max_length)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +33,7 @@ _PLACE = TypeAdapter(_Place)
 
 @final
 class DocumentStream(SampleStream):
-    """Repeated epochs of the documents of a token file.
+    """Epochs of the documents of a token file.
 
     An entry is (document, first token, last token), both tokens inclusive; only these tokens are read.
 
@@ -70,12 +42,15 @@ class DocumentStream(SampleStream):
         max_length: Longer documents are split into parts of at most this many positions. For packing, the row length.
         seed: Seed of the order of each epoch.
         shuffle: If False, read each epoch in the order of the file.
+        epochs: Number of epochs; None repeats them without end.
 
     Raises:
-        UserError: If `max_length` is below 1, or no document has two tokens.
+        UserError: If `max_length` or `epochs` is below 1, or no document has two tokens.
     """
 
-    def __init__(self, file: "TokenFile", *, max_length: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, file: TokenFile, *, max_length: int, seed: int, shuffle: bool = True, epochs: int | None = None
+    ) -> None:
         _check_max_length(max_length)
         manifest = file.manifest
         if manifest.num_tokens == manifest.num_documents:  # no document is empty, so each has one token
@@ -85,6 +60,7 @@ class DocumentStream(SampleStream):
             )
         self._file, self._max_length = file, max_length
         self._order = SampleOrder(len(file), seed=seed, shuffle=shuffle)
+        self._end, self.is_endless = end_of_epochs(epochs, len(file)), epochs is None
         self._identity: dict[str, JsonValue] = {
             "tokens": manifest.files["tokens.bin"].sha256,
             "max_length": max_length,
@@ -94,7 +70,7 @@ class DocumentStream(SampleStream):
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor, in constant time for any position."""
-        return _DocumentCursor(self._file, self._order, state, max_length=self._max_length)
+        return _DocumentCursor(self._file, self._order, state, max_length=self._max_length, end=self._end)
 
     def read(self, entry: tuple[int, int, int]) -> Document:
         """Return the tokens of a part of a document."""
@@ -114,10 +90,12 @@ class DocumentStream(SampleStream):
 
 @final
 class _DocumentCursor(Cursor):
-    def __init__(self, file: "TokenFile", order: SampleOrder, state: JsonValue, *, max_length: int) -> None:
+    def __init__(
+        self, file: TokenFile, order: SampleOrder, state: JsonValue, *, max_length: int, end: int | None
+    ) -> None:
         place = _Place() if state is None else _PLACE.validate_python(state)
         self._file, self._max_length = file, max_length
-        self._order = OrderCursor(order, {"position": place.document})
+        self._order = OrderCursor(order, {"position": place.document}, end=end)
         self._ahead: list[tuple[int, tuple[int, int, int]]] = []  # (position of the document, entry) of each part
         if place.part:
             self._look_ahead(1)
@@ -125,8 +103,8 @@ class _DocumentCursor(Cursor):
 
     def take(self, num_entries: int) -> list[tuple[int, int, int]]:
         """Return the next parts of documents."""
-        while (missing := num_entries - len(self._ahead)) > 0:
-            self._look_ahead(min(missing, _MOST_AHEAD))
+        while (missing := num_entries - len(self._ahead)) > 0 and self._look_ahead(min(missing, _MOST_AHEAD)):
+            pass
         taken, self._ahead = self._ahead[:num_entries], self._ahead[num_entries:]
         return [part for _, part in taken]
 
@@ -137,13 +115,16 @@ class _DocumentCursor(Cursor):
         position, (_, first, _) = self._ahead[0]
         return asdict(_Place(position, first // self._max_length))
 
-    def _look_ahead(self, num_documents: int) -> None:
+    def _look_ahead(self, num_documents: int) -> bool:
+        """Take documents and append their parts. Return False at the end of the documents."""
         position = self._order.position
-        for document in self._order.take(num_documents):
+        documents = self._order.take(num_documents)
+        for document in documents:
             start, stop = self._file.bounds(document)
             parts = cut(stop - start, self._max_length)
             self._ahead += [(position, (document, first, last)) for first, last in parts]
             position += 1
+        return bool(documents)
 
 
 @final
@@ -178,6 +159,7 @@ class TokenizedStream(SampleStream):
         if window < 1:
             raise UserError(f"window = {window}; expected at least 1 sample to tokenise at a time.")
         self._stream, self._tokenize, self._max_length = stream, tokenize, max_length
+        self.is_endless = stream.is_endless
         self._name, self._window = name, window
 
     def cursor(self, state: JsonValue = None) -> Cursor:

@@ -8,9 +8,9 @@ from pydantic import JsonValue, TypeAdapter
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_loop.data.batches import Samples
-from d9d_loop.data.sample_stream import Cursor, SampleStream
 from d9d_loop.data.sample_order import SampleOrder
+from d9d_loop.data.sample_stream import Cursor, SampleStream
+from d9d_loop.data.samples import Samples
 
 _MOST_AHEAD = 4096
 """Largest number of positions whose indices are computed in one call. A cursor starts with fewer and doubles them."""
@@ -18,7 +18,7 @@ _MOST_AHEAD = 4096
 
 @final
 class IndexedStream(SampleStream):
-    """Repeated epochs of a map-style dataset, in the order of `SampleOrder`. An entry is a sample index.
+    """Epochs of a map-style dataset, in the order of `SampleOrder`. An entry is a sample index.
 
     Args:
         samples: Map-style dataset: a `torch.utils.data.Dataset`, a Hugging Face dataset or a list, for example.
@@ -26,21 +26,29 @@ class IndexedStream(SampleStream):
         shuffle: If False, read each epoch in the order of the dataset.
         length: Returns the length of the sample at an index. By default, the sample is read and `len` is applied, which
             requires a tensor or a sequence.
+        epochs: Number of epochs; None repeats them without end.
 
     Raises:
-        UserError: If the dataset is empty.
+        UserError: If the dataset is empty, or `epochs` is below 1.
     """
 
     def __init__(
-        self, samples: Samples, *, seed: int, shuffle: bool = True, length: Callable[[int], int] | None = None
+        self,
+        samples: Samples,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        length: Callable[[int], int] | None = None,
+        epochs: int | None = None,
     ) -> None:
         self._samples, self._length = samples, length
         self._order = SampleOrder(len(samples), seed=seed, shuffle=shuffle)
+        self._end, self.is_endless = end_of_epochs(epochs, len(samples)), epochs is None
         self._identity: dict[str, JsonValue] = {"samples": len(samples), "seed": seed, "shuffle": shuffle}
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor, in constant time for any position."""
-        return OrderCursor(self._order, state)
+        return OrderCursor(self._order, state, end=self._end)
 
     def read(self, entry: int) -> Any:
         """Read the sample at an index."""
@@ -55,6 +63,17 @@ class IndexedStream(SampleStream):
     def identity(self) -> JsonValue:
         """Return the dataset size, the seed, and the `shuffle` flag."""
         return {"indexed": self._identity}
+
+
+def end_of_epochs(epochs: int | None, num_samples: int) -> int | None:
+    """Return the position at which a stream of `epochs` epochs ends; None if it is endless.
+
+    Raises:
+        UserError: If `epochs` is below 1.
+    """
+    if epochs is not None and epochs < 1:
+        raise UserError(f"epochs = {epochs}; expected at least 1, or None for an endless stream.")
+    return None if epochs is None else epochs * num_samples
 
 
 def measured_length(sample: Any) -> int:
@@ -86,10 +105,11 @@ class OrderCursor(Cursor):
     Args:
         order: Order of the samples.
         state: Result of `state_dict`; `None` starts at the beginning.
+        end: Position at which the entries end; `None` for an endless cursor.
     """
 
-    def __init__(self, order: SampleOrder, state: JsonValue = None) -> None:
-        self._order = order
+    def __init__(self, order: SampleOrder, state: JsonValue = None, *, end: int | None = None) -> None:
+        self._order, self._end = order, end
         self._position = _Place().position if state is None else _PLACE.validate_python(state).position
         self._ahead: list[int] = []
         self._used = 0
@@ -101,6 +121,8 @@ class OrderCursor(Cursor):
 
     def take(self, num_entries: int) -> list[int]:
         """Return the next sample indices."""
+        if self._end is not None:
+            num_entries = min(num_entries, self._end - self._position)
         missing = num_entries - (len(self._ahead) - self._used)
         if missing > 0:
             start = self._position + len(self._ahead) - self._used

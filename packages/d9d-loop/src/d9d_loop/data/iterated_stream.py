@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any, Protocol, final
 
 from pydantic import JsonValue, TypeAdapter
 
 from d9d_dist import UserError
-from d9d_loop.data.indexed_stream import measured_length
+from d9d_loop.data.indexed_stream import end_of_epochs, measured_length
 from d9d_loop.data.sample_stream import Cursor, SampleStream
 
 
@@ -29,7 +30,7 @@ class StatefulIterable(Protocol):
 
 @final
 class IteratedStream(SampleStream):
-    """Repeated epochs of an iterable dataset. An entry is an element of the iterable, before `transform`.
+    """Epochs of an iterable dataset. An entry is an element of the iterable, before `transform`.
 
     Every rank iterates over all data, but applies `transform` only to its own samples, so expensive work belongs in
     `transform`. Shuffle with `ShuffledStream`: the shuffle buffer of an iterable is lost when a job resumes.
@@ -40,6 +41,10 @@ class IteratedStream(SampleStream):
         transform: Converts an element to a sample.
         length: Returns the length of an element before `transform`. By default `len`, which requires a tensor or a
             sequence.
+        epochs: Number of epochs; None repeats them without end.
+
+    Raises:
+        UserError: If `epochs` is below 1.
     """
 
     def __init__(
@@ -49,12 +54,14 @@ class IteratedStream(SampleStream):
         name: str,
         transform: Callable[[Any], Any] | None = None,
         length: Callable[[Any], int] = measured_length,
+        epochs: int | None = None,
     ) -> None:
+        self._num_epochs, self.is_endless = end_of_epochs(epochs, 1), epochs is None
         self._epoch, self._name, self._transform, self._length = epoch, name, transform, length
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor, whose position is the epoch and the state of the iterable."""
-        return _IteratedCursor(self._epoch, state, name=self._name)
+        return _IteratedCursor(self._epoch, state, name=self._name, num_epochs=self._num_epochs)
 
     def read(self, entry: Any) -> Any:
         """Return the element, transformed if there is a `transform`."""
@@ -80,9 +87,11 @@ _PLACE = TypeAdapter(_Place)
 
 @final
 class _IteratedCursor(Cursor):
-    def __init__(self, epoch: Callable[[int], StatefulIterable], state: JsonValue, *, name: str) -> None:
+    def __init__(
+        self, epoch: Callable[[int], StatefulIterable], state: JsonValue, *, name: str, num_epochs: int | None
+    ) -> None:
         place = _Place() if state is None else _PLACE.validate_python(state)
-        self._open, self._name = epoch, name
+        self._open, self._name, self._num_epochs = epoch, name, num_epochs
         self._epoch = place.epoch
         self._data = epoch(place.epoch)
         self._is_new = place.data is None
@@ -97,7 +106,7 @@ class _IteratedCursor(Cursor):
         Raises:
             UserError: If an epoch has no elements.
         """
-        return [self._next() for _ in range(num_entries)]
+        return list(islice(self._entries(), num_entries))
 
     def state_dict(self) -> JsonValue:
         """Return the epoch and the state of its iterable."""
@@ -105,16 +114,18 @@ class _IteratedCursor(Cursor):
             return asdict(_Place(self._epoch, self._loaded))
         return asdict(_Place(self._epoch, self._data.state_dict()))
 
-    def _next(self) -> Any:
-        for element in self._elements:
-            self._is_new, self._loaded = False, None
-            return element
-        if self._is_new:
-            raise UserError(
-                f"epoch {self._epoch} of the data {self._name!r} has no elements; expected at least one. Check where "
-                "they are read from."
-            )
-        self._epoch, self._is_new, self._loaded = self._epoch + 1, True, None
-        self._data = self._open(self._epoch)
-        self._elements = iter(self._data)
-        return self._next()
+    def _entries(self) -> Iterator[Any]:
+        while True:
+            for element in self._elements:
+                self._is_new, self._loaded = False, None
+                yield element
+            if self._num_epochs is not None and self._epoch + 1 >= self._num_epochs:
+                return
+            if self._is_new:
+                raise UserError(
+                    f"epoch {self._epoch} of the data {self._name!r} has no elements; expected at least one. Check "
+                    "where they are read from."
+                )
+            self._epoch, self._is_new, self._loaded = self._epoch + 1, True, None
+            self._data = self._open(self._epoch)
+            self._elements = iter(self._data)

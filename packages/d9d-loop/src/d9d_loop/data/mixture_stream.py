@@ -61,7 +61,7 @@ class MixtureStream(SampleStream):
         seed: Seed of the draws.
 
     Raises:
-        UserError: If the weights, phases or temperature are invalid.
+        UserError: If the weights, phases or temperature are invalid, or a source is finite.
     """
 
     def __init__(
@@ -77,6 +77,11 @@ class MixtureStream(SampleStream):
         _check_phases(phases, sources)
         if not 0 < temperature < inf:
             raise UserError(f"temperature = {temperature}; expected a number above 0.")
+        if ending := [name for name, stream in sources.items() if not stream.is_endless]:
+            raise UserError(
+                f"the sources {', '.join(ending)} of a mixture are finite; expected endless streams, since weights say "
+                "how often to draw from a source. Leave out their epochs."
+            )
         self._sources = dict(sources)
         self._streams = list(sources.values())
         self._phases = [

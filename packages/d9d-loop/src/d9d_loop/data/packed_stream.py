@@ -11,7 +11,7 @@ from torch import Tensor
 
 from d9d_dist import UserError
 from d9d_loop.data.best_fit import best_fit_decreasing
-from d9d_loop.data.document_stream import Document
+from d9d_loop.data.document import Document
 from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
 from d9d_loop.data.shuffled_stream import shuffled
 from d9d_loop.data.window_cursor import WindowCursor
@@ -54,6 +54,7 @@ class PackedStream(SampleStream):
                 raise UserError(f"{name} = {value}; expected at least 1.")
         self._documents, self._row_length, self._window = documents, row_length, window
         self._seed, self._pad_token = seed, pad_token
+        self.is_endless = documents.is_endless
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor. If `state` points into a window, that window is packed again."""

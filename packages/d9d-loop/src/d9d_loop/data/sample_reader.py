@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
-from d9d_loop.data.batches import Collate
 from d9d_loop.data.data_error import DataError
 from d9d_loop.data.sample_stream import Entry, SampleStream
+from d9d_loop.data.samples import Collate
 
 _LONGEST = 120
 

@@ -1,4 +1,4 @@
-"""Interface of training data: one global order of samples, from which each rank reads only its own share.
+"""Interface of all data: one order of samples over all ranks, from which each rank reads only its own share.
 
 Planning and reading are separate. Every rank plans the whole stream, which is cheap: a cursor returns small entries
 that identify the next samples. A rank reads only its own entries, in worker processes if there are any. The state of a
@@ -20,7 +20,7 @@ class Cursor(ABC):
 
     @abstractmethod
     def take(self, num_entries: int) -> list[Entry]:
-        """Return the next `num_entries` entries, always that many: streams are endless."""
+        """Return the next `num_entries` entries; fewer only at the end of a finite stream."""
 
     @abstractmethod
     def state_dict(self) -> JsonValue:
@@ -28,11 +28,16 @@ class Cursor(ABC):
 
 
 class SampleStream(ABC):
-    """Endless sequence of samples in a global order, which is a pure function of the constructor arguments.
+    """Sequence of samples in a global order, which is a pure function of the constructor arguments.
 
-    Every rank must create an equal stream. A stream that transforms another one, such as packing, takes it as a
-    constructor argument.
+    Training reads endless streams, evaluation finite ones. Every rank must create an equal stream. A stream that
+    transforms another one, such as packing, takes it as a constructor argument.
+
+    Attributes:
+        is_endless: False if the stream ends.
     """
+
+    is_endless: bool = True
 
     @abstractmethod
     def cursor(self, state: JsonValue = None) -> Cursor:

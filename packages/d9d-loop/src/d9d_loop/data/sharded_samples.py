@@ -3,7 +3,7 @@
 from typing import Any, Literal, final
 
 from d9d_dist import UserError
-from d9d_loop.data.batches import Samples
+from d9d_loop.data.samples import Samples
 
 Layout = Literal["round_robin", "chunked"]
 """Samples of a shard: `round_robin` takes every n-th sample, `chunked` takes consecutive samples."""

@@ -5,9 +5,9 @@ from typing import Any, final
 from pydantic import JsonValue
 
 from d9d_dist import UserError, stream_key
+from d9d_loop.data.sample_order import SampleOrder
 from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
 from d9d_loop.data.window_cursor import WindowCursor
-from d9d_loop.data.sample_order import SampleOrder
 
 
 def shuffled(entries: list[Entry], *, seed: int, purpose: str, window: int) -> list[Entry]:
@@ -42,6 +42,7 @@ class ShuffledStream(SampleStream):
         if window < 1:
             raise UserError(f"window = {window}; expected at least 1 entry to shuffle.")
         self._stream, self._window, self._seed = stream, window, seed
+        self.is_endless = stream.is_endless
 
     def cursor(self, state: JsonValue = None) -> Cursor:
         """Return a cursor. If `state` points into a window, that window is taken from the stream and shuffled again."""

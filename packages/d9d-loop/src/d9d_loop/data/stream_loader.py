@@ -13,12 +13,10 @@ from pydantic import JsonValue, TypeAdapter
 from torch.utils.data import default_collate
 
 from d9d_dist import UserError
-from d9d_loop.data.batches import Collate
-from d9d_loop.data.prefetcher import Prefetcher
+from d9d_loop.data.batch_reader import BatchReader
 from d9d_loop.data.sample_reader import ReadJob, SampleReader
 from d9d_loop.data.sample_stream import SampleStream
-from d9d_loop.data.worker_pool import WorkerPool
-from d9d_loop.data.data_random import check_draws_nothing, position_random
+from d9d_loop.data.samples import Collate
 
 
 @final
@@ -107,15 +105,20 @@ class StreamLoader:
         for name, value, least in (("num_workers", num_workers, 0), ("prefetch", prefetch, 1)):
             if value < least:
                 raise UserError(f"{name} = {value}; expected at least {least}.")
-        self._stream, self._share, self._seed = stream, share, seed
-        self._reader = SampleReader(stream, collate)
-        self._place, self._device = place, torch.device(device)
-        self._num_workers, self._prefetch, self._timeout = num_workers, prefetch, timeout
-        self._draws, self._is_first = draws, True
-        self._used = _Place()
-        self._steps: Iterator[tuple[list[Any], _Place]] | None = None
-        self._pool: WorkerPool | None = None
-        self._prefetcher: Prefetcher[tuple[list[Any], _Place]] | None = None
+        self._stream, self._share, self._used = stream, share, _Place()
+        self._places: deque[_Place] = deque()  # the ends of the steps that were planned, but not returned
+        self._batches: BatchReader | None = None
+        self._read: Callable[[Iterator[ReadJob]], BatchReader] = partial(
+            BatchReader,
+            SampleReader(stream, collate),
+            seed=seed,
+            place=place,
+            device=torch.device(device),
+            num_workers=num_workers,
+            prefetch=prefetch * share.num_microbatches,
+            timeout=timeout,
+            draws=draws,
+        )
 
     def state_dict(self) -> JsonValue:
         """Return the position of the next step; equal on every rank."""
@@ -135,22 +138,22 @@ class StreamLoader:
         Raises:
             DataError: If a sample cannot be read or collated, or a worker died or timed out.
         """
-        if self._steps is None:
-            self._steps = self._start()
+        if self._batches is None:
+            self._places.clear()
+            self._batches = self._read(self._jobs())
         try:
-            microbatches, self._used = next(self._steps)
+            microbatches = list(islice(self._batches, self._share.num_microbatches))
         except BaseException:
             self.close()  # prefetched batches belong to later steps than the failed one
             raise
+        self._used = self._places.popleft()
         return microbatches
 
     def close(self) -> None:
         """Stop the workers and the prefetch thread. The next `__next__` starts them again."""
-        if self._pool is not None:
-            self._pool.close()
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-        self._steps = self._pool = self._prefetcher = None
+        if self._batches is not None:
+            self._batches.close()
+        self._batches = None
 
     def __enter__(self) -> Self:
         return self
@@ -160,41 +163,18 @@ class StreamLoader:
     ) -> None:
         self.close()
 
-    def _start(self) -> Iterator[tuple[list[Any], _Place]]:
-        places: deque[_Place] = deque()
-        jobs = self._jobs(places)
-        if not self._num_workers:
-            return self._grouped(map(self._place, map(self._read_here, jobs)), places)
-        self._pool = WorkerPool(self._reader, num_workers=self._num_workers, seed=self._seed, timeout=self._timeout)
-        self._prefetcher = Prefetcher(
-            self._grouped(self._pool.batches(jobs), places),
-            prepare=lambda step: ([self._place(batch) for batch in step[0]], step[1]),
-            depth=self._prefetch,
-            device=self._device,
-        )
-        return self._prefetcher
-
-    def _jobs(self, places: deque[_Place]) -> Iterator[ReadJob]:
-        """Yield this rank's read jobs, step by step, and append the end of each step to `places`."""
+    def _jobs(self) -> Iterator[ReadJob]:
+        """Yield this rank's read jobs, step by step, and append the end of each step to `_places`."""
         size = self._share.microbatch_size
         position, cursor = self._used.position, self._stream.cursor(self._used.stream)
         while True:
             entries = cursor.take(self._share.global_size)
-            places.append(_Place(position + len(entries), cursor.state_dict()))
+            if len(entries) < self._share.global_size:
+                raise UserError(
+                    f"the training data end after {position + len(entries)} samples, in the middle of a step of "
+                    f"{self._share.global_size}; expected an endless stream. Leave out its epochs."
+                )
+            self._places.append(_Place(position + len(entries), cursor.state_dict()))
             for start in self._share.starts():
                 yield ReadJob(position + start, entries[start : start + size])
             position += len(entries)
-
-    def _grouped(self, batches: Iterator[Any], places: deque[_Place]) -> Iterator[tuple[list[Any], _Place]]:
-        while True:
-            microbatches = list(islice(batches, self._share.num_microbatches))
-            yield microbatches, places.popleft()
-
-    def _read_here(self, job: ReadJob) -> Any:
-        if self._draws:
-            with position_random(self._seed, position=job.position):
-                return self._reader(job)
-        if self._is_first:
-            check_draws_nothing(partial(self._reader, job))
-            self._is_first = False
-        return self._reader(job)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, PositiveI
 from torch import Tensor
 
 from d9d_dist import UserError
-from d9d_loop.data.document_stream import Document
+from d9d_loop.data.document import Document
 
 TokenDtype = Literal["uint16", "uint32"]
 """Storage dtype of tokens: uint16 for vocabularies of up to 65,536 tokens, else uint32."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from d9d_dist import UserError
 from d9d_loop.data.best_fit import best_fit_decreasing
-from d9d_loop.data.document_stream import cut
+from d9d_loop.data.document import cut
 from d9d_loop.data.packed_stream import pack_row
 from d9d_loop.data.token_file import TokenFile
 

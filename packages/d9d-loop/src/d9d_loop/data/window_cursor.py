@@ -57,7 +57,7 @@ class WindowCursor(Cursor):
         self._num_empty = 0
 
     def take(self, num_entries: int) -> list[Entry]:
-        """Return the next rearranged entries.
+        """Return the next rearranged entries. The last window of a finite stream may be smaller.
 
         Raises:
             UserError: If many consecutive windows have no entries after rearranging.
@@ -65,7 +65,9 @@ class WindowCursor(Cursor):
         taken: list[Entry] = []
         while len(taken) < num_entries:
             if self._arranged is None:
-                self._arranged = self._arrange_window()
+                if (arranged := self._arrange_window()) is None:
+                    break
+                self._arranged = arranged
             stop = self._offset + num_entries - len(taken)
             taken += self._arranged[self._offset : stop]
             self._offset = min(stop, len(self._arranged))
@@ -74,8 +76,11 @@ class WindowCursor(Cursor):
                 self._arranged = None
         return taken
 
-    def _arrange_window(self) -> list[Entry]:
-        arranged = self._arrange(self._cursor.take(self._size), self._window)
+    def _arrange_window(self) -> list[Entry] | None:
+        """Return the entries of the next window, rearranged; None at the end of the stream."""
+        if not (entries := self._cursor.take(self._size)):
+            return None
+        arranged = self._arrange(entries, self._window)
         self._num_empty = 0 if arranged else self._num_empty + 1
         if self._num_empty == _MOST_EMPTY:
             raise UserError(

@@ -17,23 +17,27 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from d9d_dist import ContextSplit, DistributedContext, StageInfo, UserError, broadcast_object, read_launch
+from d9d_loop.config.inference_config import InferenceConfig
 from d9d_loop.data.batch_placement import BatchPlacement
-from d9d_loop.data.batches import Collate, Samples, batch_loader
-from d9d_loop.model.built_model import build_model
+from d9d_loop.data.batch_reader import BatchReader
+from d9d_loop.data.evaluation_pass import EvenlySpacedStream
+from d9d_loop.data.sample_reader import ReadJob, SampleReader
+from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, ModelReady, PartWritten
-from d9d_loop.config.inference_config import InferenceConfig
+from d9d_loop.inference.results_folder import ResultsFolder
+from d9d_loop.job.forward_runner import ForwardRunner
 from d9d_loop.job.job_check import check_data, check_degrees, check_weights, check_writable
-from d9d_loop.model.model_build import build_pipeline
 from d9d_loop.job.model_plan import ModelPlan, build_program, check_stages
-from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.job.own_random import own_random
 from d9d_loop.job.pipeline import Pipeline
 from d9d_loop.job.progress import Progress
+from d9d_loop.model.built_model import build_model
+from d9d_loop.model.model_build import build_pipeline
+from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.resilience import HangWatchdog
-from d9d_loop.inference.results_folder import ResultsFolder
-from d9d_loop.task import InferenceTask, to_inputs
-from d9d_pipeline import Executor, OneForwardOneBackward
+from d9d_loop.task import InferenceTask
+from d9d_pipeline import OneForwardOneBackward
 from d9d_state import CheckpointStore, load_model_state
 
 _MOST_AHEAD = 4
@@ -198,14 +202,14 @@ class Inference:
         own = [missing[start : start + dp_size] for start in range(0, len(missing), dp_size)]
         parts = [dict(enumerate(at_once)).get(ctx.coordinate("batch", "dp")) for at_once in own]
         indices = [batch for part in parts for batch in self._batches_of(part, batches_of_a_part)]
-        loader = batch_loader(
-            self._data,
-            indices,
-            collate=self._collate,
+        batches = BatchReader(
+            SampleReader(EvenlySpacedStream(self._data), self._collate),
+            (ReadJob(batch[0], batch) for batch in indices),
+            seed=config.seed,
+            place=BatchPlacement(self._task, ctx),
+            device=ctx.device,
             num_workers=config.data.num_workers,
-            pin_memory=ctx.device.type != "cpu",
         )
-        placed = map(BatchPlacement(self._task, ctx), loader)
         num_parts = self._results.num_parts
         progress = Progress(
             num_steps=num_parts,
@@ -213,19 +217,20 @@ class Inference:
             visible=ctx.is_main_process,
             bar=config.logging.progress,
         )
-        for number, part in enumerate(parts):
-            with torch.no_grad(), own_random(config.seed, "part", -1 if part is None else part, device=True):
-                start = number * batches_of_a_part
-                sizes = [len(batch) for batch in indices[start : start + batches_of_a_part]]
-                results = forward(placed, sizes, each=partial(pace.batch, number + 1))
-            if part is not None and results is not None:
-                # The remaining results are those of padding batches.
-                self._results.write(part, results[: len(self._results.samples_of(part))])
-            for _ in own[number]:
-                progress.step()
-            num_done = num_parts - len(missing) + min((number + 1) * dp_size, len(missing))
-            self.events.emit(PartWritten(num_done, part))
-        pace.end()
+        with batches:
+            for number, part in enumerate(parts):
+                with torch.no_grad(), own_random(config.seed, "part", -1 if part is None else part, device=True):
+                    start = number * batches_of_a_part
+                    sizes = [len(batch) for batch in indices[start : start + batches_of_a_part]]
+                    results = forward(batches, sizes, each=partial(pace.batch, number + 1))
+                if part is not None and results is not None:
+                    # The remaining results are those of padding batches.
+                    self._results.write(part, results[: len(self._results.samples_of(part))])
+                for _ in own[number]:
+                    progress.step()
+                num_done = num_parts - len(missing) + min((number + 1) * dp_size, len(missing))
+                self.events.emit(PartWritten(num_done, part))
+            pace.end()
         progress.close()
 
     def _batches_of(self, part: int | None, num_batches: int) -> list[list[int]]:
@@ -306,15 +311,10 @@ class _Pace:
 
 @final
 class _PartForward:
-    """Runs the batches of a part through the model.
-
-    An executor step takes two microbatches per pipeline rank, or one microbatch without pipeline parallelism.
-    """
+    """Runs the batches of a part through the model."""
 
     def __init__(self, pipeline: Pipeline, task: InferenceTask, ctx: DistributedContext) -> None:
-        self._pipeline, self._task = pipeline, task
-        self._executors: dict[int, Executor] = {}
-        self._at_a_time = 2 * ctx.size("batch", "pp") if ctx.size("batch", "pp") > 1 else 1
+        self._task, self._forward = task, ForwardRunner(pipeline, task, ctx)
         self._split = ContextSplit(ctx.mesh_for("batch")["cp"]) if ctx.size("batch", "cp") > 1 else None
         is_last = ctx.coordinate("batch", "pp") == ctx.size("batch", "pp") - 1
         self._writes = is_last and ctx.coordinate("batch", "cp") == ctx.coordinate("batch", "tp") == 0
@@ -338,9 +338,10 @@ class _PartForward:
             UserError: If the number of results of the task differs from the number of samples of the batch.
         """
         results: list[JsonValue] = []
-        for start in range(0, len(sizes), self._at_a_time):
+        at_a_time = self._forward.batches_per_step
+        for start in range(0, len(sizes), at_a_time):
             with each():
-                some = list(islice(batches, min(self._at_a_time, len(sizes) - start)))
+                some = list(islice(batches, min(at_a_time, len(sizes) - start)))
 
                 def take(outputs: Any, number: int, start: int = start, some: Sequence[Any] = some) -> None:
                     whole = outputs if self._split is None else self._task.join_sequence(outputs, self._split)
@@ -352,7 +353,5 @@ class _PartForward:
                         )
                     results.extend(found)
 
-                if len(some) not in self._executors:
-                    self._executors[len(some)] = self._pipeline.evaluation(len(some))
-                self._executors[len(some)].step([to_inputs(self._task.inputs(batch)) for batch in some], take)
+                self._forward(some, take)
         return results if self._writes else None

@@ -1,6 +1,6 @@
 """Evaluation of the loss and the task's metrics on held-out data, without side effects on training."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -10,24 +10,28 @@ from torch import nn
 
 from d9d_dist import DistributedContext
 from d9d_loop.data.batch_placement import BatchPlacement
-from d9d_loop.data.batches import Collate, EvaluationBatches, Samples, batch_loader
-from d9d_loop.data.data_random import position_random
+from d9d_loop.data.batch_reader import BatchReader
+from d9d_loop.data.evaluation_pass import EvenlySpacedStream, plan_pass
+from d9d_loop.data.sample_reader import SampleReader
+from d9d_loop.data.sample_stream import SampleStream
+from d9d_loop.data.samples import Collate, Samples
+from d9d_loop.job.forward_runner import ForwardRunner
 from d9d_loop.job.pipeline import Pipeline
-from d9d_loop.task import Task, to_inputs
+from d9d_loop.task import Task
 from d9d_metrics import WeightedMean, compute_metrics
-from d9d_pipeline import Executor
 from d9d_state import rng_state, set_rng_state
 
 
 class Evaluator:
-    """Evaluates a model on evenly spaced samples of a dataset. The result does not depend on the number of ranks.
+    """Evaluates a model on held-out samples. The result does not depend on the number of ranks.
 
     Args:
         model: The model that is trained, or the pipeline of its stages.
-        samples: Evaluation dataset.
+        samples: Evaluation dataset, or a stream of samples.
         task: Provides model inputs, losses and metrics.
         collate: Builds a batch from a list of samples.
-        num_samples: Number of samples to use; all if `None`.
+        num_samples: Number of samples to use: evenly spaced ones of a dataset, or the first ones of a stream. `None`
+            uses all of a dataset or of a finite stream.
         batch_size: Number of samples of a forward pass on one rank.
         ctx: Distributed context of the job.
         seed: Seed of the random numbers that the dataset and `collate` draw.
@@ -36,7 +40,7 @@ class Evaluator:
     def __init__(
         self,
         model: nn.Module | Pipeline,
-        samples: Samples,
+        samples: Samples | SampleStream,
         *,
         task: Task,
         collate: Collate,
@@ -45,21 +49,20 @@ class Evaluator:
         ctx: DistributedContext,
         seed: int = 0,
     ) -> None:
-        self._seed = seed
+        self._seed, self._task, self._ctx = seed, task, ctx
         self._pipeline = model if isinstance(model, Pipeline) else Pipeline({0: model}, ctx=ctx)
-        self._samples, self._task, self._collate = samples, task, collate
-        self._batches = EvaluationBatches(
-            data_size=len(samples),
-            num_samples=len(samples) if num_samples is None else min(num_samples, len(samples)),
+        if not isinstance(samples, SampleStream):
+            samples, num_samples = EvenlySpacedStream(samples, num_samples), None
+        self._reader = SampleReader(samples, collate)
+        self._jobs, self._num_real = plan_pass(
+            samples,
             batch_size=batch_size,
             dp_rank=ctx.coordinate("batch", "dp"),
             dp_size=ctx.size("batch", "dp"),
+            num_samples=num_samples,
         )
-        # Microbatches of one executor step; twice the number of pipeline ranks keeps the bubble small.
-        self._batches_at_a_time = 2 * ctx.size("batch", "pp") if ctx.size("batch", "pp") > 1 else 1
-        self._executors: dict[int, Executor] = {}
+        self._forward = ForwardRunner(self._pipeline, task, ctx)
         self._place = BatchPlacement(task, ctx)
-        self._ctx = ctx
 
     def __call__(self) -> dict[str, float]:
         """Run one evaluation. Collective over all ranks.
@@ -72,37 +75,21 @@ class Evaluator:
         metrics = {name: metric.to(self._ctx.device) for name, metric in self._task.metrics().items()}
         mean_loss = WeightedMean().to(self._ctx.device)
 
-        def take_loss(outputs: Any, number: int, batch: Any) -> None:
-            if number >= self._batches.num_real:
-                return
-            loss = self._task.loss(outputs, batch)
-            mean_loss.update(loss.total, loss.weight)
-            self._task.update_metrics(metrics, outputs=outputs, batch=batch, loss=loss)
-
-        with _without_trace(self._pipeline.model):
-            numbered = enumerate(self._loader())
-            while batches := list(islice(numbered, self._batches_at_a_time)):
-                inputs = [to_inputs(self._task.inputs(batch)) for _, batch in batches]
-                self._executor(len(batches)).step(
-                    inputs, lambda outputs, index, batches=batches: take_loss(outputs, *batches[index])
-                )
-        return compute_metrics({"loss": mean_loss, **metrics}, self._ctx.group_for("batch", "pp", "dp", "cp"))
-
-    def _executor(self, num_microbatches: int) -> Executor:
-        if num_microbatches not in self._executors:
-            self._executors[num_microbatches] = self._pipeline.evaluation(num_microbatches)
-        return self._executors[num_microbatches]
-
-    def _loader(self) -> Iterator[Any]:
-        pin_memory = self._ctx.device.type != "cpu"
-        loader = iter(
-            batch_loader(self._samples, self._batches, collate=self._collate, num_workers=0, pin_memory=pin_memory)
+        batches = BatchReader(
+            self._reader, iter(self._jobs), seed=self._seed, place=self._place, device=self._ctx.device
         )
-        for indices in self._batches:
-            # Ranks that read the same samples must draw the same random numbers.
-            with position_random(self._seed, position=indices[0]):
-                batch = next(loader)
-            yield self._place(batch)
+        with _without_trace(self._pipeline.model), batches:
+            for start in range(0, len(self._jobs), self._forward.batches_per_step):
+                some = list(islice(batches, self._forward.batches_per_step))
+
+                def take_loss(outputs: Any, number: int, start: int = start, some: Sequence[Any] = some) -> None:
+                    if start + number < self._num_real:
+                        loss = self._task.loss(outputs, some[number])
+                        mean_loss.update(loss.total, loss.weight)
+                        self._task.update_metrics(metrics, outputs=outputs, batch=some[number], loss=loss)
+
+                self._forward(some, take_loss)
+        return compute_metrics({"loss": mean_loss, **metrics}, self._ctx.group_for("batch", "pp", "dp", "cp"))
 
 
 @contextmanager

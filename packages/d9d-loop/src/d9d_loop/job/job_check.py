@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from d9d_dist import MeshConfig, UserError
-from d9d_loop.data.batches import Samples
+from d9d_loop.data.samples import Samples
 from d9d_loop.model.built_model import BuiltModel
 from d9d_loop.task import BatchTask
 from d9d_state import StateMapper, check_model_state

@@ -173,7 +173,9 @@ class JobState:
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
         rank_states = [_RANK_STATE.validate_python(rank_state) for rank_state in info.rank_states]
-        set_non_tensor_optimizer_state(self._model, self._optimizer, [rank_state.optimizer for rank_state in rank_states])
+        set_non_tensor_optimizer_state(
+            self._model, self._optimizer, [rank_state.optimizer for rank_state in rank_states]
+        )
         for metric in self._metrics.values():
             metric.reset()
         for rank_state in rank_states[self._ctx.rank :: self._ctx.world_size]:
@@ -249,7 +251,9 @@ class JobState:
                 "random": rng_state(),
                 "metrics": _gathered(self._metrics),
                 # `lr` is not saved: the learning-rate schedule sets it in every step.
-                "optimizer": non_tensor_optimizer_state(self._model, self._optimizer, since=self._built_groups, without=("lr",)),
+                "optimizer": non_tensor_optimizer_state(
+                    self._model, self._optimizer, since=self._built_groups, without=("lr",)
+                ),
             },
             metric=metric,
             ctx=self._ctx,

@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 
 from d9d_dist import StageInfo, UserError, read_launch
-from d9d_loop.data.batches import Samples
-from d9d_loop.model.built_model import build_model
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, SampleStream
-from d9d_loop.job.job_check import check_data, check_degrees, check_weights, check_writable
+from d9d_loop.data.evaluation_pass import check_evaluation_data
+from d9d_loop.data.samples import Samples
+from d9d_loop.job.job_check import check_degrees, check_weights, check_writable
 from d9d_loop.job.job_state import frozen_digest_of
 from d9d_loop.job.model_plan import ModelPlan, build_program, check_stages
+from d9d_loop.model.built_model import build_model
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.task import Task
 from d9d_metrics import check_trackers, compute_metrics
@@ -47,7 +48,7 @@ class JobPlan(ModelPlan):
     microbatch_size: int
     num_microbatches: int
     stream: SampleStream
-    evaluation_data: Samples | None
+    evaluation_data: Samples | SampleStream | None
 
 
 def check_job(
@@ -85,8 +86,10 @@ def check_job(
     schedule = schedule or config.pipeline.schedule.build()
     program = build_program(schedule, num_ranks=mesh.pipeline_parallel, num_microbatches=num_microbatches)
     stream, evaluation_data = data.training(seed=config.seed), data.evaluation()
+    if not stream.is_endless:
+        raise UserError("the training data are a finite stream; expected an endless one. Leave out its epochs.")
     if evaluation_data is not None:
-        check_data(evaluation_data, "evaluation data")
+        check_evaluation_data(evaluation_data, num_samples=config.evaluation.num_samples)
     _check_retention(config, task, evaluates=evaluation_data is not None)
     check_trackers(config.trackers)
     check_writable(config.run.dir)

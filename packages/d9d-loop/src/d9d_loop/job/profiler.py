@@ -10,9 +10,9 @@ from pydantic import Field, PositiveInt
 from torch.profiler import ProfilerActivity, profile
 
 from d9d_dist import DistributedContext, all_gather_objects
+from d9d_loop.config.section import Section
 from d9d_loop.event_bus import on_event
 from d9d_loop.events import DataReady, StepDone
-from d9d_loop.config.section import Section
 from d9d_loop.job.time_breakdown import TimeBreakdown, break_down, spans_of
 
 _TOP_OPERATORS = 15

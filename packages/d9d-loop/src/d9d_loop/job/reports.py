@@ -15,11 +15,11 @@ from pydantic import JsonValue
 from d9d_dist import DistributedContext
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.job.job_state import Record
-from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.job.progress import Progress
 from d9d_loop.job.schedule_pictures import draw_measured, draw_program
-from d9d_loop.lr import draw_lr_schedule
 from d9d_loop.job.train_step import StepOutcome
+from d9d_loop.lr import draw_lr_schedule
+from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_metrics import Metric, MetricCollector, MultiTracker, Tracker, build_trackers, redact_secrets
 from d9d_pipeline import Program
 

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from d9d_dist import DistributedContext, clip_grad_norm_
 from d9d_loop.event_bus import Events
 from d9d_loop.events import BackwardDone, GradientsReady, OptimizerDone, StepStarted
-from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.resilience import StepGuard, Watch
 from d9d_loop.task import Task, to_inputs
 from d9d_metrics import Metric

@@ -9,19 +9,19 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from d9d_dist import DistributedContext, StageInfo, UserError
-from d9d_loop.data.batches import Collate, Samples
 from d9d_loop.config.trainer_config import TrainerConfig
-from d9d_loop.data import DataProvider, DatasetProvider
+from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
+from d9d_loop.data.samples import Collate, Samples
 from d9d_loop.event_bus import Events
 from d9d_loop.events import ConfigReady, Failed
+from d9d_loop.job.preflight import JobPlan, check_job, check_metric_names, checkpoint_folder
+from d9d_loop.job.train_result import TrainResult
+from d9d_loop.job.training_job import JobParts, TrainingJob
 from d9d_loop.lr.lr_schedule import LrSchedule
 from d9d_loop.model.model_provider import FunctionProvider, ModelProvider
 from d9d_loop.optimizers.optimizer import OptimizerProvider
-from d9d_loop.job.preflight import JobPlan, check_job, check_metric_names, checkpoint_folder
 from d9d_loop.resilience import Stopped, check_health
 from d9d_loop.task import Task
-from d9d_loop.job.train_result import TrainResult
-from d9d_loop.job.training_job import JobParts, TrainingJob
 from d9d_pipeline import Schedule
 from d9d_state import CheckpointStore
 
@@ -37,7 +37,8 @@ class Trainer:
         model: A model provider, or a function that builds a pipeline stage of the model.
         data: A data provider, or a dataset of training samples.
         task: Prepares inputs and computes the loss.
-        evaluation_data: Held-out samples, if `data` is a dataset. `None` disables evaluation.
+        evaluation_data: Held-out samples, or a finite stream of them, if `data` is a dataset. `None` disables
+            evaluation.
         collate: Function that makes a batch of a list of samples, if `data` is a dataset.
         optimizer: Function that builds the optimizer; by default the optimizer of the configuration.
         lr_schedule: Function from the step, counted from 0, to the factor of the peak learning rate; by default the
@@ -55,7 +56,7 @@ class Trainer:
         model: ModelProvider | Callable[[StageInfo], nn.Module],
         data: DataProvider | Samples,
         task: Task,
-        evaluation_data: Samples | None = None,
+        evaluation_data: Samples | SampleStream | None = None,
         collate: Collate | None = None,
         optimizer: OptimizerProvider | None = None,
         lr_schedule: LrSchedule | None = None,
@@ -148,7 +149,10 @@ def _accept(_model: nn.Module) -> None:
 
 
 def _data_provider(
-    config: TrainerConfig, data: DataProvider | Samples, evaluation_data: Samples | None, collate: Collate | None
+    config: TrainerConfig,
+    data: DataProvider | Samples,
+    evaluation_data: Samples | SampleStream | None,
+    collate: Collate | None,
 ) -> DataProvider:
     if not isinstance(data, DataProvider):
         shuffle = config.data.shuffle

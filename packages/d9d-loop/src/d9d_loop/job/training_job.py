@@ -11,10 +11,9 @@ from typing import Any, final
 from torch import nn
 
 from d9d_dist import DistributedContext, seed_everything
-from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, Share, StreamLoader
-from d9d_loop.job.evaluation import Evaluator
+from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.event_bus import Events
 from d9d_loop.events import (
     BadStepFound,
@@ -29,17 +28,21 @@ from d9d_loop.events import (
     OptimizerReady,
     StepDone,
 )
+from d9d_loop.job.evaluation import Evaluator
 from d9d_loop.job.garbage import GarbageCollection
 from d9d_loop.job.job_state import JobState
-from d9d_loop.lr.lr_schedule import LrSchedule
-from d9d_loop.model.model_build import build_pipeline
-from d9d_loop.model.model_provider import ModelProvider
-from d9d_loop.optimizers.optimizer import OptimizerProvider
-from d9d_loop.optimizers import evaluation_weights
 from d9d_loop.job.own_random import own_random
 from d9d_loop.job.preflight import JobPlan
 from d9d_loop.job.profiler import Profiler
 from d9d_loop.job.reports import Reports
+from d9d_loop.job.sleep import Sleep
+from d9d_loop.job.train_result import TrainResult
+from d9d_loop.job.train_step import StepOutcome, TrainStep
+from d9d_loop.lr.lr_schedule import LrSchedule
+from d9d_loop.model.model_build import build_pipeline
+from d9d_loop.model.model_provider import ModelProvider
+from d9d_loop.optimizers import evaluation_weights
+from d9d_loop.optimizers.optimizer import OptimizerProvider
 from d9d_loop.resilience import (
     BadStep,
     HangWatchdog,
@@ -50,10 +53,7 @@ from d9d_loop.resilience import (
     check_replicas,
     find_non_finite,
 )
-from d9d_loop.job.sleep import Sleep
 from d9d_loop.task import Task
-from d9d_loop.job.train_result import TrainResult
-from d9d_loop.job.train_step import StepOutcome, TrainStep
 from d9d_metrics import redact_secrets
 from d9d_state import CheckpointStore, load_model_state, save_model_state
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, TypeAlias, final
 from pydantic import BeforeValidator, Field, NonNegativeFloat
 
 from d9d_dist import UserError
+from d9d_loop.config.section import Section
 from d9d_loop.lr.phase import ConstantPhase, CosinePhase, LinearPhase, Phase, SqrtPhase
 from d9d_loop.lr.piecewise import piecewise
-from d9d_loop.config.section import Section
 
 LrSchedule = Callable[[int], float]
 """Function from the step, counted from 0, to the factor of the peak learning rate."""

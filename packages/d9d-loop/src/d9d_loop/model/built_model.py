@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_dist import DistributedContext, StageInfo, UserError, built_values, canonical_name, digest_values, move_to_meta
+from d9d_loop.job.own_random import own_random
 from d9d_loop.model._skipped_draws import SkippedDraws
 from d9d_loop.model.model_provider import ModelProvider
-from d9d_loop.job.own_random import own_random
 
 
 @dataclass(frozen=True, slots=True)

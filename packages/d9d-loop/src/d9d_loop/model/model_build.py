@@ -15,11 +15,16 @@ from d9d_dist import (
     synchronize_batch_norm,
     synchronize_embeddings,
 )
-from d9d_loop.model.built_model import BuiltModel, build_model, build_with_values, report_different_values
-from d9d_loop.model.model_check import check_experts_are_shared_out, check_parallelized, check_unchanged, describe_tensors
 from d9d_loop.job.model_plan import ModelPlan
-from d9d_loop.model.model_provider import ModelProvider
 from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.model.built_model import BuiltModel, build_model, build_with_values, report_different_values
+from d9d_loop.model.model_check import (
+    check_experts_are_shared_out,
+    check_parallelized,
+    check_unchanged,
+    describe_tensors,
+)
+from d9d_loop.model.model_provider import ModelProvider
 
 
 def build_pipeline(provider: ModelProvider, plan: ModelPlan, ctx: DistributedContext, *, seed: int) -> Pipeline:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from d9d_dist import UserError, canonical_name
+from d9d_loop.config.section import Section
 from d9d_loop.optimizers import (
     JoinedOptimizer,
     Lion,
@@ -24,7 +25,6 @@ from d9d_loop.optimizers import (
 )
 from d9d_loop.optimizers.assignment import Dims, Named, Selector, assign, is_matrix
 from d9d_loop.optimizers.muon import Scale
-from d9d_loop.config.section import Section
 
 OptimizerProvider = Callable[[nn.Module], Optimizer]
 """Function that builds an optimizer of the trainable parameters of a materialized, parallelized model."""

@@ -42,8 +42,8 @@ def check_documents(document_ids_BL: Tensor | None, positions: Sequence[int]) ->
         return
     if document_ids_BL.shape != tuple(positions) or document_ids_BL.is_floating_point():
         raise UserError(
-            f"got document_ids_BL of shape {tuple(document_ids_BL.shape)} and dtype {document_ids_BL.dtype}; expected integers "
-            f"of shape {tuple(positions)}, the document id of each position."
+            f"got document_ids_BL of shape {tuple(document_ids_BL.shape)} and dtype {document_ids_BL.dtype}; expected "
+            f"integers of shape {tuple(positions)}, the document id of each position."
         )
 
 

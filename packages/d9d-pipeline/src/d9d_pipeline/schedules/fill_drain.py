@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import final
 
 from d9d_pipeline.actions import Backward, Forward
-from d9d_pipeline.schedule import StagePlacement, Schedule, ranks_of_stages
+from d9d_pipeline.schedule import Schedule, StagePlacement, ranks_of_stages
 
 
 @final

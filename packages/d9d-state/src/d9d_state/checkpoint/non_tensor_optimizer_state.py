@@ -18,7 +18,8 @@ GroupValues: TypeAlias = list[dict[str, JsonValue]]
 def group_values(optimizer: Optimizer) -> GroupValues:
     """Return the values of each parameter group, without its parameters, as JSON. Scalar tensors become numbers.
 
-    Call it on the new optimizer and pass the result to `non_tensor_optimizer_state`, which then saves only changed values.
+    Call it on the new optimizer and pass the result to `non_tensor_optimizer_state`, which then saves only changed
+    values.
 
     Raises:
         ValueError: If a value is not a number, a string, `None`, or a sequence of these.
@@ -79,7 +80,8 @@ def set_non_tensor_optimizer_state(model: nn.Module, optimizer: Optimizer, saved
     Args:
         model: Model whose parameters the optimizer updates.
         optimizer: Optimizer of the class that was saved.
-        saved: Results of `non_tensor_optimizer_state` from all ranks that saved; pipeline stages have different parameters.
+        saved: Results of `non_tensor_optimizer_state` from all ranks that saved; pipeline stages have different
+            parameters.
 
     Raises:
         UserError: If `saved` does not consist of results of `non_tensor_optimizer_state`.

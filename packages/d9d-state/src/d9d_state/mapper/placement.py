@@ -72,11 +72,11 @@ class _Gather:
         return _Distribute(self.mesh, self.placements)
 
     def describe(self) -> str:
-        return f"gather({_described(self.placements)})"
+        return f"gather_full({_described(self.placements)})"
 
 
 def distribute(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> StateMapper:
-    """Convert a full plain tensor, equal on every rank, to a `DTensor`. The inverse is `gather_full`. Issues no collective.
+    """Convert a full plain tensor, equal on every rank, to a `DTensor`. The inverse is `gather_full`. No collectives.
 
     Args:
         name: Name of the tensor; it does not change.

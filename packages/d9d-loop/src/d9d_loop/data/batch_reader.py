@@ -1,0 +1,93 @@
+"""Reads planned batches in order, in this process or in worker processes, and places them on the device."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+
+from d9d_loop.data.data_random import check_draws_nothing, position_random
+from d9d_loop.data.prefetcher import Prefetcher, pinned
+from d9d_loop.data.sample_reader import ReadJob, SampleReader
+from d9d_loop.data.worker_pool import WorkerPool
+
+
+@final
+class BatchReader:
+    """Iterator over the batches of read jobs, in their order. Training, evaluation and inference read through it.
+
+    The random numbers that samples and `collate` draw are a function of the seed and the position of the batch's first
+    sample. They do not depend on `num_workers`, and the generators of the model are unaffected.
+
+    Args:
+        reader: Reads the samples of a job and collates them.
+        jobs: Batches to read; with workers, a background thread takes them ahead of use.
+        seed: Seed of the job.
+        place: Copies a batch to `device`. With workers, it runs in a thread and must not draw random numbers.
+        device: Device that `place` copies to.
+        num_workers: Number of worker processes. With 0, this process reads a batch when it is asked for.
+        prefetch: Number of batches to prefetch in a thread; only used with workers.
+        timeout: Time limit of a worker for a batch, in seconds; `None` for no limit.
+        draws: If False, samples and `collate` draw no random numbers, which is checked on the first batch.
+    """
+
+    def __init__(
+        self,
+        reader: SampleReader,
+        jobs: Iterator[ReadJob],
+        *,
+        seed: int,
+        place: Callable[[Any], Any],
+        device: torch.device,
+        num_workers: int = 0,
+        prefetch: int = 2,
+        timeout: float | None = None,
+        draws: bool = True,
+    ) -> None:
+        self._read, self._seed, self._draws, self._is_first = reader, seed, draws, True
+        self._pool: WorkerPool | None = None
+        self._prefetcher: Prefetcher[Any] | None = None
+        if num_workers:
+            self._pool = WorkerPool(reader, num_workers=num_workers, seed=seed, timeout=timeout)
+            self._prefetcher = Prefetcher(self._pool.batches(jobs), prepare=place, depth=prefetch, device=device)
+            self._batches: Iterator[Any] = self._prefetcher
+        else:
+            pin = pinned if device.type != "cpu" else lambda batch: batch
+            self._batches = (place(pin(self._read_here(job))) for job in jobs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch.
+
+        Raises:
+            StopIteration: After the last job.
+            DataError: If a sample cannot be read or collated, or a worker died or timed out.
+        """
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Stop the workers and the prefetch thread, and drop prefetched batches."""
+        if self._pool is not None:
+            self._pool.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_here(self, job: ReadJob) -> Any:
+        if self._draws:
+            with position_random(self._seed, position=job.position):
+                return self._read(job)
+        if self._is_first:
+            check_draws_nothing(partial(self._read, job))
+            self._is_first = False
+        return self._read(job)

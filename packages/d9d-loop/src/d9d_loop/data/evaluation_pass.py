@@ -1,0 +1,120 @@
+"""One pass over a finite stream, such as held-out data: the batches of each data-parallel rank."""
+
+from typing import Any, final
+
+from pydantic import JsonValue
+
+from d9d_dist import UserError
+from d9d_loop.data.sample_reader import ReadJob
+from d9d_loop.data.sample_stream import Cursor, SampleStream
+from d9d_loop.data.samples import Samples
+
+_EMPTY = "the evaluation data are empty; expected at least one sample. Check where they are read from."
+
+
+def check_evaluation_data(data: Samples | SampleStream, *, num_samples: int | None) -> None:
+    """Check that one pass over the data ends and has samples. Reads no sample.
+
+    Args:
+        data: Dataset, or stream of samples.
+        num_samples: Number of samples of the pass; None for all.
+
+    Raises:
+        UserError: If a dataset is empty, or a stream is endless and `num_samples` is None.
+    """
+    if not isinstance(data, SampleStream):
+        if len(data) == 0:
+            raise UserError(_EMPTY)
+    elif data.is_endless and num_samples is None:
+        raise UserError(
+            "the evaluation data are an endless stream; expected a finite one, or a number of samples. Pass epochs=1 "
+            "to the stream that reads them, or set evaluation.num_samples."
+        )
+
+
+@final
+class EvenlySpacedStream(SampleStream):
+    """Finite stream of evenly spaced samples of a map-style dataset. An entry is a sample index.
+
+    Args:
+        samples: The dataset.
+        num_samples: Number of samples in the stream, at most those of the dataset; None for all of them.
+    """
+
+    is_endless = False
+
+    def __init__(self, samples: Samples, num_samples: int | None = None) -> None:
+        self._samples = samples
+        self._num_samples = len(samples) if num_samples is None else min(num_samples, len(samples))
+
+    def cursor(self, state: JsonValue = None) -> Cursor:
+        """Return a cursor, in constant time for any position."""
+        return _SpacedCursor(len(self._samples), self._num_samples, state)
+
+    def read(self, entry: int) -> Any:
+        """Read the sample at an index."""
+        return self._samples[entry]
+
+    def length(self, entry: int) -> int:
+        """Return `len` of the sample at an index."""
+        return len(self._samples[entry])
+
+    def identity(self) -> JsonValue:
+        """Return the sizes of the dataset and of the stream."""
+        return {"evenly_spaced": [self._num_samples, len(self._samples)]}
+
+
+@final
+class _SpacedCursor(Cursor):
+    def __init__(self, data_size: int, num_samples: int, state: JsonValue) -> None:
+        self._data_size, self._num_samples = data_size, num_samples
+        self._position = 0 if state is None else int(str(state))
+
+    def take(self, num_entries: int) -> list[int]:
+        start = self._position
+        self._position = min(start + num_entries, self._num_samples)
+        return [number * self._data_size // self._num_samples for number in range(start, self._position)]
+
+    def state_dict(self) -> JsonValue:
+        return self._position
+
+
+def plan_pass(
+    stream: SampleStream, *, batch_size: int, dp_rank: int, dp_size: int, num_samples: int | None = None
+) -> tuple[list[ReadJob], int]:
+    """Plan one pass over a stream. No collectives: every rank plans the whole pass and gets its own batches.
+
+    Every rank gets the same number of batches, because all ranks take part in the collectives of each batch. A rank
+    with fewer samples gets a padding batch of the first sample at the end, whose outputs must be ignored.
+
+    Args:
+        stream: The stream.
+        batch_size: Number of samples of a batch on one rank; the last batch may be smaller.
+        dp_rank: Data-parallel rank.
+        dp_size: Number of data-parallel ranks.
+        num_samples: Number of samples of the pass; None for all of the stream, which must be finite then.
+
+    Returns:
+        The rank's batches, and the number of those that are no padding, which come first.
+
+    Raises:
+        UserError: If the stream is empty.
+    """
+    cursor, position, jobs, num_real = stream.cursor(), 0, list[ReadJob](), 0
+    padding: ReadJob | None = None
+    while True:
+        wanted = batch_size * dp_size if num_samples is None else min(batch_size * dp_size, num_samples - position)
+        entries = cursor.take(wanted)
+        if not entries:
+            break
+        padding = padding or ReadJob(0, entries[:1])
+        start = dp_rank * batch_size
+        if own := entries[start : start + batch_size]:
+            jobs.append(ReadJob(position + start, own))
+            num_real += 1
+        else:
+            jobs.append(padding)
+        position += len(entries)
+    if padding is None:
+        raise UserError(_EMPTY)
+    return jobs, num_real

@@ -1,0 +1,40 @@
+"""Runs batches forward through a pipeline, for evaluation and inference."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from d9d_dist import DistributedContext
+from d9d_loop.job.pipeline import Pipeline
+from d9d_loop.task import BatchTask, to_inputs
+from d9d_pipeline import Executor, OutputHandler
+
+
+@final
+class ForwardRunner:
+    """Runs batches forward through a pipeline, several in one executor step.
+
+    Attributes:
+        batches_per_step: Largest number of batches of a step. With two for each pipeline rank, the bubble is small.
+
+    Args:
+        pipeline: The pipeline of the model's stages.
+        task: Makes the model's inputs of a batch.
+        ctx: Distributed context of the job.
+    """
+
+    def __init__(self, pipeline: Pipeline, task: BatchTask, ctx: DistributedContext) -> None:
+        self._pipeline, self._task = pipeline, task
+        num_ranks = ctx.size("batch", "pp")
+        self.batches_per_step = 2 * num_ranks if num_ranks > 1 else 1
+        self._executors: dict[int, Executor] = {}
+
+    def __call__(self, batches: Sequence[Any], on_outputs: OutputHandler) -> None:
+        """Run one step. Collective over the ranks that hold parts of the model.
+
+        Args:
+            batches: Placed batches, at most `batches_per_step`; equally many on all ranks.
+            on_outputs: Called on the ranks of the last stage with the outputs and the index of each batch.
+        """
+        if len(batches) not in self._executors:
+            self._executors[len(batches)] = self._pipeline.evaluation(len(batches))
+        self._executors[len(batches)].step([to_inputs(self._task.inputs(batch)) for batch in batches], on_outputs)

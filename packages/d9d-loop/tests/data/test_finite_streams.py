@@ -1,0 +1,101 @@
+"""Streams that end: every transform of a finite stream is finite, and has exactly the samples of its epochs."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from example_streams import assert_resumes_anywhere, numbered_documents, some_lengths, write_tokens
+
+from d9d_dist import UserError
+from d9d_loop.data import (
+    BucketedStream,
+    DocumentStream,
+    IndexedStream,
+    IteratedStream,
+    MixtureStream,
+    PackedStream,
+    SampleStream,
+    Share,
+    ShuffledStream,
+    StreamLoader,
+    TokenizedStream,
+)
+
+
+class _Numbers:
+    """Iterable of 0 to 9 that keeps its place."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self._next < 10:
+            self._next += 1
+            yield self._next - 1
+
+    def state_dict(self) -> int:
+        return self._next
+
+    def load_state_dict(self, state: int) -> None:
+        self._next = state
+
+
+def _indexed(epochs: int | None = 2) -> IndexedStream:
+    return IndexedStream(range(10), seed=1, length=lambda index: index + 1, epochs=epochs)
+
+
+STREAMS: dict[str, Callable[[], SampleStream]] = {
+    "indexed": _indexed,
+    "iterated": lambda: IteratedStream(lambda _epoch: _Numbers(), name="numbers", length=lambda x: x + 1, epochs=2),
+    "shuffled": lambda: ShuffledStream(_indexed(), window=7, seed=0),
+    "bucketed": lambda: BucketedStream(_indexed(), group_size=3, num_groups=2, seed=0),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_has_each_sample_once_an_epoch_and_ends(kind: str) -> None:
+    stream = STREAMS[kind]()
+    assert not stream.is_endless
+    entries = assert_resumes_anywhere(stream, 20)
+    assert sorted(entries) == sorted([*range(10)] * 2)
+    cursor = stream.cursor()
+    assert [len(cursor.take(9)) for _ in range(4)] == [9, 9, 2, 0]
+    assert stream.cursor(cursor.state_dict()).take(1) == []
+
+
+@pytest.mark.parametrize("window", [3, 100])
+def test_packed_rows_of_an_epoch_train_on_each_token_once(window: int, tmp_path: Path) -> None:
+    lengths = some_lengths(23, seed=2, longest=30)
+    file = write_tokens(tmp_path / "tokens", numbered_documents(lengths))
+    documents = DocumentStream(file, max_length=12, seed=0, epochs=1)
+    tokenized = TokenizedStream(
+        IndexedStream(numbered_documents(lengths), seed=0, epochs=1), lambda tokens: tokens, max_length=12
+    )
+    for stream in (documents, tokenized):
+        packed = PackedStream(stream, row_length=12, window=window, seed=1)
+        assert not packed.is_endless
+        rows = [packed.read(entry) for entry in packed.cursor().take(10_000)]
+        labels = torch.cat([row["labels"][row["labels"] != -100] for row in rows])
+        assert len(labels) == len(labels.unique()) == sum(lengths) - len(lengths)
+
+
+def test_a_mixture_needs_endless_sources() -> None:
+    with pytest.raises(UserError, match=r"the sources b of a mixture are finite; expected endless .* epochs\.$"):
+        MixtureStream({"a": _indexed(None), "b": _indexed(1)}, weights={"a": 1.0, "b": 1.0}, seed=0)
+
+
+def test_training_does_not_stop_in_the_middle_of_a_step() -> None:
+    loader = StreamLoader(_indexed(1), Share(4), seed=0, collate=list)
+    assert len([*zip(range(2), loader, strict=False)]) == 2
+    with pytest.raises(UserError, match=r"data end after 10 samples, in the middle of a step of 4; expected an endl"):
+        next(loader)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: _indexed(0), lambda: IteratedStream(lambda _epoch: _Numbers(), name="", epochs=0)]
+)
+def test_refuses_no_epochs(make: Callable[[], Any]) -> None:
+    with pytest.raises(UserError, match=r"epochs = 0; expected at least 1, or None for an endless stream"):
+        make()
