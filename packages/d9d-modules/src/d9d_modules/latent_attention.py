@@ -89,20 +89,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.attention_function: Attention = chosen_attention(options, backends=backends)
 
     def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None) -> Tensor:
-        """Compute causal self-attention.
-
-        Args:
-            x_BLD: Hidden states [B, L, D].
-            rotary: Rotary tables of the positions, with R / 2 pairs.
-            document_ids_BL: Document id of each position [B, L], integer; None: each row is one document.
-
-        Returns:
-            Output of the layer [B, L, D], in the dtype of `x_BLD`.
-
-        Raises:
-            UserError: If the shape of `rotary` or `document_ids_BL` does not match, or no allowed backend supports the
-                call.
-        """
+        """See `GroupedQueryAttention.forward`; the rotary tables have R / 2 pairs."""
         check_tables(rotary, x_BLD.shape[:2], rotary_dim=self.rotary_dim)
         check_documents(document_ids_BL, x_BLD.shape[:2])
         q_BLHK, (k_BLHK, v_BLHV) = self._queries(x_BLD, rotary), self._keys_and_values(x_BLD, rotary)

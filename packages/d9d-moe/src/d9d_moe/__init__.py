@@ -1,8 +1,8 @@
 """Mixture of experts for PyTorch: routing, dispatch, grouped experts, expert parallelism."""
 
-from d9d_moe.all_to_all import AllToAllDispatched, AllToAllDispatcher
-from d9d_moe.deep_ep import DeepEpBuffer, DeepEpDispatched, DeepEpDispatcher, deep_ep_buffer
-from d9d_moe.dispatch import CombineHandle, Dispatched, Dispatcher, LocalDispatched, LocalDispatcher
+from d9d_moe.all_to_all import AllToAllDispatcher
+from d9d_moe.deep_ep import DeepEpBuffer, DeepEpDispatcher, deep_ep_buffer
+from d9d_moe.dispatch import CombineHandle, Dispatched, Dispatcher, LocalDispatcher
 from d9d_moe.expert_balance import (
     LoadStatistics,
     balance_experts,
@@ -12,7 +12,6 @@ from d9d_moe.expert_balance import (
     update_global_load,
 )
 from d9d_moe.expert_counts import ExpertCounter
-from d9d_moe.expert_parallel import Dispatch, DispatchName, parallelize_expert_parallel
 from d9d_moe.experts import GroupedSwiGLU
 from d9d_moe.grouped_linear import (
     GROUPED_MATMUL_VARIABLE,
@@ -45,6 +44,7 @@ from d9d_moe.models.qwen3_moe import (
     qwen3_moe_params_from_hugging_face,
 )
 from d9d_moe.models.sparse_params import SparseParams
+from d9d_moe.moe_parallel import Dispatch, DispatchName, parallelize_moe
 from d9d_moe.router import Router, Routing, SigmoidRouter, TopKRouter
 from d9d_moe.router_losses import (
     BalanceDefinition,
@@ -58,13 +58,11 @@ from d9d_moe.shared_experts import SharedExperts
 
 __all__ = [
     "GROUPED_MATMUL_VARIABLE",
-    "AllToAllDispatched",
     "AllToAllDispatcher",
     "BalanceDefinition",
     "BalanceScope",
     "CombineHandle",
     "DeepEpBuffer",
-    "DeepEpDispatched",
     "DeepEpDispatcher",
     "DeepseekV3ForCausalLM",
     "DeepseekV3ForClassification",
@@ -82,7 +80,6 @@ __all__ = [
     "GroupedSwiGLU",
     "JointBalance",
     "LoadStatistics",
-    "LocalDispatched",
     "LocalDispatcher",
     "MoELayer",
     "Qwen3MoeForCausalLM",
@@ -108,7 +105,7 @@ __all__ = [
     "experts_from_hugging_face",
     "grouped_matmul",
     "load_statistics",
-    "parallelize_expert_parallel",
+    "parallelize_moe",
     "pop_tokens_per_expert",
     "qwen3_moe_from_hugging_face",
     "qwen3_moe_hugging_face_config",

@@ -38,8 +38,8 @@ class MoELayer(nn.Module):
         init_std: Standard deviation of the initial weights of the experts.
 
     Attributes:
-        dispatcher: Dispatcher in use; `parallelize_expert_parallel` replaces it.
-        token_groups: Process groups over which tokens are counted; `parallelize_expert_parallel` sets them.
+        dispatcher: Dispatcher in use; `parallelize_moe` replaces it.
+        token_groups: Process groups over which tokens are counted; `parallelize_moe` sets them.
         global_load: Load of each expert in the previous step [E], float32, relative to an even load (1 is even). A
             buffer that `update_global_load` writes; None unless the scope of the losses is "global_batch".
     """

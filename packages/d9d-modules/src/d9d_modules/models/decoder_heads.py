@@ -62,8 +62,8 @@ class DecoderWithHead(nn.Module):
         Args:
             hidden: Token ids [B, L], int64, on the first stage; on later stages the output of the previous stage.
             position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
-            document_ids_BL: Document id of each position [B, L], integer; see `DecoderModel.forward`. With left padding,
-                pass the token mask here as well, so that tokens do not attend to padding.
+            document_ids_BL: Document id of each position [B, L], integer; see `DecoderModel.forward`. With left
+                padding, pass the token mask here as well, so that tokens do not attend to padding.
             mask_BL: Token mask [B, L] for heads that pool and for experts, bool or 0 and 1; None if there is no
                 padding.
             labels: Used only on the last stage, int64. Language model: token to predict at each position [B, L],

@@ -97,9 +97,9 @@ class DecoderModel(nn.Module):
             last one return the records [B, L, R] instead.
 
         Raises:
-            UserError: If `hidden` is not a valid input of this stage, `position_ids` or `document_ids_BL` do not match it,
-                or token ids or positions on the CPU are out of range. On accelerators an out-of-range token id raises
-                an asynchronous device error, and an out-of-range position is not detected.
+            UserError: If `hidden` is not a valid input of this stage, `position_ids` or `document_ids_BL` do not match
+                it, or token ids or positions on the CPU are out of range. On accelerators an out-of-range token id
+                raises an asynchronous device error, and an out-of-range position is not detected.
         """
         received = hidden[0] if isinstance(hidden, tuple) else hidden
         self._check_inputs(received, position_ids, has_losses=isinstance(hidden, tuple))

@@ -24,7 +24,7 @@ from d9d_modules.models.decoder_tensor_plan import decoder_tensor_plan
 
 
 class ParallelizeExperts(Protocol):
-    """Function that shards the experts of a model, such as `d9d_moe.parallelize_expert_parallel`."""
+    """Function that shards the experts of a model, such as `d9d_moe.parallelize_moe`."""
 
     def __call__(self, model: nn.Module, ctx: DistributedContext, *, precision: Precision | None = None) -> None:
         """Shard the experts in place."""
@@ -56,7 +56,7 @@ def parallelize_decoder(
         ctx: Distributed context with the meshes of the job.
         plan: Tensor-parallel plan; None for `decoder_tensor_plan(model)`.
         context_method: How context-parallel ranks exchange keys and values.
-        experts: Expert parallelism of a sparse decoder: `d9d_moe.parallelize_expert_parallel`, or a `partial` of it
+        experts: Expert parallelism of a sparse decoder: `d9d_moe.parallelize_moe`, or a `partial` of it
             with other options. Pass it on all stages; None for a dense decoder.
         checkpointing: Activation checkpointing policy of the layers.
         checkpoint_every: Checkpoint the layers whose global index is a multiple of it; the other layers save all
@@ -99,5 +99,5 @@ def _check_dense(layers: nn.ModuleDict) -> None:
     if sparse:
         raise UserError(
             f"backbone.layers.{sparse[0]} has experts, but experts = None; expected a function that shards them. Pass "
-            "experts=d9d_moe.parallelize_expert_parallel."
+            "experts=d9d_moe.parallelize_moe."
         )

@@ -66,6 +66,10 @@ class GroupedQueryParams(DecoderParams, ABC):
         norms = ("q_norm", "k_norm") if self.has_qk_norm else ()
         return {name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj", *norms)}
 
+    def window(self, index: int) -> int | None:
+        """Return the sliding-window size of the layer with this global index; None for full causal attention."""
+        return self.sliding_window if index in self.sliding_layers else None
+
     def mixer(self, index: int) -> nn.Module:
         """See `DecoderParams`."""
         return GroupedQueryAttention(
@@ -74,6 +78,6 @@ class GroupedQueryParams(DecoderParams, ABC):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             qk_norm_eps=self.rms_norm_eps if self.has_qk_norm else None,
-            options=AttentionOptions(window=self.sliding_window if index in self.sliding_layers else None),
+            options=AttentionOptions(window=self.window(index)),
             init_std=self.initializer_range,
         )
