@@ -110,7 +110,7 @@ def test_packed_documents_equal_separate_rows() -> None:
     # Positions continue over documents: only distances within a document matter.
     torch.testing.assert_close(model(packed, document_ids_BL=document_ids_BL), alone, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(model(packed), alone, atol=1e-2)
-    with pytest.raises(UserError, match=r"documents"):
+    with pytest.raises(UserError, match=r"document_ids_BL of shape"):
         model(packed, document_ids_BL=document_ids_BL[:, 1:])
 
 

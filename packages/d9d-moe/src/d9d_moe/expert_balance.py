@@ -103,7 +103,7 @@ def update_expert_bias(model: nn.Module, counts: Mapping[str, Tensor], *, rate: 
             if bias_E.element_size() < _MIN_BIAS_BYTES:
                 raise UserError(
                     f"the selection bias of {name} is {bias_E.dtype}; expected float32, because updates of rate = "
-                    f"{rate} are lost to rounding. Use parallelize_moe_decoder(precision=...), not model.to(...)."
+                    f"{rate} are lost to rounding. Use parallelize_decoder(precision=...), not model.to(...)."
                 )
             bias_E.add_((counts_E.mean() - counts_E).sign().to(bias_E.dtype), alpha=rate)
 

@@ -5,7 +5,8 @@ Heads that pool need whole rows, so they do not support context parallelism.
 Shape legend: B batch, L length, D hidden size, V vocabulary, C classes, E embedding size.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeAlias, final
 
 from torch import Tensor, nn
@@ -26,22 +27,32 @@ HeadFactory: TypeAlias = Callable[[DecoderModel], Head]
 """Builds a head for the last stage of a backbone; for a language model, `decoder_lm_head`."""
 
 
-class DecoderWithHead(nn.Module):
-    """Backbone with one head on its last stage. Base class of the decoders with one head.
+class HeadedDecoder(nn.Module):
+    """Backbone with heads on its last stage. Base class of the decoders below, which are its constructors.
 
     Args:
         params: Hyperparameters of the whole model.
         stage: Pipeline stage to build.
-        name: Name of the head's module.
-        head: Builds the head.
+        heads: Head factories by head name.
+        in_dict: If True, the heads are in the `ModuleDict` `heads`, and labels and outputs are mappings by head name;
+            else the one head is a direct submodule.
     """
 
-    def __init__(self, params: DecoderParams, stage: StageInfo, *, name: str, head: HeadFactory) -> None:
+    def __init__(
+        self, params: DecoderParams, stage: StageInfo, heads: Mapping[str, HeadFactory], *, in_dict: bool = False
+    ) -> None:
         super().__init__()
         self.backbone = DecoderModel(params, stage)
-        self._head_name = name
-        self.register_module(name, head(self.backbone) if stage.is_last else None)
-        _drop_untied_embedding(self.backbone, self.children())
+        owner = nn.ModuleDict() if in_dict else self
+        if in_dict:
+            self.heads = owner
+        for name, build in heads.items():
+            # Register None on the other stages, so that the names of a tensor-parallel plan exist on each stage.
+            owner.register_module(name, build(self.backbone) if stage.is_last else None)
+        self._head_names, self._in_dict = tuple(heads), in_dict
+        # Only a language-model head is tied to the embedding.
+        if not stage.is_first and not any(isinstance(head, LanguageModelHead) for head in owner.children()):
+            self.backbone.embedding = None
 
     @property
     def layers(self) -> nn.ModuleDict:
@@ -55,37 +66,49 @@ class DecoderWithHead(nn.Module):
         position_ids: Tensor | None = None,
         document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> Received:
+        labels: Tensor | Mapping[str, Tensor] | None = None,
+    ) -> Received | dict[str, Tensor]:
         """Run this stage.
 
         Args:
-            hidden: Token ids [B, L], int64, on the first stage; on later stages the output of the previous stage.
+            hidden: See `DecoderModel.forward`, like `position_ids`.
             position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
             document_ids_BL: Document id of each position [B, L], integer; see `DecoderModel.forward`. With left
                 padding, pass the token mask here as well, so that tokens do not attend to padding.
             mask_BL: Token mask [B, L] for heads that pool and for experts, bool or 0 and 1; None if there is no
                 padding.
-            labels: Used only on the last stage, int64. Language model: token to predict at each position [B, L],
-                already shifted; -100 ignores a position. Classification: class of each row [B]; -100 ignores a row.
-                Embedding: None; the task computes the loss.
+            labels: Used only on the last stage, int64; by head name for a `DecoderWithHeads`. Language model: token to
+                predict at each position [B, L], already shifted; -100 ignores a position. Classification: class of each
+                row [B]; -100 ignores a row. Embedding: None; the task computes the loss.
 
         Returns:
-            On the last stage with labels, the loss of each token [B, L] or row [B] in nats (float32, or float64 for a
-            float64 model), auxiliary losses included: those of the token, or their mean over the tokens of the row.
-            Without labels, the logits [B, L, V] or [B, C], or the embeddings [B, E], in at least float32 if normalized.
-            On other stages, the output of `DecoderModel.forward`.
+            On the last stage, by head name for a `DecoderWithHeads`. With labels, the loss of each token [B, L] or row
+            [B] in nats (float32, or float64 for a float64 model), auxiliary losses included: those of the token, or
+            their mean over the tokens of the row. Without labels, the logits [B, L, V] or [B, C], or the embeddings
+            [B, E], in at least float32 if normalized. On other stages, the output of `DecoderModel.forward`.
 
         Raises:
-            UserError: If `hidden` is not a valid input of this stage, or another argument does not match it.
+            UserError: If `hidden` is not a valid input of this stage, another argument does not match it, or labels
+                name an unknown head or one without a loss.
         """
         x = self.backbone(hidden, position_ids=position_ids, document_ids_BL=document_ids_BL, mask_BL=mask_BL)
-        head = self._modules[self._head_name]
-        return x if head is None else _output(self._head_name, head, x, mask_BL=mask_BL, labels=labels)
+        if not self.backbone.stage.is_last:
+            return x
+        names, owner = self._head_names, self.heads if self._in_dict else self
+        by_name = labels or {} if self._in_dict else {names[0]: labels}
+        assert isinstance(by_name, Mapping), "several heads take labels by name"
+        unknown = [name for name in by_name if name not in names]
+        if unknown:
+            raise UserError(f"got labels for unknown head {unknown[0]!r}; expected one of {', '.join(names)}.")
+        outputs = {
+            name: _output(name, owner.get_submodule(name), x, mask_BL=mask_BL, labels=by_name.get(name))
+            for name in names
+        }
+        return outputs if self._in_dict else outputs[names[0]]
 
 
 @final
-class DecoderForCausalLM(DecoderWithHead):
+class DecoderForCausalLM(HeadedDecoder):
     """Backbone with a language-model head on its last stage.
 
     With weight tying, the head and the embedding share one parameter.
@@ -98,11 +121,11 @@ class DecoderForCausalLM(DecoderWithHead):
     lm_head: LanguageModelHead | None
 
     def __init__(self, params: DecoderParams, stage: StageInfo = WHOLE_MODEL) -> None:
-        super().__init__(params, stage, name="lm_head", head=decoder_lm_head)
+        super().__init__(params, stage, {"lm_head": decoder_lm_head})
 
 
 @final
-class DecoderForClassification(DecoderWithHead):
+class DecoderForClassification(HeadedDecoder):
     """Backbone with a `ClassificationHead` on its last stage.
 
     Args:
@@ -116,14 +139,12 @@ class DecoderForClassification(DecoderWithHead):
         self, params: DecoderParams, stage: StageInfo = WHOLE_MODEL, *, num_classes: int, pooling: Pooling = "last"
     ) -> None:
         size, std = params.hidden_size, params.initializer_range
-        head = ClassificationHead
-        super().__init__(
-            params, stage, name="head", head=lambda _: head(size, num_classes, pooling=pooling, init_std=std)
-        )
+        head = partial(ClassificationHead, size, num_classes, pooling=pooling, init_std=std)
+        super().__init__(params, stage, {"head": lambda _: head()})
 
 
 @final
-class DecoderForEmbedding(DecoderWithHead):
+class DecoderForEmbedding(HeadedDecoder):
     """Backbone with an `EmbeddingHead` on its last stage. The task computes the loss of the embeddings.
 
     Args:
@@ -148,16 +169,12 @@ class DecoderForEmbedding(DecoderWithHead):
     ) -> None:
         _require_no_losses(params, "an embedding model has no loss")
         size, std = params.hidden_size, params.initializer_range
-        super().__init__(
-            params,
-            stage,
-            name="head",
-            head=lambda _: EmbeddingHead(size, embedding_size, pooling=pooling, normalize=normalize, init_std=std),
-        )
+        head = partial(EmbeddingHead, size, embedding_size, pooling=pooling, normalize=normalize, init_std=std)
+        super().__init__(params, stage, {"head": lambda _: head()})
 
 
 @final
-class DecoderWithHeads(nn.Module):
+class DecoderWithHeads(HeadedDecoder):
     """Backbone with several named heads on its last stage, each with its own loss.
 
         model = DecoderWithHeads(params, heads={
@@ -178,59 +195,9 @@ class DecoderWithHeads(nn.Module):
     def __init__(
         self, params: DecoderParams, stage: StageInfo = WHOLE_MODEL, *, heads: Mapping[str, HeadFactory]
     ) -> None:
-        super().__init__()
         _check_names(heads)
         _require_no_losses(params, "no head of several owns a loss")
-        self.backbone = DecoderModel(params, stage)
-        self.heads = nn.ModuleDict()
-        for name, build in heads.items():
-            # Register None on the other stages, so that the names of a tensor-parallel plan exist on each stage.
-            self.heads.register_module(name, build(self.backbone) if stage.is_last else None)
-        _drop_untied_embedding(self.backbone, self.heads.children())
-
-    @property
-    def layers(self) -> nn.ModuleDict:
-        """Decoder layers of this stage, keyed by their global index."""
-        return self.backbone.layers
-
-    def forward(
-        self,
-        hidden: Tensor,
-        *,
-        position_ids: Tensor | None = None,
-        document_ids_BL: Tensor | None = None,
-        mask_BL: Tensor | None = None,
-        labels: Mapping[str, Tensor] | None = None,
-    ) -> Tensor | dict[str, Tensor]:
-        """Run this stage.
-
-        Args:
-            hidden: See `DecoderWithHead.forward`, like the position ids, the document ids and the mask.
-            position_ids: Positions.
-            document_ids_BL: Document ids.
-            mask_BL: Token mask.
-            labels: Labels by head name, int64: [B, L] for a language-model head, [B] for a classification head. Label
-                -100 ignores a position or row. Used only on the last stage.
-
-        Returns:
-            On the last stage, a dict by head name: the losses ([B, L] or [B], in nats) of heads with labels, and the
-            logits or embeddings of the others. On other stages, hidden states [B, L, D].
-
-        Raises:
-            UserError: If `hidden` is not a valid input of this stage, another argument does not match it, or labels
-                name an unknown head or one without a loss.
-        """
-        labels = {} if labels is None else labels
-        unknown = [name for name in labels if name not in self.heads]
-        if unknown:
-            raise UserError(f"got labels for unknown head {unknown[0]!r}; expected one of {', '.join(self.heads)}.")
-        hidden_BLD = self.backbone(hidden, position_ids=position_ids, document_ids_BL=document_ids_BL)
-        if not self.backbone.stage.is_last:
-            return hidden_BLD
-        return {
-            name: _output(name, head, hidden_BLD, mask_BL=mask_BL, labels=labels.get(name))
-            for name, head in self.heads.items()
-        }
+        super().__init__(params, stage, heads, in_dict=True)
 
 
 def decoder_lm_head(backbone: DecoderModel) -> LanguageModelHead:
@@ -268,12 +235,6 @@ def _output(name: str, head: nn.Module, x: Received, *, mask_BL: Tensor | None, 
         num_tokens_B = auxiliary_BL.shape[1] if mask_BL is None else mask_BL.sum(dim=1).clamp(min=1)
         auxiliary_BL = auxiliary_BL.sum(dim=1) / num_tokens_B
     return output + auxiliary_BL.masked_fill(labels == IGNORED_LABEL, 0.0)
-
-
-def _drop_untied_embedding(backbone: DecoderModel, heads: Iterable[nn.Module]) -> None:
-    """Remove the embedding from a last stage without a language-model head, to which it would be tied."""
-    if not backbone.stage.is_first and not any(isinstance(head, LanguageModelHead) for head in heads):
-        backbone.embedding = None
 
 
 def _require_no_losses(params: DecoderParams, reason: str) -> None:

@@ -52,7 +52,8 @@ class GroupedQueryParams(DecoderParams, ABC):
                 f"sliding_window = {self.sliding_window}, sliding_layers = {self.sliding_layers}; expected both or "
                 "neither: the window size, and the indices of the layers that use it."
             )
-        check_positive(sliding_window=self.sliding_window)
+        if self.sliding_window is not None and self.sliding_window <= 0:
+            raise UserError(f"sliding_window = {self.sliding_window}; expected a number above 0, or None.")
         check_layers("sliding_layers", self.sliding_layers, self.num_layers)
 
     @property
