@@ -47,19 +47,18 @@ from d9d_modules import (
     Qwen3Params,
     checkpoint_activations,
     convert_to_float8,
+    decoder_tensor_plan,
     generate,
     qwen3_from_hugging_face,
     qwen3_hugging_face_config,
-    qwen3_tensor_plan,
 )
 from d9d_moe import (
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
     RouterLosses,
-    parallelize_expert_parallel,
+    parallelize_moe,
     qwen3_moe_from_hugging_face,
     qwen3_moe_hugging_face_config,
-    qwen3_moe_tensor_plan,
 )
 from d9d_state import JsonValue, StateMapper
 
@@ -108,7 +107,7 @@ class PretrainConfig(TrainerConfig):
         if self.experts is None:
             return None
         return Qwen3MoeParams(
-            decoder=self.model,
+            **vars(self.model),
             num_experts=self.experts.num_experts,
             top_k=self.experts.top_k,
             expert_intermediate_size=self.experts.intermediate_size,
@@ -167,13 +166,12 @@ class Decoder(ModelProvider):
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         dense, cp = ctx.mesh_for("dense"), ctx.mesh_for("batch")["cp"]
-        plan = qwen3_tensor_plan(self.dense) if self.moe is None else qwen3_moe_tensor_plan(self.moe)
         blocks = model.get_submodule("backbone.layers")
         if self.parallelism.float8 is not None:
             convert_to_float8(blocks, self.parallelism.float8, ctx)
-        parallelize_tensor(model, dense["tp"], plan)
+        parallelize_tensor(model, dense["tp"], decoder_tensor_plan(model))
         parallelize_context(model, cp, method=self.parallelism.context_method)
-        parallelize_expert_parallel(model, ctx)
+        parallelize_moe(model, ctx)
         dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
         for block in blocks.children():
             checkpoint_activations(block, policy=self.parallelism.activation_checkpointing)

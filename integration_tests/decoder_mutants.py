@@ -9,14 +9,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from mutants import Mutant, list_in
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import d9d_dist.context_parallel.all_to_all
 import d9d_dist.context_parallel.ring
 import d9d_dist.tensor_styles
 import d9d_modules.chunked_cross_entropy
-import d9d_modules.models.decoder_model
 import d9d_modules.models.decoder_tensor_plan
 import d9d_modules.pooling
 from d9d_dist import gather_from_axis
@@ -30,6 +29,7 @@ from d9d_modules import (
     DecoderModel,
     GatedDeltaNet,
     HeadParallel,
+    Qwen3Params,
     RMSNorm,
 )
 from d9d_pipeline import SharedParameters
@@ -45,7 +45,7 @@ def _of_a_decoder(change: Callable[..., None]) -> AbstractContextManager[object]
     """Change the keyword arguments of a backbone's forward."""
     real = DecoderModel.forward
 
-    def forward(self: DecoderModel, hidden: Tensor, **places: Any) -> Tensor:
+    def forward(self: DecoderModel, hidden: Tensor, **places: Any) -> Any:
         change(self, places)
         return real(self, hidden, **places)
 
@@ -106,12 +106,8 @@ def a_window_is_one_too_wide() -> AbstractContextManager[object]:
 
 @caught_by("qwen3,pp=2,window=5")
 def a_window_belongs_to_the_layer_of_the_stage_not_of_the_model() -> AbstractContextManager[object]:
-    real = d9d_modules.models.decoder_model._decoder_layer
-
-    def from_zero(params: Any, index: int, feed_forward: Any) -> nn.Module:
-        return real(params, 0, feed_forward)
-
-    return mock.patch.object(d9d_modules.models.decoder_model, "_decoder_layer", from_zero)
+    real = Qwen3Params.mixer
+    return mock.patch.object(Qwen3Params, "mixer", lambda self, index: real(self, 0))
 
 
 # --- norms and heads

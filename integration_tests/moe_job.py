@@ -11,14 +11,14 @@ from d9d_dist import DistributedContext, StageInfo
 from d9d_loop import Inputs, Loss, ModelProvider, ModelReady, OptimizerDone, Task, Trainer, TrainerConfig, on_event
 from d9d_loop.testing import parse_layout
 from d9d_metrics import Accumulator, Metric, MetricValue
+from d9d_modules import parallelize_decoder
 from d9d_moe import (
     DeepseekV3ForCausalLM,
     DeepseekV3Params,
     RouterLosses,
     balance_experts,
-    deepseek_v3_tensor_plan,
     load_statistics,
-    parallelize_moe_decoder,
+    parallelize_moe,
 )
 
 NUM_ROWS, LENGTH, VOCAB = 8, 16, 32
@@ -54,7 +54,7 @@ class TinyDeepseek(ModelProvider):
         return DeepseekV3ForCausalLM(PARAMS, stage).double()
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
-        parallelize_moe_decoder(model, ctx, plan=deepseek_v3_tensor_plan(PARAMS))
+        parallelize_decoder(model, ctx, experts=parallelize_moe)
 
 
 @final

@@ -7,10 +7,7 @@ splits, or a head whose loss has all terms over a vocabulary that tensor-paralle
 from torch import Tensor, nn
 
 from d9d_dist import (
-    ColumnParallel,
-    RowParallel,
     StageInfo,
-    TensorRegion,
     TensorStyle,
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -21,7 +18,6 @@ from d9d_modules import (
     DecoderParams,
     GatedDeltaNet,
     GroupedQueryAttention,
-    HeadParallel,
     LanguageModelHead,
     MultiHeadLatentAttention,
     RMSNorm,
@@ -29,7 +25,6 @@ from d9d_modules import (
     SplitTokenEmbedding,
     SwiGLU,
     TokenEmbedding,
-    gated_delta_tensor_plan,
     rotary_tables,
 )
 
@@ -82,7 +77,7 @@ class BlocksModel(nn.Module):
             self.lm_head = (
                 LanguageModelHead(size, vocabulary, softcap=3.0, token_loss=LOSS, init_std=STD)
                 if kind == "latent"
-                else SplitLanguageModelHead(size, splits, softcap=3.0, loss=LOSS, init_std=STD)
+                else SplitLanguageModelHead(size, splits, softcap=3.0, token_loss=LOSS, init_std=STD)
             )
 
     def forward(
@@ -92,37 +87,18 @@ class BlocksModel(nn.Module):
         return x_BLD if self.lm_head is None else self.lm_head(x_BLD, labels=labels)
 
 
-def blocks_plan(kind: str) -> dict[str, TensorStyle]:
+def blocks_plan(model: nn.Module) -> dict[str, TensorStyle]:
     """How the model is tensor parallel: hidden states are equal on all ranks between the regions."""
-    mixer, feed_forward = "backbone.layers.*.attention", "backbone.layers.*.feed_forward"
-    plan: dict[str, TensorStyle] = {
-        feed_forward: TensorRegion(),
-        f"{feed_forward}.gate_proj": ColumnParallel(input=None),
-        f"{feed_forward}.up_proj": ColumnParallel(input=None),
-        f"{feed_forward}.down_proj": RowParallel(),
-    }
-    heads = ColumnParallel(input=None, head_dim=ROTARY_DIM)
-    match kind:
-        case "delta":
-            return {**plan, **gated_delta_tensor_plan(mixer, key_dim=3, value_dim=5)}
-        case "latent":
-            return {
-                **plan,
-                mixer: TensorRegion(),
-                f"{mixer}.q_up_proj": ColumnParallel(input=None, head_dim=3 + ROTARY_DIM),
-                f"{mixer}.kv_up_proj": ColumnParallel(input=None, head_dim=3 + 5),
-                f"{mixer}.o_proj": RowParallel(),
-                "backbone.embedding": VocabParallelEmbedding(),
-                "lm_head": VocabParallelHead(),
-            }
-        case _:
-            return {
-                **plan,
-                mixer: TensorRegion(),
-                **{f"{mixer}.{name}_proj": heads for name in ("q", "k", "v", "gate")},
-                f"{mixer}.sinks": HeadParallel(),
-                f"{mixer}.o_proj": RowParallel(),
-            }
+    plan: dict[str, TensorStyle] = {}
+    for name, module in model.named_modules():
+        match module:
+            case GatedDeltaNet() | MultiHeadLatentAttention() | GroupedQueryAttention() | SwiGLU():
+                plan |= module.tensor_plan(name)
+            case TokenEmbedding():
+                plan[name] = VocabParallelEmbedding()
+            case LanguageModelHead():
+                plan[name] = VocabParallelHead()
+    return plan
 
 
 def _mixer(kind: str, size: int) -> nn.Module:

@@ -31,7 +31,6 @@ from d9d_modules import (
     RopeScaling,
     YarnScaling,
     decoder_lm_head,
-    decoder_tensor_plan,
     parallelize_decoder,
 )
 
@@ -113,17 +112,7 @@ class DecoderProvider(ModelProvider):
                 return DecoderForCausalLM(self.params, stage)
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
-        match self.model:
-            case "classifier" | "embedder":
-                plan = decoder_tensor_plan(self.params, lm_heads=(), pooled_heads=("head",))
-            case "heads":
-                plan = decoder_tensor_plan(
-                    self.params, lm_heads=("heads.text",), pooled_heads=("heads.topic", "heads.vector")
-                )
-            case "delta" | "latent" | "sinks":
-                plan = blocks_plan(self.model)
-            case _:
-                plan = decoder_tensor_plan(self.params)
+        plan = blocks_plan(model) if self.model in BLOCKS else None
         parallelize_decoder(
             model,
             ctx,

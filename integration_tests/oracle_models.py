@@ -47,7 +47,7 @@ def decoder(kind: str, *, method: ContextMethod, checkpointing: CheckpointPolicy
         tie_word_embeddings=kind == "tied",
         initializer_range=0.2,
     )
-    moe = Qwen3MoeParams(decoder=dense, num_experts=6, top_k=2, expert_intermediate_size=20)
+    moe = Qwen3MoeParams(**vars(dense), num_experts=6, top_k=2, expert_intermediate_size=20)
     parallelism = Parallelism(context_method=method, activation_checkpointing=checkpointing)
     return Decoder(dense, moe if kind == "moe" else None, parallelism)
 

@@ -22,9 +22,8 @@ from d9d_modules import (
     qwen3_from_hugging_face,
     qwen3_params_from_hugging_face,
 )
-from d9d_modules.models.hugging_face_irrelevant import LLAMA3_IRRELEVANT, QWEN3_IRRELEVANT
-from d9d_modules.models.llama3_hugging_face import LLAMA3_ENTRIES
-from d9d_modules.models.qwen3_hugging_face import QWEN3_ENTRIES
+from d9d_modules.models.llama3 import LLAMA3
+from d9d_modules.models.qwen3 import QWEN3
 from d9d_moe import (
     DeepseekV3ForCausalLM,
     Qwen3MoeForCausalLM,
@@ -33,8 +32,8 @@ from d9d_moe import (
     qwen3_moe_from_hugging_face,
     qwen3_moe_params_from_hugging_face,
 )
-from d9d_moe.models.deepseek_v3_hugging_face import DEEPSEEK_V3_ENTRIES, DEEPSEEK_V3_IRRELEVANT
-from d9d_moe.models.qwen3_moe_hugging_face import QWEN3_MOE_ENTRIES, QWEN3_MOE_IRRELEVANT
+from d9d_moe.models.deepseek_v3 import DEEPSEEK_V3
+from d9d_moe.models.qwen3_moe import QWEN3_MOE
 from d9d_state import StateMapper
 
 REMOVED = "an entry that is removed"
@@ -72,8 +71,8 @@ FAMILIES = {
         Qwen3ForCausalLM,
         qwen3_params_from_hugging_face,
         qwen3_from_hugging_face,
-        QWEN3_ENTRIES,
-        QWEN3_IRRELEVANT,
+        QWEN3.used,
+        QWEN3.irrelevant,
         HEADS,
     ),
     "llama": Family(
@@ -82,8 +81,8 @@ FAMILIES = {
         Llama3ForCausalLM,
         llama3_params_from_hugging_face,
         llama3_from_hugging_face,
-        LLAMA3_ENTRIES,
-        LLAMA3_IRRELEVANT,
+        LLAMA3.used,
+        LLAMA3.irrelevant,
         HEADS,
     ),
     "qwen3_moe": Family(
@@ -92,8 +91,8 @@ FAMILIES = {
         Qwen3MoeForCausalLM,
         qwen3_moe_params_from_hugging_face,
         lambda params: qwen3_moe_from_hugging_face(params, layout="fused"),
-        QWEN3_MOE_ENTRIES,
-        QWEN3_MOE_IRRELEVANT,
+        QWEN3_MOE.used,
+        QWEN3_MOE.irrelevant,
         {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6},
     ),
     "deepseek_v3": Family(
@@ -102,8 +101,8 @@ FAMILIES = {
         DeepseekV3ForCausalLM,
         deepseek_v3_params_from_hugging_face,
         lambda params: deepseek_v3_from_hugging_face(params, layout="fused"),
-        DEEPSEEK_V3_ENTRIES,
-        DEEPSEEK_V3_IRRELEVANT,
+        DEEPSEEK_V3.used,
+        DEEPSEEK_V3.irrelevant,
         {
             "num_key_value_heads": 2,
             "kv_lora_rank": 4,

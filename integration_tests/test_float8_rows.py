@@ -14,7 +14,6 @@ from d9d_dist.testing import differences, run_ranks
 from d9d_loop import ModelProvider
 from d9d_loop.testing import Experiment, parse_layout, trace_layout
 from d9d_modules import CheckpointPolicy, Float8, Float8Recipe, Qwen3ForCausalLM, Qwen3Params, parallelize_decoder
-from d9d_modules import qwen3_tensor_plan as tensor_plan
 
 PARAMS = Qwen3Params(
     vocab_size=VOCAB,
@@ -39,8 +38,7 @@ class InFloat8(ModelProvider):
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         float8 = None if self.recipe is None else Float8(recipe=self.recipe, emulate=True)
-        plan = tensor_plan(PARAMS)
-        parallelize_decoder(model, ctx, plan=plan, checkpointing=self.checkpointing, float8=float8)
+        parallelize_decoder(model, ctx, checkpointing=self.checkpointing, float8=float8)
 
 
 def trace(provider: InFloat8, layout: str) -> dict[str, Any]:

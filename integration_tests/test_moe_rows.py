@@ -17,31 +17,28 @@ import d9d_dist.gradient_norm
 import d9d_loop.testing.oracle
 import d9d_modules.models.decoder_tensor_plan
 import d9d_moe.all_to_all
-import d9d_moe.expert_parallel
 import d9d_moe.grouped_linear
+import d9d_moe.moe_parallel
 from d9d_dist import DistributedContext, StageInfo, canonical_name, gather_from_axis
 from d9d_dist.testing import differences, full_gradients
 from d9d_loop import GradientsReady, Inputs, ModelProvider, Trainer
 from d9d_loop.testing import Around, Experiment, parse_layout, trace_layout
-from d9d_modules import CheckpointPolicy, Qwen3Params
+from d9d_modules import CheckpointPolicy, RowParts, parallelize_decoder
 from d9d_moe import (
     BalanceDefinition,
     BalanceScope,
     DeepseekV3ForCausalLM,
     DeepseekV3Params,
+    Dispatched,
     ExpertCounter,
-    LocalDispatched,
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
     RouterLosses,
     Routing,
-    RowParts,
     SigmoidRouter,
     TokenGroups,
     balance_experts,
-    deepseek_v3_tensor_plan,
-    parallelize_moe_decoder,
-    qwen3_moe_tensor_plan,
+    parallelize_moe,
 )
 
 RTOL = 1e-9
@@ -97,7 +94,7 @@ class MoeProvider(ModelProvider):
         scope = scopes.get(self.row.model, "sequence")
         losses = RouterLosses(balance=0.5, definition=definition, scope=scope, z=0.1)
         if self.row.model in ("qwen3", "padded", *scopes):
-            dense = Qwen3Params(
+            return Qwen3MoeParams(
                 vocab_size=32,
                 hidden_size=12,
                 num_layers=self.num_layers,
@@ -106,9 +103,10 @@ class MoeProvider(ModelProvider):
                 head_dim=6,
                 intermediate_size=20,
                 initializer_range=0.2,
-            )
-            return Qwen3MoeParams(
-                decoder=dense, num_experts=8, top_k=3, expert_intermediate_size=8, router_losses=losses
+                num_experts=8,
+                top_k=3,
+                expert_intermediate_size=8,
+                router_losses=losses,
             )
         return DeepseekV3Params(
             vocab_size=32,
@@ -144,15 +142,8 @@ class MoeProvider(ModelProvider):
         return model
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
-        params = self.params
-        is_qwen3 = isinstance(params, Qwen3MoeParams)
-        parallelize_moe_decoder(
-            model,
-            ctx,
-            plan=qwen3_moe_tensor_plan(params) if is_qwen3 else deepseek_v3_tensor_plan(params),
-            shard_replicas=self.row.shard_replicas,
-            checkpointing=self.row.checkpointing,
-        )
+        experts = partial(parallelize_moe, shard_replicas=self.row.shard_replicas)
+        parallelize_decoder(model, ctx, experts=experts, checkpointing=self.row.checkpointing)
 
 
 class PaddedNextToken(MaskedNextToken):
@@ -275,7 +266,7 @@ def _experts_of_a_rank_are_counted_backwards() -> AbstractContextManager[object]
 def _with_arrived_weights(change: Callable[[Tensor, Tensor], Tensor]) -> AbstractContextManager[object]:
     real = d9d_moe.all_to_all.dispatch_local
 
-    def changed(rows_MD: Tensor, here: Routing, *, num_experts: int, num_rows: int) -> LocalDispatched:
+    def changed(rows_MD: Tensor, here: Routing, *, num_experts: int, num_rows: int) -> Dispatched:
         weights_MA = change(here.probabilities, here.indices < num_experts)
         return real(rows_MD, here._replace(probabilities=weights_MA), num_experts=num_experts, num_rows=num_rows)
 
@@ -315,7 +306,7 @@ def _forward_counts() -> AbstractContextManager[object]:
 
 def _ranks_count_alone() -> AbstractContextManager[object]:
     real = TokenGroups
-    return mock.patch.object(d9d_moe.expert_parallel, "TokenGroups", lambda sequence, batch: real(None, batch))
+    return mock.patch.object(d9d_moe.moe_parallel, "TokenGroups", lambda sequence, batch: real(None, batch))
 
 
 def _ranks_take_the_first_part_of_the_mask() -> AbstractContextManager[object]:

@@ -88,8 +88,8 @@ def test_the_grid_has_every_axis_at_2_4_and_8_ranks() -> None:
 
 
 REFUSED = {
-    "classifier,cp_shard=2": "2 context-parallel ranks each hold a part of a row; expected 1 rank.",
-    "heads,cp_replicate=2": "2 context-parallel ranks each hold a part of a row; expected 1 rank.",
+    "classifier,cp_shard=2": "head, a ClassificationHead, pools whole rows, and 2 context-parallel ranks share",
+    "heads,cp_replicate=2": "heads.topic, a ClassificationHead, pools whole rows, and 2 context-parallel ranks share",
     "delta,cp_shard=2": "backbone.layers.0.attention, a GatedDeltaNet, carries a recurrent state through the whole row",
     "qwen3,cp_shard=2,method=ring,window=5": "expected sdpa_attention or one whose is_standard_sdpa is true, which ",
     "sinks,cp_shard=2,method=ring": "expected sdpa_attention or one whose is_standard_sdpa is true, which ",

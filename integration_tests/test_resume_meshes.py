@@ -30,8 +30,8 @@ from d9d_loop import (
 )
 from d9d_loop.data import IndexedStream, SampleStream, ShuffledStream
 from d9d_loop.testing import parse_layout
-from d9d_modules import Qwen3Params
-from d9d_moe import Qwen3MoeForCausalLM, Qwen3MoeParams, parallelize_moe_decoder, qwen3_moe_tensor_plan
+from d9d_modules import parallelize_decoder
+from d9d_moe import Qwen3MoeForCausalLM, Qwen3MoeParams, parallelize_moe
 
 STEPS, SAVED = 4, 2
 GLOBAL_SIZE = 4
@@ -61,16 +61,14 @@ Job: TypeAlias = tuple[str, Path]
 """A layout, and the folder of a run."""
 
 _PARAMS = Qwen3MoeParams(
-    decoder=Qwen3Params(
-        vocab_size=VOCAB,
-        hidden_size=8,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=4,
-        intermediate_size=12,
-        initializer_range=0.3,
-    ),
+    vocab_size=VOCAB,
+    hidden_size=8,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    intermediate_size=12,
+    initializer_range=0.3,
     num_experts=4,
     top_k=2,
     expert_intermediate_size=6,
@@ -83,7 +81,7 @@ class _Decoder(ModelProvider):
         return Qwen3MoeForCausalLM(_PARAMS, stage).double()
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
-        parallelize_moe_decoder(model, ctx, plan=qwen3_moe_tensor_plan(_PARAMS))
+        parallelize_decoder(model, ctx, experts=parallelize_moe)
 
 
 @final

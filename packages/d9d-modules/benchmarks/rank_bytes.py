@@ -29,7 +29,6 @@ from d9d_modules import (
     Llama3Params,
     Llama3Scaling,
     Qwen3Params,
-    decoder_tensor_plan,
     parallelize_decoder,
 )
 
@@ -108,7 +107,7 @@ def rank_bytes(params: DecoderParams, mesh: MeshConfig, *, dtype: torch.dtype = 
 def _counted(params: DecoderParams, ctx: DistributedContext, dtype: torch.dtype) -> RankBytes:
     with torch.device("meta"):
         model = DecoderForCausalLM(params).to(dtype)
-    parallelize_decoder(model, ctx, plan=decoder_tensor_plan(params), checkpointing="full")
+    parallelize_decoder(model, ctx, checkpointing="full")
     stored = sum(_local(parameter).numel() * parameter.element_size() for parameter in model.parameters())
     return RankBytes(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),

@@ -23,7 +23,6 @@ from d9d_modules import (
     GroupedQueryAttention,
     RMSNorm,
     apply_rotary,
-    attention_tensor_plan,
     checkpoint_activations,
     rotary_tables,
 )
@@ -300,9 +299,10 @@ def _train(parallelism: str, method: ContextMethod = "all_gather") -> tuple[Tens
     config = MeshConfig(**{parallelism: -1})
     with config.build() as ctx:
         with torch.device("meta"):
-            model = torch.nn.ModuleDict({"attention": _everything()}).double()
+            layer = _everything()
+            model = torch.nn.ModuleDict({"attention": layer}).double()
         tp, cp = ctx.mesh_for("dense")["tp"], ctx.mesh_for("batch")["cp"]
-        parallelize_tensor(model, tp, attention_tensor_plan("attention", head_dim=8))
+        parallelize_tensor(model, tp, layer.tensor_plan("attention"))
         parallelize_context(model, cp, method=method)
         if cp.size() > 1:
             parallelize_fsdp(model["attention"], ctx.mesh_for("dense")["dp_cp_shard"])

@@ -20,7 +20,7 @@ from d9d_dist import (
 )
 from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
 from d9d_modules import DecoderLayer, GroupedQueryAttention, SwiGLU, checkpoint_activations, rotary_tables
-from d9d_modules.gated_delta_net import GatedDeltaNet, gated_delta_tensor_plan
+from d9d_modules.gated_delta_net import GatedDeltaNet
 
 
 class _KeepsFloat64(TorchFunctionMode):
@@ -171,9 +171,10 @@ def _train(sequence_parallel: bool) -> tuple[Tensor, dict[str, Tensor]]:
     documents = torch.tensor([[0] * 3 + [1] * 5, [0] * 7 + [1]])
     with MeshConfig(tensor_parallel=-1).build() as ctx:
         with torch.device("meta"):
-            model = nn.ModuleDict({"attention": _layer()}).double()
+            layer = _layer()
+            model = nn.ModuleDict({"attention": layer}).double()
         tp = ctx.mesh_for("dense")["tp"]
-        plan = gated_delta_tensor_plan("attention", key_dim=3, value_dim=5, sequence_parallel=sequence_parallel)
+        plan = layer.tensor_plan("attention", sequence_parallel=sequence_parallel)
         parallelize_tensor(model, tp, plan)
         materialize(model, device=ctx.device, seed=0)
         parts = x.chunk(tp.size(), dim=1) if sequence_parallel else [x] * tp.size()

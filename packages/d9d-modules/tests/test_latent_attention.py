@@ -18,7 +18,7 @@ from d9d_dist import (
 from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
 from d9d_modules import rotary_tables
 from d9d_modules.attention_backends import AttentionOptions
-from d9d_modules.latent_attention import MultiHeadLatentAttention, latent_attention_tensor_plan
+from d9d_modules.latent_attention import MultiHeadLatentAttention
 from d9d_modules.rope_scaling import YarnScaling
 
 THEIR_NAMES = {
@@ -115,18 +115,16 @@ def _layer(**options: Any) -> MultiHeadLatentAttention:
     )
 
 
-PLAN = latent_attention_tensor_plan("attention", head_dim=4, rotary_dim=2, value_dim=3)
-
-
 def _train(parallelism: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Return output and gradients over packed documents."""
     x = torch.randn(2, 8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     documents = torch.tensor([[0] * 3 + [1] * 5, [0] * 7 + [1]])
     with MeshConfig(**{parallelism: -1}).build() as ctx:
         with torch.device("meta"):
-            model = nn.ModuleDict({"attention": _layer()}).double()
+            layer = _layer()
+            model = nn.ModuleDict({"attention": layer}).double()
         cp = ctx.mesh_for("batch")["cp"]
-        parallelize_tensor(model, ctx.mesh_for("dense")["tp"], PLAN)
+        parallelize_tensor(model, ctx.mesh_for("dense")["tp"], layer.tensor_plan("attention"))
         parallelize_context(model, cp, method="ring" if parallelism == "context_parallel_shard" else "all_gather")
         if cp.size() > 1:
             parallelize_fsdp(model["attention"], ctx.mesh_for("dense")["dp_cp_shard"])

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from d9d_dist import MeshConfig
 from d9d_dist.testing import RankError, run_ranks
-from d9d_modules import DecoderForCausalLM, Qwen3Params, decoder_tensor_plan, parallelize_decoder
+from d9d_modules import DecoderForCausalLM, Qwen3Params, parallelize_decoder
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "rank_bytes.py"
 SMALL = Qwen3Params(
@@ -57,7 +57,7 @@ def test_a_model_of_a_billion_parameters_on_1024_ranks(model: str, num_parameter
 def _stored(mesh: MeshConfig) -> int:
     with mesh.build() as ctx:
         model = DecoderForCausalLM(SMALL)
-        parallelize_decoder(model, ctx, plan=decoder_tensor_plan(SMALL))
+        parallelize_decoder(model, ctx)
         local = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
         return sum(part.nbytes for part in local)
 

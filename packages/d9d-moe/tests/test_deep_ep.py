@@ -19,7 +19,7 @@ from d9d_moe import (
     SharedExperts,
     TopKRouter,
     deep_ep_buffer,
-    parallelize_expert_parallel,
+    parallelize_moe,
 )
 
 NUM_EXPERTS, TOP_K, SIZE = 8, 3, 4
@@ -138,7 +138,7 @@ def _layer(degree: int) -> dict[str, Tensor]:
             router = TopKRouter(SIZE, num_experts=NUM_EXPERTS, top_k=TOP_K, init_std=1.0)
             layer = MoELayer(SIZE, SIZE, router=router, shared=SharedExperts(SIZE, SIZE), init_std=1.0)
             model = nn.Sequential(layer.double())
-        parallelize_expert_parallel(model, ctx, dispatch=lambda group: DeepEpDispatcher(StandIn(group)))
+        parallelize_moe(model, ctx, dispatch=lambda group: DeepEpDispatcher(StandIn(group)))
         materialize(model, device=ctx.device, seed=0)
         draws = torch.Generator().manual_seed(0)
         x = torch.randn(4, 5, SIZE, generator=draws, dtype=torch.float64).chunk(ctx.world_size)[ctx.rank]

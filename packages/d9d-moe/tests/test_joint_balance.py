@@ -8,7 +8,6 @@ from torch import Tensor
 
 from d9d_dist import MeshConfig, StageInfo, UserError
 from d9d_dist.testing import run_ranks
-from d9d_modules import Qwen3Params
 from d9d_moe import (
     BalanceScope,
     JointBalance,
@@ -100,16 +99,14 @@ def test_counts_are_summed_over_ranks() -> None:
 
 
 PARAMS = Qwen3MoeParams(
-    decoder=Qwen3Params(
-        vocab_size=11,
-        hidden_size=12,
-        num_layers=3,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=6,
-        intermediate_size=8,
-        initializer_range=0.5,
-    ),
+    vocab_size=11,
+    hidden_size=12,
+    num_layers=3,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=6,
+    intermediate_size=8,
+    initializer_range=0.5,
     num_experts=NUM_EXPERTS,
     top_k=TOP_K,
     expert_intermediate_size=8,

@@ -5,12 +5,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from d9d_dist import UserError, materialize
-from d9d_modules import SwiGLU
+from d9d_modules import HiddenAndLosses, SwiGLU
 from d9d_moe import (
     CombineHandle,
     Dispatched,
     Dispatcher,
-    HiddenAndLosses,
     LocalDispatcher,
     MoELayer,
     RouterLosses,
@@ -180,18 +179,16 @@ def test_mask_of_wrong_shape_is_refused() -> None:
 def test_shared_experts_overlap_with_combine() -> None:
     events: list[str] = []
 
-    class Recorded:
-        def __init__(self, dispatched: Dispatched) -> None:
-            self.rows, self.counts, self._dispatched = dispatched.rows, dispatched.counts, dispatched
-
-        def combine(self, outputs_ND: Tensor) -> CombineHandle:
-            events.append("leave")
-            combining = self._dispatched.combine(outputs_ND)
-            return CombineHandle(lambda: (events.append("wait"), combining.wait())[1])
-
     class Recording:
         def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> Dispatched:
-            return Recorded(LocalDispatcher().dispatch(tokens_TD, routing, num_experts=num_experts))
+            dispatched = LocalDispatcher().dispatch(tokens_TD, routing, num_experts=num_experts)
+
+            def combine(outputs_ND: Tensor) -> CombineHandle:
+                events.append("leave")
+                combining = dispatched.combine(outputs_ND)
+                return CombineHandle(lambda: (events.append("wait"), combining.wait())[1])
+
+            return Dispatched(dispatched.rows, dispatched.counts, combine)
 
     shared = SharedExperts(8, 8)
     shared.register_forward_hook(lambda *_: events.append("shared"))

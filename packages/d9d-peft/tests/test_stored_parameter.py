@@ -18,12 +18,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qw
 
 from d9d_dist import DistributedContext, MeshConfig, StageInfo, UserError
 from d9d_dist.testing import run_ranks
-from d9d_modules import Qwen3Params
 from d9d_moe import (
     GroupedSwiGLU,
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
-    parallelize_expert_parallel,
+    parallelize_moe,
     qwen3_moe_from_hugging_face,
     qwen3_moe_hugging_face_config,
 )
@@ -31,10 +30,8 @@ from d9d_peft import LoRA, PeftMethod, Stack, inject, load_adapters, merge_, sav
 from d9d_state import StateMapper, parallel, rename, sequential, split, transpose
 
 PARAMS = Qwen3MoeParams(
-    decoder=Qwen3Params(
-        vocab_size=21, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, intermediate_size=24,
+    vocab_size=21, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, intermediate_size=24,
         tie_word_embeddings=False, initializer_range=0.2,
-    ),
     num_experts=4, top_k=2, expert_intermediate_size=12,
 )  # fmt: skip
 FUSED = qwen3_moe_from_hugging_face(PARAMS, layout="fused")
@@ -269,7 +266,7 @@ def save_in_layout(folder: Path, mesh: dict[str, int]) -> None:
 def laid_out(ctx: DistributedContext) -> nn.Module:
     model, _ = ours(CASES["all"][1], torch.float32)
     perturb(model)
-    parallelize_expert_parallel(model, ctx)
+    parallelize_moe(model, ctx)
     return model
 
 

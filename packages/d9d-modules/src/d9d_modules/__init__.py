@@ -1,10 +1,11 @@
 """White-box transformer blocks and models for PyTorch."""
 
-from d9d_modules.attention import GroupedQueryAttention, attention_tensor_plan
+from d9d_modules.attention import GroupedQueryAttention
 from d9d_modules.attention_backends import (
     ATTENTION_VARIABLE,
     AttentionBackend,
     AttentionBackendName,
+    AttentionFeatures,
     AttentionOptions,
     AttentionRequest,
     EagerBackend,
@@ -30,14 +31,14 @@ from d9d_modules.compiling import compile_layers
 from d9d_modules.convolution import CausalConvolution, causal_convolution
 from d9d_modules.cross_entropy import PLAIN_CROSS_ENTROPY, CrossEntropy
 from d9d_modules.decay_gate import DecayGate, DecayParallel
-from d9d_modules.decoder import DecoderLayer
+from d9d_modules.decoder import DecoderLayer, HasExperts, Hidden, HiddenAndLosses
 from d9d_modules.delta_rule import DeltaRuleBackend, gated_delta_rule
 from d9d_modules.embedding import SplitTokenEmbedding, TokenEmbedding
 from d9d_modules.float8 import Float8, Float8Recipe, convert_to_float8
-from d9d_modules.gated_delta_net import GatedDeltaNet, gated_delta_tensor_plan
+from d9d_modules.gated_delta_net import GatedDeltaNet
 from d9d_modules.gated_norm import GatedRMSNorm
 from d9d_modules.generation import generate
-from d9d_modules.latent_attention import MultiHeadLatentAttention, latent_attention_tensor_plan
+from d9d_modules.latent_attention import MultiHeadLatentAttention
 from d9d_modules.layer_means import LayerMeans
 from d9d_modules.linear import Linear
 from d9d_modules.lm_head import (
@@ -47,25 +48,36 @@ from d9d_modules.lm_head import (
     SplitLanguageModelHead,
     language_model_head,
 )
-from d9d_modules.models.decoder_heads import DecoderWithHeads, Head, HeadFactory
+from d9d_modules.models.decoder_heads import (
+    DecoderForCausalLM,
+    DecoderForClassification,
+    DecoderForEmbedding,
+    DecoderWithHeads,
+    Head,
+    HeadedDecoder,
+    HeadFactory,
+    decoder_lm_head,
+)
 from d9d_modules.models.decoder_hugging_face import (
     FeedForwardMapper,
     decoder_backbone_from_hugging_face,
     decoder_classifier_from_hugging_face,
+    decoder_from_hugging_face,
     swiglu_from_hugging_face,
 )
-from d9d_modules.models.decoder_model import (
-    WHOLE_MODEL,
-    DecoderForCausalLM,
-    DecoderModel,
-    FeedForwardFactory,
-    decoder_lm_head,
-)
-from d9d_modules.models.decoder_parallelize import parallelize_decoder
-from d9d_modules.models.decoder_params import DecoderParams, RopeScaling
-from d9d_modules.models.decoder_pooled import DecoderForClassification, DecoderForEmbedding
-from d9d_modules.models.decoder_tensor_plan import WholeRows, decoder_tensor_plan
+from d9d_modules.models.decoder_model import WHOLE_MODEL, DecoderModel, Received
+from d9d_modules.models.decoder_parallelize import ParallelizeExperts, parallelize_decoder
+from d9d_modules.models.decoder_params import AuxiliaryLosses, DecoderParams, RopeScaling, check_layers, check_positive
+from d9d_modules.models.decoder_tensor_plan import HasTensorPlan, RowParts, WholeRows, decoder_tensor_plan
+from d9d_modules.models.grouped_query import GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
+from d9d_modules.models.hugging_face_family import (
+    DECODER_ENTRIES,
+    FIXED,
+    GROUPED_QUERY_ENTRIES,
+    Entry,
+    HuggingFaceFamily,
+)
 from d9d_modules.models.llama3 import (
     Llama3ForCausalLM,
     Llama3ForClassification,
@@ -73,8 +85,6 @@ from d9d_modules.models.llama3 import (
     Llama3Model,
     Llama3Params,
     Llama3WithHeads,
-)
-from d9d_modules.models.llama3_hugging_face import (
     llama3_from_hugging_face,
     llama3_hugging_face_config,
     llama3_params_from_hugging_face,
@@ -86,15 +96,10 @@ from d9d_modules.models.qwen3 import (
     Qwen3Model,
     Qwen3Params,
     Qwen3WithHeads,
-    qwen3_lm_head,
-)
-from d9d_modules.models.qwen3_hugging_face import (
-    decoder_params_from_hugging_face,
     qwen3_from_hugging_face,
     qwen3_hugging_face_config,
     qwen3_params_from_hugging_face,
 )
-from d9d_modules.models.qwen3_tensor_plan import qwen3_attention_tensor_plan, qwen3_tensor_plan
 from d9d_modules.norm import RMSNorm, add_rms_norm, rms_norm
 from d9d_modules.pooling import Pooling, pool
 from d9d_modules.rope import RotaryLayout, RotaryTables, apply_rotary, rotary_tables
@@ -111,14 +116,19 @@ from d9d_modules.swiglu import SwiGLU, silu_mul
 
 __all__ = [
     "ATTENTION_VARIABLE",
+    "DECODER_ENTRIES",
+    "FIXED",
+    "GROUPED_QUERY_ENTRIES",
     "IGNORED_LABEL",
     "PLAIN_CROSS_ENTROPY",
     "WHOLE_MODEL",
     "AttentionBackend",
     "AttentionBackendName",
+    "AttentionFeatures",
     "AttentionOptions",
     "AttentionRequest",
     "AttentionSinks",
+    "AuxiliaryLosses",
     "CausalConvolution",
     "CheckpointPolicy",
     "ClassificationHead",
@@ -136,7 +146,7 @@ __all__ = [
     "DynamicNtkScaling",
     "EagerBackend",
     "EmbeddingHead",
-    "FeedForwardFactory",
+    "Entry",
     "FeedForwardMapper",
     "Flash2Backend",
     "Flash4Backend",
@@ -146,10 +156,17 @@ __all__ = [
     "GatedDeltaNet",
     "GatedRMSNorm",
     "GroupedQueryAttention",
+    "GroupedQueryParams",
+    "HasExperts",
+    "HasTensorPlan",
     "Head",
     "HeadFactory",
     "HeadParallel",
+    "HeadedDecoder",
+    "Hidden",
+    "HiddenAndLosses",
     "HuggingFaceConfig",
+    "HuggingFaceFamily",
     "LanguageModelHead",
     "LayerMeans",
     "Linear",
@@ -165,6 +182,7 @@ __all__ = [
     "LossBackend",
     "MultiHeadLatentAttention",
     "Operator",
+    "ParallelizeExperts",
     "Pooling",
     "Qwen3ForCausalLM",
     "Qwen3ForClassification",
@@ -173,10 +191,12 @@ __all__ = [
     "Qwen3Params",
     "Qwen3WithHeads",
     "RMSNorm",
+    "Received",
     "RopeScaling",
     "RotaryLayout",
     "RotaryScaling",
     "RotaryTables",
+    "RowParts",
     "SdpaBackend",
     "SplitLanguageModelHead",
     "SplitTokenEmbedding",
@@ -186,8 +206,9 @@ __all__ = [
     "YarnScaling",
     "add_rms_norm",
     "apply_rotary",
-    "attention_tensor_plan",
     "causal_convolution",
+    "check_layers",
+    "check_positive",
     "checkpoint_activations",
     "checkpoint_layers",
     "choose_attention_backend",
@@ -197,29 +218,24 @@ __all__ = [
     "convert_to_float8",
     "decoder_backbone_from_hugging_face",
     "decoder_classifier_from_hugging_face",
+    "decoder_from_hugging_face",
     "decoder_lm_head",
-    "decoder_params_from_hugging_face",
     "decoder_tensor_plan",
     "default_attention_backends",
     "default_saved_operators",
     "documents_of_lengths",
     "gated_delta_rule",
-    "gated_delta_tensor_plan",
     "generate",
     "language_model_head",
-    "latent_attention_tensor_plan",
     "linear_cross_entropy",
     "llama3_from_hugging_face",
     "llama3_hugging_face_config",
     "llama3_params_from_hugging_face",
     "parallelize_decoder",
     "pool",
-    "qwen3_attention_tensor_plan",
     "qwen3_from_hugging_face",
     "qwen3_hugging_face_config",
-    "qwen3_lm_head",
     "qwen3_params_from_hugging_face",
-    "qwen3_tensor_plan",
     "require_value",
     "rms_norm",
     "rotary_tables",

@@ -15,37 +15,42 @@ Shape legend: B batch, L length, G query/key heads, R value heads per key head, 
 positions), K key dim, V value dim. A 1 in place of R means that the R heads share a tensor.
 """
 
+from typing import NamedTuple, final
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 
-def chunked_delta_rule(
-    q_BLGK: Tensor,
-    k_BLGK: Tensor,
-    v_BLGRV: Tensor,
-    *,
-    log_decay_BLGR: Tensor,
-    beta_BLGR: Tensor,
-    starts_BL: Tensor | None,
-    state_BGRKV: Tensor,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
-    """See `d9d_modules.gated_delta_rule`.
+@final
+class DeltaRuleInputs(NamedTuple):
+    """Inputs of the gated delta rule. All floating-point tensors have the same dtype, float32 or float64.
 
-    Args:
-        q_BLGK: Scaled queries. All floating-point tensors have the same dtype, float32 or float64.
-        k_BLGK: Keys.
-        v_BLGRV: Values.
-        log_decay_BLGR: Logarithms of the decays.
-        beta_BLGR: Write strengths.
-        starts_BL: Boolean mask of the positions before which the state is reset; None for no resets.
-        state_BGRKV: State before the first position.
-        chunk_size: Number of positions in a chunk; a shorter row forms one chunk.
-
-    Returns:
-        Output [B, L, G, R, V], and the state after the last position [B, G, R, K, V].
+    Attributes:
+        q: Scaled queries [B, L, G, K].
+        k: Keys [B, L, G, K].
+        v: Values [B, L, G, R, V].
+        log_decay: Logarithms of the decays [B, L, G, R].
+        beta: Write strengths [B, L, G, R].
+        starts: Boolean mask of the positions before which the state is reset [B, L]; None for no resets.
+        state: State before the first position [B, G, R, K, V].
     """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    beta: Tensor
+    starts: Tensor | None
+    state: Tensor
+
+
+def chunked_delta_rule(inputs: DeltaRuleInputs, *, chunk_size: int) -> tuple[Tensor, Tensor]:
+    """Return the output [B, L, G, R, V], and the state after the last position [B, G, R, K, V].
+
+    A row that is shorter than `chunk_size` forms one chunk.
+    """
+    q_BLGK, k_BLGK, v_BLGRV, log_decay_BLGR, beta_BLGR, starts_BL, state_BGRKV = inputs
     length = q_BLGK.shape[1]
     size = max(1, min(chunk_size, length))
     q_BG1NCK, k_BG1NCK = (_chunks(x.unsqueeze(3), size) for x in (q_BLGK, k_BLGK))

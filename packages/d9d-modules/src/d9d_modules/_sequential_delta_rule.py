@@ -6,18 +6,12 @@ Shape legend: B batch, L length, G query/key heads, R value heads per key head, 
 import torch
 from torch import Tensor
 
+from d9d_modules._chunked_delta_rule import DeltaRuleInputs
 
-def sequential_delta_rule(
-    q_BLGK: Tensor,
-    k_BLGK: Tensor,
-    v_BLGRV: Tensor,
-    *,
-    log_decay_BLGR: Tensor,
-    beta_BLGR: Tensor,
-    starts_BL: Tensor | None,
-    state_BGRKV: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Compute the same as `chunked_delta_rule`, with the same arguments except `chunk_size`."""
+
+def sequential_delta_rule(inputs: DeltaRuleInputs) -> tuple[Tensor, Tensor]:
+    """Compute the same as `chunked_delta_rule`."""
+    q_BLGK, k_BLGK, v_BLGRV, log_decay_BLGR, beta_BLGR, starts_BL, state_BGRKV = inputs
     decay_BLGR = log_decay_BLGR.exp()
     if starts_BL is not None:
         decay_BLGR = decay_BLGR.masked_fill(starts_BL[..., None, None], 0.0)

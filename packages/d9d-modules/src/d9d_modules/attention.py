@@ -118,30 +118,28 @@ class GroupedQueryAttention(nn.Module):
             attended = attended * torch.sigmoid(self.gate_proj(x_BLD))
         return self.o_proj(attended)
 
+    def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
+        """Return the `parallelize_tensor` plan entries that shard this layer by heads.
+
+        The tensor-parallel degree must divide the number of key/value heads. The output gate and the sinks, if any, are
+        sharded by heads too.
+
+        Args:
+            name: Module path of the layer in the model, such as `layers.*.attention`.
+            sequence_parallel: If True, the layer's input and output are sharded along the sequence; else replicated.
+        """
+        activation = Shard(1) if sequence_parallel else Replicate()
+        heads = ColumnParallel(input=None, head_dim=self.head_dim)
+        return {
+            name: TensorRegion(input=activation),
+            f"{name}.q_proj": heads,
+            f"{name}.k_proj": heads,
+            f"{name}.v_proj": heads,
+            f"{name}.gate_proj": heads,
+            f"{name}.sinks": HeadParallel(),
+            f"{name}.o_proj": RowParallel(output=activation),
+        }
+
     def _split_heads(self, x: Tensor) -> Tensor:
         # Infer the number of heads: a tensor-parallel projection returns only this rank's heads.
         return x.unflatten(-1, (-1, self.head_dim))
-
-
-def attention_tensor_plan(name: str, *, head_dim: int, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
-    """Return the `parallelize_tensor` plan entries that shard a `GroupedQueryAttention` by heads.
-
-    The tensor-parallel degree must divide the number of key/value heads. The output gate and the sinks, if any, are
-    sharded by heads too.
-
-    Args:
-        name: Module path of the layer in the model, such as `layers.*.attention`.
-        head_dim: Head dim of the layer.
-        sequence_parallel: If True, the layer's input and output are sharded along the sequence; else replicated.
-    """
-    activation = Shard(1) if sequence_parallel else Replicate()
-    heads = ColumnParallel(input=None, head_dim=head_dim)
-    return {
-        name: TensorRegion(input=activation),
-        f"{name}.q_proj": heads,
-        f"{name}.k_proj": heads,
-        f"{name}.v_proj": heads,
-        f"{name}.gate_proj": heads,
-        f"{name}.sinks": HeadParallel(),
-        f"{name}.o_proj": RowParallel(output=activation),
-    }

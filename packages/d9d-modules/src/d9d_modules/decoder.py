@@ -1,6 +1,6 @@
-"""Pre-norm decoder layer with pluggable attention and feed-forward blocks."""
+"""Pre-norm decoder layer with pluggable token mixer and feed-forward block."""
 
-from typing import final
+from typing import NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -9,14 +9,44 @@ from d9d_modules.rope import RotaryTables
 
 
 @final
+class HiddenAndLosses(NamedTuple):
+    """Hidden states and the auxiliary losses of the layers so far, such as those of routers.
+
+    Attributes:
+        hidden: Hidden states [B, L, D].
+        losses: Sum of the layers' losses per token [B, L], or of their records [B, L, R]; see `AuxiliaryLosses`.
+    """
+
+    hidden: Tensor
+    losses: Tensor
+
+
+Hidden: TypeAlias = Tensor | HiddenAndLosses
+"""Input and output of a layer: hidden states, or `HiddenAndLosses` if the model has auxiliary losses."""
+
+
+@runtime_checkable
+class HasExperts(Protocol):
+    """Feed-forward block that routes tokens to experts.
+
+    Its `forward` takes the keyword argument `mask_BL`, the token mask [B, L]. It needs expert parallelism.
+    """
+
+    num_experts: int
+
+
+@final
 class DecoderLayer(nn.Module):
     """Pre-norm decoder layer: `h = x + attention(norm(x))`, then `h + feed_forward(norm(h))`.
 
+    Auxiliary losses of the feed-forward block are added to those of the layers before.
+
     Args:
         hidden_size: Size of the last dim of input and output.
-        attention: Attention block, called with hidden states [B, L, D] and the rotary tables; returns [B, L, D].
+        attention: Token mixer, called with hidden states [B, L, D] and the rotary tables; returns [B, L, D].
             For packed sequences it also receives the keyword argument `document_ids_BL`.
-        feed_forward: Feed-forward block, called with hidden states [B, L, D]; returns [B, L, D].
+        feed_forward: Feed-forward block, called with hidden states [B, L, D]; returns [B, L, D] or `HiddenAndLosses`.
+            A block that `HasExperts` also receives the token mask, if any.
         norm_eps: Epsilon of both RMS norms.
     """
 
@@ -28,18 +58,29 @@ class DecoderLayer(nn.Module):
         self.attention = attention
         self.feed_forward_norm = RMSNorm(hidden_size, eps=norm_eps)
         self.feed_forward = feed_forward
+        self._takes_mask = isinstance(feed_forward, HasExperts)
 
-    def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None) -> Tensor:
-        """Apply the layer to hidden states; shape and dtype are unchanged.
+    def forward(
+        self, x: Hidden, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None, mask_BL: Tensor | None = None
+    ) -> Hidden:
+        """Apply the layer; shape and dtype of the hidden states are unchanged.
 
         Args:
-            x_BLD: Hidden states [B, L, D].
+            x: Hidden states [B, L, D]; `HiddenAndLosses` if the model has auxiliary losses.
             rotary: Rotary tables of the positions.
             document_ids_BL: Document id of each position [B, L], integer; None: each row is one document.
+            mask_BL: Token mask [B, L] for a feed-forward block with experts; None if there is no padding.
         """
-        # Attention blocks without a `document_ids_BL` argument work as long as no sequences are packed.
+        x_BLD, losses = x if isinstance(x, HiddenAndLosses) else (x, None)
+        # Token mixers without a `document_ids_BL` argument work as long as no sequences are packed.
         documents = {} if document_ids_BL is None else {"document_ids_BL": document_ids_BL}
         attention_BLD = self.attention(self.attention_norm(x_BLD), rotary, **documents)
-        # With autocast, or a custom attention block, the output dtype may differ from the residual stream's.
+        # With autocast, or a custom mixer, the output dtype may differ from the residual stream's.
         normed_BLD, attended_BLD = self.feed_forward_norm(attention_BLD.to(x_BLD.dtype), x_BLD)
-        return attended_BLD + self.feed_forward(normed_BLD)
+        mask = {"mask_BL": mask_BL} if self._takes_mask and mask_BL is not None else {}
+        y_BLD = self.feed_forward(normed_BLD, **mask)
+        if isinstance(y_BLD, HiddenAndLosses):
+            assert losses is not None, "auxiliary losses need an input of HiddenAndLosses"
+            y_BLD, losses = y_BLD.hidden, losses + y_BLD.losses
+        out_BLD = attended_BLD + y_BLD
+        return out_BLD if losses is None else HiddenAndLosses(out_BLD, losses)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from d9d_dist.errors import UserError
-from d9d_modules._chunked_delta_rule import chunked_delta_rule
+from d9d_modules._chunked_delta_rule import DeltaRuleInputs, chunked_delta_rule
 from d9d_modules._document_starts import document_starts
 from d9d_modules._fla_delta_rule import fla_delta_rule, require_fla, why_not_fla
 from d9d_modules._sequential_delta_rule import sequential_delta_rule
@@ -85,15 +85,16 @@ def gated_delta_rule(
         initial_state_BHKV = v_BLHV.new_zeros(batch, num_heads, key_dim, value_dim)
     dtype = torch.promote_types(v_BLHV.dtype, torch.float32)
     heads = (num_key_heads, num_heads // num_key_heads)
-    out_BLGRV, state_BGRKV = rule(
+    inputs = DeltaRuleInputs(
         q_BLGK.to(dtype) * scale,
         k_BLGK.to(dtype),
         v_BLHV.to(dtype).unflatten(2, heads),
-        log_decay_BLGR=log_decay_BLH.to(dtype).unflatten(2, heads),
-        beta_BLGR=beta_BLH.to(dtype).unflatten(2, heads),
-        starts_BL=starts_BL,
-        state_BGRKV=initial_state_BHKV.to(dtype).unflatten(1, heads),
+        log_decay=log_decay_BLH.to(dtype).unflatten(2, heads),
+        beta=beta_BLH.to(dtype).unflatten(2, heads),
+        starts=starts_BL,
+        state=initial_state_BHKV.to(dtype).unflatten(1, heads),
     )
+    out_BLGRV, state_BGRKV = rule(inputs)
     return out_BLGRV.flatten(2, 3).to(v_BLHV.dtype), state_BGRKV.flatten(1, 2)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d9d_dist.token_ids import check_token_ids
-from d9d_modules._vocabulary_splits import register_splits
+from d9d_modules._vocabulary_splits import VocabularySplits
 
 
 @final
@@ -31,7 +31,7 @@ class TokenEmbedding(nn.Embedding):
 
 
 @final
-class SplitTokenEmbedding(nn.Module):
+class SplitTokenEmbedding(VocabularySplits):
     """Token embedding whose vocabulary is divided into named splits with one parameter each.
 
     The token ids of the splits are consecutive. To train only new tokens, freeze the other splits:
@@ -48,16 +48,7 @@ class SplitTokenEmbedding(nn.Module):
     """
 
     def __init__(self, vocab_sizes: Mapping[str, int], hidden_size: int, *, init_std: float = 0.02) -> None:
-        super().__init__()
-        self.vocab_size = sum(vocab_sizes.values())
-        self.init_std = init_std
-        self._names = register_splits(self, vocab_sizes, hidden_size)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw all weights from `Normal(0, init_std)`."""
-        for name in self._names:
-            nn.init.normal_(self.get_parameter(name), std=self.init_std)
+        super().__init__(vocab_sizes, hidden_size, init_std=init_std)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up the vectors [..., hidden_size] of token ids [...], int64.
@@ -68,9 +59,7 @@ class SplitTokenEmbedding(nn.Module):
         """
         check_token_ids(ids, self.vocab_size, what="token ids")
         first, vectors = 0, None
-        for name in self._names:
-            weight_VD = self._parameters[name]
-            assert weight_VD is not None
+        for weight_VD in self._weights():
             local = ids - first
             is_here = (local >= 0) & (local < len(weight_VD))
             found = F.embedding(local.masked_fill(~is_here, 0), weight_VD)

@@ -38,7 +38,7 @@ class GatedDeltaNet(nn.Module):
     queries and keys are L2-normalized. The output is RMS-normalized and gated. Time and memory are linear in the
     sequence length.
 
-    For tensor parallelism see `gated_delta_tensor_plan`. Context parallelism is not supported: `parallelize_context`
+    Context parallelism is not supported: `parallelize_context`
     rejects models with this layer. Support would need three things:
 
     - One contiguous part of each row per rank, in rank order. `ContextSplit` assigns two parts per rank to balance
@@ -142,36 +142,32 @@ class GatedDeltaNet(nn.Module):
         gate_BLHV = self.gate_proj(x_BLD).unflatten(-1, (-1, self.value_dim))
         return self.o_proj(self.norm(read_BLHV, gate_BLHV).flatten(start_dim=-2))
 
+    def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
+        """Return the `parallelize_tensor` plan entries that shard this layer by heads.
 
-def gated_delta_tensor_plan(
-    name: str, *, key_dim: int, value_dim: int, sequence_parallel: bool = False
-) -> dict[str, TensorStyle]:
-    """Return the `parallelize_tensor` plan entries that shard a `GatedDeltaNet` by heads.
+        The tensor-parallel degree must divide both numbers of heads.
 
-    The tensor-parallel degree must divide both numbers of heads.
-
-    Args:
-        name: Module path of the layer in the model, such as `layers.*.attention`.
-        key_dim: Key dim of the layer.
-        value_dim: Value dim of the layer.
-        sequence_parallel: If True, the layer's input and output are sharded along the sequence; else replicated.
-    """
-    activation = Shard(1) if sequence_parallel else Replicate()
-    keys, values = ColumnParallel(input=None, head_dim=key_dim), ColumnParallel(input=None, head_dim=value_dim)
-    return {
-        name: TensorRegion(input=activation),
-        f"{name}.q_proj": keys,
-        f"{name}.k_proj": keys,
-        f"{name}.v_proj": values,
-        f"{name}.q_conv": HeadParallel(),
-        f"{name}.k_conv": HeadParallel(),
-        f"{name}.v_conv": HeadParallel(),
-        f"{name}.beta_proj": ColumnParallel(input=None),
-        f"{name}.decay_proj": ColumnParallel(input=None),
-        f"{name}.decay_gate": DecayParallel(),
-        f"{name}.gate_proj": values,
-        f"{name}.o_proj": RowParallel(output=activation),
-    }
+        Args:
+            name: Module path of the layer in the model, such as `layers.*.attention`.
+            sequence_parallel: If True, the layer's input and output are sharded along the sequence; else replicated.
+        """
+        activation = Shard(1) if sequence_parallel else Replicate()
+        keys = ColumnParallel(input=None, head_dim=self.key_dim)
+        values = ColumnParallel(input=None, head_dim=self.value_dim)
+        return {
+            name: TensorRegion(input=activation),
+            f"{name}.q_proj": keys,
+            f"{name}.k_proj": keys,
+            f"{name}.v_proj": values,
+            f"{name}.q_conv": HeadParallel(),
+            f"{name}.k_conv": HeadParallel(),
+            f"{name}.v_conv": HeadParallel(),
+            f"{name}.beta_proj": ColumnParallel(input=None),
+            f"{name}.decay_proj": ColumnParallel(input=None),
+            f"{name}.decay_gate": DecayParallel(),
+            f"{name}.gate_proj": values,
+            f"{name}.o_proj": RowParallel(output=activation),
+        }
 
 
 def _l2_normalized(x: Tensor) -> Tensor:

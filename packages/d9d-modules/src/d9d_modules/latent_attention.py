@@ -28,8 +28,6 @@ class MultiHeadLatentAttention(nn.Module):
     Keys and values are expanded for every head; weights are not absorbed into the queries. Each query and key head has
     N features without position and R rotated features. All heads share the rotated features of the key.
 
-    For tensor parallelism see `latent_attention_tensor_plan`.
-
     Args:
         hidden_size: Size of the last dim of input and output.
         num_heads: Number of heads.
@@ -91,20 +89,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.attention_function: Attention = chosen_attention(options, backends=backends)
 
     def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None) -> Tensor:
-        """Compute causal self-attention.
-
-        Args:
-            x_BLD: Hidden states [B, L, D].
-            rotary: Rotary tables of the positions, with R / 2 pairs.
-            document_ids_BL: Document id of each position [B, L], integer; None: each row is one document.
-
-        Returns:
-            Output of the layer [B, L, D], in the dtype of `x_BLD`.
-
-        Raises:
-            UserError: If the shape of `rotary` or `document_ids_BL` does not match, or no allowed backend supports the
-                call.
-        """
+        """See `GroupedQueryAttention.forward`; the rotary tables have R / 2 pairs."""
         check_tables(rotary, x_BLD.shape[:2], rotary_dim=self.rotary_dim)
         check_documents(document_ids_BL, x_BLD.shape[:2])
         q_BLHK, (k_BLHK, v_BLHV) = self._queries(x_BLD, rotary), self._keys_and_values(x_BLD, rotary)
@@ -114,6 +99,26 @@ class MultiHeadLatentAttention(nn.Module):
         q_BLHK, k_BLHK = (F.pad(x, (0, missing)) if missing > 0 else x for x in (q_BLHK, k_BLHK))
         attended_BLHK = self.attention_function(q_BLHK, k_BLHK, v_BLHK, documents_BS=document_ids_BL)
         return self.o_proj(attended_BLHK[..., : self.value_dim].flatten(start_dim=-2))
+
+    def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
+        """Return the `parallelize_tensor` plan entries that shard this layer by heads.
+
+        The tensor-parallel degree must divide the number of heads. The projections to the latent vectors and their
+        norms are replicated.
+
+        Args:
+            name: Module path of the layer in the model, such as `layers.*.attention`.
+            sequence_parallel: If True, the layer's input and output are sharded along the sequence; else replicated.
+        """
+        activation = Shard(1) if sequence_parallel else Replicate()
+        queries = ColumnParallel(input=None, head_dim=self.head_dim + self.rotary_dim)
+        return {
+            name: TensorRegion(input=activation),
+            f"{name}.q_proj": queries,
+            f"{name}.q_up_proj": queries,
+            f"{name}.kv_up_proj": ColumnParallel(input=None, head_dim=self.head_dim + self.value_dim),
+            f"{name}.o_proj": RowParallel(output=activation),
+        }
 
     def _queries(self, x_BLD: Tensor, rotary: RotaryTables) -> Tensor:
         if self.q_proj is not None:
@@ -135,29 +140,3 @@ class MultiHeadLatentAttention(nn.Module):
         k_BL1R = apply_rotary(k_BLR.unsqueeze(-2), rotary, layout=self.rotary_layout)
         k_BLHR = k_BL1R.expand(*k_BLHN.shape[:-1], -1)
         return torch.cat((k_BLHN, k_BLHR), dim=-1), v_BLHV
-
-
-def latent_attention_tensor_plan(
-    name: str, *, head_dim: int, rotary_dim: int, value_dim: int, sequence_parallel: bool = False
-) -> dict[str, TensorStyle]:
-    """Return the `parallelize_tensor` plan entries that shard a `MultiHeadLatentAttention` by heads.
-
-    The tensor-parallel degree must divide the number of heads. The projections to the latent vectors and their norms
-    are replicated.
-
-    Args:
-        name: Module path of the layer in the model, such as `layers.*.attention`.
-        head_dim: N of the layer.
-        rotary_dim: R of the layer.
-        value_dim: V of the layer.
-        sequence_parallel: If True, the layer's input and output are sharded along the sequence; else replicated.
-    """
-    activation = Shard(1) if sequence_parallel else Replicate()
-    queries = ColumnParallel(input=None, head_dim=head_dim + rotary_dim)
-    return {
-        name: TensorRegion(input=activation),
-        f"{name}.q_proj": queries,
-        f"{name}.q_up_proj": queries,
-        f"{name}.kv_up_proj": ColumnParallel(input=None, head_dim=head_dim + value_dim),
-        f"{name}.o_proj": RowParallel(output=activation),
-    }

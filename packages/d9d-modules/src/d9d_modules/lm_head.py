@@ -15,7 +15,7 @@ from d9d_dist.token_ids import check_token_ids
 from d9d_dist.vocab_parallel import TokenLoss, token_cross_entropy
 from d9d_modules._chunked_token_loss import chunked_token_loss, soft_cap
 from d9d_modules._cut_cross_entropy import cut_cross_entropy, require_cut_cross_entropy, why_not_cut_cross_entropy
-from d9d_modules._vocabulary_splits import register_splits
+from d9d_modules._vocabulary_splits import VocabularySplits
 from d9d_modules.chunked_cross_entropy import linear_cross_entropy
 from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY, CrossEntropy
 
@@ -83,7 +83,7 @@ class LanguageModelHead(nn.Module):
 
 
 @final
-class SplitLanguageModelHead(nn.Module):
+class SplitLanguageModelHead(VocabularySplits):
     """`LanguageModelHead` whose vocabulary is divided into named splits with one parameter each.
 
     The logits of the splits are concatenated in order. To train only new tokens, freeze the other splits:
@@ -94,7 +94,7 @@ class SplitLanguageModelHead(nn.Module):
         vocab_sizes: Number of token ids of each split, such as `{"orig": 32000, "special": 8}`. The parameter of the
             split `special` is `weight_special`; a single split is named `weight`.
         softcap: See `LanguageModelHead`.
-        loss: Loss to compute if labels are given.
+        token_loss: See `LanguageModelHead`.
         init_std: Standard deviation of the initial weights.
 
     Raises:
@@ -108,32 +108,22 @@ class SplitLanguageModelHead(nn.Module):
         vocab_sizes: Mapping[str, int],
         *,
         softcap: float | None = None,
-        loss: CrossEntropy = PLAIN_CROSS_ENTROPY,
+        token_loss: TokenLoss = PLAIN_CROSS_ENTROPY,
         init_std: float = 0.02,
     ) -> None:
-        super().__init__()
+        super().__init__(vocab_sizes, hidden_size, init_std=init_std)
         _check_softcap(softcap)
-        self.vocab_size = sum(vocab_sizes.values())
         self.softcap = softcap
-        self.loss = loss
-        self.init_std = init_std
-        self._names = register_splits(self, vocab_sizes, hidden_size)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw all weights from `Normal(0, init_std)`."""
-        for name in self._names:
-            nn.init.normal_(self.get_parameter(name), std=self.init_std)
+        self.token_loss = token_loss
 
     def forward(self, hidden_BLD: Tensor, *, labels: Tensor | None = None) -> Tensor:
         """Call `language_model_head` with the weights and the loss of this module."""
-        weights_VD = [weight for name in self._names if (weight := self._parameters[name]) is not None]
         return language_model_head(
             hidden_BLD,
-            weights_VD,
+            self._weights(),
             labels=labels,
             vocab_size=self.vocab_size,
-            token_loss=self.loss,
+            token_loss=self.token_loss,
             softcap=self.softcap,
         )
 

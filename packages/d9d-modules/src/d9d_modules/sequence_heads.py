@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from d9d_dist.errors import UserError
+from d9d_dist.token_ids import check_token_ids
+from d9d_modules.cross_entropy import IGNORED_LABEL
 from d9d_modules.linear import Linear
 from d9d_modules.pooling import Pooling, pool
 
 
 @final
 class ClassificationHead(nn.Module):
-    """Sequence classification head: logits `pool(hidden) @ weight.T`.
+    """Sequence classification head: logits `pool(hidden) @ weight.T`, or the loss of each row.
 
     Args:
         hidden_size: Size of the last dim of the hidden states.
@@ -36,9 +39,32 @@ class ClassificationHead(nn.Module):
         """See `d9d_dist.RequiresFullSequence`."""
         return "pools whole rows"
 
-    def forward(self, hidden_BLD: Tensor, *, mask_BL: Tensor | None = None) -> Tensor:
-        """Compute logits [B, C] of hidden states [B, L, D]; `mask_BL` [B, L] is the token mask of `pool`."""
-        return self.score(pool(hidden_BLD, mask_BL, pooling=self.pooling))
+    def forward(self, hidden_BLD: Tensor, *, mask_BL: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        """Compute the loss of each row if labels are given, else logits.
+
+        Args:
+            hidden_BLD: Hidden states [B, L, D].
+            mask_BL: Token mask [B, L]; see `pool`.
+            labels: Class of each row [B], int64; -100 ignores a row.
+
+        Returns:
+            Without labels, the logits [B, C]. With labels, the losses [B] in nats, in at least float32; 0 for ignored
+            rows.
+
+        Raises:
+            UserError: If the shape of mask or labels does not match, or a label on the CPU is out of range.
+        """
+        logits_BC = self.score(pool(hidden_BLD, mask_BL, pooling=self.pooling))
+        if labels is None:
+            return logits_BC
+        if labels.shape != logits_BC.shape[:1]:
+            raise UserError(
+                f"class labels have shape {tuple(labels.shape)}; expected {tuple(logits_BC.shape[:1])}, one class per "
+                "row."
+            )
+        check_token_ids(labels, logits_BC.shape[1], what="class labels", ignored=IGNORED_LABEL)
+        wide_BC = logits_BC.to(torch.promote_types(logits_BC.dtype, torch.float32))
+        return F.cross_entropy(wide_BC, labels, reduction="none", ignore_index=IGNORED_LABEL)
 
 
 @final

@@ -3,9 +3,10 @@
 from typing import final
 
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
-from d9d_dist.errors import UserError
+from d9d_dist import ColumnParallel, RowParallel, TensorRegion, TensorStyle, UserError
 from d9d_modules._kernel_choice import has_kernel
 from d9d_modules.linear import Linear
 
@@ -29,6 +30,21 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the block to `x` [..., hidden_size]; the shape is unchanged."""
         return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
+
+    def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
+        """Return the `parallelize_tensor` plan entries that shard the block by intermediate features.
+
+        Args:
+            name: Module path of the block in the model, such as `layers.*.feed_forward`.
+            sequence_parallel: If True, the block's input and output are sharded along the sequence; else replicated.
+        """
+        activation = Shard(1) if sequence_parallel else Replicate()
+        return {
+            name: TensorRegion(input=activation),
+            f"{name}.gate_proj": ColumnParallel(input=None),
+            f"{name}.up_proj": ColumnParallel(input=None),
+            f"{name}.down_proj": RowParallel(output=activation),
+        }
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

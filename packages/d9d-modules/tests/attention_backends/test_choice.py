@@ -1,5 +1,5 @@
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 from d9d_dist import UserError
 from d9d_modules.attention_backends import (
     AttentionBackend,
+    AttentionFeatures,
     AttentionOptions,
     AttentionRequest,
     EagerBackend,
@@ -128,18 +129,9 @@ class _Own:
     def is_fast(self, request: AttentionRequest) -> bool:
         return request.head_dim == 8
 
-    def attend(
-        self,
-        q_BLHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGK: Tensor,
-        *,
-        options: AttentionOptions,
-        documents_BS: Tensor | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
-        assert options.is_standard_sdpa
-        assert documents_BS is sinks_H is None
+    def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
+        assert features["options"].is_standard_sdpa
+        assert features["documents_BS"] is features["sinks_H"] is None
         return 2 * q_BLHK + 0 * (k_BSGK + v_BSGK)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from d9d_dist import MeshConfig, StageInfo, UserError, materialize, parallelize_tensor, sync_gradients
 from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
@@ -17,8 +18,12 @@ from d9d_modules import (
     DecoderWithHeads,
     EmbeddingHead,
     Qwen3Params,
+    decoder_backbone_from_hugging_face,
+    decoder_classifier_from_hugging_face,
     decoder_lm_head,
     decoder_tensor_plan,
+    pool,
+    qwen3_hugging_face_config,
 )
 
 PARAMS = Qwen3Params(
@@ -119,8 +124,7 @@ def _train(params: Qwen3Params) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     with MeshConfig(tensor_parallel=-1).build() as ctx:
         with torch.device("meta"):
             model = DecoderWithHeads(params, heads=HEADS).double()
-        plan = decoder_tensor_plan(params, lm_heads=["heads.text"], pooled_heads=["heads.topic", "heads.vector"])
-        parallelize_tensor(model, ctx.mesh_for("dense")["tp"], plan)
+        parallelize_tensor(model, ctx.mesh_for("dense")["tp"], decoder_tensor_plan(model))
         materialize(model, device=ctx.device, seed=0)
         input_ids, next_ids = torch.randint(0, 16, (2, 2, 8), generator=torch.Generator().manual_seed(0))
         document_ids_BL = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]).expand(2, 8)
@@ -141,3 +145,40 @@ def test_tensor_parallel_heads_equal_one_process() -> None:
 
 def test_a_backbone_is_a_part_of_every_model() -> None:
     assert all(isinstance(build(StageInfo()).backbone, DecoderModel) for build in BUILDERS.values())
+
+
+def test_a_classifier_is_that_of_transformers() -> None:
+    config = Qwen3Config.from_dict({**qwen3_hugging_face_config(PARAMS), "num_labels": 3, "pad_token_id": 0})
+    reference: Any = Qwen3ForSequenceClassification(config)
+    mapper = decoder_classifier_from_hugging_face(PARAMS)
+    model = DecoderForClassification(PARAMS, num_classes=3)
+    state = reference.state_dict()
+    mapped: dict[str, Tensor] = {}
+    for group in mapper.groups:
+        mapped |= mapper.apply({name: state[name] for name in group.inputs})
+    model.load_state_dict(mapped)
+    input_ids = _ids() * MASK
+    labels = torch.tensor([2, 0])
+    logits = reference(input_ids, attention_mask=MASK).logits
+    torch.testing.assert_close(model(input_ids, mask_BL=MASK), logits, rtol=1e-5, atol=1e-5)
+    expected = F.cross_entropy(logits, labels, reduction="none")
+    losses = model(input_ids, mask_BL=MASK, labels=labels)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    assert model(input_ids, mask_BL=MASK, labels=torch.tensor([-100, 0]))[0] == 0
+
+    losses.sum().backward()
+    expected.sum().backward()
+    for name in ("backbone.embedding.weight", "head.score.weight"):
+        theirs = {"head.score.weight": reference.score, "backbone.embedding.weight": reference.model.embed_tokens}[name]
+        torch.testing.assert_close(model.get_parameter(name).grad, theirs.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_an_embedding_is_a_pooled_vector() -> None:
+    model = DecoderForEmbedding(PARAMS, pooling="mean").double()
+    input_ids = _ids()
+    pooled = pool(model.backbone(input_ids), MASK, pooling="mean")
+    torch.testing.assert_close(model(input_ids, mask_BL=MASK), F.normalize(pooled, dim=-1))
+    plain = DecoderForEmbedding(PARAMS, embedding_size=5, normalize=False)
+    assert plain(input_ids).shape == (2, 5)
+    names = set(decoder_backbone_from_hugging_face(PARAMS, prefix="").inputs)
+    assert {"embed_tokens.weight", "layers.1.self_attn.q_norm.weight", "norm.weight"} <= names

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from d9d_dist.testing import assert_rounds_like, assert_trees_close
 from d9d_modules import (
     DecoderForCausalLM,
-    DecoderParams,
     DynamicNtkScaling,
+    GroupedQueryParams,
     LinearScaling,
     Llama3Params,
     Llama3Scaling,
@@ -123,7 +123,7 @@ def decoder_params(
     )
 
 
-def _reference(family: Family, params: DecoderParams) -> Any:
+def _reference(family: Family, params: GroupedQueryParams) -> Any:
     model: Any = family.reference(family.reference_config.from_dict(family.config(params)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -143,7 +143,7 @@ def _norm(norm: Any, x: Tensor) -> Tensor:
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
-def _take_rotary_tables(rotary: Any, params: DecoderParams) -> None:
+def _take_rotary_tables(rotary: Any, params: GroupedQueryParams) -> None:
     """Check that both rotary tables agree up to float32 rounding, then use one for both models."""
     own_forward = rotary.forward
 
@@ -179,7 +179,7 @@ def test_logits_losses_and_gradients_match(name: str) -> None:
             shape=st.tuples(st.integers(1, 3), st.integers(1, 12)),
             seed=st.integers(0, 1000),
         )
-        def match(params: DecoderParams, shape: tuple[int, int], seed: int) -> None:
+        def match(params: GroupedQueryParams, shape: tuple[int, int], seed: int) -> None:
             drawn.append(params)
             _compare(FAMILIES[name], params, shape=shape, seed=seed)
 

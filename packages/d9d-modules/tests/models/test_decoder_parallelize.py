@@ -16,7 +16,6 @@ from d9d_modules import (
     Llama3Scaling,
     LongRopeScaling,
     Qwen3Params,
-    decoder_tensor_plan,
     parallelize_decoder,
 )
 
@@ -44,7 +43,7 @@ def _train(params: Qwen3Params | Llama3Params, degrees: dict[str, int], options:
     with MeshConfig(**degrees).build() as ctx:
         with torch.device("meta"):
             model = DecoderForCausalLM(params).double()
-        parallelize_decoder(model, ctx, plan=decoder_tensor_plan(params), **options)
+        parallelize_decoder(model, ctx, **options)
         materialize(model, device=ctx.device, seed=0)
         input_ids, labels = torch.randint(0, 16, (2, 2, 8), generator=torch.Generator().manual_seed(0))
         batch = {"input_ids": input_ids, "labels": labels, "document_ids_BL": DOCUMENTS}
@@ -82,7 +81,7 @@ def _compiled() -> list[bool]:
     with MeshConfig().build() as ctx:
         for compile_blocks in (False, True):
             model = DecoderForCausalLM(QWEN3)
-            parallelize_decoder(model, ctx, plan=decoder_tensor_plan(QWEN3), compile_blocks=compile_blocks)
+            parallelize_decoder(model, ctx, compile_blocks=compile_blocks)
             layers = [layer for layer in model.layers.values() if isinstance(layer, DecoderLayer)]
             found += [layer._compiled_call_impl is not None for layer in layers]
     return found
@@ -97,8 +96,7 @@ def _checkpointed() -> list[bool]:
     """Return for each block whether its backward pass recomputes it."""
     with MeshConfig().build() as ctx:
         model = DecoderForCausalLM(QWEN3)
-        plan = decoder_tensor_plan(QWEN3)
-        parallelize_decoder(model, ctx, plan=plan, checkpointing="full", checkpoint_every=2)
+        parallelize_decoder(model, ctx, checkpointing="full", checkpoint_every=2)
         calls = dict.fromkeys(model.layers, 0)
         for name, layer in model.layers.items():
             assert isinstance(layer, DecoderLayer)
@@ -110,9 +108,8 @@ def _checkpointed() -> list[bool]:
 def _pooled() -> str:
     with MeshConfig(context_parallel_shard=2).build() as ctx:
         model = DecoderForClassification(QWEN3, num_classes=2)
-        plan = decoder_tensor_plan(QWEN3, lm_heads=[], pooled_heads=["head"])
         try:
-            parallelize_decoder(model, ctx, plan=plan)
+            parallelize_decoder(model, ctx)
         except UserError as error:
             return str(error)
     return "parallelized"
@@ -120,8 +117,8 @@ def _pooled() -> str:
 
 def test_pooled_heads_reject_context_parallelism() -> None:
     message = (
-        "head pools whole rows, but 2 context-parallel ranks each hold a part of a row; expected 1 rank. Set the "
-        "mesh's context-parallel degrees to 1."
+        "head, a ClassificationHead, pools whole rows, and 2 context-parallel ranks share each row out; expected one. "
+        "Change that, or use other parallelism."
     )
     assert run_ranks(_pooled, world_size=2) == [message] * 2
 
@@ -133,7 +130,7 @@ def _apply_context_parallelism(params: Llama3Params) -> None:
     with MeshConfig(context_parallel_shard=2).build() as ctx:
         with torch.device("meta"):
             model = DecoderForCausalLM(params)
-        parallelize_decoder(model, ctx, plan=decoder_tensor_plan(params))
+        parallelize_decoder(model, ctx)
 
 
 def _rejects_context_parallelism(params: Llama3Params) -> None:

@@ -1,8 +1,8 @@
 """Mixture of experts for PyTorch: routing, dispatch, grouped experts, expert parallelism."""
 
-from d9d_moe.all_to_all import AllToAllDispatched, AllToAllDispatcher
-from d9d_moe.deep_ep import DeepEpBuffer, DeepEpDispatched, DeepEpDispatcher, deep_ep_buffer
-from d9d_moe.dispatch import CombineHandle, Dispatched, Dispatcher, LocalDispatched, LocalDispatcher
+from d9d_moe.all_to_all import AllToAllDispatcher
+from d9d_moe.deep_ep import DeepEpBuffer, DeepEpDispatcher, deep_ep_buffer
+from d9d_moe.dispatch import CombineHandle, Dispatched, Dispatcher, LocalDispatcher
 from d9d_moe.expert_balance import (
     LoadStatistics,
     balance_experts,
@@ -12,7 +12,6 @@ from d9d_moe.expert_balance import (
     update_global_load,
 )
 from d9d_moe.expert_counts import ExpertCounter
-from d9d_moe.expert_parallel import Dispatch, DispatchName, parallelize_expert_parallel
 from d9d_moe.experts import GroupedSwiGLU
 from d9d_moe.grouped_linear import (
     GROUPED_MATMUL_VARIABLE,
@@ -29,43 +28,27 @@ from d9d_moe.models.deepseek_v3 import (
     DeepseekV3ForEmbedding,
     DeepseekV3Model,
     DeepseekV3Params,
-)
-from d9d_moe.models.deepseek_v3_hugging_face import (
     deepseek_v3_from_hugging_face,
     deepseek_v3_hugging_face_config,
     deepseek_v3_params_from_hugging_face,
 )
-from d9d_moe.models.deepseek_v3_tensor_plan import deepseek_v3_tensor_plan
-from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face
-from d9d_moe.models.moe_decoder import (
-    BackboneSizes,
-    Hidden,
-    MoeDecoder,
-    MoeDecoderLayer,
-    MoeDecoderParams,
-    Received,
-    TokenMask,
-)
-from d9d_moe.models.moe_heads import MoeForCausalLM, MoeForClassification, MoeForEmbedding, RouterLossJoin
-from d9d_moe.models.moe_parallelize import RowParts, moe_tensor_plan, parallelize_moe_decoder
+from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face, sparse_from_hugging_face
 from d9d_moe.models.qwen3_moe import (
     Qwen3MoeForCausalLM,
     Qwen3MoeForClassification,
     Qwen3MoeForEmbedding,
     Qwen3MoeModel,
     Qwen3MoeParams,
-)
-from d9d_moe.models.qwen3_moe_hugging_face import (
     qwen3_moe_from_hugging_face,
     qwen3_moe_hugging_face_config,
     qwen3_moe_params_from_hugging_face,
 )
-from d9d_moe.models.qwen3_moe_tensor_plan import qwen3_moe_tensor_plan
+from d9d_moe.models.sparse_params import SparseParams
+from d9d_moe.moe_parallel import Dispatch, DispatchName, parallelize_moe
 from d9d_moe.router import Router, Routing, SigmoidRouter, TopKRouter
 from d9d_moe.router_losses import (
     BalanceDefinition,
     BalanceScope,
-    HiddenAndLosses,
     RouterLosses,
     TokenGroups,
     expert_load,
@@ -75,14 +58,11 @@ from d9d_moe.shared_experts import SharedExperts
 
 __all__ = [
     "GROUPED_MATMUL_VARIABLE",
-    "AllToAllDispatched",
     "AllToAllDispatcher",
-    "BackboneSizes",
     "BalanceDefinition",
     "BalanceScope",
     "CombineHandle",
     "DeepEpBuffer",
-    "DeepEpDispatched",
     "DeepEpDispatcher",
     "DeepseekV3ForCausalLM",
     "DeepseekV3ForClassification",
@@ -98,34 +78,22 @@ __all__ = [
     "GroupedLinear",
     "GroupedMatmulBackend",
     "GroupedSwiGLU",
-    "Hidden",
-    "HiddenAndLosses",
     "JointBalance",
     "LoadStatistics",
-    "LocalDispatched",
     "LocalDispatcher",
     "MoELayer",
-    "MoeDecoder",
-    "MoeDecoderLayer",
-    "MoeDecoderParams",
-    "MoeForCausalLM",
-    "MoeForClassification",
-    "MoeForEmbedding",
     "Qwen3MoeForCausalLM",
     "Qwen3MoeForClassification",
     "Qwen3MoeForEmbedding",
     "Qwen3MoeModel",
     "Qwen3MoeParams",
-    "Received",
     "Router",
-    "RouterLossJoin",
     "RouterLosses",
     "Routing",
-    "RowParts",
     "SharedExperts",
     "SigmoidRouter",
+    "SparseParams",
     "TokenGroups",
-    "TokenMask",
     "TopKRouter",
     "balance_experts",
     "choose_grouped_matmul",
@@ -133,19 +101,16 @@ __all__ = [
     "deepseek_v3_from_hugging_face",
     "deepseek_v3_hugging_face_config",
     "deepseek_v3_params_from_hugging_face",
-    "deepseek_v3_tensor_plan",
     "expert_load",
     "experts_from_hugging_face",
     "grouped_matmul",
     "load_statistics",
-    "moe_tensor_plan",
-    "parallelize_expert_parallel",
-    "parallelize_moe_decoder",
+    "parallelize_moe",
     "pop_tokens_per_expert",
     "qwen3_moe_from_hugging_face",
     "qwen3_moe_hugging_face_config",
     "qwen3_moe_params_from_hugging_face",
-    "qwen3_moe_tensor_plan",
+    "sparse_from_hugging_face",
     "token_losses",
     "token_records",
     "update_expert_bias",

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from d9d_dist import all_to_all
-from d9d_moe.dispatch import CombineHandle, LocalDispatched, dispatch_local, sort_by_expert
+from d9d_moe.dispatch import CombineHandle, Dispatched, dispatch_local, sort_by_expert
 from d9d_moe.permute import inverse_permutation, sum_rows, take_rows
 from d9d_moe.router import Routing
 
@@ -40,7 +40,7 @@ class AllToAllDispatcher:
 
     group: dist.ProcessGroup
 
-    def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> "AllToAllDispatched":
+    def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> Dispatched:
         """See `Dispatcher.dispatch`. One host-device synchronization, to read the numbers of rows."""
         top_k = routing.indices.shape[1]
         num_local_experts = num_experts // self.group.size()
@@ -63,58 +63,15 @@ class AllToAllDispatcher:
             ]
         )
         local = Routing(_local_experts(experts_MA.long(), self.group.rank(), num_local_experts), weights_MA)
-        return AllToAllDispatched(
-            arrived=dispatch_local(rows_MD, local, num_experts=num_local_experts, num_rows=sum(choices)),
-            order=order_L,
-            inverse=inverse_N,
-            leaving=tuple(send_sizes),
-            arriving=tuple(receive_sizes),
-            group=self.group,
-        )
+        arrived = dispatch_local(rows_MD, local, num_experts=num_local_experts, num_rows=sum(choices))
 
+        def combine(outputs_ND: Tensor) -> CombineHandle:
+            # The weighted sum over experts is computed on the experts' rank, the sum over ranks on this rank.
+            sums_MD = arrived.combine(outputs_ND).wait()
+            wait_returned = _start_all_to_all(sums_MD, receive_sizes, send_sizes, self.group)
+            return CombineHandle(lambda: sum_rows(wait_returned(), order_L, inverse_N, copies=top_k))
 
-@final
-@dataclass(frozen=True, slots=True)
-class AllToAllDispatched:
-    """Rows that `AllToAllDispatcher` received for this rank's experts.
-
-    Attributes:
-        arrived: Received tokens, sorted by expert.
-        order: For each sent row [L], the index of its (token, choice) pair in the flattened [T, A]: the token's first
-            choice on the destination rank.
-        inverse: For each (token, choice) pair, the index of its sent row; L or more if an earlier choice of the token
-            is on the same rank.
-        leaving: Number of rows sent to each rank.
-        arriving: Number of rows received from each rank.
-        group: Expert-parallel process group.
-    """
-
-    arrived: LocalDispatched
-    order: Tensor
-    inverse: Tensor
-    leaving: tuple[int, ...]
-    arriving: tuple[int, ...]
-    group: dist.ProcessGroup
-
-    @property
-    def rows(self) -> Tensor:
-        """See `Dispatched.rows`."""
-        return self.arrived.rows
-
-    @property
-    def counts(self) -> Tensor:
-        """See `Dispatched.counts`."""
-        return self.arrived.counts
-
-    def combine(self, outputs_ND: Tensor) -> CombineHandle:
-        """See `Dispatched.combine`.
-
-        The weighted sum over experts is computed on the experts' rank, the sum over ranks on this rank.
-        """
-        top_k = self.arrived.probabilities.shape[1]
-        sums_MD = self.arrived.combine(outputs_ND).wait()
-        wait_returned = _start_all_to_all(sums_MD, self.arriving, self.leaving, self.group)
-        return CombineHandle(lambda: sum_rows(wait_returned(), self.order, self.inverse, copies=top_k))
+        return Dispatched(arrived.rows, arrived.counts, combine)
 
 
 def _mask_repeated_ranks(ranks_TA: Tensor, num_ranks: int) -> Tensor:

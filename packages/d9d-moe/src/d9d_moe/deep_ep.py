@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from d9d_dist.errors import UserError
-from d9d_moe.dispatch import CombineHandle, LocalDispatched, dispatch_local
+from d9d_moe.dispatch import CombineHandle, Dispatched, dispatch_local
 from d9d_moe.router import Routing
 
 DEEP_EP_INSTALL = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP"
@@ -59,7 +59,7 @@ class DeepEpDispatcher:
 
     buffer: DeepEpBuffer
 
-    def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> "DeepEpDispatched":
+    def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> Dispatched:
         """See `Dispatcher.dispatch`.
 
         Raises:
@@ -77,44 +77,18 @@ class DeepEpDispatcher:
         num_local_experts = len(counts)
         local = Routing(torch.where(choices_MA < 0, num_local_experts, choices_MA), weights_MA)
         arrived = dispatch_local(rows_MD, local, num_experts=num_local_experts, num_rows=sum(counts))
-        return DeepEpDispatched(arrived=arrived, buffer=self.buffer, handle=handle)
 
+        def combine(outputs_ND: Tensor) -> CombineHandle:
+            sums_MD = arrived.combine(outputs_ND).wait()
+            out_TD, event = cast(tuple[Tensor, Any], _DeepEpCombine.apply(sums_MD, self.buffer, handle))
 
-@final
-@dataclass(frozen=True, slots=True)
-class DeepEpDispatched:
-    """Rows that `DeepEpDispatcher` received for this rank's experts.
+            def wait() -> Tensor:
+                event.current_stream_wait()
+                return out_TD
 
-    Attributes:
-        arrived: Received tokens, sorted by expert.
-        buffer: Communication buffer that received them.
-        handle: DeepEP's handle of the dispatch, which combine needs.
-    """
+            return CombineHandle(wait)
 
-    arrived: LocalDispatched
-    buffer: DeepEpBuffer
-    handle: Any
-
-    @property
-    def rows(self) -> Tensor:
-        """See `Dispatched.rows`."""
-        return self.arrived.rows
-
-    @property
-    def counts(self) -> Tensor:
-        """See `Dispatched.counts`."""
-        return self.arrived.counts
-
-    def combine(self, outputs_ND: Tensor) -> CombineHandle:
-        """See `Dispatched.combine`."""
-        sums_MD = self.arrived.combine(outputs_ND).wait()
-        tokens_TD, event = cast(tuple[Tensor, Any], _DeepEpCombine.apply(sums_MD, self.buffer, self.handle))
-
-        def wait() -> Tensor:
-            event.current_stream_wait()
-            return tokens_TD
-
-        return CombineHandle(wait)
+        return Dispatched(arrived.rows, arrived.counts, combine)
 
 
 def deep_ep_buffer(group: dist.ProcessGroup, *, hidden_size: int, device: torch.device) -> DeepEpBuffer:

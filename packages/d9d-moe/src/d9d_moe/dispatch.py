@@ -1,7 +1,6 @@
 """Dispatch: send each token to its experts, and combine the experts' outputs per token.
 
-`Dispatcher.dispatch` returns an object that holds the rows and has the method `combine`. So the dispatcher itself keeps
-no state between dispatch and combine.
+`Dispatcher.dispatch` returns the rows and the function `combine`. So the dispatcher itself keeps no state between them.
 
 Shape legend: T tokens, D hidden size, E experts, A experts per token (top-k), N dispatched rows (T * A locally).
 """
@@ -29,30 +28,22 @@ class CombineHandle:
     wait: Callable[[], Tensor]
 
 
-class Dispatched(Protocol):
-    """Rows sorted by expert, with the method that combines the experts' outputs."""
+@final
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """Rows for the experts of this rank, sorted by expert, with the function that combines the experts' outputs.
 
-    @property
-    def rows(self) -> Tensor:
-        """Copies of tokens [N, D], sorted by expert: rows of the first expert, then of the second, and so on."""
-        ...
+    Attributes:
+        rows: Copies of tokens [N, D]: rows of the first expert, then of the second, and so on.
+        counts: Number of rows per expert of this rank [E], int64; the sum is N.
+        combine: Starts to sum the experts' outputs [N, D] of each token, in the order of `rows`, weighted by the
+            router's probabilities. The handle's `wait` returns the tokens [T, D] in the dtype of the outputs. The sum
+            over the experts of one rank is computed in the wider of that dtype and the dtype of the probabilities.
+    """
 
-    @property
-    def counts(self) -> Tensor:
-        """Number of rows per expert of this rank [E], int64; the sum is N."""
-        ...
-
-    def combine(self, outputs_ND: Tensor) -> CombineHandle:
-        """Start to sum the experts' outputs of each token, weighted by the router's probabilities.
-
-        Args:
-            outputs_ND: Experts' outputs [N, D], in the order of `rows`.
-
-        Returns:
-            A handle; its `wait` returns the tokens [T, D] in the dtype of `outputs_ND`. The sum over the experts of
-            one rank is computed in the wider of that dtype and the dtype of the probabilities.
-        """
-        ...
+    rows: Tensor
+    counts: Tensor
+    combine: Callable[[Tensor], CombineHandle]
 
 
 class Dispatcher(Protocol):
@@ -77,36 +68,12 @@ class Dispatcher(Protocol):
 class LocalDispatcher:
     """Dispatcher for experts that are all on this rank: a permutation, without capacity and dropped tokens."""
 
-    def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> "LocalDispatched":
+    def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> Dispatched:
         """Sort copies of the tokens [T, D] by expert. The sort is stable."""
         return dispatch_local(tokens_TD, routing, num_experts=num_experts, num_rows=routing.indices.numel())
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class LocalDispatched:
-    """Rows sorted by expert on this rank.
-
-    Attributes:
-        rows: See `Dispatched.rows`.
-        counts: See `Dispatched.counts`.
-        order: For each row, the index of its (token, choice) pair in the flattened [T, A].
-        inverse: For each (token, choice) pair, the index of its row; N or more if the pair has no row.
-        probabilities: Router probabilities [T, A].
-    """
-
-    rows: Tensor
-    counts: Tensor
-    order: Tensor
-    inverse: Tensor
-    probabilities: Tensor
-
-    def combine(self, outputs_ND: Tensor) -> CombineHandle:
-        """See `Dispatched.combine`."""
-        return CombineHandle(lambda: combine_rows(outputs_ND, self.probabilities, self.order, self.inverse))
-
-
-def dispatch_local(tokens_TD: Tensor, routing: Routing, *, num_experts: int, num_rows: int) -> LocalDispatched:
+def dispatch_local(tokens_TD: Tensor, routing: Routing, *, num_experts: int, num_rows: int) -> Dispatched:
     """Sort copies of tokens by expert, for the choices whose expert is on this rank.
 
     Args:
@@ -119,13 +86,12 @@ def dispatch_local(tokens_TD: Tensor, routing: Routing, *, num_experts: int, num
     order_N, counts_E = sort_by_expert(routing.indices.flatten(), num_experts)
     inverse_N = inverse_permutation(order_N)
     order_K = order_N[:num_rows]
-    return LocalDispatched(
-        rows=take_rows(tokens_TD, order_K, inverse_N, copies=routing.indices.shape[1]),
-        counts=counts_E,
-        order=order_K,
-        inverse=inverse_N,
-        probabilities=routing.probabilities,
-    )
+    rows_KD = take_rows(tokens_TD, order_K, inverse_N, copies=routing.indices.shape[1])
+
+    def combine(outputs_KD: Tensor) -> CombineHandle:
+        return CombineHandle(lambda: combine_rows(outputs_KD, routing.probabilities, order_K, inverse_N))
+
+    return Dispatched(rows_KD, counts_E, combine)
 
 
 def sort_by_expert(experts_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ def pop_tokens_per_expert(model: nn.Module) -> dict[str, Tensor]:
 
     Call it once per step, after the last backward pass and before the next forward pass, e.g. in an event handler of
     `OptimizerDone`. Collective over all ranks of a pipeline stage: one all-reduce for all layers.
-    `parallelize_expert_parallel` sets the process group; a model on several ranks needs it also with a degree of 1.
+    `parallelize_moe` sets the process group; a model on several ranks needs it also with a degree of 1.
 
     Args:
         model: A model, or one pipeline stage of it.
@@ -60,7 +60,7 @@ def pop_tokens_per_expert(model: nn.Module) -> dict[str, Tensor]:
         Tokens per expert [E], int64, by the name of the mixture-of-experts layer. No host-device synchronization.
 
     Raises:
-        UserError: If there are several ranks and `parallelize_expert_parallel` was not called.
+        UserError: If there are several ranks and `parallelize_moe` was not called.
     """
     blocks = _blocks(model)
     if not blocks:
@@ -103,7 +103,7 @@ def update_expert_bias(model: nn.Module, counts: Mapping[str, Tensor], *, rate: 
             if bias_E.element_size() < _MIN_BIAS_BYTES:
                 raise UserError(
                     f"the selection bias of {name} is {bias_E.dtype}; expected float32, because updates of rate = "
-                    f"{rate} are lost to rounding. Use parallelize_moe_decoder(precision=...), not model.to(...)."
+                    f"{rate} are lost to rounding. Use parallelize_decoder(precision=...), not model.to(...)."
                 )
             bias_E.add_((counts_E.mean() - counts_E).sign().to(bias_E.dtype), alpha=rate)
 
@@ -161,7 +161,7 @@ def _check_token_groups(blocks: Mapping[str, MoELayer]) -> None:
     if num_ranks > 1 and without_group:
         raise UserError(
             f"{without_group[0]} counts only the tokens of its own rank, but there are {num_ranks} ranks; expected "
-            "process groups over which to sum the counts. Call parallelize_expert_parallel(model, ctx), also with a "
+            "process groups over which to sum the counts. Call parallelize_moe(model, ctx), also with a "
             "degree of 1."
         )
 

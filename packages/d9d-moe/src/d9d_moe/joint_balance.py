@@ -46,7 +46,7 @@ class JointBalance(nn.Module):
         losses: Losses and their factors, with `definition = "transformers"`.
 
     Attributes:
-        token_groups: Process groups over which tokens are counted; `parallelize_expert_parallel` sets them.
+        token_groups: Process groups over which tokens are counted; `parallelize_moe` sets them.
     """
 
     def __init__(self, losses: RouterLosses) -> None:

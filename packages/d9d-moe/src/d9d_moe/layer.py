@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist.errors import UserError
+from d9d_modules import HiddenAndLosses
 from d9d_moe.dispatch import Dispatcher, LocalDispatcher
 from d9d_moe.expert_counts import ExpertCounter
 from d9d_moe.experts import GroupedSwiGLU
 from d9d_moe.joint_balance import token_records
 from d9d_moe.router import Router, Routing
-from d9d_moe.router_losses import HiddenAndLosses, RouterLosses, TokenGroups, token_losses
+from d9d_moe.router_losses import RouterLosses, TokenGroups, token_losses
 
 LOCAL = LocalDispatcher()
 """Dispatcher for experts that are all on this rank."""
@@ -37,8 +38,8 @@ class MoELayer(nn.Module):
         init_std: Standard deviation of the initial weights of the experts.
 
     Attributes:
-        dispatcher: Dispatcher in use; `parallelize_expert_parallel` replaces it.
-        token_groups: Process groups over which tokens are counted; `parallelize_expert_parallel` sets them.
+        dispatcher: Dispatcher in use; `parallelize_moe` replaces it.
+        token_groups: Process groups over which tokens are counted; `parallelize_moe` sets them.
         global_load: Load of each expert in the previous step [E], float32, relative to an even load (1 is even). A
             buffer that `update_global_load` writes; None unless the scope of the losses is "global_batch".
     """
@@ -93,7 +94,7 @@ class MoELayer(nn.Module):
             raise UserError(
                 f"the mask has shape {tuple(mask_BL.shape)}; expected {tuple(x.shape[:-1])}, one number for each token "
                 "of this rank. With tensor parallelism the plan must split the mask along the sequence: see "
-                '"backbone.token_mask" in moe_tensor_plan.'
+                '"backbone.token_mask" in d9d_modules.decoder_tensor_plan.'
             )
         mask_T = None if mask_BL is None else mask_BL.flatten().bool()
         tokens_TD = x.flatten(0, -2)

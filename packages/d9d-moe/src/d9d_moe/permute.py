@@ -35,7 +35,7 @@ def take_rows(x: Tensor, order_K: Tensor, inverse_N: Tensor, *, copies: int = 1)
     Returns:
         Rows [K, D].
     """
-    return cast(Tensor, _Take.apply(x, order_K, inverse_N, copies))
+    return cast(Tensor, _Move.apply(x, order_K, inverse_N, copies, False))
 
 
 def sum_rows(rows_KD: Tensor, order_K: Tensor, inverse_N: Tensor, *, copies: int) -> Tensor:
@@ -52,7 +52,7 @@ def sum_rows(rows_KD: Tensor, order_K: Tensor, inverse_N: Tensor, *, copies: int
     Returns:
         Rows [T, D] in the dtype of `rows_KD`; the sum is accumulated in at least float32.
     """
-    return cast(Tensor, _Sum.apply(rows_KD, order_K, inverse_N, copies))
+    return cast(Tensor, _Move.apply(rows_KD, order_K, inverse_N, copies, True))
 
 
 def combine_rows(rows_KD: Tensor, weights_TA: Tensor, order_K: Tensor, inverse_N: Tensor) -> Tensor:
@@ -77,30 +77,22 @@ def inverse_permutation(order_N: Tensor) -> Tensor:
     return torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
 
 
-class _Take(torch.autograd.Function):
+class _Move(torch.autograd.Function):
+    """Take rows, or sum them; each is the backward of the other."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+    def forward(  # noqa: PLR0917  (autograd passes by position)
+        ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, copies: int, is_sum: bool
+    ) -> Tensor:
         ctx.save_for_backward(order, inverse)
-        ctx.copies = copies
-        return _take(x, order, copies)
+        ctx.copies, ctx.is_sum = copies, is_sum
+        return _sum(rows, inverse, copies) if is_sum else _take(rows, order, copies)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         order, inverse = ctx.saved_tensors
-        return sum_rows(gradients[0], order, inverse, copies=ctx.copies), None, None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(order, inverse)
-        ctx.copies = copies
-        return _sum(rows, inverse, copies)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        order, inverse = ctx.saved_tensors
-        return take_rows(gradients[0], order, inverse, copies=ctx.copies), None, None, None
+        move = take_rows if ctx.is_sum else sum_rows
+        return move(gradients[0], order, inverse, copies=ctx.copies), None, None, None, None
 
 
 class _Combine(torch.autograd.Function):

@@ -9,7 +9,7 @@ Shape legend: B batch, L length, T = B * L tokens, E experts, A experts per toke
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias, final, get_args
+from typing import Literal, TypeAlias, final, get_args
 
 import torch
 import torch.distributed as dist
@@ -91,20 +91,6 @@ class RouterLosses:
     def follow_global_batch(self) -> bool:
         """True if the balance loss uses the load of the previous step."""
         return self.balance > 0 and self.scope == "global_batch"
-
-
-@final
-class HiddenAndLosses(NamedTuple):
-    """Hidden states and the router losses accumulated so far.
-
-    Attributes:
-        hidden: Hidden states [B, L, D].
-        losses: Sum of the router losses of all layers so far, per token [B, L], float32 (float64 for a float64 model).
-            With `RouterLosses.definition = "transformers"`: sum of the layers' `token_records` [B, L, R].
-    """
-
-    hidden: Tensor
-    losses: Tensor
 
 
 @final

@@ -1,11 +1,21 @@
+import json
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers import DeepseekV3ForCausalLM as Reference
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm, DeepseekV3TopkRouter
 
 from d9d_dist import StageInfo, UserError
-from d9d_modules import SwiGLU
+from d9d_modules import SwiGLU, YarnScaling
 from d9d_moe import (
     DeepseekV3ForCausalLM,
     DeepseekV3ForClassification,
@@ -13,7 +23,11 @@ from d9d_moe import (
     DeepseekV3Params,
     MoELayer,
     RouterLosses,
+    deepseek_v3_from_hugging_face,
+    deepseek_v3_hugging_face_config,
+    deepseek_v3_params_from_hugging_face,
 )
+from d9d_state import StateMapper, load_model_state, save_model_state
 
 PARAMS = DeepseekV3Params(
     vocab_size=19,
@@ -86,7 +100,7 @@ def test_classification_and_embedding_heads() -> None:
     assert losses[1] == 0
     embedder = DeepseekV3ForEmbedding(replace(PARAMS, router_losses=RouterLosses()), embedding_size=5)
     torch.testing.assert_close(embedder(input_ids).norm(dim=-1), torch.ones(2))
-    with pytest.raises(UserError, match=r"router_losses = .* for an embedding"):
+    with pytest.raises(UserError, match=r"the model has router losses, but an embedding model has no loss to which"):
         DeepseekV3ForEmbedding(PARAMS)
 
 
@@ -120,3 +134,219 @@ def test_invalid_params_are_refused(changes: dict[str, Any], message: str) -> No
 def test_input_of_another_stage_is_refused(received: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         DeepseekV3ForCausalLM(PARAMS, StageInfo(1, 3))(received)
+
+
+YARN = YarnScaling(factor=4.0, original_max_positions=8, beta_fast=4.0, mscale=1.0, mscale_all_dim=0.8)
+
+
+@st.composite
+def deepseek_v3_params(draw: st.DrawFn) -> DeepseekV3Params:
+    num_layers = draw(st.integers(1, 3))
+    num_groups = draw(st.integers(1, 3))
+    num_experts = num_groups * draw(st.integers(2, 3))
+    top_groups = draw(st.integers(1, num_groups))
+    reachable = num_experts // num_groups * top_groups
+    return DeepseekV3Params(
+        vocab_size=draw(st.integers(3, 40)),
+        hidden_size=draw(st.sampled_from([8, 10])),
+        num_layers=num_layers,
+        num_heads=draw(st.integers(1, 3)),
+        kv_rank=draw(st.integers(1, 8)),
+        q_rank=draw(st.sampled_from([None, 5])),
+        head_dim=draw(st.integers(1, 6)),
+        rotary_dim=2 * draw(st.integers(1, 3)),
+        value_dim=draw(st.integers(1, 8)),
+        intermediate_size=draw(st.integers(1, 20)),
+        num_dense_layers=draw(st.integers(0, num_layers)),
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, reachable)),
+        expert_intermediate_size=draw(st.sampled_from([4, 7])),
+        num_shared_experts=draw(st.integers(1, 2)),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        renormalize=draw(st.booleans()),
+        routed_scale=draw(st.sampled_from([1.0, 2.5])),
+        rotary_layout=draw(st.sampled_from(["interleaved", "half"])),
+        rope_scaling=draw(st.sampled_from([None, YARN])),
+        max_position_embeddings=32,
+    )
+
+
+def _exported() -> DeepseekV3Params:
+    return DeepseekV3Params(
+        vocab_size=21,
+        hidden_size=16,
+        num_layers=3,
+        num_heads=2,
+        kv_rank=6,
+        q_rank=8,
+        head_dim=4,
+        rotary_dim=4,
+        value_dim=4,
+        intermediate_size=24,
+        num_dense_layers=1,
+        num_experts=4,
+        top_k=2,
+        expert_intermediate_size=12,
+        num_groups=2,
+        top_groups=1,
+        routed_scale=2.5,
+        initializer_range=0.2,
+        rope_scaling=YARN,
+        max_position_embeddings=32,
+    )
+
+
+def _reference(params: DeepseekV3Params) -> Reference:
+    """Return the reference model in float64."""
+    config = DeepseekV3Config.from_dict(deepseek_v3_hugging_face_config(params))
+    # The default is torch's grouped kernel, which supports neither float64 nor unaligned sizes.
+    config._experts_implementation = "eager"
+    model = Reference(config).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)
+    for module in model.modules():
+        match module:  # it rounds to float32 inside its norm and its router, whatever it is given
+            case DeepseekV3RMSNorm():
+                module.forward = partial(_norm, module)
+            case DeepseekV3TopkRouter():
+                module.forward = partial(_route, module)
+    return model
+
+
+def _norm(norm: DeepseekV3RMSNorm, hidden_states: Tensor) -> Tensor:
+    return F.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _route(router: DeepseekV3TopkRouter, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    assert router.top_k is not None
+    assert router.topk_group is not None
+    logits = F.linear(hidden_states.flatten(0, -2), router.weight)
+    scores = logits.sigmoid()
+    groups = (scores + router.e_score_correction_bias).unflatten(-1, (router.num_group, -1))
+    best = groups.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+    worst_chosen = best.sort(dim=-1, descending=True).values[:, router.topk_group - 1]
+    chosen = torch.where((best >= worst_chosen[:, None])[..., None], groups, -torch.inf).flatten(1)
+    indices = chosen.topk(router.top_k).indices
+    weights = scores.gather(1, indices)
+    if router.norm_topk_prob is True:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights * router.routed_scaling_factor, indices
+
+
+def _apply(mapper: StateMapper, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    mapped: dict[str, Tensor] = {}
+    for group in mapper.groups:
+        mapped |= mapper.apply({name: tensors[name] for name in group.inputs})
+    return mapped
+
+
+def _relative_error(got: Tensor, expected: Tensor) -> float:
+    return ((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+
+
+@settings(max_examples=25)
+@given(params=deepseek_v3_params(), batch=st.integers(1, 3), length=st.integers(1, 10), seed=st.integers(0, 1000))
+def test_logits_and_gradients_match(*, params: DeepseekV3Params, batch: int, length: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    mapper = deepseek_v3_from_hugging_face(params, layout="fused")
+    reference = _reference(params)
+    ours = DeepseekV3ForCausalLM(params).double()
+    ours.load_state_dict(_apply(mapper, dict(reference.state_dict())))
+    input_ids = torch.randint(0, params.vocab_size, (batch, length))
+    got, expected = ours(input_ids), reference(input_ids).logits
+    # The rotary tables of both implementations are float32, but computed in a different order.
+    assert _relative_error(got, expected) <= 1e-6
+
+    gradient = torch.randn_like(expected)
+    got.backward(gradient)
+    expected.backward(gradient)
+    named = {
+        name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        for name, tensor in reference.state_dict(keep_vars=True).items()
+    }
+    expected_gradients = _apply(mapper, named)
+    largest = max(each.abs().max() for each in expected_gradients.values())
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None, name
+        assert (parameter.grad - expected_gradients[name]).abs().max() <= 1e-5 * largest, name
+
+
+def test_each_stage_loads_its_tensors_from_the_checkpoint() -> None:
+    params = _exported()
+    built = [name for i in range(3) for name in DeepseekV3ForCausalLM(params, StageInfo(i, 3)).state_dict()]
+    for layout in ("per_expert", "fused"):
+        assert sorted(built) == sorted(deepseek_v3_from_hugging_face(params, layout=layout).outputs)
+
+
+def test_an_export_loads_in_the_reference_and_back(tmp_path: Path) -> None:
+    params = _exported()
+    mapper = deepseek_v3_from_hugging_face(params)
+    model = DeepseekV3ForCausalLM(params)
+    for index in (1, 2):
+        torch.nn.init.normal_(model.get_buffer(f"backbone.layers.{index}.feed_forward.router.selection_bias"))
+    files = {"config.json": deepseek_v3_hugging_face_config(params)}
+    save_model_state(model, tmp_path / "export", mapper.inverse(), extra_files=files)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert isinstance(reference, Reference)
+    input_ids = torch.randint(0, 21, (2, 9))
+    assert _relative_error(model(input_ids), reference(input_ids).logits) <= 1e-4
+
+    reference.save_pretrained(tmp_path / "theirs")
+    again = DeepseekV3ForCausalLM(params)
+    load_model_state(again, tmp_path / "theirs", mapper)
+    torch.testing.assert_close(dict(again.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"q_rank": None, "rotary_layout": "half", "rope_scaling": None}])
+def test_config_round_trip(changes: dict[str, Any]) -> None:
+    params = replace(_exported(), **changes)
+    written = json.loads(json.dumps(deepseek_v3_hugging_face_config(params)))
+    assert deepseek_v3_params_from_hugging_face(written) == params
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "qwen3"}, r"config\.json has model_type = 'qwen3'; only 'deepseek_v3' is supported"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"config\.json has quantization_config = .*fp8.*; only None",
+        ),
+        ({"n_group": None}, r"config\.json has n_group = null, .*Set n_group and topk_group to 1"),
+        ({"topk_group": None}, r"config\.json has topk_group = null"),
+        ({"attention_bias": True}, r"config\.json has attention_bias = True; only False is supported"),
+        ({"scoring_func": "softmax"}, r"config\.json has scoring_func = 'softmax'; only 'sigmoid' is supported"),
+        ({"moe_layer_freq": 2}, r"config\.json has moe_layer_freq = 2; only 1 is supported"),
+        ({"kv_lora_rank": None}, r"config\.json has no 'kv_lora_rank'"),
+        ({"head_dim": 3}, r"config\.json has head_dim = 3; expected qk_rope_head_dim = "),
+        ({"num_key_value_heads": 1}, r"config\.json has num_key_value_heads = 1; expected num_attention_heads = "),
+        ({"num_experts_per_tok": 99}, r"top_k = 99; .*In config\.json .*top_k is num_experts_per_tok"),
+        (
+            {
+                "rope_parameters": None,
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0},
+            },
+            r"rope_scaling of config\.json, of rope_type 'linear', has mscale_all_dim = 1\.0; expected only known",
+        ),
+    ],
+)
+def test_unsupported_config_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        deepseek_v3_params_from_hugging_face({**deepseek_v3_hugging_face_config(_exported()), **changes})
+
+
+def test_missing_q_lora_rank_is_refused() -> None:
+    config = deepseek_v3_hugging_face_config(_exported())
+    del config["q_lora_rank"]
+    with pytest.raises(UserError, match=r"config\.json has no 'q_lora_rank'; expected an integer, or null"):
+        deepseek_v3_params_from_hugging_face(config)
+
+
+def test_config_without_shared_experts_is_refused() -> None:
+    with pytest.raises(UserError, match="num_shared_experts = 0"):
+        deepseek_v3_hugging_face_config(replace(_exported(), num_shared_experts=0))

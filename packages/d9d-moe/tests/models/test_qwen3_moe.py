@@ -1,188 +1,327 @@
+"""Comparison with an independent implementation: Qwen3-MoE of `transformers`."""
+
+import json
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import Qwen3MoeForCausalLM as Reference
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 
-from d9d_dist import MeshConfig, StageInfo, UserError, materialize, parallelize_fsdp
-from d9d_dist.testing import run_ranks
-from d9d_modules import Qwen3Params, SwiGLU, checkpoint_activations
+from d9d_dist import StageInfo, UserError
+from d9d_dist.testing import assert_rounds_like, assert_trees_close
 from d9d_moe import (
-    BalanceScope,
-    MoeForClassification,
-    MoELayer,
     Qwen3MoeForCausalLM,
     Qwen3MoeParams,
     RouterLosses,
-    TopKRouter,
-    pop_tokens_per_expert,
+    qwen3_moe_from_hugging_face,
+    qwen3_moe_hugging_face_config,
+    qwen3_moe_params_from_hugging_face,
 )
+from d9d_moe.models import experts_hugging_face
+from d9d_state import StateMapper, load_model_state, save_model_state, stack
 
-PARAMS = Qwen3MoeParams(
-    decoder=Qwen3Params(
-        vocab_size=19,
-        hidden_size=12,
-        num_layers=4,
+
+@st.composite
+def qwen3_moe_params(draw: st.DrawFn) -> Qwen3MoeParams:
+    num_kv_heads = draw(st.integers(1, 2))
+    num_layers = draw(st.integers(1, 3))
+    num_experts = draw(st.integers(1, 6))
+    window = draw(st.sampled_from([None, 1, 3]))
+    return Qwen3MoeParams(
+        vocab_size=draw(st.integers(3, 40)),
+        # In float32 multiples of 4 use the grouped kernel, other sizes the loop.
+        hidden_size=draw(st.sampled_from([4, 8, 16, 10])),
+        num_layers=num_layers,
+        num_heads=num_kv_heads * draw(st.integers(1, 2)),
+        num_kv_heads=num_kv_heads,
+        head_dim=2 * draw(st.integers(1, 6)),
+        intermediate_size=draw(st.integers(1, 20)),
+        tie_word_embeddings=draw(st.booleans()),
+        rope_theta=10_000.0,
+        sliding_window=window,
+        sliding_layers=() if window is None else tuple(range(num_layers)),
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, num_experts)),
+        expert_intermediate_size=draw(st.sampled_from([4, 12, 7])),
+        renormalize=draw(st.booleans()),
+        dense_layers=tuple(draw(st.sets(st.integers(0, num_layers - 1), max_size=1))),
+    )
+
+
+def _params(*, tied: bool = False) -> Qwen3MoeParams:
+    return Qwen3MoeParams(
+        vocab_size=21,
+        hidden_size=16,
+        num_layers=3,
         num_heads=4,
         num_kv_heads=2,
         head_dim=6,
-        intermediate_size=20,
-        initializer_range=0.3,
-    ),
-    num_experts=5,
-    top_k=2,
-    expert_intermediate_size=10,
-    dense_layers=(1,),
-)
+        intermediate_size=24,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        num_experts=4,
+        top_k=2,
+        expert_intermediate_size=12,
+        dense_layers=(1,),
+    )
 
 
-def test_chained_stages_match_the_whole_model() -> None:
-    whole = Qwen3MoeForCausalLM(PARAMS).double()
-    input_ids, labels = torch.randint(0, 19, (2, 2, 7))
-    expected = whole(input_ids, labels=labels)
-    expected.sum().backward()
-    state = whole.state_dict()
-    stages = [Qwen3MoeForCausalLM(PARAMS, StageInfo(index, 3)).double() for index in range(3)]
-    hidden = input_ids
-    for stage in stages:
-        stage.load_state_dict({name: state[name] for name in stage.state_dict()})
-        hidden = stage(hidden, labels=labels)
-    hidden.sum().backward()
-    torch.testing.assert_close(hidden, expected, rtol=1e-12, atol=1e-12)
-    split = {name: parameter.grad for stage in stages for name, parameter in stage.named_parameters()}
-    torch.testing.assert_close(split, {name: p.grad for name, p in whole.named_parameters()}, rtol=1e-10, atol=1e-12)
+def _reference(params: Qwen3MoeParams) -> Reference:
+    config = Qwen3MoeConfig.from_dict(qwen3_moe_hugging_face_config(params))
+    # The default is torch's grouped kernel, which supports neither float64 nor unaligned sizes.
+    config._experts_implementation = "eager"
+    model = Reference(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3)
+    return model
 
 
-def test_packed_documents_match_separate_documents() -> None:
-    model = Qwen3MoeForCausalLM(PARAMS).double()
-    first, second = torch.randint(0, 19, (2, 4)), torch.randint(0, 19, (2, 3))
-    alone = torch.cat((model(first), model(second)), dim=1)
-    packed, document_ids_BL = torch.cat((first, second), dim=1), torch.tensor([0] * 4 + [1] * 3).expand(2, 7)
-    # Positions continue over documents: only distances within a document affect the output.
-    torch.testing.assert_close(model(packed, document_ids_BL=document_ids_BL), alone, rtol=1e-6, atol=1e-6)
-    assert not torch.allclose(model(packed), alone, atol=1e-2)
+def _keep_float64(module: nn.Module) -> None:
+    """Replace the norms and routers of the reference, which round to float32, by versions that keep float64."""
+    match module:
+        case Qwen3MoeRMSNorm():
+            module.forward = partial(_norm, module)
+        case Qwen3MoeTopKRouter():
+            module.forward = partial(_route, module)
 
 
-@pytest.mark.parametrize("scope", get_args(BalanceScope))
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_not_counted_and_has_no_router_losses(scope: BalanceScope, side: str) -> None:
-    losses = RouterLosses(balance=0.7, scope=scope, z=0.3)
-    model = Qwen3MoeForCausalLM(replace(PARAMS, router_losses=losses)).double()
-    ids, padding = torch.randint(0, 19, (2, 5)), torch.randint(0, 19, (2, 3))
-    expected = _trained(model, ids, labels=ids)
-    parts = [(padding, False), (ids, True)] if side == "left" else [(ids, True), (padding, False)]
-    padded = torch.cat([tokens for tokens, _ in parts], dim=1)
-    mask_BL = torch.cat([torch.full_like(tokens, is_token) for tokens, is_token in parts], dim=1)
-    places = {"position_ids": (mask_BL.cumsum(1) - 1).clamp(min=0), "document_ids_BL": mask_BL, "mask_BL": mask_BL}
-    found = _trained(model, padded, labels=padded.where(mask_BL == 1, -100), **places)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+def _norm(norm: Qwen3MoeRMSNorm, hidden_states: Tensor) -> Tensor:
+    return F.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
-def test_classification_loss_does_not_depend_on_padding() -> None:
-    params = replace(PARAMS, router_losses=RouterLosses(balance=0.7, z=0.3))
-    model = MoeForClassification(params, num_classes=3).double()
-    ids, labels = torch.randint(0, 19, (2, 8)), torch.tensor([0, 2])
-    lengths = torch.tensor([5, 8])
-    mask_BL = torch.arange(8) < lengths.unsqueeze(1)
-    found = _trained(model, ids, labels=labels, mask_BL=mask_BL)
-    alone = [_trained(model, ids[row : row + 1, : lengths[row]], labels=labels[row : row + 1]) for row in range(2)]
-    summed = {name: alone[0][name] + alone[1][name] for name in found if name != "losses"}
-    expected = {**summed, "losses": torch.cat([each["losses"] for each in alone])}
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+def _route(router: Qwen3MoeTopKRouter, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = F.linear(hidden_states.flatten(0, -2), router.weight)
+    chosen, indices = logits.softmax(-1).topk(router.top_k)
+    return logits, chosen / chosen.sum(-1, keepdim=True) if router.norm_topk_prob else chosen, indices
 
 
-def _trained(model: nn.Module, ids: Tensor, *, labels: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
-    """Return the losses of labeled tokens, the gradients of their sum, and the tokens per expert."""
+def _on_disk(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Convert the reference's tensors, with fused experts, to the names and shapes of its checkpoint files."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            result[name] = tensor
+            continue
+        prefix, _, kind = name.rpartition(".")
+        for expert, matrix in enumerate(tensor):
+            projections = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
+            for projection, part in zip(projections, matrix.chunk(len(projections)), strict=True):
+                result[f"{prefix}.{expert}.{projection}.weight"] = part
+    return result
+
+
+def _apply(mapper: StateMapper, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    mapped: dict[str, Tensor] = {}
+    for group in mapper.groups:
+        mapped |= mapper.apply({name: tensors[name] for name in group.inputs})
+    return mapped
+
+
+def _relative_error(got: Tensor, expected: Tensor) -> float:
+    return ((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+
+
+@settings(max_examples=30)
+@given(params=qwen3_moe_params(), batch=st.integers(1, 3), length=st.integers(1, 10), seed=st.integers(0, 1000))
+def test_logits_losses_and_gradients_match(*, params: Qwen3MoeParams, batch: int, length: int, seed: int) -> None:
+    """Compare the results in float64, and the rounding errors of float32 with each other."""
+    torch.manual_seed(seed)
+    mapper = qwen3_moe_from_hugging_face(params)
+    reference = _reference(params)
+    ours = Qwen3MoeForCausalLM(params)
+    ours.load_state_dict(_apply(mapper, _on_disk(dict(reference.named_parameters()))), strict=False)
+    input_ids, labels = torch.randint(0, params.vocab_size, (2, batch, length))
+    labels[:, 1::3] = -100
+
+    single, peer = _results(ours, input_ids, labels), _results_of(reference, mapper, input_ids, labels)
+    for module in reference.modules():
+        _keep_float64(module)
+    double = _results(ours.double(), input_ids, labels)
+    exact = _results_of(reference.double(), mapper, input_ids, labels)
+    for kind in exact:
+        assert_trees_close(double[kind], exact[kind], rtol=1e-10, atol=1e-10)
+        assert_rounds_like(single[kind], exact[kind], peer=peer[kind])
+
+
+def _results(model: nn.Module, input_ids: Tensor, labels: Tensor) -> dict[str, Any]:
+    """Return logits, losses and gradients of our model."""
     model.zero_grad()
-    losses = model(ids, labels=labels, **inputs)
+    logits, losses = model(input_ids), model(input_ids, labels=labels)
     losses.sum().backward()
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    return {"losses": losses[labels != -100], **gradients, **pop_tokens_per_expert(model)}
+    # Copies: a model that is cast to float64 casts its gradients in place.
+    gradients = {name: grad.clone() for name, p in model.named_parameters() if (grad := p.grad) is not None}
+    return {"logits": logits.detach(), "losses": losses.detach(), "gradients": gradients}
 
 
-def test_dense_layers_are_selected_by_global_index() -> None:
-    stage = Qwen3MoeForCausalLM(PARAMS, StageInfo(0, 2))
-    blocks = [layer.feed_forward for layer in stage.layers.values()]
-    assert isinstance(blocks[0], MoELayer)
-    assert isinstance(blocks[1], SwiGLU)
-    last = Qwen3MoeForCausalLM(PARAMS, StageInfo(1, 2))
-    assert all(isinstance(layer.feed_forward, MoELayer) for layer in last.layers.values())
+def _results_of(reference: Reference, mapper: StateMapper, input_ids: Tensor, labels: Tensor) -> dict[str, Any]:
+    """Return logits, losses and gradients of the reference, under the names of our model."""
+    reference.zero_grad()
+    logits = reference(input_ids).logits
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    losses.sum().backward()
+    # Some parameters have no gradient: routers with one renormalized expert, experts without tokens.
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in reference.named_parameters()
+    }
+    return {
+        "logits": logits.detach(),
+        "losses": losses.detach(),
+        "gradients": _apply(mapper, _on_disk(gradients)),
+    }
 
 
-def test_params_set_the_sizes_of_experts() -> None:
-    model = Qwen3MoeForCausalLM(replace(PARAMS, renormalize=False))
-    block = model.layers["0"].feed_forward
-    assert isinstance(block, MoELayer)
-    assert block.experts.gate_proj.weight.shape == (5, 10, 12)
-    assert block.router.top_k == 2
-    assert isinstance(block.router, TopKRouter)
-    assert not block.router.renormalize
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_stage_loads_its_tensors_from_the_checkpoint(tied: bool) -> None:
+    params = _params(tied=tied)
+    count = 1 if tied else 3
+    built = [
+        name for i in range(count) for name, _ in Qwen3MoeForCausalLM(params, StageInfo(i, count)).named_parameters()
+    ]
+    mapper = qwen3_moe_from_hugging_face(params)
+    assert sorted(built) == sorted(mapper.outputs)
+    assert set(mapper.inputs) == set(_on_disk(dict(_reference(params).named_parameters())))
 
 
-def test_materialized_from_meta_computes_finite_outputs() -> None:
-    with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(replace(PARAMS, decoder=replace(PARAMS.decoder, tie_word_embeddings=True)))
-    materialize(model, device=torch.device("cpu"), seed=0)
-    ids = torch.randint(0, 19, (2, 3))
-    assert model(ids, labels=ids).isfinite().all()
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_export_loads_in_the_reference(tmp_path: Path, tied: bool) -> None:
+    params = _params(tied=tied)
+    model = Qwen3MoeForCausalLM(params)
+    save_model_state(
+        model,
+        tmp_path / "export",
+        qwen3_moe_from_hugging_face(params).inverse(),
+        extra_files={"config.json": qwen3_moe_hugging_face_config(params)},
+    )
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert isinstance(reference, Reference)
+    input_ids = torch.randint(0, 21, (2, 9))
+    assert _relative_error(model(input_ids), reference(input_ids).logits) <= 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_stages_run_on_meta(dtype: torch.dtype) -> None:
-    with torch.device("meta"):
-        first, last = (Qwen3MoeForCausalLM(PARAMS, StageInfo(index, 2)).to(dtype) for index in range(2))
-        hidden = first(torch.empty(2, 3, dtype=torch.int64))
-        losses = last(hidden, labels=torch.empty(2, 3, dtype=torch.int64))
-    assert (hidden.shape, hidden.dtype) == ((2, 3, 12), dtype)
-    assert (losses.shape, losses.dtype) == ((2, 3), dtype)
+def test_swapped_experts_change_the_output(tmp_path: Path) -> None:
+    params, ids = _params(tied=False), torch.randint(0, 21, (2, 9))
+    reference = _reference(params)
+    reference.save_pretrained(tmp_path)
+
+    def swapped(names: Sequence[str], name: str) -> StateMapper:
+        return stack([names[1], names[0], *names[2:]], name)
+
+    with mock.patch.object(experts_hugging_face, "stack", swapped):
+        mapper = qwen3_moe_from_hugging_face(params)
+    model = Qwen3MoeForCausalLM(params)
+    load_model_state(model, tmp_path, mapper)
+    assert _relative_error(model(ids), reference(ids).logits) > 1e-3
+
+
+def test_global_load_is_not_exported(tmp_path: Path) -> None:
+    params = replace(_params(tied=False), router_losses=RouterLosses(balance=0.1, scope="global_batch"))
+    mapper = qwen3_moe_from_hugging_face(params)
+    model, again = Qwen3MoeForCausalLM(params), Qwen3MoeForCausalLM(params)
+    load = "backbone.layers.0.feed_forward.global_load"
+    model.get_buffer(load).fill_(3.0)
+    save_model_state(model, tmp_path, mapper.inverse())
+    load_model_state(again, tmp_path, mapper)
+    assert again.get_buffer(load).eq(1.0).all()
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("global_load")}
+    torch.testing.assert_close({name: again.state_dict()[name] for name in state}, state, rtol=0, atol=0)
+    assert not any("load" in name for name in load_file(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_reference_checkpoint_loads_into_stages(tmp_path: Path, tied: bool) -> None:
+    reference = _reference(_params(tied=tied))
+    reference.save_pretrained(tmp_path)
+    params = qwen3_moe_params_from_hugging_face(json.loads((tmp_path / "config.json").read_text()))
+    input_ids = torch.randint(0, 21, (2, 9))
+    hidden, num_stages = input_ids, 1 if tied else 2
+    for index in range(num_stages):
+        stage = Qwen3MoeForCausalLM(params, StageInfo(index, num_stages))
+        load_model_state(stage, tmp_path, qwen3_moe_from_hugging_face(params))
+        hidden = stage(hidden)
+    assert _relative_error(hidden, reference(input_ids).logits) <= 1e-5
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_import_and_export_round_trip_is_bitwise(tmp_path: Path, tied: bool) -> None:
+    """Import and export, with the reference's conversion of the experts in both directions."""
+    params = _params(tied=tied)
+    _reference(params).save_pretrained(tmp_path / "theirs")
+    ours, mapper = Qwen3MoeForCausalLM(params), qwen3_moe_from_hugging_face(params)
+    load_model_state(ours, tmp_path / "theirs", mapper)
+    config = qwen3_moe_hugging_face_config(params)
+    save_model_state(ours, tmp_path / "ours", mapper.inverse(), extra_files={"config.json": config})
+    original, exported = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("theirs", "ours"))
+    exported.save_pretrained(tmp_path / "again")
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours", "again")]
+    for found, expected in ((files[1], files[0]), (files[2], files[0]), (exported.state_dict(), original.state_dict())):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    input_ids = torch.randint(0, 21, (2, 9))
+    assert torch.equal(exported(input_ids).logits, original(input_ids).logits)
+
+
+WINDOWS = {"sliding_window": 3, "sliding_layers": (0, 1, 2)}
+
+
+@pytest.mark.parametrize("changes", [{}, WINDOWS])
+def test_config_round_trip(changes: dict[str, Any]) -> None:
+    params = _params()
+    params = replace(params, **changes)
+    written = json.loads(json.dumps(qwen3_moe_hugging_face_config(params)))
+    assert qwen3_moe_params_from_hugging_face(written) == params
+    # The config as `transformers` writes it.
+    assert qwen3_moe_params_from_hugging_face(Qwen3MoeConfig.from_dict(written).to_diff_dict()) == params
+
+
+def test_window_of_some_layers_is_refused_in_the_config() -> None:
+    params = _params()
+    params = replace(params, sliding_window=3, sliding_layers=(0, 2))
+    with pytest.raises(UserError, match=r"sliding_layers = \(0, 2\) of 3 layers; .*: expected all layers, or none\."):
+        qwen3_moe_hugging_face_config(params)
+
+
+def test_sparse_step_selects_dense_layers() -> None:
+    config = {**qwen3_moe_hugging_face_config(_params()), "decoder_sparse_step": 2, "mlp_only_layers": None}
+    assert qwen3_moe_params_from_hugging_face(config).dense_layers == (0, 2)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts": 0}, r"num_experts = 0; expected a number above 0"),
-        ({"expert_intermediate_size": 0}, r"expert_intermediate_size = 0; expected a number above 0"),
-        ({"top_k": 6}, r"top_k = 6; expected 1 <= top_k <= num_experts = 5"),
-        ({"dense_layers": (0, 4)}, r"dense_layers has the index 4; expected indices from 0 to 3"),
+        ({"model_type": "qwen3"}, r"config\.json has model_type = 'qwen3'; only 'qwen3_moe' is supported"),
+        ({"attention_bias": True}, r"config\.json has attention_bias = True; only False is supported"),
+        ({"use_sliding_window": True}, r"config\.json has no 'sliding_window'"),
+        ({"num_experts": None}, r"config\.json has no 'num_experts'"),
+        ({"mlp_only_layers": "0"}, r"config\.json has mlp_only_layers = '0'; expected a list of layer indices"),
+        ({"mlp_only_layers": [3]}, r"config\.json has mlp_only_layers = \[3\]; expected .* from 0 to 2"),
+        ({"decoder_sparse_step": 0}, r"config\.json has decoder_sparse_step = 0; expected a value of type int above 0"),
+        ({"attention_dropout": 0.1}, r"config\.json has attention_dropout = 0\.1; only 0\.0 is supported"),
+        (
+            {"num_local_experts": 5},
+            r"config\.json has num_experts = 4 and num_local_experts = 5; expected equal numbers",
+        ),
+        ({"shared_expert_gate": True}, r"config\.json has shared_expert_gate = True; expected only known entries"),
+        (
+            {"output_router_logits": True, "router_aux_loss_coef": 0.01},
+            r"output_router_logits = True, .* router_aux_loss_coef = 0\.01; expected False\. .*"
+            r'RouterLosses\(balance=0\.01, definition="transformers", scope="batch"\)',
+        ),
     ],
 )
-def test_invalid_params_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_config_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        replace(PARAMS, **changes)
-
-
-def test_last_stage_of_a_tied_model_has_the_embedding() -> None:
-    tied = replace(PARAMS, decoder=replace(PARAMS.decoder, tie_word_embeddings=True))
-    names = dict(Qwen3MoeForCausalLM(tied, StageInfo(1, 2)).named_parameters())
-    assert "backbone.embedding.weight" in names
-    assert "lm_head.weight" not in names
-
-
-def _sharded_gradients(params: Qwen3MoeParams, input_ids: Tensor) -> dict[str, Tensor]:
-    """Return the gradients of the summed loss as full tensors."""
-    with MeshConfig(data_parallel_shard=2).build() as ctx:
-        mesh = ctx.mesh_for("dense")["dp_cp_shard"]
-        with torch.device("meta"):
-            model = Qwen3MoeForCausalLM(params).double()
-        for layer in model.layers.values():
-            checkpoint_activations(layer)
-            parallelize_fsdp(layer, mesh)
-        parallelize_fsdp(model, mesh)
-        materialize(model, device=ctx.device, seed=7)
-        mine = input_ids.chunk(2)[ctx.rank]
-        model(mine, labels=mine).sum().backward()
-        gradients = {name: p.grad for name, p in model.named_parameters()}
-        return {name: g.full_tensor() for name, g in gradients.items() if isinstance(g, DTensor)}
-
-
-def test_sharded_gradients_match_one_process() -> None:
-    input_ids = torch.randint(0, 19, (4, 6))
-    with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(PARAMS).double()
-    materialize(model, device=torch.device("cpu"), seed=7)
-    model(input_ids, labels=input_ids).sum().backward()
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for gradients in run_ranks(_sharded_gradients, PARAMS, input_ids, world_size=2):
-        torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)
+        qwen3_moe_params_from_hugging_face({**qwen3_moe_hugging_face_config(_params()), **changes})

@@ -91,7 +91,7 @@ def check_experts_are_shared_out(stages: Iterable[nn.Module], ctx: DistributedCo
     if not any(all_gather_objects(here)):
         raise UserError(
             f"mesh.expert_parallel = {num_ranks}, but the model provider's parallelize shares no experts out; expected "
-            "parallelize_expert_parallel(model, ctx) of d9d_moe in it. Call it, or set the degree to 1."
+            "parallelize_moe(model, ctx) of d9d_moe in it. Call it, or set the degree to 1."
         )
 
 

@@ -12,7 +12,7 @@ from d9d_modules.attention_backends.choice import (
 from d9d_modules.attention_backends.eager import EagerBackend
 from d9d_modules.attention_backends.flash import Flash2Backend, Flash4Backend
 from d9d_modules.attention_backends.flex import FlexBackend
-from d9d_modules.attention_backends.request import AttentionOptions, AttentionRequest
+from d9d_modules.attention_backends.request import AttentionFeatures, AttentionOptions, AttentionRequest
 from d9d_modules.attention_backends.sdpa import SdpaBackend
 from d9d_modules.attention_backends.visibility import documents_of_lengths
 
@@ -20,6 +20,7 @@ __all__ = [
     "ATTENTION_VARIABLE",
     "AttentionBackend",
     "AttentionBackendName",
+    "AttentionFeatures",
     "AttentionOptions",
     "AttentionRequest",
     "ChosenAttention",

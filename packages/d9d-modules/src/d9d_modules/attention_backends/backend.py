@@ -1,10 +1,10 @@
 """Protocol of attention backends."""
 
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from torch import Tensor
 
-from d9d_modules.attention_backends.request import AttentionOptions, AttentionRequest
+from d9d_modules.attention_backends.request import AttentionFeatures, AttentionRequest
 
 
 class AttentionBackend(Protocol):
@@ -32,27 +32,14 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def attend(
-        self,
-        q_BLHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGK: Tensor,
-        *,
-        options: AttentionOptions,
-        documents_BS: Tensor | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
+    def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
         """Compute attention.
 
         Args:
             q_BLHK: Queries [B, L, H, K] of the *last* L of the S positions.
             k_BSGK: Keys [B, S, G, K]; H / G query heads share a key head.
             v_BSGK: Values [B, S, G, K].
-            options: Window, scale and softcap.
-            documents_BS: Document id of each position [B, S], integer: a position attends only within its document.
-                None: each row is one document.
-            sinks_H: Sink logit of each head [H], added to the softmax denominator ("gpt-oss", arXiv:2508.10925, section
-                2.2); neither scaled nor soft-capped. None: no sinks.
+            features: Options, document ids and sinks.
 
         Returns:
             Attention output [B, L, H, K], in the dtype of the queries.

@@ -3,12 +3,12 @@
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, N = H / G, K head dim.
 """
 
-from typing import final
+from typing import Unpack, final
 
 import torch
 from torch import Tensor
 
-from d9d_modules.attention_backends.request import AttentionOptions, AttentionRequest
+from d9d_modules.attention_backends.request import AttentionFeatures, AttentionRequest
 from d9d_modules.attention_backends.visibility import visible
 
 
@@ -19,10 +19,7 @@ class EagerBackend:
     It supports every request and materializes the scores [B, H, L, S].
     """
 
-    @property
-    def name(self) -> str:
-        """See `AttentionBackend`."""
-        return "eager"
+    name = "eager"
 
     def rejection(self, request: AttentionRequest) -> str | None:
         """See `AttentionBackend`. Always None."""
@@ -34,17 +31,9 @@ class EagerBackend:
         del request
         return False
 
-    def attend(
-        self,
-        q_BLHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGK: Tensor,
-        *,
-        options: AttentionOptions,
-        documents_BS: Tensor | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
+    def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
         """See `AttentionBackend`."""
+        options, documents_BS, sinks_H = features["options"], features["documents_BS"], features["sinks_H"]
         dtype, num_kv_heads = torch.promote_types(q_BLHK.dtype, torch.float32), k_BSGK.shape[2]
         q_BGNLK = q_BLHK.to(dtype).transpose(1, 2).unflatten(1, (num_kv_heads, -1))
         k_BG1SK = k_BSGK.to(dtype).transpose(1, 2).unsqueeze(2)

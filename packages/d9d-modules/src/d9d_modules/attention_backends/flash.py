@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, final
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor
 
 from d9d_dist.errors import UserError
-from d9d_modules.attention_backends.request import AttentionOptions, AttentionRequest
+from d9d_modules.attention_backends.request import AttentionFeatures, AttentionRequest
 from d9d_modules.attention_backends.visibility import document_runs
 
 
@@ -28,10 +28,7 @@ class Flash2Backend:
     def __init__(self) -> None:
         self._is_installed = _is_installed("flash-attn")
 
-    @property
-    def name(self) -> str:
-        """See `AttentionBackend`."""
-        return "flash2"
+    name = "flash2"
 
     def rejection(self, request: AttentionRequest) -> str | None:
         """See `AttentionBackend`."""
@@ -45,33 +42,10 @@ class Flash2Backend:
         """See `AttentionBackend`."""
         return not request.has_documents
 
-    def attend(
-        self,
-        q_BLHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGK: Tensor,
-        *,
-        options: AttentionOptions,
-        documents_BS: Tensor | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
-        """See `AttentionBackend`.
-
-        Raises:
-            UserError: If a document's positions are not contiguous.
-        """
-        assert sinks_H is None, "a request with sinks is rejected"
-        package: Any = import_module("flash_attn")
-        settings = {
-            "softmax_scale": options.scale,
-            "causal": True,
-            "window_size": (-1, -1) if options.window is None else (options.window - 1, 0),
-            "softcap": options.softcap or 0.0,
-            **_deterministic(),
-        }
-        if documents_BS is None:
-            return package.flash_attn_func(q_BLHK, k_BSGK, v_BSGK, **settings)
-        return _by_lengths(package.flash_attn_varlen_func, q_BLHK, k_BSGK, v_BSGK, documents_BS, **settings)
+    def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
+        """See `AttentionBackend`; document ids must be contiguous."""
+        assert features["sinks_H"] is None, "a request with sinks is rejected"
+        return _attend("flash_attn", q_BLHK, k_BSGK, v_BSGK, features, unlimited=-1)
 
 
 @final
@@ -84,10 +58,7 @@ class Flash4Backend:
     def __init__(self) -> None:
         self._is_installed = _is_installed("flash-attn-4")
 
-    @property
-    def name(self) -> str:
-        """See `AttentionBackend`."""
-        return "flash4"
+    name = "flash4"
 
     def rejection(self, request: AttentionRequest) -> str | None:
         """See `AttentionBackend`."""
@@ -99,33 +70,40 @@ class Flash4Backend:
         """See `AttentionBackend`."""
         return not request.has_documents
 
-    def attend(
-        self,
-        q_BLHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGK: Tensor,
-        *,
-        options: AttentionOptions,
-        documents_BS: Tensor | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
-        """See `AttentionBackend`.
+    def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
+        """See `AttentionBackend`; document ids must be contiguous."""
+        sinks = {"learnable_sink": features["sinks_H"]}
+        return _attend("flash_attn.cute", q_BLHK, k_BSGK, v_BSGK, features, unlimited=None, **sinks)
 
-        Raises:
-            UserError: If a document's positions are not contiguous.
-        """
-        package: Any = import_module("flash_attn.cute")
-        settings = {
-            "softmax_scale": options.scale,
-            "causal": True,
-            "window_size": (None, None) if options.window is None else (options.window - 1, 0),
-            "softcap": options.softcap or 0.0,
-            "learnable_sink": sinks_H,
-            **_deterministic(),
-        }
-        if documents_BS is None:
-            return _first(package.flash_attn_func(q_BLHK, k_BSGK, v_BSGK, **settings))
-        return _by_lengths(package.flash_attn_varlen_func, q_BLHK, k_BSGK, v_BSGK, documents_BS, **settings)
+
+def _attend(
+    package: str,
+    q_BLHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    features: AttentionFeatures,
+    *,
+    unlimited: int | None,
+    **extra: Any,
+) -> Tensor:
+    """Call the functions of a package, in which `unlimited` is the size of a window without limit.
+
+    Raises:
+        UserError: If a document's positions are not contiguous.
+    """
+    kernels: Any = import_module(package)
+    options, documents_BS = features["options"], features["documents_BS"]
+    settings = {
+        "softmax_scale": options.scale,
+        "causal": True,
+        "window_size": (unlimited, unlimited) if options.window is None else (options.window - 1, 0),
+        "softcap": options.softcap or 0.0,
+        **_deterministic(),
+        **extra,
+    }
+    if documents_BS is None:
+        return _first(kernels.flash_attn_func(q_BLHK, k_BSGK, v_BSGK, **settings))
+    return _by_lengths(kernels.flash_attn_varlen_func, q_BLHK, k_BSGK, v_BSGK, documents_BS, **settings)
 
 
 def _deterministic() -> dict[str, bool]:

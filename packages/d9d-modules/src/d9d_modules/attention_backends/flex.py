@@ -6,13 +6,13 @@ blocks.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, final
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from d9d_modules.attention_backends.request import AttentionOptions, AttentionRequest
+from d9d_modules.attention_backends.request import AttentionFeatures, AttentionRequest
 
 BLOCK = 128
 """Number of positions in a block, the unit that the kernel computes or skips."""
@@ -28,10 +28,7 @@ class FlexBackend:
     On the CPU torch implements no backward, and the forward materializes all scores.
     """
 
-    @property
-    def name(self) -> str:
-        """See `AttentionBackend`."""
-        return "flex"
+    name = "flex"
 
     def rejection(self, request: AttentionRequest) -> str | None:
         """See `AttentionBackend`."""
@@ -47,17 +44,9 @@ class FlexBackend:
         """See `AttentionBackend`."""
         return _is_compiled_for(request.device)
 
-    def attend(
-        self,
-        q_BLHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGK: Tensor,
-        *,
-        options: AttentionOptions,
-        documents_BS: Tensor | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
+    def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
         """See `AttentionBackend`."""
+        options, sinks_H = features["options"], features["sinks_H"]
         q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
         if not _is_compiled_for(q_BLHK.device):
             # Without a backward, torch rejects tensors that require a gradient even if gradients are disabled.
@@ -71,7 +60,7 @@ class FlexBackend:
                 q_BLHK.shape[1],
                 k_BSGK.shape[1],
                 window=options.window,
-                documents_BS=documents_BS,
+                documents_BS=features["documents_BS"],
                 device=q_BLHK.device,
             ),
             scale=options.scale,

@@ -1,7 +1,7 @@
 """Attention options of a layer, and the features of a call that decide which backends support it."""
 
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import TypedDict, final
 
 import torch
 from torch import Tensor
@@ -43,6 +43,23 @@ class AttentionOptions:
     def is_standard_sdpa(self) -> bool:
         """True if all options have their defaults, that is, plain causal attention as in `d9d_dist.Attention`."""
         return self.window is None and self.scale is None and self.softcap is None
+
+
+@final
+class AttentionFeatures(TypedDict):
+    """Arguments of an attention call besides queries, keys and values.
+
+    Attributes:
+        options: Window, scale and softcap.
+        documents_BS: Document id of each position [B, S], integer: a position attends only within its document. None:
+            each row is one document.
+        sinks_H: Sink logit of each head [H], added to the softmax denominator ("gpt-oss", arXiv:2508.10925, section
+            2.2); neither scaled nor soft-capped. None: no sinks.
+    """
+
+    options: AttentionOptions
+    documents_BS: Tensor | None
+    sinks_H: Tensor | None
 
 
 @final

@@ -5,14 +5,14 @@ Shape legend: B batch, L query length, S key length, H query heads, G key/value 
 
 import itertools
 import math
-from typing import final
+from typing import Unpack, final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from d9d_dist import sdpa_attention
-from d9d_modules.attention_backends.request import AttentionOptions, AttentionRequest
+from d9d_modules.attention_backends.request import AttentionFeatures, AttentionOptions, AttentionRequest
 from d9d_modules.attention_backends.sink_attention import sink_attention
 from d9d_modules.attention_backends.visibility import document_runs, visible
 
@@ -26,10 +26,7 @@ class SdpaBackend:
     documents.
     """
 
-    @property
-    def name(self) -> str:
-        """See `AttentionBackend`."""
-        return "sdpa"
+    name = "sdpa"
 
     def rejection(self, request: AttentionRequest) -> str | None:
         """See `AttentionBackend`."""
@@ -48,17 +45,9 @@ class SdpaBackend:
         needs_mask = request.options.window is not None or (request.has_documents and not on_cpu)
         return not needs_mask and (has_flash or not (request.is_prefix or request.has_sinks))
 
-    def attend(
-        self,
-        q_BLHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGK: Tensor,
-        *,
-        options: AttentionOptions,
-        documents_BS: Tensor | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
+    def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
         """See `AttentionBackend`."""
+        options, documents_BS, sinks_H = features["options"], features["documents_BS"], features["sinks_H"]
         if sinks_H is not None:
             return sink_attention(_scaled(q_BLHK, options), k_BSGK, v_BSGK, sinks_H)
         if documents_BS is None:

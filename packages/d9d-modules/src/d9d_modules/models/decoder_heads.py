@@ -1,30 +1,180 @@
-"""Decoder with several named heads, for multi-task training.
+"""Decoders with heads on the last stage: language model, sequence classification, text embedding, or several heads.
 
-Shape legend: B batch, L length, D hidden size.
+Heads that pool need whole rows, so they do not support context parallelism.
+
+Shape legend: B batch, L length, D hidden size, V vocabulary, C classes, E embedding size.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeAlias, final
 
 from torch import Tensor, nn
 
 from d9d_dist.errors import UserError
 from d9d_dist.stage import StageInfo
+from d9d_modules.cross_entropy import IGNORED_LABEL
 from d9d_modules.lm_head import LanguageModelHead
-from d9d_modules.models.decoder_model import WHOLE_MODEL, DecoderModel
+from d9d_modules.models.decoder_model import WHOLE_MODEL, DecoderModel, Received
 from d9d_modules.models.decoder_params import DecoderParams
-from d9d_modules.models.decoder_pooled import classify, drop_tied_embedding
+from d9d_modules.pooling import Pooling
 from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
 
 Head: TypeAlias = LanguageModelHead | ClassificationHead | EmbeddingHead
-"""Head types that `DecoderWithHeads` supports."""
+"""Head types that decoders support."""
 
 HeadFactory: TypeAlias = Callable[[DecoderModel], Head]
 """Builds a head for the last stage of a backbone; for a language model, `decoder_lm_head`."""
 
 
+class HeadedDecoder(nn.Module):
+    """Backbone with heads on its last stage. Base class of the decoders below, which are its constructors.
+
+    Args:
+        params: Hyperparameters of the whole model.
+        stage: Pipeline stage to build.
+        heads: Head factories by head name.
+        in_dict: If True, the heads are in the `ModuleDict` `heads`, and labels and outputs are mappings by head name;
+            else the one head is a direct submodule.
+    """
+
+    def __init__(
+        self, params: DecoderParams, stage: StageInfo, heads: Mapping[str, HeadFactory], *, in_dict: bool = False
+    ) -> None:
+        super().__init__()
+        self.backbone = DecoderModel(params, stage)
+        owner = nn.ModuleDict() if in_dict else self
+        if in_dict:
+            self.heads = owner
+        for name, build in heads.items():
+            # Register None on the other stages, so that the names of a tensor-parallel plan exist on each stage.
+            owner.register_module(name, build(self.backbone) if stage.is_last else None)
+        self._head_names, self._in_dict = tuple(heads), in_dict
+        # Only a language-model head is tied to the embedding.
+        if not stage.is_first and not any(isinstance(head, LanguageModelHead) for head in owner.children()):
+            self.backbone.embedding = None
+
+    @property
+    def layers(self) -> nn.ModuleDict:
+        """Decoder layers of this stage, keyed by their global index."""
+        return self.backbone.layers
+
+    def forward(
+        self,
+        hidden: Received,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids_BL: Tensor | None = None,
+        mask_BL: Tensor | None = None,
+        labels: Tensor | Mapping[str, Tensor] | None = None,
+    ) -> Received | dict[str, Tensor]:
+        """Run this stage.
+
+        Args:
+            hidden: See `DecoderModel.forward`, like `position_ids`.
+            position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
+            document_ids_BL: Document id of each position [B, L], integer; see `DecoderModel.forward`. With left
+                padding, pass the token mask here as well, so that tokens do not attend to padding.
+            mask_BL: Token mask [B, L] for heads that pool and for experts, bool or 0 and 1; None if there is no
+                padding.
+            labels: Used only on the last stage, int64; by head name for a `DecoderWithHeads`. Language model: token to
+                predict at each position [B, L], already shifted; -100 ignores a position. Classification: class of each
+                row [B]; -100 ignores a row. Embedding: None; the task computes the loss.
+
+        Returns:
+            On the last stage, by head name for a `DecoderWithHeads`. With labels, the loss of each token [B, L] or row
+            [B] in nats (float32, or float64 for a float64 model), auxiliary losses included: those of the token, or
+            their mean over the tokens of the row. Without labels, the logits [B, L, V] or [B, C], or the embeddings
+            [B, E], in at least float32 if normalized. On other stages, the output of `DecoderModel.forward`.
+
+        Raises:
+            UserError: If `hidden` is not a valid input of this stage, another argument does not match it, or labels
+                name an unknown head or one without a loss.
+        """
+        x = self.backbone(hidden, position_ids=position_ids, document_ids_BL=document_ids_BL, mask_BL=mask_BL)
+        if not self.backbone.stage.is_last:
+            return x
+        names, owner = self._head_names, self.heads if self._in_dict else self
+        by_name = labels or {} if self._in_dict else {names[0]: labels}
+        assert isinstance(by_name, Mapping), "several heads take labels by name"
+        unknown = [name for name in by_name if name not in names]
+        if unknown:
+            raise UserError(f"got labels for unknown head {unknown[0]!r}; expected one of {', '.join(names)}.")
+        outputs = {
+            name: _output(name, owner.get_submodule(name), x, mask_BL=mask_BL, labels=by_name.get(name))
+            for name in names
+        }
+        return outputs if self._in_dict else outputs[names[0]]
+
+
 @final
-class DecoderWithHeads(nn.Module):
+class DecoderForCausalLM(HeadedDecoder):
+    """Backbone with a language-model head on its last stage.
+
+    With weight tying, the head and the embedding share one parameter.
+
+    Args:
+        params: Hyperparameters of the whole model.
+        stage: Pipeline stage to build.
+    """
+
+    lm_head: LanguageModelHead | None
+
+    def __init__(self, params: DecoderParams, stage: StageInfo = WHOLE_MODEL) -> None:
+        super().__init__(params, stage, {"lm_head": decoder_lm_head})
+
+
+@final
+class DecoderForClassification(HeadedDecoder):
+    """Backbone with a `ClassificationHead` on its last stage.
+
+    Args:
+        params: Hyperparameters of the whole model.
+        stage: Pipeline stage to build.
+        num_classes: Number of classes.
+        pooling: Pooling method.
+    """
+
+    def __init__(
+        self, params: DecoderParams, stage: StageInfo = WHOLE_MODEL, *, num_classes: int, pooling: Pooling = "last"
+    ) -> None:
+        size, std = params.hidden_size, params.initializer_range
+        head = partial(ClassificationHead, size, num_classes, pooling=pooling, init_std=std)
+        super().__init__(params, stage, {"head": lambda _: head()})
+
+
+@final
+class DecoderForEmbedding(HeadedDecoder):
+    """Backbone with an `EmbeddingHead` on its last stage. The task computes the loss of the embeddings.
+
+    Args:
+        params: Hyperparameters of the whole model, without auxiliary losses.
+        stage: Pipeline stage to build.
+        embedding_size: Size of the embeddings; None for the hidden size without a projection.
+        pooling: Pooling method.
+        normalize: If True, scale embeddings to unit L2 norm.
+
+    Raises:
+        UserError: If `params` has auxiliary losses.
+    """
+
+    def __init__(
+        self,
+        params: DecoderParams,
+        stage: StageInfo = WHOLE_MODEL,
+        *,
+        embedding_size: int | None = None,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+    ) -> None:
+        _require_no_losses(params, "an embedding model has no loss")
+        size, std = params.hidden_size, params.initializer_range
+        head = partial(EmbeddingHead, size, embedding_size, pooling=pooling, normalize=normalize, init_std=std)
+        super().__init__(params, stage, {"head": lambda _: head()})
+
+
+@final
+class DecoderWithHeads(HeadedDecoder):
     """Backbone with several named heads on its last stage, each with its own loss.
 
         model = DecoderWithHeads(params, heads={
@@ -34,90 +184,66 @@ class DecoderWithHeads(nn.Module):
         losses = model(input_ids, labels={"text": next_ids, "topic": topics})    # {"text": [B, L], "topic": [B]}
 
     Args:
-        params: Hyperparameters of the whole model.
+        params: Hyperparameters of the whole model, without auxiliary losses.
         stage: Pipeline stage to build.
         heads: Head factories by head name.
 
     Raises:
-        UserError: If `heads` is empty, or a name is not a valid submodule name.
+        UserError: If `heads` is empty, a name is not a valid submodule name, or `params` has auxiliary losses.
     """
 
     def __init__(
         self, params: DecoderParams, stage: StageInfo = WHOLE_MODEL, *, heads: Mapping[str, HeadFactory]
     ) -> None:
-        super().__init__()
         _check_names(heads)
-        self.backbone = DecoderModel(params, stage)
-        self.heads = nn.ModuleDict()
-        for name, build in heads.items():
-            # Register None on the other stages, so that the names of a tensor-parallel plan exist on each stage.
-            self.heads.register_module(name, build(self.backbone) if stage.is_last else None)
-        if not any(isinstance(head, LanguageModelHead) for head in self.heads.values()):
-            drop_tied_embedding(self.backbone)
-
-    @property
-    def layers(self) -> nn.ModuleDict:
-        """Decoder layers of this stage, keyed by their global index."""
-        return self.backbone.layers
-
-    def forward(
-        self,
-        hidden: Tensor,
-        *,
-        position_ids: Tensor | None = None,
-        document_ids_BL: Tensor | None = None,
-        mask_BL: Tensor | None = None,
-        labels: Mapping[str, Tensor] | None = None,
-    ) -> Tensor | dict[str, Tensor]:
-        """Run this stage.
-
-        Args:
-            hidden: Token ids [B, L], int64, on the first stage; hidden states [B, L, D] on later ones.
-            position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
-            document_ids_BL: Document id of each position [B, L]; see `DecoderModel.forward`.
-            mask_BL: Token mask [B, L] for heads that pool; None if there is no padding.
-            labels: Labels by head name, int64: [B, L] for a language-model head, [B] for a classification head. Label
-                -100 ignores a position or row. Used only on the last stage.
-
-        Returns:
-            On the last stage, a dict by head name: the losses ([B, L] or [B], in nats) of heads with labels, and the
-            logits or embeddings of the others. On other stages, hidden states [B, L, D].
-
-        Raises:
-            UserError: If `hidden` is not a valid input of this stage, another argument does not match it, or labels
-                name an unknown head or one without a loss.
-        """
-        labels = {} if labels is None else labels
-        unknown = [name for name in labels if name not in self.heads]
-        if unknown:
-            raise UserError(f"got labels for unknown head {unknown[0]!r}; expected one of {', '.join(self.heads)}.")
-        hidden_BLD = self.backbone(hidden, position_ids=position_ids, document_ids_BL=document_ids_BL)
-        if not self.backbone.stage.is_last:
-            return hidden_BLD
-        return {
-            name: _output(name, head, hidden_BLD, mask_BL=mask_BL, labels=labels.get(name))
-            for name, head in self.heads.items()
-        }
+        _require_no_losses(params, "no head of several owns a loss")
+        super().__init__(params, stage, heads, in_dict=True)
 
 
-def _output(name: str, head: nn.Module, hidden_BLD: Tensor, *, mask_BL: Tensor | None, labels: Tensor | None) -> Tensor:
+def decoder_lm_head(backbone: DecoderModel) -> LanguageModelHead:
+    """Build the language-model head of a last stage; with weight tying it shares the embedding's parameter."""
+    params = backbone.params
+    head = LanguageModelHead(params.hidden_size, params.vocab_size, init_std=params.initializer_range)
+    if params.tie_word_embeddings:
+        assert backbone.embedding is not None  # the last stage has it if weights are tied
+        head.weight = backbone.embedding.get_parameter("weight")
+    return head
+
+
+def _output(name: str, head: nn.Module, x: Received, *, mask_BL: Tensor | None, labels: Tensor | None) -> Tensor:
+    hidden_BLD, auxiliary_BL = x if isinstance(x, tuple) else (x, None)
     match head:
         case LanguageModelHead():
-            return head(hidden_BLD, labels=labels)
+            output = head(hidden_BLD, labels=labels)
         case ClassificationHead():
-            return classify(head, hidden_BLD, mask_BL=mask_BL, labels_B=labels)
+            output = head(hidden_BLD, mask_BL=mask_BL, labels=labels)
         case EmbeddingHead():
             if labels is not None:
                 raise UserError(
                     f"got labels for {name!r}, an EmbeddingHead, which has no loss; expected none. Compute the loss of "
                     "its embeddings in the task."
                 )
-            return head(hidden_BLD, mask_BL=mask_BL)
+            output = head(hidden_BLD, mask_BL=mask_BL)
         case _:
             raise UserError(
                 f"the head {name!r} is a {type(head).__name__}; expected a LanguageModelHead, a ClassificationHead or "
                 "an EmbeddingHead. For other heads, write your own module around the backbone."
             )
+    if auxiliary_BL is None or labels is None:
+        return output
+    if labels.dim() == 1:
+        num_tokens_B = auxiliary_BL.shape[1] if mask_BL is None else mask_BL.sum(dim=1).clamp(min=1)
+        auxiliary_BL = auxiliary_BL.sum(dim=1) / num_tokens_B
+    return output + auxiliary_BL.masked_fill(labels == IGNORED_LABEL, 0.0)
+
+
+def _require_no_losses(params: DecoderParams, reason: str) -> None:
+    if params.auxiliary_losses is not None:
+        name = params.auxiliary_losses.name
+        raise UserError(
+            f"the model has {name}, but {reason} to which they could be added; expected none. Remove the {name}, or "
+            "balance experts without a loss."
+        )
 
 
 def _check_names(heads: Mapping[str, HeadFactory]) -> None:

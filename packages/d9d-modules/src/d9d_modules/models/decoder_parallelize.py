@@ -1,6 +1,8 @@
 """Parallelization of a decoder as straight-line code, to copy and change."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
 
 from torch import nn
 
@@ -16,16 +18,26 @@ from d9d_dist import (
 )
 from d9d_modules.checkpointing import CheckpointPolicy, checkpoint_layers
 from d9d_modules.compiling import compile_layers
+from d9d_modules.decoder import HasExperts
 from d9d_modules.float8 import Float8, convert_to_float8
-from d9d_modules.models.decoder_tensor_plan import WholeRows
+from d9d_modules.models.decoder_tensor_plan import decoder_tensor_plan
+
+
+class ParallelizeExperts(Protocol):
+    """Function that shards the experts of a model, such as `d9d_moe.parallelize_moe`."""
+
+    def __call__(self, model: nn.Module, ctx: DistributedContext, *, precision: Precision | None = None) -> None:
+        """Shard the experts in place."""
+        ...
 
 
 def parallelize_decoder(
     model: nn.Module,
     ctx: DistributedContext,
     *,
-    plan: Mapping[str, TensorStyle],
+    plan: Mapping[str, TensorStyle] | None = None,
     context_method: ContextMethod = "all_gather",
+    experts: ParallelizeExperts | None = None,
     checkpointing: CheckpointPolicy = "none",
     checkpoint_every: int = 1,
     compile_blocks: bool = False,
@@ -35,36 +47,45 @@ def parallelize_decoder(
     """Parallelize a decoder of any family, or one pipeline stage of it, in place.
 
     The steps, in order: float8 conversion, tensor and sequence parallelism over `tp`, context parallelism over `cp`,
-    activation checkpointing and compilation of each layer, and HSDP. HSDP shards over `dp_cp_shard` and replicates over
-    the other data-parallel axes. An axis of one rank has no effect. Call it on all ranks: `parallelize_hsdp` is a
-    collective.
+    expert parallelism, activation checkpointing and compilation of each layer, and HSDP. HSDP shards over `dp_cp_shard`
+    and replicates over the other data-parallel axes. An axis of one rank has no effect. Collective over all ranks of
+    the job.
 
     Args:
         model: Model on the `meta` device, with its layers in `backbone.layers`.
         ctx: Distributed context with the meshes of the job.
-        plan: Tensor-parallel plan, such as `qwen3_tensor_plan(params)`.
+        plan: Tensor-parallel plan; None for `decoder_tensor_plan(model)`.
         context_method: How context-parallel ranks exchange keys and values.
+        experts: Expert parallelism of a sparse decoder: `d9d_moe.parallelize_moe`, or a `partial` of it
+            with other options. Pass it on all stages; None for a dense decoder.
         checkpointing: Activation checkpointing policy of the layers.
         checkpoint_every: Checkpoint the layers whose global index is a multiple of it; the other layers save all
             activations.
         compile_blocks: If True, compile each layer with `torch.compile`.
-        float8: Float8 configuration of the linear layers; None disables float8.
-        precision: Dtypes of computation and gradient reduction; None for those of the parameters.
+        float8: Float8 configuration of the linear layers, without experts and routers; None disables float8.
+        precision: Dtypes of computation and gradient reduction; None for those of the parameters. With `experts`,
+            inputs of layers are never cast, so that router losses stay in float32.
 
     Raises:
-        UserError: If the plan does not match the model or the parallel degrees, a pooling head is used with context
-            parallelism, or `convert_to_float8` rejects the model or the device.
+        UserError: If the plan does not match the model or the parallel degrees, a layer has experts but `experts` is
+            None, a head or a token mixer needs whole rows and there is context parallelism, or `convert_to_float8`
+            rejects the model or the device.
     """
-    dense, cp = ctx.mesh_for("dense"), ctx.mesh_for("batch")["cp"]
+    dense = ctx.mesh_for("dense")
     dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]
     layers = model.get_submodule("backbone.layers")
     assert isinstance(layers, nn.ModuleDict)
-    _check_rows_are_whole(plan, cp.size())
+    if experts is None:
+        _check_dense(layers)
+    elif precision is not None:
+        precision = replace(precision, cast_inputs=False)
 
     if float8 is not None:
         convert_to_float8(layers, float8, ctx)
-    parallelize_tensor(model, dense["tp"], plan)
-    parallelize_context(model, cp, method=context_method)
+    parallelize_tensor(model, dense["tp"], decoder_tensor_plan(model) if plan is None else plan)
+    parallelize_context(model, ctx.mesh_for("batch")["cp"], method=context_method)
+    if experts is not None:
+        experts(model, ctx, precision=precision)
     checkpoint_layers(layers, policy=checkpointing, every=checkpoint_every)
     if compile_blocks:
         compile_layers(layers)
@@ -73,10 +94,10 @@ def parallelize_decoder(
     parallelize_hsdp(model, dp, shard_axis="dp_cp_shard", precision=precision)
 
 
-def _check_rows_are_whole(plan: Mapping[str, TensorStyle], context_size: int) -> None:
-    pooling = [name for name, style in plan.items() if isinstance(style, WholeRows)]
-    if pooling and context_size > 1:
+def _check_dense(layers: nn.ModuleDict) -> None:
+    sparse = [name for name, module in layers.named_modules() if isinstance(module, HasExperts)]
+    if sparse:
         raise UserError(
-            f"{pooling[0]} pools whole rows, but {context_size} context-parallel ranks each hold a part of a row; "
-            "expected 1 rank. Set the mesh's context-parallel degrees to 1."
+            f"backbone.layers.{sparse[0]} has experts, but experts = None; expected a function that shards them. Pass "
+            "experts=d9d_moe.parallelize_moe."
         )

@@ -1,8 +1,12 @@
-"""Hyperparameters of a decoder that all families share, and the properties in which families differ."""
+"""Hyperparameters that all decoder families share, and what a family adds to them."""
 
-from typing import Annotated, Protocol, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias, final
 
 from pydantic import Field
+from torch import nn
 
 from d9d_dist.errors import UserError
 from d9d_modules.rope_scaling import (
@@ -12,6 +16,7 @@ from d9d_modules.rope_scaling import (
     LongRopeScaling,
     YarnScaling,
 )
+from d9d_modules.swiglu import SwiGLU
 
 RopeScaling: TypeAlias = Annotated[
     LinearScaling | YarnScaling | Llama3Scaling | LongRopeScaling | DynamicNtkScaling, Field(discriminator="kind")
@@ -19,116 +24,115 @@ RopeScaling: TypeAlias = Annotated[
 """RoPE scaling in a configuration, selected by `kind`, such as `{kind = "linear", factor = 2.0}`."""
 
 
-class DecoderParams(Protocol):
-    """Hyperparameters of a decoder, implemented by the dataclass of each family, such as `Qwen3Params`."""
+@final
+@dataclass(frozen=True, slots=True)
+class AuxiliaryLosses:
+    """Losses per token that feed-forward blocks return with the hidden states, summed over the layers.
+
+    Attributes:
+        name: Name in error messages, such as "router losses".
+        total: Builds the module that converts the records [B, L, R] of all layers to losses [B, L]; None if the layers
+            return losses [B, L].
+    """
+
+    name: str
+    total: Callable[[], nn.Module] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderParams(ABC):
+    """Hyperparameters that all decoder families share. A family is a subclass that builds the blocks of each layer.
+
+    Attributes:
+        vocab_size: Number of token ids.
+        hidden_size: Size of the hidden states.
+        num_layers: Number of decoder layers of the whole model.
+        intermediate_size: Intermediate size of dense feed-forward blocks.
+        tie_word_embeddings: If True, the language-model head shares the weight of the token embedding.
+        rope_theta: Base of the rotary wavelengths.
+        rope_scaling: RoPE scaling for long sequences; None for no scaling.
+        rope_length: Longest sequence length, for scalings that depend on it (dynamic NTK, LongRoPE). None uses the
+            longest row of each call, like `transformers`; results then depend on how a batch is split.
+        rms_norm_eps: Epsilon of all RMS norms.
+        initializer_range: Standard deviation of the initial weights.
+        max_position_embeddings: Exclusive upper bound of the positions; written to exported configurations.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    tie_word_embeddings: bool = False
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rope_length: int | None = None
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 4096
+
+    def __post_init__(self) -> None:
+        """Validate the hyperparameters.
+
+        Raises:
+            UserError: If a field is out of range; the message names the field, its value and the valid values.
+        """
+        check_positive(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            intermediate_size=self.intermediate_size,
+            rope_theta=self.rope_theta,
+            rope_length=self.rope_length,
+            rms_norm_eps=self.rms_norm_eps,
+            initializer_range=self.initializer_range,
+            max_position_embeddings=self.max_position_embeddings,
+        )
 
     @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        ...
+    @abstractmethod
+    def rotated_features(self) -> int:
+        """Number of features per head that RoPE rotates; even."""
 
     @property
-    def hidden_size(self) -> int:
-        """Size of the hidden states."""
-        ...
+    @abstractmethod
+    def hugging_face_mixer(self) -> Mapping[str, str]:
+        """Names of the mixer's weights in the model by their names in a Hugging Face checkpoint, without suffix."""
 
     @property
-    def num_layers(self) -> int:
-        """Number of decoder layers of the whole model."""
-        ...
+    def auxiliary_losses(self) -> AuxiliaryLosses | None:
+        """Losses that the feed-forward blocks return; None for no losses."""
+        return None
 
-    @property
-    def num_heads(self) -> int:
-        """Number of query heads."""
-        ...
+    @abstractmethod
+    def mixer(self, index: int) -> nn.Module:
+        """Build the token mixer of the layer with this global index; see `DecoderLayer`."""
 
-    @property
-    def num_kv_heads(self) -> int:
-        """Number of key/value heads; divides `num_heads`."""
-        ...
-
-    @property
-    def head_dim(self) -> int:
-        """Size of one head; even."""
-        ...
-
-    @property
-    def intermediate_size(self) -> int:
-        """Intermediate size of the feed-forward block."""
-        ...
-
-    @property
-    def tie_word_embeddings(self) -> bool:
-        """True if the language-model head shares the weight of the token embedding."""
-        ...
-
-    @property
-    def rope_theta(self) -> float:
-        """Base of the rotary wavelengths."""
-        ...
-
-    @property
-    def rope_scaling(self) -> RopeScaling | None:
-        """RoPE scaling for long sequences; None for no scaling."""
-        ...
-
-    @property
-    def rope_length(self) -> int | None:
-        """Longest sequence length, for scalings that depend on it; None uses the longest row of each call."""
-        ...
-
-    @property
-    def rms_norm_eps(self) -> float:
-        """Epsilon of all RMS norms."""
-        ...
-
-    @property
-    def initializer_range(self) -> float:
-        """Standard deviation of the initial weights."""
-        ...
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """Exclusive upper bound of the positions; written to exported configurations."""
-        ...
-
-    @property
-    def has_qk_norm(self) -> bool:
-        """True if each query and key head has an RMS norm (QK norm)."""
-        ...
-
-    def window(self, index: int) -> int | None:
-        """Return the sliding-window size of the layer with this global index; None for full causal attention."""
-        ...
+    def feed_forward(self, index: int) -> nn.Module:
+        """Build the feed-forward block of the layer with this global index; by default a `SwiGLU`."""
+        del index
+        return SwiGLU(self.hidden_size, self.intermediate_size, init_std=self.initializer_range)
 
 
-def check_decoder_params(params: DecoderParams) -> None:
-    """Validate the hyperparameters that all families share.
+def check_positive(**values: float | None) -> None:
+    """Check that named values are above 0; None is valid.
 
     Raises:
-        UserError: If a field is out of range; the message names the field, its value and the valid values.
+        UserError: If a value is not above 0.
     """
-    for name, value in (
-        ("vocab_size", params.vocab_size),
-        ("hidden_size", params.hidden_size),
-        ("num_layers", params.num_layers),
-        ("num_heads", params.num_heads),
-        ("num_kv_heads", params.num_kv_heads),
-        ("head_dim", params.head_dim),
-        ("intermediate_size", params.intermediate_size),
-        ("rope_theta", params.rope_theta),
-        ("rope_length", 1 if params.rope_length is None else params.rope_length),
-        ("rms_norm_eps", params.rms_norm_eps),
-        ("initializer_range", params.initializer_range),
-        ("max_position_embeddings", params.max_position_embeddings),
-    ):
-        if value <= 0:
+    for name, value in values.items():
+        if value is not None and value <= 0:
             raise UserError(f"{name} = {value}; expected a number above 0.")
-    if params.num_heads % params.num_kv_heads:
-        fitting = [str(n) for n in range(1, params.num_heads + 1) if params.num_heads % n == 0]
+
+
+def check_layers(name: str, layers: tuple[int, ...], num_layers: int) -> None:
+    """Check that layer indices are in range.
+
+    Raises:
+        UserError: If an index is out of range.
+    """
+    outside = [index for index in layers if index not in range(num_layers)]
+    if outside:
         raise UserError(
-            f"num_kv_heads = {params.num_kv_heads} does not divide num_heads = {params.num_heads}; "
-            f"use one of {', '.join(fitting)}."
+            f"{name} contains {outside[0]}; expected indices from 0 to {num_layers - 1}, since "
+            f"num_layers = {num_layers}."
         )
-    if params.head_dim % 2:
-        raise UserError(f"head_dim = {params.head_dim}; RoPE rotates pairs of features: use an even head_dim.")

@@ -1,28 +1,37 @@
-"""Tensor-parallel plans of decoders: shard heads, features and vocabulary, with sequence parallelism between blocks."""
+"""Tensor-parallel plan of a decoder: shard heads, features and vocabulary, with sequence parallelism between blocks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Protocol, final, runtime_checkable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from d9d_dist import (
-    ColumnParallel,
-    RowParallel,
     SequenceParallel,
-    TensorRegion,
     TensorStyle,
+    UserError,
     VocabParallelEmbedding,
     VocabParallelHead,
     gather_from_axis,
 )
-from d9d_modules.attention import attention_tensor_plan
-from d9d_modules.models.decoder_params import DecoderParams
+from d9d_modules.decoder import DecoderLayer
+from d9d_modules.lm_head import LanguageModelHead
+from d9d_modules.models.decoder_model import DecoderModel
+from d9d_modules.sequence_heads import ClassificationHead, EmbeddingHead
 
 SEQUENCE = Shard(1)
 """Placement of hidden states [B, L, D] sharded along the sequence."""
+
+
+@runtime_checkable
+class HasTensorPlan(Protocol):
+    """Token mixer or feed-forward block that tensor parallelism can shard."""
+
+    def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
+        """Return the `parallelize_tensor` plan entries of the module with this path."""
+        ...
 
 
 @final
@@ -41,44 +50,63 @@ class WholeRows(TensorStyle):
         return inner(gather_from_axis(args[0], mesh, dim=1, gradient="equal"), *args[1:], **kwargs)
 
 
-def decoder_tensor_plan(
-    params: DecoderParams, *, lm_heads: Sequence[str] = ("lm_head",), pooled_heads: Sequence[str] = ()
-) -> dict[str, TensorStyle]:
-    """Return the `parallelize_tensor` plan of a decoder with any heads.
+@final
+@dataclass(frozen=True)
+class RowParts(TensorStyle):
+    """Tensor-parallel style that passes this rank's part of the sequence to a module.
+
+    The first positional argument [B, L, ...], equal on all ranks, is split along dim 1 into [B, L / tp, ...].
+    """
+
+    def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """See `TensorStyle.forward`."""
+        return inner(args[0].chunk(mesh.size(), dim=1)[mesh.get_local_rank()], *args[1:], **kwargs)
+
+
+def decoder_tensor_plan(model: nn.Module) -> dict[str, TensorStyle]:
+    """Return the `parallelize_tensor` plan of a decoder, or one pipeline stage of it, derived from its parts.
 
     Between the blocks each rank holds L / tp tokens (sequence parallelism). The tensor-parallel degree must divide L,
-    the number of key/value heads, the intermediate size and the vocabulary size.
+    the number of key/value heads, the intermediate size of dense feed-forward blocks and the vocabulary size. Routers,
+    experts and shared experts are replicated; they process the rank's tokens.
 
     Args:
-        params: Hyperparameters of the model.
-        lm_heads: Module paths of the language-model heads, such as `heads.text` of a `DecoderWithHeads`.
-        pooled_heads: Module paths of the pooling heads, such as `head` of a `DecoderForClassification`.
+        model: Module that contains a `DecoderModel`, and any of the heads of this package.
+
+    Raises:
+        UserError: If a token mixer has no `tensor_plan`.
     """
-    feed_forward = "backbone.layers.*.feed_forward"
+    plan: dict[str, TensorStyle] = {}
+    for name, module in model.named_modules():
+        match module:
+            case DecoderModel():
+                plan |= _backbone_plan(f"{name}." if name else "")
+            case DecoderLayer():
+                plan |= _layer_plan(name, module)
+            case LanguageModelHead():
+                plan[name] = VocabParallelHead(input=SEQUENCE)
+            case ClassificationHead() | EmbeddingHead():
+                plan[name] = WholeRows()
+    return plan
+
+
+def _backbone_plan(prefix: str) -> dict[str, TensorStyle]:
     return {
-        **decoder_attention_tensor_plan(params, lm_heads=lm_heads, pooled_heads=pooled_heads),
-        feed_forward: TensorRegion(input=SEQUENCE),
-        f"{feed_forward}.gate_proj": ColumnParallel(input=None),
-        f"{feed_forward}.up_proj": ColumnParallel(input=None),
-        f"{feed_forward}.down_proj": RowParallel(output=SEQUENCE),
+        f"{prefix}embedding": VocabParallelEmbedding(output=SEQUENCE),
+        f"{prefix}token_mask": RowParts(),
+        f"{prefix}layers": SequenceParallel(),
+        f"{prefix}norm": SequenceParallel(),
+        f"{prefix}all_losses": WholeRows(),
     }
 
 
-def decoder_attention_tensor_plan(
-    params: DecoderParams, *, lm_heads: Sequence[str] = ("lm_head",), pooled_heads: Sequence[str] = ()
-) -> dict[str, TensorStyle]:
-    """Return the plan without feed-forward blocks, which then run on L / tp tokens with replicated parameters.
-
-    Args:
-        params: Hyperparameters of the model.
-        lm_heads: Module paths of the language-model heads.
-        pooled_heads: Module paths of the pooling heads.
-    """
-    return {
-        "backbone.embedding": VocabParallelEmbedding(output=SEQUENCE),
-        "backbone.layers": SequenceParallel(),
-        **attention_tensor_plan("backbone.layers.*.attention", head_dim=params.head_dim, sequence_parallel=True),
-        "backbone.norm": SequenceParallel(),
-        **{name: VocabParallelHead(input=SEQUENCE) for name in lm_heads},
-        **{name: WholeRows() for name in pooled_heads},
-    }
+def _layer_plan(name: str, layer: DecoderLayer) -> dict[str, TensorStyle]:
+    if not isinstance(layer.attention, HasTensorPlan):
+        raise UserError(
+            f"{name}.attention is a {type(layer.attention).__name__} without tensor_plan; expected a token mixer that "
+            "tensor parallelism can shard. Give it the method, or pass a plan."
+        )
+    plan = layer.attention.tensor_plan(f"{name}.attention", sequence_parallel=True)
+    if isinstance(layer.feed_forward, HasTensorPlan):
+        plan |= layer.feed_forward.tensor_plan(f"{name}.feed_forward", sequence_parallel=True)
+    return plan

@@ -77,9 +77,3 @@ _REASONS = {
 
 IRRELEVANT: Mapping[str, str] = {key: reason for reason, keys in _REASONS.items() for key in keys}
 """Irrelevant entries of all families, with the reason of each."""
-
-QWEN3_IRRELEVANT: Mapping[str, str] = IRRELEVANT
-"""Irrelevant entries of Qwen3, with the reason of each."""
-
-LLAMA3_IRRELEVANT: Mapping[str, str] = IRRELEVANT
-"""Irrelevant entries of Llama 3, with the reason of each."""

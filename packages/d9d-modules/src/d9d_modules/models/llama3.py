@@ -1,84 +1,89 @@
 """Llama 3 (arXiv:2407.21783), including 3.1 and 3.2: grouped-query attention, RoPE, SwiGLU, RMS norm.
 
-The model classes are aliases of those in `decoder_model`, `decoder_pooled` and `decoder_heads`. Releases from 3.1 on
-use `Llama3Scaling`; the small 3.2 models tie the language-model head to the embedding.
+Releases from 3.1 on use `Llama3Scaling`; the small 3.2 models tie the language-model head to the embedding.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import ClassVar, TypeAlias, final
 
-from d9d_modules.models.decoder_heads import DecoderWithHeads
-from d9d_modules.models.decoder_model import DecoderForCausalLM, DecoderModel
-from d9d_modules.models.decoder_params import RopeScaling, check_decoder_params
-from d9d_modules.models.decoder_pooled import DecoderForClassification, DecoderForEmbedding
+from d9d_dist.errors import UserError
+from d9d_modules.models.decoder_heads import (
+    DecoderForCausalLM,
+    DecoderForClassification,
+    DecoderForEmbedding,
+    DecoderWithHeads,
+)
+from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
+from d9d_modules.models.decoder_model import DecoderModel
+from d9d_modules.models.grouped_query import GroupedQueryParams
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig
+from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, FIXED, Entry, HuggingFaceFamily
+from d9d_state import JsonValue, StateMapper
+
+Llama3Model: TypeAlias = DecoderModel
+Llama3ForCausalLM: TypeAlias = DecoderForCausalLM
+Llama3ForClassification: TypeAlias = DecoderForClassification
+Llama3ForEmbedding: TypeAlias = DecoderForEmbedding
+Llama3WithHeads: TypeAlias = DecoderWithHeads
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3Params:
-    """Hyperparameters of a Llama 3 model.
+@dataclass(frozen=True, kw_only=True)
+class Llama3Params(GroupedQueryParams):
+    """Hyperparameters of a Llama 3 model; see `GroupedQueryParams`. Released models have no sliding windows."""
 
-    Attributes:
-        vocab_size: Number of token ids.
-        hidden_size: Size of the hidden states.
-        num_layers: Number of decoder layers of the whole model.
-        num_heads: Number of query heads.
-        num_kv_heads: Number of key/value heads; divides `num_heads`.
-        head_dim: Size of one head; even.
-        intermediate_size: Intermediate size of the feed-forward block.
-        tie_word_embeddings: If True, the language-model head shares the weight of the token embedding.
-        rope_theta: Base of the rotary wavelengths.
-        rope_scaling: RoPE scaling for long sequences; None for no scaling, as in Llama 3.0.
-        rope_length: Longest sequence length, for scalings that depend on it (dynamic NTK, LongRoPE). None uses the
-            longest row of each call, like `transformers`; results then depend on how a batch is split.
-        rms_norm_eps: Epsilon of all RMS norms.
-        initializer_range: Standard deviation of the initial weights.
-        max_position_embeddings: Exclusive upper bound of the positions; written to exported configurations.
-    """
+    has_qk_norm: ClassVar[bool] = False
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    tie_word_embeddings: bool = False
     rope_theta: float = 500_000.0
-    rope_scaling: RopeScaling | None = None
-    rope_length: int | None = None
     rms_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
     max_position_embeddings: int = 8192
 
-    def __post_init__(self) -> None:
-        """Validate the hyperparameters.
 
-        Raises:
-            UserError: If a field is out of range; the message names the field, its value and the valid values.
-        """
-        check_decoder_params(self)
-
-    @property
-    def has_qk_norm(self) -> bool:
-        """See `DecoderParams`. Always False."""
-        return False
-
-    def window(self, index: int) -> None:
-        """See `DecoderParams`. Always None: Llama 3 has no sliding windows."""
+def llama3_from_hugging_face(params: Llama3Params) -> StateMapper:
+    """Build the mapper from a Hugging Face checkpoint to `Llama3ForCausalLM`; its `inverse()` exports."""
+    return decoder_from_hugging_face(params)
 
 
-Llama3Model: TypeAlias = DecoderModel
-"""Llama 3 backbone."""
+def llama3_hugging_face_config(params: Llama3Params) -> dict[str, JsonValue]:
+    """Return the `config.json` of an exported `Llama3ForCausalLM` for `transformers` and inference engines.
 
-Llama3ForCausalLM: TypeAlias = DecoderForCausalLM
-"""Llama 3 backbone with a language-model head."""
+    `transformers` loads only models whose number of heads divides the hidden size.
 
-Llama3ForClassification: TypeAlias = DecoderForClassification
-"""Llama 3 backbone with a classification head."""
+    Raises:
+        UserError: If `config.json` cannot represent the RoPE scaling or a sliding window.
+    """
+    return LLAMA3.write(params)
 
-Llama3ForEmbedding: TypeAlias = DecoderForEmbedding
-"""Llama 3 backbone with a text-embedding head."""
 
-Llama3WithHeads: TypeAlias = DecoderWithHeads
-"""Llama 3 backbone with several named heads."""
+def llama3_params_from_hugging_face(config: HuggingFaceConfig) -> Llama3Params:
+    """Read the hyperparameters from the parsed `config.json` of a Llama 3 checkpoint.
+
+    Raises:
+        UserError: If it describes another family, lacks an entry, or needs an unsupported feature.
+    """
+    return LLAMA3.read(config)
+
+
+def _refuse_windows(params: Llama3Params) -> Mapping[str, JsonValue]:
+    if params.sliding_window is not None:
+        raise UserError(
+            f"sliding_window = {params.sliding_window}; a config.json of Llama has no sliding windows: expected None."
+        )
+    return {}
+
+
+LLAMA3 = HuggingFaceFamily(
+    params=Llama3Params,
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    entries=(
+        *DECODER_ENTRIES,
+        Entry("num_kv_heads", "num_key_value_heads", default=lambda values: values["num_heads"]),
+        Entry("head_dim", "head_dim", default=lambda values: values["hidden_size"] // values["num_heads"]),
+        Entry("max_position_embeddings", "max_position_embeddings", default=2048),
+    ),
+    fixed={**FIXED, "mlp_bias": False},
+    write_own=_refuse_windows,
+)
+"""`config.json` of Llama 3."""

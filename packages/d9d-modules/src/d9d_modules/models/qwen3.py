@@ -1,109 +1,120 @@
-"""Qwen3, dense (arXiv:2505.09388): grouped-query attention with QK norm, RoPE, SwiGLU, RMS norm.
+"""Qwen3, dense (arXiv:2505.09388): grouped-query attention with QK norm, RoPE, SwiGLU, RMS norm."""
 
-The model classes are aliases of those in `decoder_model`, `decoder_pooled` and `decoder_heads`.
-"""
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Any, ClassVar, TypeAlias, final
 
 from d9d_dist.errors import UserError
-from d9d_modules.lm_head import LanguageModelHead
-from d9d_modules.models.decoder_heads import DecoderWithHeads
-from d9d_modules.models.decoder_model import DecoderForCausalLM, DecoderModel, decoder_lm_head
-from d9d_modules.models.decoder_params import RopeScaling, check_decoder_params
-from d9d_modules.models.decoder_pooled import DecoderForClassification, DecoderForEmbedding
+from d9d_modules.models.decoder_heads import (
+    DecoderForCausalLM,
+    DecoderForClassification,
+    DecoderForEmbedding,
+    DecoderWithHeads,
+)
+from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
+from d9d_modules.models.decoder_model import DecoderModel
+from d9d_modules.models.grouped_query import GroupedQueryParams
+from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value
+from d9d_modules.models.hugging_face_family import FIXED, GROUPED_QUERY_ENTRIES, Entry, HuggingFaceFamily
+from d9d_state import JsonValue, StateMapper
+
+Qwen3Model: TypeAlias = DecoderModel
+Qwen3ForCausalLM: TypeAlias = DecoderForCausalLM
+Qwen3ForClassification: TypeAlias = DecoderForClassification
+Qwen3ForEmbedding: TypeAlias = DecoderForEmbedding
+Qwen3WithHeads: TypeAlias = DecoderWithHeads
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen3Params:
-    """Hyperparameters of a Qwen3 model.
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Params(GroupedQueryParams):
+    """Hyperparameters of a Qwen3 model; see `GroupedQueryParams`."""
 
-    Attributes:
-        vocab_size: Number of token ids.
-        hidden_size: Size of the hidden states.
-        num_layers: Number of decoder layers of the whole model.
-        num_heads: Number of query heads.
-        num_kv_heads: Number of key/value heads; divides `num_heads`.
-        head_dim: Size of one head; even.
-        intermediate_size: Intermediate size of the feed-forward block.
-        tie_word_embeddings: If True, the language-model head shares the weight of the token embedding.
-        rope_theta: Base of the rotary wavelengths.
-        rope_scaling: RoPE scaling for long sequences; None for no scaling.
-        rope_length: Longest sequence length, for scalings that depend on it (dynamic NTK, LongRoPE). None uses the
-            longest row of each call, like `transformers`; results then depend on how a batch is split.
-        sliding_window: Window size of the layers in `sliding_layers`, including the current position; None if no layer
-            has a window.
-        sliding_layers: Indices of the layers with a sliding window; the other layers use full causal attention.
-        rms_norm_eps: Epsilon of all RMS norms.
-        initializer_range: Standard deviation of the initial weights.
-        max_position_embeddings: Exclusive upper bound of the positions; written to exported configurations.
-    """
+    has_qk_norm: ClassVar[bool] = True
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    tie_word_embeddings: bool = False
     rope_theta: float = 1_000_000.0
-    rope_scaling: RopeScaling | None = None
-    rope_length: int | None = None
-    sliding_window: int | None = None
-    sliding_layers: tuple[int, ...] = ()
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
     max_position_embeddings: int = 32768
 
-    def __post_init__(self) -> None:
-        """Validate the hyperparameters.
 
-        Raises:
-            UserError: If a field is out of range; the message names the field, its value and the valid values.
-        """
-        check_decoder_params(self)
-        if (self.sliding_window is None) is not (not self.sliding_layers):
-            raise UserError(
-                f"sliding_window = {self.sliding_window}, sliding_layers = {self.sliding_layers}; expected both or "
-                "neither: the window size, and the indices of the layers that use it."
-            )
-        if self.sliding_window is not None and self.sliding_window <= 0:
-            raise UserError(f"sliding_window = {self.sliding_window}; expected a number above 0, or None.")
-        outside = [index for index in self.sliding_layers if index not in range(self.num_layers)]
-        if outside:
-            raise UserError(
-                f"sliding_layers contains {outside[0]}; expected indices from 0 to {self.num_layers - 1}, since "
-                f"num_layers = {self.num_layers}."
-            )
-
-    @property
-    def has_qk_norm(self) -> bool:
-        """See `DecoderParams`. Always True."""
-        return True
-
-    def window(self, index: int) -> int | None:
-        """See `DecoderParams`."""
-        return self.sliding_window if index in self.sliding_layers else None
+def qwen3_from_hugging_face(params: Qwen3Params) -> StateMapper:
+    """Build the mapper from a Hugging Face checkpoint to `Qwen3ForCausalLM`; its `inverse()` exports."""
+    return decoder_from_hugging_face(params)
 
 
-Qwen3Model: TypeAlias = DecoderModel
-"""Qwen3 backbone."""
+def qwen3_hugging_face_config(params: Qwen3Params) -> dict[str, JsonValue]:
+    """Return the `config.json` of an exported `Qwen3ForCausalLM` for `transformers` and inference engines.
 
-Qwen3ForCausalLM: TypeAlias = DecoderForCausalLM
-"""Qwen3 backbone with a language-model head."""
-
-Qwen3ForClassification: TypeAlias = DecoderForClassification
-"""Qwen3 backbone with a classification head."""
-
-Qwen3ForEmbedding: TypeAlias = DecoderForEmbedding
-"""Qwen3 backbone with a text-embedding head."""
-
-Qwen3WithHeads: TypeAlias = DecoderWithHeads
-"""Qwen3 backbone with several named heads."""
+    Raises:
+        UserError: If `config.json` cannot represent the RoPE scaling.
+    """
+    return QWEN3.write(params)
 
 
-def qwen3_lm_head(backbone: Qwen3Model) -> LanguageModelHead | None:
-    """Build the language-model head if the backbone is a last stage; return None for other stages."""
-    return decoder_lm_head(backbone) if backbone.stage.is_last else None
+def qwen3_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3Params:
+    """Read the hyperparameters from the parsed `config.json` of a Qwen3 checkpoint.
+
+    Raises:
+        UserError: If it describes another family, lacks an entry, or needs an unsupported feature.
+    """
+    return QWEN3.read(config)
+
+
+def sliding_window_of(config: HuggingFaceConfig) -> int:
+    """Read the sliding-window size of a configuration that enables sliding windows.
+
+    Raises:
+        UserError: If the entry is missing or not a positive integer.
+    """
+    if config.get("sliding_window") is None:
+        raise UserError(
+            "config.json has no 'sliding_window', but use_sliding_window = True; expected the window size in positions."
+        )
+    return config_value(config, "sliding_window", int)
+
+
+def _read_sliding(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    layers = _sliding_layers(config, values["num_layers"])
+    return {"sliding_window": sliding_window_of(config), "sliding_layers": layers} if layers else {}
+
+
+def _sliding_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, ...]:
+    """Return the layers with a sliding window: by `layer_types`, or else all layers from `max_window_layers` on."""
+    is_sliding = config_value(config, "use_sliding_window", bool, default=False)
+    types = config.get("layer_types")
+    if types is None:
+        first = config_value(config, "max_window_layers", int, default=28, minimum=0)
+        return tuple(range(first, num_layers)) if is_sliding else ()
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != num_layers or any(each not in known for each in types):
+        raise UserError(
+            f"config.json has layer_types = {types!r}; expected a list of num_hidden_layers = {num_layers} items, "
+            f"each one of {', '.join(known)}."
+        )
+    if not is_sliding and known[1] in types:
+        raise UserError(
+            f"config.json has layer_types = {types!r} and use_sliding_window = False; expected no {known[1]!r}, or "
+            "use_sliding_window = True with a sliding_window."
+        )
+    return tuple(index for index, each in enumerate(types) if each == "sliding_attention")
+
+
+def _written_sliding(params: Qwen3Params) -> Mapping[str, JsonValue]:
+    """Return all three entries, also without windows, to override those of the original `config.json`."""
+    if params.sliding_window is None:
+        return {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
+    layers = range(params.num_layers)
+    types = ["sliding_attention" if index in params.sliding_layers else "full_attention" for index in layers]
+    return {"use_sliding_window": True, "sliding_window": params.sliding_window, "layer_types": types}
+
+
+QWEN3 = HuggingFaceFamily(
+    params=Qwen3Params,
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    entries=(*GROUPED_QUERY_ENTRIES, Entry("max_position_embeddings", "max_position_embeddings", default=32768)),
+    fixed=FIXED,
+    own=("layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
+    read_own=_read_sliding,
+    write_own=_written_sliding,
+)
+"""`config.json` of Qwen3."""

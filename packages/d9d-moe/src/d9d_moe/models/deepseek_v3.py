@@ -1,124 +1,90 @@
-"""DeepSeek-V3, arXiv:2412.19437: latent attention, dense layers, then layers with shared and routed experts.
+"""DeepSeek-V3, arXiv:2412.19437: latent attention, dense layers, then layers with shared and routed experts."""
 
-The model classes are aliases of those in `moe_heads`.
-"""
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from torch import nn
 
 from d9d_dist.errors import UserError
 from d9d_modules import (
+    DECODER_ENTRIES,
+    FIXED,
     AttentionOptions,
+    DecoderForCausalLM,
+    DecoderForClassification,
+    DecoderForEmbedding,
+    DecoderModel,
+    Entry,
+    HuggingFaceConfig,
+    HuggingFaceFamily,
     MultiHeadLatentAttention,
-    RopeScaling,
     RotaryLayout,
-    SwiGLU,
     YarnScaling,
+    check_positive,
+    config_value,
+    swiglu_from_hugging_face,
 )
-from d9d_moe.layer import NO_LOSSES, MoELayer
-from d9d_moe.models.moe_decoder import BackboneSizes, MoeDecoder
-from d9d_moe.models.moe_heads import MoeForCausalLM, MoeForClassification, MoeForEmbedding
-from d9d_moe.router import SigmoidRouter, check_groups, check_top_k
-from d9d_moe.router_losses import RouterLosses
+from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
+from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, sparse_from_hugging_face
+from d9d_moe.models.sparse_params import SparseParams
+from d9d_moe.router import SigmoidRouter, check_groups
 from d9d_moe.shared_experts import SharedExperts
+from d9d_state import JsonValue, StateMapper, rename, scope
+
+DeepseekV3Model: TypeAlias = DecoderModel
+DeepseekV3ForCausalLM: TypeAlias = DecoderForCausalLM
+DeepseekV3ForClassification: TypeAlias = DecoderForClassification
+DeepseekV3ForEmbedding: TypeAlias = DecoderForEmbedding
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeepseekV3Params:
-    """Parameters of a DeepSeek-V3 model.
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV3Params(SparseParams):
+    """Parameters of a DeepSeek-V3 model; see also `SparseParams`.
+
+    The paper uses a small sequence-level balance loss. YaRN with `mscale_all_dim` also changes the softmax scale.
 
     Attributes:
-        vocab_size: Number of token ids.
-        hidden_size: Size of the hidden states.
-        num_layers: Number of decoder layers of the whole model.
         num_heads: Number of attention heads.
         kv_rank: Size of the latent vector of keys and values.
         q_rank: Size of the latent vector of queries; None projects queries from the hidden states directly.
         head_dim: Features per head of queries and keys without RoPE.
         rotary_dim: Features per head of queries and keys with RoPE; even.
         value_dim: Features per head of values.
-        intermediate_size: Intermediate size of dense feed-forward blocks.
         num_dense_layers: Number of layers with a dense feed-forward block; they come first.
-        num_experts: Number of routed experts of each sparse layer.
-        top_k: Number of routed experts per token.
-        expert_intermediate_size: Intermediate size of each expert.
-        num_shared_experts: Number of shared experts of that intermediate size; 0 for none.
+        num_shared_experts: Number of shared experts of `expert_intermediate_size`; 0 for none.
         num_groups: Number of groups of routed experts.
         top_groups: Number of groups from which the experts of a token are chosen.
-        renormalize: Scale the weights of a token's experts to sum to 1.
         routed_scale: Factor of the weights, applied after renormalization.
-        router_losses: Auxiliary losses of the routers; the paper uses a small sequence-level balance loss.
         rotary_layout: Layout of the pairs of features that RoPE rotates.
-        tie_word_embeddings: Tie the weight of the head to the token embedding.
-        rope_theta: Base of the RoPE frequencies.
-        rope_scaling: RoPE scaling for long sequences; None for no scaling. YaRN with `mscale_all_dim` also changes the
-            softmax scale.
-        rope_length: Sequence length for a scaling that depends on it; None for the longest sequence of each call.
-        rms_norm_eps: Epsilon of the norms of the hidden states.
-        initializer_range: Standard deviation of the initial weights.
-        max_position_embeddings: Longest supported sequence; positions must be smaller.
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
     num_heads: int
     kv_rank: int
     q_rank: int | None
     head_dim: int
     rotary_dim: int
     value_dim: int
-    intermediate_size: int
     num_dense_layers: int
-    num_experts: int
-    top_k: int
-    expert_intermediate_size: int
     num_shared_experts: int = 1
     num_groups: int = 1
     top_groups: int = 1
-    renormalize: bool = True
     routed_scale: float = 1.0
-    router_losses: RouterLosses = NO_LOSSES
     rotary_layout: RotaryLayout = "interleaved"
-    tie_word_embeddings: bool = False
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    rope_length: int | None = None
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
-    max_position_embeddings: int = 4096
 
     def __post_init__(self) -> None:
-        """Validate the fields.
-
-        Raises:
-            UserError: If a field is out of range; the message has its name, its value and the expected range.
-        """
-        for name, value in (
-            ("vocab_size", self.vocab_size),
-            ("hidden_size", self.hidden_size),
-            ("num_layers", self.num_layers),
-            ("num_heads", self.num_heads),
-            ("kv_rank", self.kv_rank),
-            ("q_rank", 1 if self.q_rank is None else self.q_rank),
-            ("head_dim", self.head_dim),
-            ("rotary_dim", self.rotary_dim),
-            ("value_dim", self.value_dim),
-            ("intermediate_size", self.intermediate_size),
-            ("num_experts", self.num_experts),
-            ("expert_intermediate_size", self.expert_intermediate_size),
-            ("routed_scale", self.routed_scale),
-            ("rope_theta", self.rope_theta),
-            ("rope_length", 1 if self.rope_length is None else self.rope_length),
-            ("rms_norm_eps", self.rms_norm_eps),
-            ("initializer_range", self.initializer_range),
-            ("max_position_embeddings", self.max_position_embeddings),
-        ):
-            if value <= 0:
-                raise UserError(f"{name} = {value}; expected a number above 0.")
+        """See `SparseParams`."""
+        super().__post_init__()
+        check_positive(
+            num_heads=self.num_heads,
+            kv_rank=self.kv_rank,
+            q_rank=self.q_rank,
+            head_dim=self.head_dim,
+            rotary_dim=self.rotary_dim,
+            value_dim=self.value_dim,
+            routed_scale=self.routed_scale,
+        )
         if self.num_shared_experts < 0:
             raise UserError(f"num_shared_experts = {self.num_shared_experts}; expected 0 (no shared experts) or above.")
         if not 0 <= self.num_dense_layers <= self.num_layers:
@@ -129,7 +95,6 @@ class DeepseekV3Params:
             raise UserError(
                 f"rotary_dim = {self.rotary_dim}; expected an even number, because RoPE rotates pairs of features."
             )
-        check_top_k(self.top_k, self.num_experts)
         check_groups(
             num_experts=self.num_experts,
             top_k=self.top_k,
@@ -138,24 +103,24 @@ class DeepseekV3Params:
         )
 
     @property
-    def backbone_sizes(self) -> BackboneSizes:
-        """See `MoeDecoderParams`."""
-        return BackboneSizes(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
-            rotary_dim=self.rotary_dim,
-            tie_word_embeddings=self.tie_word_embeddings,
-            rope_theta=self.rope_theta,
-            rope_scaling=self.rope_scaling,
-            rope_length=self.rope_length,
-            rms_norm_eps=self.rms_norm_eps,
-            initializer_range=self.initializer_range,
-            max_position_embeddings=self.max_position_embeddings,
-        )
+    def rotated_features(self) -> int:
+        """See `DecoderParams`."""
+        return self.rotary_dim
 
-    def attention(self, index: int) -> nn.Module:
-        """See `MoeDecoderParams`; the attention is the same in all layers."""
+    @property
+    def hugging_face_mixer(self) -> Mapping[str, str]:
+        """See `DecoderParams`."""
+        queries = {"q_a_proj": "q_down_proj", "q_a_layernorm": "q_norm", "q_b_proj": "q_up_proj"}
+        return {
+            **({"q_proj": "q_proj"} if self.q_rank is None else queries),
+            "kv_a_proj_with_mqa": "kv_down_proj",
+            "kv_a_layernorm": "kv_norm",
+            "kv_b_proj": "kv_up_proj",
+            "o_proj": "o_proj",
+        }
+
+    def mixer(self, index: int) -> nn.Module:
+        """See `DecoderParams`; the attention is the same in all layers."""
         scale = (self.head_dim + self.rotary_dim) ** -0.5
         if isinstance(self.rope_scaling, YarnScaling) and self.rope_scaling.mscale_all_dim:
             scale *= self.rope_scaling.temperature(self.rope_scaling.mscale_all_dim) ** 2
@@ -172,11 +137,13 @@ class DeepseekV3Params:
             init_std=self.initializer_range,
         )
 
-    def feed_forward(self, index: int) -> nn.Module:
-        """See `MoeDecoderParams`."""
-        if index < self.num_dense_layers:
-            return SwiGLU(self.hidden_size, self.intermediate_size, init_std=self.initializer_range)
-        router = SigmoidRouter(
+    def is_dense(self, index: int) -> bool:
+        """See `SparseParams`."""
+        return index < self.num_dense_layers
+
+    def router(self) -> SigmoidRouter:
+        """See `SparseParams`."""
+        return SigmoidRouter(
             self.hidden_size,
             num_experts=self.num_experts,
             top_k=self.top_k,
@@ -186,27 +153,125 @@ class DeepseekV3Params:
             scale=self.routed_scale,
             init_std=self.initializer_range,
         )
-        shared_size = self.num_shared_experts * self.expert_intermediate_size
-        return MoELayer(
-            self.hidden_size,
-            self.expert_intermediate_size,
-            router=router,
-            shared=(
-                SharedExperts(self.hidden_size, shared_size, init_std=self.initializer_range) if shared_size else None
-            ),
-            losses=self.router_losses,
-            init_std=self.initializer_range,
+
+    def shared_experts(self) -> nn.Module | None:
+        """See `SparseParams`."""
+        size = self.num_shared_experts * self.expert_intermediate_size
+        return SharedExperts(self.hidden_size, size, init_std=self.initializer_range) if size else None
+
+
+def deepseek_v3_from_hugging_face(params: DeepseekV3Params, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
+    """Return the mapper that loads a Hugging Face checkpoint into `DeepseekV3ForCausalLM`; its `inverse()` exports.
+
+    The layer for multi-token prediction, which follows the last decoder layer in a checkpoint, is not mapped.
+    """
+    bias = rename("gate.e_score_correction_bias", "router.selection_bias")
+    shared = scope("shared_experts.", "shared.experts.", swiglu_from_hugging_face())
+    return sparse_from_hugging_face(params, bias, *([shared] if params.num_shared_experts else []), layout=layout)
+
+
+def deepseek_v3_hugging_face_config(params: DeepseekV3Params) -> dict[str, JsonValue]:
+    """Return the `config.json` of an exported `DeepseekV3ForCausalLM`, for `transformers` and inference engines.
+
+    Raises:
+        UserError: If a `config.json` cannot express the RoPE scaling, or the model has no shared experts.
+    """
+    return DEEPSEEK_V3.write(params)
+
+
+def deepseek_v3_params_from_hugging_face(config: HuggingFaceConfig) -> DeepseekV3Params:
+    """Return the parameters of a DeepSeek-V3 model from its parsed `config.json`.
+
+    Raises:
+        UserError: If the configuration is of another family, lacks a required entry, or has an unsupported value.
+    """
+    return DEEPSEEK_V3.read(config)
+
+
+def _check(config: HuggingFaceConfig) -> None:
+    """Refuse null groups, redundant sizes that contradict those from which they follow, and a missing `q_lora_rank`."""
+    for key in ("n_group", "topk_group"):
+        if config.get(key, 1) is None:
+            raise UserError(
+                f"config.json has {key} = null, which transformers does not support either; expected a number. Set "
+                "n_group and topk_group to 1 to route without groups."
+            )
+    rotary_dim, nope_dim = (config_value(config, f"qk_{part}_head_dim", int) for part in ("rope", "nope"))
+    for key, implied, source in (
+        ("head_dim", rotary_dim, "qk_rope_head_dim"),
+        ("qk_head_dim", nope_dim + rotary_dim, "qk_nope_head_dim + qk_rope_head_dim"),
+        ("num_key_value_heads", config_value(config, "num_attention_heads", int), "num_attention_heads"),
+    ):
+        value = config.get(key)
+        if value is not None and (value != implied or isinstance(value, bool)):
+            raise UserError(
+                f"config.json has {key} = {value!r}; expected {source} = {implied}, or no entry {key!r}. Correct or "
+                "remove it."
+            )
+    if "q_lora_rank" not in config:
+        raise UserError(
+            "config.json has no 'q_lora_rank'; expected an integer, or null for queries without a latent vector."
         )
 
 
-DeepseekV3Model: TypeAlias = MoeDecoder
-"""Backbone without a head."""
+def _read_attention(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    del values
+    is_interleaved = config_value(config, "rope_interleave", bool, default=True)
+    return {
+        "q_rank": None if config["q_lora_rank"] is None else config_value(config, "q_lora_rank", int),
+        "rotary_layout": "interleaved" if is_interleaved else "half",
+    }
 
-DeepseekV3ForCausalLM: TypeAlias = MoeForCausalLM
-"""Backbone with a language-model head."""
 
-DeepseekV3ForClassification: TypeAlias = MoeForClassification
-"""Backbone with a head that returns class logits per row."""
+def _written_attention(params: DeepseekV3Params) -> Mapping[str, JsonValue]:
+    if params.num_shared_experts == 0:
+        raise UserError(
+            "num_shared_experts = 0; a config.json of DeepSeek-V3 needs 1 or more. Use num_shared_experts = 1."
+        )
+    return {
+        "num_key_value_heads": params.num_heads,
+        "q_lora_rank": params.q_rank,
+        "qk_head_dim": params.head_dim + params.rotary_dim,
+        "head_dim": params.rotary_dim,
+        "rope_interleave": params.rotary_layout == "interleaved",
+    }
 
-DeepseekV3ForEmbedding: TypeAlias = MoeForEmbedding
-"""Backbone with a head that returns an embedding per row."""
+
+_NO_BALANCE_LOSS = "transformers has no balance loss for this family; set router_losses of the model for one"
+
+DEEPSEEK_V3 = HuggingFaceFamily(
+    params=DeepseekV3Params,
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    entries=(
+        *DECODER_ENTRIES,
+        *expert_entries("n_routed_experts"),
+        Entry("kv_rank", "kv_lora_rank"),
+        Entry("head_dim", "qk_nope_head_dim"),
+        Entry("rotary_dim", "qk_rope_head_dim"),
+        Entry("value_dim", "v_head_dim"),
+        Entry("num_dense_layers", "first_k_dense_replace", minimum=0),
+        Entry("num_shared_experts", "n_shared_experts", default=1),
+        Entry("num_groups", "n_group", default=8),
+        Entry("top_groups", "topk_group", default=4),
+        Entry("renormalize", "norm_topk_prob", bool, default=True),
+        Entry("routed_scale", "routed_scaling_factor", float, 2.5),
+        Entry("max_position_embeddings", "max_position_embeddings", default=4096),
+    ),
+    fixed={**FIXED, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    written={"num_nextn_predict_layers": 0, "num_mtp_layers": 0},
+    own=("head_dim", "num_key_value_heads", "q_lora_rank", "qk_head_dim", "rope_interleave"),
+    check=_check,
+    read_own=_read_attention,
+    write_own=_written_attention,
+    irrelevant={
+        **IRRELEVANT,
+        "aux_loss_alpha": _NO_BALANCE_LOSS,
+        "ep_size": "the mesh of the job sets the expert-parallel degree",
+        "num_mtp_layers": "layers for multi-token prediction are not loaded",
+        "num_nextn_predict_layers": "layers for multi-token prediction are not loaded",
+        "output_router_logits": "affects only the output: transformers has no balance loss for this family",
+        "seq_aux": _NO_BALANCE_LOSS,
+    },
+)
+"""`config.json` of DeepSeek-V3."""

@@ -3,8 +3,8 @@
 from typing import Literal, TypeAlias
 
 from d9d_dist.errors import UserError
-from d9d_modules import HuggingFaceConfig, config_value
-from d9d_moe.router_losses import RouterLosses
+from d9d_modules import Entry, decoder_from_hugging_face, swiglu_from_hugging_face
+from d9d_moe.models.sparse_params import SparseParams
 from d9d_state import StateMapper, keep, parallel, rename, split, stack
 
 ExpertsLayout: TypeAlias = Literal["per_expert", "fused"]
@@ -13,6 +13,38 @@ ExpertsLayout: TypeAlias = Literal["per_expert", "fused"]
 `per_expert`: one tensor per expert, `experts.3.gate_proj.weight`, as in checkpoint files. `fused`:
 `experts.gate_up_proj` [E, 2 F, D] and `experts.down_proj` [E, D, F], as in the models of `transformers` 5.
 """
+
+
+def expert_entries(num_experts: str) -> tuple[Entry, ...]:
+    """Return the entries of `config.json` about experts.
+
+    Args:
+        num_experts: Name of the entry with the number of experts; `transformers` 5 also writes `num_local_experts`.
+    """
+    return (
+        Entry("num_experts", num_experts, alias="num_local_experts"),
+        Entry("top_k", "num_experts_per_tok"),
+        Entry("expert_intermediate_size", "moe_intermediate_size"),
+    )
+
+
+def sparse_from_hugging_face(params: SparseParams, *others: StateMapper, layout: ExpertsLayout) -> StateMapper:
+    """Return the mapper that loads a Hugging Face checkpoint into `DecoderForCausalLM`; its `inverse()` exports.
+
+    Args:
+        params: Parameters of the model.
+        others: Mappers of the other parts of a sparse layer; names are relative to `mlp.`/`feed_forward.`.
+        layout: Layout of the expert weights in the checkpoint.
+    """
+    sparse = parallel(
+        rename("gate.weight", "router.weight"),
+        experts_from_hugging_face(params.num_experts, params.expert_intermediate_size, layout=layout),
+        *others,
+        # The buffer of the router losses is not in the checkpoint.
+        *([keep("global_load")] if params.router_losses.follow_global_batch else []),
+    )
+    dense = swiglu_from_hugging_face()
+    return decoder_from_hugging_face(params, feed_forward=lambda index: dense if params.is_dense(index) else sparse)
 
 
 def experts_from_hugging_face(num_experts: int, intermediate_size: int, *, layout: ExpertsLayout) -> StateMapper:
@@ -43,26 +75,3 @@ def experts_from_hugging_face(num_experts: int, intermediate_size: int, *, layou
             )
         case _:
             raise UserError(f"layout = {layout!r}; expected 'per_expert' or 'fused'.")
-
-
-def router_losses_state(losses: RouterLosses) -> list[StateMapper]:
-    """Return mappers of the buffers of one layer's router losses, which are not in the Hugging Face checkpoint."""
-    return [keep("global_load")] if losses.follow_global_batch else []
-
-
-def num_experts_key(config: HuggingFaceConfig, key: str) -> str:
-    """Return the name of the entry with the number of experts: `key`, or `num_local_experts` as in `transformers` 5.
-
-    Raises:
-        UserError: If neither entry is present, an entry is not an integer, or the two entries differ.
-    """
-    alias = "num_local_experts"
-    found = {name: config_value(config, name, int) for name in (key, alias) if name in config}
-    if not found:
-        raise UserError(f"config.json has no {key!r} or {alias!r}; expected the number of experts.")
-    if len(set(found.values())) > 1:
-        raise UserError(
-            f"config.json has {key} = {config[key]} and {alias} = {config[alias]}; expected equal numbers. Correct "
-            "one of the entries, or remove it."
-        )
-    return alias if alias in config else key

@@ -1,121 +1,171 @@
-"""Qwen3-MoE, arXiv:2505.09388: the Qwen3 decoder with mixture-of-experts blocks instead of dense feed-forward blocks.
+"""Qwen3-MoE, arXiv:2505.09388: the Qwen3 decoder with mixture-of-experts feed-forward blocks."""
 
-The model classes are aliases of those in `moe_heads`.
-"""
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, final
-
-from torch import nn
+from typing import Any, ClassVar, TypeAlias, final
 
 from d9d_dist.errors import UserError
-from d9d_modules import AttentionOptions, GroupedQueryAttention, Qwen3Params, SwiGLU
-from d9d_moe.layer import NO_LOSSES, MoELayer
-from d9d_moe.models.moe_decoder import BackboneSizes, MoeDecoder
-from d9d_moe.models.moe_heads import MoeForCausalLM, MoeForClassification, MoeForEmbedding
-from d9d_moe.router import TopKRouter, check_top_k
-from d9d_moe.router_losses import RouterLosses
+from d9d_modules import (
+    FIXED,
+    GROUPED_QUERY_ENTRIES,
+    DecoderForCausalLM,
+    DecoderForClassification,
+    DecoderForEmbedding,
+    DecoderModel,
+    Entry,
+    GroupedQueryParams,
+    HuggingFaceConfig,
+    HuggingFaceFamily,
+    check_layers,
+    config_value,
+)
+from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
+from d9d_modules.models.qwen3 import sliding_window_of
+from d9d_moe.models.experts_hugging_face import ExpertsLayout, expert_entries, sparse_from_hugging_face
+from d9d_moe.models.sparse_params import SparseParams
+from d9d_moe.router import TopKRouter
+from d9d_state import JsonValue, StateMapper
+
+Qwen3MoeModel: TypeAlias = DecoderModel
+Qwen3MoeForCausalLM: TypeAlias = DecoderForCausalLM
+Qwen3MoeForClassification: TypeAlias = DecoderForClassification
+Qwen3MoeForEmbedding: TypeAlias = DecoderForEmbedding
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen3MoeParams:
-    """Parameters of a Qwen3-MoE model.
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeParams(SparseParams, GroupedQueryParams):
+    """Parameters of a Qwen3-MoE model; see also `SparseParams` and `d9d_modules.GroupedQueryParams`.
 
     Attributes:
-        decoder: Parameters of all parts except the experts; its `intermediate_size` is used in the dense layers.
-        num_experts: Number of experts of each sparse layer.
-        top_k: Number of experts per token.
-        expert_intermediate_size: Intermediate size of each expert.
-        renormalize: Scale the weights of a token's experts to sum to 1.
         dense_layers: Indices of the layers with a dense feed-forward block.
-        router_losses: Auxiliary losses of the routers.
     """
 
-    decoder: Qwen3Params
-    num_experts: int
-    top_k: int
-    expert_intermediate_size: int
-    renormalize: bool = True
+    has_qk_norm: ClassVar[bool] = True
+
     dense_layers: tuple[int, ...] = ()
-    router_losses: RouterLosses = NO_LOSSES
+    rope_theta: float = 1_000_000.0
+    max_position_embeddings: int = 32768
 
     def __post_init__(self) -> None:
-        """Validate the fields.
+        """See `SparseParams`."""
+        super().__post_init__()
+        check_layers("dense_layers", self.dense_layers, self.num_layers)
 
-        Raises:
-            UserError: If a field is out of range; the message has its name, its value and the expected range.
-        """
-        for name, value in (
-            ("num_experts", self.num_experts),
-            ("expert_intermediate_size", self.expert_intermediate_size),
-        ):
-            if value <= 0:
-                raise UserError(f"{name} = {value}; expected a number above 0.")
-        check_top_k(self.top_k, self.num_experts)
-        outside = [index for index in self.dense_layers if index not in range(self.decoder.num_layers)]
-        if outside:
-            raise UserError(
-                f"dense_layers has the index {outside[0]}; expected indices from 0 to {self.decoder.num_layers - 1}, "
-                f"because decoder.num_layers = {self.decoder.num_layers}."
-            )
+    def is_dense(self, index: int) -> bool:
+        """See `SparseParams`."""
+        return index in self.dense_layers
 
-    @property
-    def backbone_sizes(self) -> BackboneSizes:
-        """See `MoeDecoderParams`."""
-        sizes = self.decoder
-        return BackboneSizes(
-            vocab_size=sizes.vocab_size,
-            hidden_size=sizes.hidden_size,
-            num_layers=sizes.num_layers,
-            rotary_dim=sizes.head_dim,
-            tie_word_embeddings=sizes.tie_word_embeddings,
-            rope_theta=sizes.rope_theta,
-            rope_scaling=sizes.rope_scaling,
-            rope_length=sizes.rope_length,
-            rms_norm_eps=sizes.rms_norm_eps,
-            initializer_range=sizes.initializer_range,
-            max_position_embeddings=sizes.max_position_embeddings,
-        )
-
-    def attention(self, index: int) -> nn.Module:
-        """See `MoeDecoderParams`."""
-        sizes = self.decoder
-        return GroupedQueryAttention(
-            sizes.hidden_size,
-            num_heads=sizes.num_heads,
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
-            qk_norm_eps=sizes.rms_norm_eps,
-            options=AttentionOptions(window=sizes.window(index)),
-            init_std=sizes.initializer_range,
-        )
-
-    def feed_forward(self, index: int) -> nn.Module:
-        """See `MoeDecoderParams`."""
-        hidden_size, init_std = self.decoder.hidden_size, self.decoder.initializer_range
-        if index in self.dense_layers:
-            return SwiGLU(hidden_size, self.decoder.intermediate_size, init_std=init_std)
-        router = TopKRouter(
-            hidden_size,
+    def router(self) -> TopKRouter:
+        """See `SparseParams`."""
+        return TopKRouter(
+            self.hidden_size,
             num_experts=self.num_experts,
             top_k=self.top_k,
             renormalize=self.renormalize,
-            init_std=init_std,
-        )
-        return MoELayer(
-            hidden_size, self.expert_intermediate_size, router=router, losses=self.router_losses, init_std=init_std
+            init_std=self.initializer_range,
         )
 
 
-Qwen3MoeModel: TypeAlias = MoeDecoder
-"""Backbone without a head."""
+def qwen3_moe_from_hugging_face(params: Qwen3MoeParams, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
+    """Return the mapper that loads a Hugging Face checkpoint into `Qwen3MoeForCausalLM`; its `inverse()` exports."""
+    return sparse_from_hugging_face(params, layout=layout)
 
-Qwen3MoeForCausalLM: TypeAlias = MoeForCausalLM
-"""Backbone with a language-model head."""
 
-Qwen3MoeForClassification: TypeAlias = MoeForClassification
-"""Backbone with a head that returns class logits per row."""
+def qwen3_moe_hugging_face_config(params: Qwen3MoeParams) -> dict[str, JsonValue]:
+    """Return the `config.json` of an exported `Qwen3MoeForCausalLM`, for `transformers` and inference engines.
 
-Qwen3MoeForEmbedding: TypeAlias = MoeForEmbedding
-"""Backbone with a head that returns an embedding per row."""
+    Raises:
+        UserError: If a `config.json` cannot express the RoPE scaling, or only a part of the layers has a sliding
+            window.
+    """
+    return QWEN3_MOE.write(params)
+
+
+def qwen3_moe_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3MoeParams:
+    """Return the parameters of a Qwen3-MoE model from its parsed `config.json`.
+
+    Raises:
+        UserError: If the configuration is of another family, lacks a required entry, or has an unsupported value.
+    """
+    return QWEN3_MOE.read(config)
+
+
+def _refuse_router_loss(config: HuggingFaceConfig) -> None:
+    """Refuse the balance loss that `transformers` adds to the loss of the model.
+
+    Raises:
+        UserError: If `output_router_logits` is true.
+    """
+    if config_value(config, "output_router_logits", bool, default=False):
+        factor = config_value(config, "router_aux_loss_coef", float, default=0.001, minimum=0.0)
+        raise UserError(
+            f"config.json has output_router_logits = True, with which transformers adds a balance loss of "
+            f"router_aux_loss_coef = {factor}; expected False. Set it to False, and configure the loss of the model: "
+            f'replace(params, router_losses=RouterLosses(balance={factor}, definition="transformers", scope="batch")).'
+        )
+
+
+def _read_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Read the layers without experts, named or skipped by the sparse step, and the window of all layers or none."""
+    num_layers = values["num_layers"]
+    named = config.get("mlp_only_layers")
+    named = [] if named is None else named
+    if not isinstance(named, list) or not all(type(index) is int and index in range(num_layers) for index in named):
+        raise UserError(
+            f"config.json has mlp_only_layers = {named!r}; expected a list of layer indices from 0 to {num_layers - 1}."
+        )
+    step = config_value(config, "decoder_sparse_step", int, default=1)
+    dense = tuple(index for index in range(num_layers) if index in named or (index + 1) % step)
+    if not config_value(config, "use_sliding_window", bool, default=False):
+        return {"dense_layers": dense}
+    window = sliding_window_of(config)
+    return {"dense_layers": dense, "sliding_window": window, "sliding_layers": tuple(range(num_layers))}
+
+
+def _written_layers(params: Qwen3MoeParams) -> Mapping[str, JsonValue]:
+    written: dict[str, JsonValue] = {"mlp_only_layers": list(params.dense_layers)}
+    if params.sliding_window is None:
+        return {**written, "use_sliding_window": False, "sliding_window": None}
+    if len(set(params.sliding_layers)) < params.num_layers:
+        raise UserError(
+            f"sliding_layers = {params.sliding_layers} of {params.num_layers} layers; a config.json of Qwen3-MoE has "
+            "one window for all layers: expected all layers, or none."
+        )
+    return {
+        **written,
+        "use_sliding_window": True,
+        "sliding_window": params.sliding_window,
+        "max_window_layers": 0,
+    }
+
+
+QWEN3_MOE = HuggingFaceFamily(
+    params=Qwen3MoeParams,
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    entries=(
+        *GROUPED_QUERY_ENTRIES,
+        *expert_entries("num_experts"),
+        Entry("renormalize", "norm_topk_prob", bool, default=False),
+        Entry("max_position_embeddings", "max_position_embeddings", default=32768),
+    ),
+    fixed=FIXED,
+    written={"decoder_sparse_step": 1},
+    own=(
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "sliding_window",
+        "use_sliding_window",
+    ),
+    check=_refuse_router_loss,
+    read_own=_read_layers,
+    write_own=_written_layers,
+    irrelevant={
+        **IRRELEVANT,
+        "max_window_layers": "transformers applies the window to all layers of this family, or to none",
+    },
+)
+"""`config.json` of Qwen3-MoE."""

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -6,9 +7,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from d9d_dist import MeshConfig, Precision, UserError
-from d9d_dist.testing import run_ranks
-from d9d_moe import MoELayer, TopKRouter, parallelize_expert_parallel
+from d9d_dist import MeshConfig, Precision, UserError, materialize, sync_gradients
+from d9d_dist.testing import full_gradients, run_ranks
+from d9d_modules import parallelize_decoder
+from d9d_moe import (
+    MoELayer,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeParams,
+    RouterLosses,
+    TopKRouter,
+    parallelize_moe,
+)
 
 
 def _refusals() -> list[str]:
@@ -19,7 +28,7 @@ def _refusals() -> list[str]:
             with torch.device("meta"):
                 model = nn.Sequential(MoELayer(4, 4, router=TopKRouter(4, num_experts=num_experts, top_k=1)))
             try:
-                parallelize_expert_parallel(model, ctx, **options)
+                parallelize_moe(model, ctx, **options)
             except UserError as error:
                 messages.append(str(error))
     return messages
@@ -37,7 +46,7 @@ def _names_and_shapes() -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     with MeshConfig(data_parallel_shard=-1, expert_parallel=2).build() as ctx:
         with torch.device("meta"):
             model = nn.Sequential(MoELayer(4, 6, router=TopKRouter(4, num_experts=4, top_k=1)))
-        parallelize_expert_parallel(model, ctx)
+        parallelize_moe(model, ctx)
         return {
             name: (tuple(parameter.shape), tuple(parameter.to_local().shape))
             for name, parameter in model.named_parameters()
@@ -61,7 +70,7 @@ def _dtypes_of_experts(degrees: Sequence[int]) -> list[tuple[torch.dtype, torch.
         with MeshConfig(data_parallel_shard=-1, expert_parallel=degree).build() as ctx:
             block = MoELayer(8, 8, router=TopKRouter(8, num_experts=4, top_k=4))
             precision = Precision(compute=torch.bfloat16, reduce=torch.float32)
-            parallelize_expert_parallel(block, ctx, shard_replicas=shard_replicas, precision=precision)
+            parallelize_moe(block, ctx, shard_replicas=shard_replicas, precision=precision)
             block.experts.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
             y = block(torch.randn(3, 8))
             y.sum().backward()
@@ -75,3 +84,53 @@ def test_rows_are_cast_to_the_precision_in_every_layout() -> None:
         *run_ranks(_dtypes_of_experts, [1], world_size=1),
     ]:
         assert set(found) == {(torch.bfloat16, torch.bfloat16)}
+
+
+DECODER = Qwen3MoeParams(
+    vocab_size=16,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=16,
+    initializer_range=0.2,
+    num_experts=4,
+    top_k=4,  # of all experts: rounding cannot choose others
+    expert_intermediate_size=8,
+    router_losses=RouterLosses(balance=0.1, z=0.1),
+)
+
+
+def _train_decoder(
+    *, precision: Precision | None, shard_replicas: bool
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    with MeshConfig(data_parallel_shard=-1, expert_parallel=-1 if shard_replicas else 1).build() as ctx:
+        with torch.device("meta"):
+            model = Qwen3MoeForCausalLM(DECODER)
+        experts = partial(parallelize_moe, shard_replicas=shard_replicas)
+        parallelize_decoder(model, ctx, experts=experts, precision=precision, checkpointing="full")
+        materialize(model, device=ctx.device, seed=0)
+        ids = torch.arange(8).unsqueeze(0)
+        losses = model(ids, labels=ids + 1)
+        losses.sum().backward()
+        sync_gradients(model)
+        return losses.detach(), full_gradients(model)
+
+
+def _train_both(shard_replicas: bool) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    mixed = Precision(compute=torch.bfloat16, reduce=torch.float32)
+    return [_train_decoder(precision=each, shard_replicas=shard_replicas) for each in (None, mixed)]
+
+
+def test_experts_compute_in_the_given_precision() -> None:
+    for shard_replicas, world_size in ((True, 2), (False, 2), (True, 1)):
+        for (losses, gradients), (mixed_losses, mixed_gradients) in run_ranks(
+            _train_both, shard_replicas, world_size=world_size
+        ):
+            assert mixed_losses.dtype == torch.float32
+            assert not torch.equal(mixed_losses, losses)
+            torch.testing.assert_close(mixed_losses, losses, rtol=0.05, atol=0.05)
+            for name, gradient in mixed_gradients.items():
+                assert gradient.dtype == torch.float32
+                assert (gradient - gradients[name]).norm() <= 0.1 * gradients[name].norm(), name

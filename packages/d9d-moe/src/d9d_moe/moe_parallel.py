@@ -21,7 +21,7 @@ Dispatch: TypeAlias = DispatchName | Callable[[dist.ProcessGroup], Dispatcher]
 """Name of a dispatcher, or a function that builds one from the expert-parallel process group."""
 
 
-def parallelize_expert_parallel(
+def parallelize_moe(
     model: nn.Module,
     ctx: DistributedContext,
     *,
@@ -36,11 +36,11 @@ def parallelize_expert_parallel(
 
         parallelize_tensor(model, dense["tp"], plan)
         parallelize_context(model, cp)
-        parallelize_expert_parallel(model, ctx)
+        parallelize_moe(model, ctx)
         checkpoint_layers(model.layers)
         parallelize_hsdp(model, dense["dp_replicate", "dp_cp_shard", "cp_replicate"], shard_axis="dp_cp_shard")
 
-    The ranks of a tensor-parallel group must hold different tokens at the experts, as with `moe_tensor_plan`.
+    The ranks of a tensor-parallel group must hold different tokens at the experts, as with `decoder_tensor_plan`.
     Collective over all ranks of the job, because process groups are created. With a degree of 1 no tokens are sent, and
     experts are sharded or replicated over `ep_replicate` only.
 

@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from d9d_dist import MeshConfig, UserError, materialize, parallelize_tensor, sync_gradients
 from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
-from d9d_modules import Qwen3ForCausalLM, Qwen3Params, qwen3_tensor_plan
+from d9d_modules import Qwen3ForCausalLM, Qwen3Params, decoder_tensor_plan
 
 PARAMS = Qwen3Params(
     vocab_size=16,
@@ -24,7 +24,7 @@ def _train(params: Qwen3Params) -> tuple[torch.Tensor, dict[str, torch.Tensor], 
     with MeshConfig(tensor_parallel=-1).build() as ctx:
         with torch.device("meta"):
             model = Qwen3ForCausalLM(params).double()
-        parallelize_tensor(model, ctx.mesh_for("dense")["tp"], qwen3_tensor_plan(params))
+        parallelize_tensor(model, ctx.mesh_for("dense")["tp"], decoder_tensor_plan(model))
         materialize(model, device=ctx.device, seed=0)
         ids, labels = torch.randint(0, 16, (2, 2, 8), generator=torch.Generator().manual_seed(0))
         logits = model(ids).detach()

@@ -1,0 +1,176 @@
+"""`config.json` of a family as data: which entry sets which hyperparameter, and which entries have one valid value."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, final
+
+from d9d_dist.errors import UserError
+from d9d_modules.models.decoder_params import DecoderParams
+from d9d_modules.models.hugging_face_config import (
+    HuggingFaceConfig,
+    config_keys_in_errors,
+    config_value,
+    require_known_keys,
+    require_value,
+)
+from d9d_modules.models.hugging_face_irrelevant import IRRELEVANT
+from d9d_modules.models.hugging_face_rope import ROPE_ENTRIES, rope_from_hugging_face, rope_to_hugging_face
+from d9d_state import JsonValue
+
+P = TypeVar("P", bound=DecoderParams)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Entry of `config.json` that sets one hyperparameter.
+
+    Attributes:
+        field: Name of the hyperparameter.
+        key: Name of the entry.
+        kind: Type of the value.
+        default: Value of a missing entry, or a function of the hyperparameters of the entries before, for which null
+            counts as missing; None if the entry is required.
+        minimum: Smallest valid number; None requires a number above 0.
+        alias: Second name of the entry; a configuration may have either, or both with equal values.
+    """
+
+    field: str
+    key: str
+    kind: type[int] | type[float] | type[bool] = int
+    default: float | Callable[[Mapping[str, Any]], int] | None = None
+    minimum: float | None = None
+    alias: str | None = None
+
+    def key_in(self, config: HuggingFaceConfig) -> str:
+        """Return the name under which a configuration has the entry.
+
+        Raises:
+            UserError: If it has neither name, a value of another type, or different values under both names.
+        """
+        if self.alias is None:
+            return self.key
+        found = {name: config_value(config, name, self.kind) for name in (self.key, self.alias) if name in config}
+        if not found:
+            raise UserError(f"config.json has no {self.key!r} or {self.alias!r}; expected one of them.")
+        if len(set(found.values())) > 1:
+            raise UserError(
+                f"config.json has {self.key} = {config[self.key]} and {self.alias} = {config[self.alias]}; expected "
+                "equal numbers. Correct one of the entries, or remove it."
+            )
+        return [*found][-1]
+
+    def read(self, config: HuggingFaceConfig, values: Mapping[str, Any]) -> Any:
+        """Read the value, given the hyperparameters of the entries before.
+
+        Raises:
+            UserError: If the entry is missing without a default, of another type, or out of range.
+        """
+        key = self.key_in(config)
+        default: Any = self.default
+        if callable(default):
+            default = default(values)
+            config = {} if config.get(key) is None else config
+        return config_value(config, key, self.kind, default=default, minimum=self.minimum)
+
+
+DECODER_ENTRIES = (
+    Entry("vocab_size", "vocab_size"),
+    Entry("hidden_size", "hidden_size"),
+    Entry("intermediate_size", "intermediate_size"),
+    Entry("num_layers", "num_hidden_layers"),
+    Entry("num_heads", "num_attention_heads"),
+    Entry("rms_norm_eps", "rms_norm_eps", float, 1e-6),
+    Entry("tie_word_embeddings", "tie_word_embeddings", bool, default=False),
+    Entry("initializer_range", "initializer_range", float, 0.02),
+)
+"""Entries of all families, except `max_position_embeddings`, whose default differs."""
+
+GROUPED_QUERY_ENTRIES = (
+    *DECODER_ENTRIES,
+    Entry("num_kv_heads", "num_key_value_heads"),
+    Entry("head_dim", "head_dim"),
+)
+"""Entries of families with grouped-query attention."""
+
+FIXED: Mapping[str, JsonValue] = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
+"""Entries of all families with only one supported value."""
+
+_UNSUPPORTED: Mapping[str, JsonValue] = {"quantization_config": None, "is_encoder_decoder": False}
+"""Entries that no family writes, with the only value that can be read."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceFamily(Generic[P]):
+    """`config.json` of a family, in both directions.
+
+    Attributes:
+        params: Hyperparameters of the family.
+        architecture: Model class of `transformers`.
+        model_type: Name of the family in `transformers`.
+        entries: Entries that set one hyperparameter each.
+        fixed: Entries with only one supported value: read if present, always written.
+        written: Further entries that are always written.
+        own: Names of the entries that `check` and `read_own` read.
+        check: Refuses configurations that the family does not support.
+        read_own: Reads the other hyperparameters, given those of `entries`.
+        write_own: Returns the entries of the other hyperparameters.
+        irrelevant: Entries that do not affect the model, each with the reason.
+    """
+
+    params: type[P]
+    architecture: str
+    model_type: str
+    entries: tuple[Entry, ...]
+    fixed: Mapping[str, JsonValue]
+    written: Mapping[str, JsonValue] = field(default_factory=dict)
+    own: tuple[str, ...] = ()
+    check: Callable[[HuggingFaceConfig], None] = lambda config: None
+    read_own: Callable[[HuggingFaceConfig, Mapping[str, Any]], Mapping[str, Any]] = lambda config, values: {}
+    write_own: Callable[[P], Mapping[str, JsonValue]] = lambda params: {}
+    irrelevant: Mapping[str, str] = field(default_factory=lambda: IRRELEVANT)
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Names of all entries that `read` reads."""
+        keys = [name for entry in self.entries for name in (entry.key, entry.alias) if name is not None]
+        return ("model_type", *keys, *ROPE_ENTRIES, *self.fixed, *_UNSUPPORTED, *self.own)
+
+    def read(self, config: HuggingFaceConfig) -> P:
+        """Read the hyperparameters from a parsed `config.json`.
+
+        Raises:
+            UserError: If it describes another family, lacks an entry, or has an unknown entry or an unsupported value.
+        """
+        require_value(config, "model_type", self.model_type, required=True)
+        require_known_keys(config, used=self.used, irrelevant=self.irrelevant)
+        for key, supported in {**self.fixed, **_UNSUPPORTED}.items():
+            require_value(config, key, supported)
+        self.check(config)
+        theta, scaling = rope_from_hugging_face(config)
+        values: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
+        for entry in self.entries:
+            values[entry.field] = entry.read(config, values)
+        values.update(self.read_own(config, values))
+        with config_keys_in_errors({entry.field: entry.key_in(config) for entry in self.entries}):
+            return self.params(**values)
+
+    def write(self, params: P) -> dict[str, JsonValue]:
+        """Return the `config.json` of exported weights, for `transformers` and inference engines.
+
+        Raises:
+            UserError: If `config.json` cannot represent the hyperparameters.
+        """
+        values = vars(params)
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **{
+                name: values[each.field] for each in self.entries for name in (each.key, each.alias) if name is not None
+            },
+            **rope_to_hugging_face(params),
+            **self.fixed,
+            **self.written,
+            **self.write_own(params),
+        }
