@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import DistributedContext, StageInfo, UserError
+from d9d_dist import DistributedContext, StageInfo, UserError, agree
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider
 from d9d_loop.data.batches import Collate, Samples
@@ -115,8 +115,8 @@ class Trainer:
             steps_done = step
 
         with self._failures_told(ctx, lambda: steps_done):
-            ctx.check_agreement("the configuration", json.dumps(resolved, sort_keys=True))
-            ctx.check_agreement("the training data", json.dumps(plan.stream.identity(), sort_keys=True))
+            same = {"the configuration": resolved, "the training data": plan.stream.identity()}
+            agree(same={name: json.dumps(value, sort_keys=True) for name, value in same.items()})
             health = check_health(config.resilience.health, ctx=ctx)
             if health is not None and health.slow and ctx.is_main_process:
                 print(health)
