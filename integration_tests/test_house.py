@@ -2,6 +2,8 @@
 
 import ast
 import importlib.util
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,34 @@ def test_no_source_names_cuda() -> None:
     assert names_cuda("x = torch.cuda.current_device()")
     assert names_cuda("x = torch.device('cuda:0')")
     assert not [path for path in SOURCES if names_cuda(path.read_text(encoding="utf-8"))]
+
+
+_USES_PICKLE = """
+import pickle
+import torch.distributed as dist
+from torch.distributed import broadcast_object_list
+from torch.distributed.distributed_c10d import gather_object
+dist.all_gather_object([], 1)
+"""
+
+
+def test_ruff_refuses_pickle_between_ranks() -> None:
+    name = "packages/d9d-dist/src/d9d_dist/x.py"
+    command = [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--output-format", "concise"]
+    command += ["--stdin-filename", name, "-"]
+    run = subprocess.run(command, cwd=ROOT, input=_USES_PICKLE, capture_output=True, text=True, check=False)
+    assert [line.split(":")[1] for line in run.stdout.splitlines() if line.startswith(name)] == ["2", "4", "5", "6"]
+
+
+def test_no_source_pickles_between_ranks() -> None:
+    command = [sys.executable, "-m", "ruff", "check", "--select", "TID251", *map(str, SOURCES)]
+    assert not subprocess.run(command, cwd=ROOT, check=False).returncode
+    # A process and its own workers on one host.
+    assert _names([path for path in SOURCES if "noqa: TID251" in path.read_text(encoding="utf-8")]) == [
+        "packages/d9d-dist/src/d9d_dist/testing/_worker.py",
+        "packages/d9d-dist/src/d9d_dist/testing/pool.py",
+        "packages/d9d-loop/src/d9d_loop/data/worker_pool.py",
+    ]
 
 
 def test_every_module_says_why_it_exists() -> None:

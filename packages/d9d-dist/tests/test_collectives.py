@@ -11,13 +11,10 @@ from torch import Tensor
 from d9d_dist import MeshConfig, UserError
 from d9d_dist.collectives import (
     all_gather,
-    all_gather_objects,
     all_gather_variadic,
     all_reduce_scalars,
     all_to_all,
-    broadcast_object,
     gather,
-    gather_objects,
     gather_variadic,
     reduce_scatter,
 )
@@ -108,9 +105,6 @@ def _in_groups() -> dict[str, Any]:
             "all_to_all": all_to_all(mine, group).tolist(),
             "variadic": [x.tolist() for x in all_gather_variadic(mine[: 1 + ctx.rank // 2], group)],
             "gather_variadic": _as_lists(gather_variadic(mine[: 1 + ctx.rank // 2], group, dst=1)),
-            "objects": all_gather_objects(ctx.rank, group),
-            "gather_objects": gather_objects(ctx.rank, group, dst=1),
-            "broadcast": broadcast_object(ctx.rank, group, src=1),
             "scalars": {k: float(v) for k, v in all_reduce_scalars({"rank": ctx.rank}, group).items()},
         }
 
@@ -135,9 +129,6 @@ def test_ranks_are_those_of_the_group(device: Device) -> None:
             "all_to_all": [10 + low, 10 + high] if is_last else [low, high],
             "variadic": [[low], [high, 10 + high]],
             "gather_variadic": [[low], [high, 10 + high]] if is_last else None,
-            "objects": [low, high],
-            "gather_objects": [low, high] if is_last else None,
-            "broadcast": high,
             "scalars": {"rank": low + high},
         }
 
@@ -302,33 +293,6 @@ def _mismatch(kind: str) -> str:
 )
 def test_every_rank_learns_of_a_mismatch(kind: str, message: str) -> None:
     assert run_ranks(_mismatch, kind, world_size=3) == [message] * 3
-
-
-def _object(rank: int) -> Any:
-    return {"name": "x" * 1000 * rank, "parts": [rank, {"y": None}], "tensor": torch.arange(rank)}
-
-
-def _describe(obj: Any) -> Any:
-    return obj["name"], obj["parts"], obj["tensor"].tolist()
-
-
-def _objects() -> tuple[Any, ...]:
-    with MeshConfig(data_parallel_shard=-1).build() as ctx:
-        mine = _object(ctx.rank)
-        gathered = gather_objects(mine, dst=1)
-        return (
-            [_describe(obj) for obj in all_gather_objects(mine)],
-            None if gathered is None else [_describe(obj) for obj in gathered],
-            _describe(broadcast_object(mine, src=2)),
-            all_gather_objects(None),  # the pickles have equal lengths
-        )
-
-
-@pytest.mark.world_size(3)
-def test_objects(device: Device) -> None:
-    expected = [_describe(_object(rank)) for rank in range(3)]
-    for rank, found in enumerate(run_ranks(_objects, world_size=3, device=device)):
-        assert found == (expected, expected if rank == 1 else None, expected[2], [None] * 3)
 
 
 def _reduced_scalars() -> dict[str, Any]:

@@ -3,16 +3,14 @@
 from d9d_dist.batch_norm import synchronize_batch_norm
 from d9d_dist.collectives import (
     all_gather,
-    all_gather_objects,
     all_gather_variadic,
     all_reduce_scalars,
     all_to_all,
-    broadcast_object,
     gather,
-    gather_objects,
     gather_variadic,
     reduce_scatter,
 )
+from d9d_dist.consensus import agree, gather_json
 from d9d_dist.context import DistributedContext, Timeouts
 from d9d_dist.context_parallel import (
     AllGatherAttention,
@@ -138,13 +136,12 @@ __all__ = [
     "VocabParallelHead",
     "WeightGradHandle",
     "Whole",
+    "agree",
     "all_gather",
-    "all_gather_objects",
     "all_gather_variadic",
     "all_reduce_scalars",
     "all_to_all",
     "all_to_all_reshard",
-    "broadcast_object",
     "built_values",
     "canonical_name",
     "check_token_ids",
@@ -157,7 +154,7 @@ __all__ = [
     "finish_gradient_sync",
     "gather",
     "gather_from_axis",
-    "gather_objects",
+    "gather_json",
     "gather_variadic",
     "global_grad_norm",
     "grad_norm_parts",

@@ -1,65 +1,63 @@
 """All-gather of trees that may differ between ranks in structure, shapes and dtypes."""
 
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
-from d9d_dist.collectives import all_gather_objects
+from d9d_dist.consensus import agree, gather_json
 
 _Tree = TypeVar("_Tree")
-
-
-@dataclass(frozen=True, slots=True)
-class _TensorHere:
-    """Placeholder of a tensor, which is broadcast separately."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device_type: str
-
-    def empty(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device_type)
 
 
 def all_gather_trees(tree: _Tree, group: dist.ProcessGroup | None) -> list[_Tree]:
     """Return the trees of all ranks, in rank order.
 
-    Collective over the group: `all_gather_objects`, then a broadcast of each tensor that is not empty. Synchronizes the
-    host.
+    Collective over the group: `agree`, `gather_json`, then a broadcast of each tensor that is not empty. Synchronizes
+    the host.
 
     Args:
-        tree: This rank's tree. Its containers and its leaves other than tensors must be picklable.
+        tree: This rank's tree. Its leaves are tensors and JSON values.
         group: Process group; `None` for all ranks of the job.
+
+    Raises:
+        UserError: On every rank, if a leaf or the type of a container cannot be sent.
     """
-    skeletons = all_gather_objects(_without_tensors(tree), group)
-    return [_with_tensors(skeleton, tree, rank, group) for rank, skeleton in enumerate(skeletons)]
-
-
-def _without_tensors(tree: object) -> object:
     leaves, structure = tree_flatten(tree)
-    return tree_unflatten(
-        [_TensorHere(x.shape, x.dtype, x.device.type) if isinstance(x, Tensor) else x for x in leaves], structure
-    )
-
-
-def _with_tensors(skeleton: Any, mine: Any, rank: int, group: dist.ProcessGroup | None) -> Any:
-    """Replace the placeholders in one rank's tree by its tensors, which that rank broadcasts from its own tree."""
-    leaves, structure = tree_flatten(skeleton)
-    is_source = dist.get_rank(group) == rank
-    own_leaves = tree_flatten(mine)[0] if is_source else leaves
-    filled = [
-        _broadcast(leaf, own if is_source else None, rank, group) if isinstance(leaf, _TensorHere) else leaf
-        for leaf, own in zip(leaves, own_leaves, strict=True)
+    text, problem = "", None
+    try:
+        text = treespec_dumps(structure)
+    except (NotImplementedError, TypeError) as error:
+        problem = f"got a tree that cannot be sent: {error} Expected lists, tuples and dicts."
+    agree(problem, group)
+    mine = [_describe(leaf) if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]
+    return [
+        tree_unflatten(
+            [
+                leaf[0] if isinstance(leaf, list) else _broadcast(leaf, index, leaves, rank, group)
+                for index, leaf in enumerate(described)
+            ],
+            treespec_loads(structure),
+        )
+        for rank, (structure, described) in enumerate(gather_json([text, mine], group))
     ]
-    return tree_unflatten(filled, structure)
 
 
-def _broadcast(here: _TensorHere, own: Tensor | None, rank: int, group: dist.ProcessGroup | None) -> Tensor:
-    tensor = here.empty() if own is None else own.detach().clone(memory_format=torch.contiguous_format)
+def _describe(tensor: Tensor) -> dict[str, Any]:
+    return {"size": list(tensor.shape), "dtype": str(tensor.dtype), "device": tensor.device.type}
+
+
+def _broadcast(
+    description: dict[str, Any], index: int, own: list[Any], rank: int, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Broadcast a tensor from a rank, which has it at `index` of its own leaves."""
+    if dist.get_rank(group) == rank:
+        tensor = own[index].detach().clone(memory_format=torch.contiguous_format)
+    else:
+        dtype = getattr(torch, description["dtype"].removeprefix("torch."))
+        tensor = torch.empty(description["size"], dtype=dtype, device=description["device"])
     if tensor.numel():
         dist.broadcast(tensor, group=group, group_src=rank)
     return tensor

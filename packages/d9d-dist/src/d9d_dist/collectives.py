@@ -7,9 +7,7 @@ dtypes are those of the group's backend; gloo does not support float8.
 Ranks are numbered within the group.
 """
 
-import pickle
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,8 +15,6 @@ from torch import Tensor
 
 from d9d_dist._shape_exchange import exchange_shapes
 from d9d_dist.errors import UserError
-
-_T = TypeVar("_T")
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dim: int = 0, stack: bool = False) -> Tensor:
@@ -167,52 +163,6 @@ def gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None, *, d
     return [part.view(shape) for part, shape in zip(received.split(receive_sizes), shapes, strict=True)]
 
 
-def all_gather_objects(obj: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """Return the objects of all ranks, in rank order. Issues the collectives of `all_gather_variadic`.
-
-    Objects are pickled, so ranks must trust each other. Synchronizes the host.
-
-    Args:
-        obj: Any picklable object.
-        group: Process group.
-    """
-    return [_unpickle(data) for data in all_gather_variadic(_pickle(obj, group), group)]
-
-
-def gather_objects(obj: _T, group: dist.ProcessGroup | None = None, *, dst: int = 0) -> list[_T] | None:
-    """Return the objects of all ranks on rank `dst`, `None` on other ranks. Collectives: see `gather_variadic`.
-
-    Objects are pickled, so ranks must trust each other. Synchronizes the host.
-
-    Args:
-        obj: Any picklable object.
-        group: Process group.
-        dst: Destination rank.
-    """
-    gathered = gather_variadic(_pickle(obj, group), group, dst=dst)
-    return None if gathered is None else [_unpickle(data) for data in gathered]
-
-
-def broadcast_object(obj: _T, group: dist.ProcessGroup | None = None, *, src: int = 0) -> _T:
-    """Return the object of rank `src` on all ranks. Two broadcasts: of its size and of its pickle.
-
-    Objects are pickled, so ranks must trust each other. Synchronizes the host.
-
-    Args:
-        obj: Any picklable object; ignored on ranks other than `src`.
-        group: Process group.
-        src: Source rank.
-    """
-    is_src = dist.get_rank(group) == src
-    data = _pickle(obj, group) if is_src else torch.empty(0, dtype=torch.uint8, device=_object_device(group))
-    size = torch.tensor(data.numel(), device=data.device)
-    dist.broadcast(size, group=group, group_src=src)
-    if not is_src:
-        data = data.new_empty(int(size))
-    dist.broadcast(data, group=group, group_src=src)
-    return obj if is_src else _unpickle(data)
-
-
 def all_reduce_scalars(
     values: Mapping[str, Tensor | float],
     group: dist.ProcessGroup | None = None,
@@ -239,6 +189,12 @@ def all_reduce_scalars(
     fused = torch.stack([_scalar(name, value, device) for name, value in values.items()])
     dist.all_reduce(fused, op=op, group=group)
     return dict(zip(values, fused.unbind(), strict=True))
+
+
+def host_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device for data of the host: the CPU if the group has a CPU backend, else the accelerator."""
+    has_cpu = any(backend.startswith("cpu:") for backend in _backends(group))
+    return torch.device("cpu") if has_cpu else _compute_device(group)
 
 
 def even_parts(tensor: Tensor, num_parts: int, *, dim: int) -> tuple[Tensor, ...]:
@@ -300,21 +256,5 @@ def _compute_device(group: dist.ProcessGroup | None) -> torch.device:
     return accelerator if own in _backends(group) else torch.device("cpu")
 
 
-def _object_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the CPU if the group has a CPU backend, because pickles are there; else the accelerator."""
-    has_cpu = any(backend.startswith("cpu:") for backend in _backends(group))
-    return torch.device("cpu") if has_cpu else _compute_device(group)
-
-
 def _backends(group: dist.ProcessGroup | None) -> list[str]:
     return dist.get_backend_config(group).split(",")
-
-
-def _pickle(obj: Any, group: dist.ProcessGroup | None) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(_object_device(group))
-
-
-def _unpickle(data: Tensor) -> Any:
-    received = bytearray(data.numel())
-    torch.frombuffer(received, dtype=torch.uint8).copy_(data)
-    return pickle.loads(received)  # noqa: S301  (the sender is a rank of this job)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from d9d_dist._agreement import check_agreement
 from d9d_dist._axis_groups import AxisGroups
 from d9d_dist._failure import abort_process_groups, report_failure
+from d9d_dist.consensus import agree
 from d9d_dist.errors import UserError
 from d9d_dist.launch import Launch
 from d9d_dist.peers import publish_self
@@ -80,7 +80,7 @@ class DistributedContext:
             _start_process_group(self.device, launch, timeouts.startup)
         try:
             publish_self(dist.distributed_c10d._get_default_store(), self.rank)
-            self.check_agreement("the mesh", repr(domains))
+            agree(same={"the mesh": repr(domains)})
             self._meshes = {
                 domain: self._groups.mesh(axes, device_type=self.device.type) for domain, axes in domains.items()
             }
@@ -177,21 +177,6 @@ class DistributedContext:
         """
         _check_timeout("timeout", timeout)
         self._groups.set_timeout(timeout)
-
-    def check_agreement(self, name: str, value: str | bytes) -> None:
-        """Check that a value, such as the text of a configuration, is equal on all ranks.
-
-        Collective over all ranks: one all-gather of a 32-byte digest per rank.
-
-        Args:
-            name: Name of the value for the error message, e.g. "the optimizer configuration".
-            value: This rank's value.
-
-        Raises:
-            UserError: On every rank, with the same message, if the values differ. The message names the ranks that
-                differ from the most common value; on a tie, from that of the lowest rank.
-        """
-        check_agreement(name, value, device=self.device)
 
     def align_groups(self) -> None:
         """Align torch's counter of process groups, after only some ranks have created groups.

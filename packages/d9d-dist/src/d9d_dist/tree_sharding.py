@@ -97,8 +97,8 @@ def join_trees(parts: Sequence[_Tree], spec: ShardSpec) -> _Tree:
 def unshard_tree(tree: _Tree, spec: ShardSpec, group: dist.ProcessGroup | None = None) -> _Tree:
     """Return the whole tree from the ranks' shards: the collective inverse of `shard_tree`. Not differentiable.
 
-    Collective over the group: for each `ShardOn` tensor `all_gather_variadic`; for each list `all_gather_objects` and
-    then a broadcast of each of its tensors. Synchronizes the host.
+    Collective over the group: for each `ShardOn` tensor `all_gather_variadic`; for each list `agree`, `gather_json` and
+    a broadcast of each of its tensors. Synchronizes the host.
 
     Args:
         tree: This rank's shard. Shards may differ in size.
@@ -106,7 +106,8 @@ def unshard_tree(tree: _Tree, spec: ShardSpec, group: dist.ProcessGroup | None =
         group: Process group; `None` for all ranks of the job.
 
     Raises:
-        UserError: If tree and spec do not match; names the path.
+        UserError: If tree and spec do not match; names the path. On every rank, if a leaf of a list is neither a tensor
+            nor a JSON value, or a container is no list, tuple or dict.
     """
     _map(_check_part, spec, [tree])  # before the first collective, so that no rank waits for a rank that raised
     return _map(partial(_unshard, group=group), spec, [tree])

@@ -1,6 +1,6 @@
 """Metrics that aggregate all values into one number: sum, weighted mean, maximum and minimum."""
 
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
@@ -62,47 +62,39 @@ class WeightedMean(Metric):
         return self._total.value / torch.where(weight == 0, 1.0, weight)
 
 
+class _Extreme(Metric):
+    """Largest or smallest value; NaN if any value was NaN."""
+
+    def __init__(self, kind: Literal["max", "min"], key: str) -> None:
+        self._kind, self._key, self._extreme = kind, key, Accumulator(kind)
+
+    def accumulators(self) -> dict[str, Accumulator]:
+        """Return the accumulator of the value."""
+        return {self._key: self._extreme}
+
+    def update(self, values: Tensor | float) -> None:
+        """Include a number, or all elements of a tensor of any shape; an empty tensor changes nothing."""
+        if not isinstance(values, Tensor):
+            self._extreme.update(values)
+        elif values.numel() > 0:
+            self._extreme.update(values.detach().amax() if self._kind == "max" else values.detach().amin())
+
+    def compute(self) -> Tensor:
+        """Return the value: a float64 scalar."""
+        return self._extreme.value.clone()
+
+
 @final
-class Max(Metric):
+class Max(_Extreme):
     """Maximum of all values; minus infinity if there are none, NaN if any value was NaN."""
 
     def __init__(self) -> None:
-        self._largest = Accumulator("max")
-
-    def accumulators(self) -> dict[str, Accumulator]:
-        """Return the accumulator of the maximum."""
-        return {"largest": self._largest}
-
-    def update(self, values: Tensor | float) -> None:
-        """Include a number, or all elements of a tensor of any shape; an empty tensor changes nothing."""
-        if not isinstance(values, Tensor):
-            self._largest.update(values)
-        elif values.numel() > 0:
-            self._largest.update(values.detach().amax())
-
-    def compute(self) -> Tensor:
-        """Return the maximum: a float64 scalar."""
-        return self._largest.value.clone()
+        super().__init__("max", "largest")
 
 
 @final
-class Min(Metric):
+class Min(_Extreme):
     """Minimum of all values; plus infinity if there are none, NaN if any value was NaN."""
 
     def __init__(self) -> None:
-        self._smallest = Accumulator("min")
-
-    def accumulators(self) -> dict[str, Accumulator]:
-        """Return the accumulator of the minimum."""
-        return {"smallest": self._smallest}
-
-    def update(self, values: Tensor | float) -> None:
-        """Include a number, or all elements of a tensor of any shape; an empty tensor changes nothing."""
-        if not isinstance(values, Tensor):
-            self._smallest.update(values)
-        elif values.numel() > 0:
-            self._smallest.update(values.detach().amin())
-
-    def compute(self) -> Tensor:
-        """Return the minimum: a float64 scalar."""
-        return self._smallest.value.clone()
+        super().__init__("min", "smallest")

@@ -18,8 +18,56 @@ from d9d_metrics.confusion_scores import ConfusionCounts, Score
 from d9d_metrics.metric import Metric
 
 
+class _Classification(Metric):
+    """Scores that are computed from per-class counts of true positives, predicted and actual positives."""
+
+    def __init__(self, num_classes: int, scores: Mapping[str, Score], *, is_exclusive: bool) -> None:
+        self._scores, self._is_exclusive = dict(scores), is_exclusive
+        self._true_positive, self._positive, self._true = (Accumulator("count", shape=[num_classes]) for _ in range(3))
+        self._total, self._num_nan = Accumulator("count"), Accumulator("count")
+
+    def accumulators(self) -> dict[str, Accumulator]:
+        """Return the accumulators of the counts."""
+        return {
+            "true_positive": self._true_positive,
+            "positive": self._positive,
+            "true": self._true,
+            "total": self._total,
+            "nan": self._num_nan,
+        }
+
+    def _count_above(self, threshold: float, predictions_NC: Tensor, targets_NC: Tensor, mask_N: Tensor | None) -> None:
+        is_nan_N = _is_nan(predictions_NC) | _is_nan(targets_NC)
+        self._count(predictions_NC > threshold, targets_NC.bool(), is_nan_N, mask_N)
+
+    def _count(self, predicted_NC: Tensor, true_NC: Tensor, is_nan_N: Tensor, mask_N: Tensor | None) -> None:
+        mask_N = torch.ones_like(predicted_NC[..., 0]) if mask_N is None else mask_N.bool()
+        predicted_NC, true_NC = predicted_NC & mask_N.unsqueeze(-1), true_NC & mask_N.unsqueeze(-1)
+        for accumulator, is_counted_NC in (
+            (self._true_positive, predicted_NC & true_NC),
+            (self._positive, predicted_NC),
+            (self._true, true_NC),
+        ):
+            accumulator.update(is_counted_NC.reshape(-1, is_counted_NC.shape[-1]).sum(0))
+        self._total.update(mask_N.sum())
+        self._num_nan.update((is_nan_N & mask_N).sum())
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return each score by name: a float64 scalar, or one value per class or label, of shape [C]."""
+        true_positive_C, predicted_C, true_C = self._true_positive.value, self._positive.value, self._true.value
+        # The differences are exact in int64; each result is rounded to float64 once.
+        counts = ConfusionCounts(
+            true_positive=true_positive_C.double(),
+            false_positive=(predicted_C - true_positive_C).double(),
+            false_negative=(true_C - true_positive_C).double(),
+            true_negative=(self._total.value - predicted_C - true_C + true_positive_C).double(),
+            is_exclusive=self._is_exclusive,
+        )
+        return {name: _unless_nan(score(counts), self._num_nan) for name, score in self._scores.items()}
+
+
 @final
-class BinaryClassification(Metric):
+class BinaryClassification(_Classification):
     """Scores of a binary classifier; class 1 is the positive class.
 
     All scores are NaN if a prediction or target of a counted sample was NaN.
@@ -30,11 +78,8 @@ class BinaryClassification(Metric):
     """
 
     def __init__(self, scores: Mapping[str, Score], *, threshold: float = 0.5) -> None:
-        self._counts, self._threshold = _Counts(1, scores, is_exclusive=False), threshold
-
-    def accumulators(self) -> dict[str, Accumulator]:
-        """Return the accumulators of the counts."""
-        return self._counts.accumulators()
+        super().__init__(1, scores, is_exclusive=False)
+        self._threshold = threshold
 
     def update(self, predictions_N: Tensor, targets_N: Tensor, mask_N: Tensor | None = None) -> None:
         """Add a batch of samples.
@@ -44,17 +89,11 @@ class BinaryClassification(Metric):
             targets_N: True labels: 0 or 1, or bool.
             mask_N: True for samples to count; all by default.
         """
-        predictions_NC, targets_NC = predictions_N.unsqueeze(-1), targets_N.unsqueeze(-1)
-        is_nan_N = _is_nan(predictions_NC) | _is_nan(targets_NC)
-        self._counts.update(predictions_NC > self._threshold, targets_NC.bool(), is_nan_N, mask_N)
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return each score by name: a float64 scalar, or of shape [1] if the score keeps classes apart."""
-        return self._counts.compute()
+        self._count_above(self._threshold, predictions_N.unsqueeze(-1), targets_N.unsqueeze(-1), mask_N)
 
 
 @final
-class MultilabelClassification(Metric):
+class MultilabelClassification(_Classification):
     """Scores of a classifier with several independent binary labels.
 
     All scores of all labels are NaN if a prediction or target of a counted sample was NaN.
@@ -66,11 +105,8 @@ class MultilabelClassification(Metric):
     """
 
     def __init__(self, num_labels: int, scores: Mapping[str, Score], *, threshold: float = 0.5) -> None:
-        self._counts, self._threshold = _Counts(num_labels, scores, is_exclusive=False), threshold
-
-    def accumulators(self) -> dict[str, Accumulator]:
-        """Return the accumulators of the counts."""
-        return self._counts.accumulators()
+        super().__init__(num_labels, scores, is_exclusive=False)
+        self._threshold = threshold
 
     def update(self, predictions_NC: Tensor, targets_NC: Tensor, mask_N: Tensor | None = None) -> None:
         """Add a batch of samples.
@@ -80,16 +116,11 @@ class MultilabelClassification(Metric):
             targets_NC: True labels: 0 or 1, or bool.
             mask_N: True for samples to count; all by default.
         """
-        is_nan_N = _is_nan(predictions_NC) | _is_nan(targets_NC)
-        self._counts.update(predictions_NC > self._threshold, targets_NC.bool(), is_nan_N, mask_N)
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return each score by name: a float64 scalar, or one value per label, of shape [C]."""
-        return self._counts.compute()
+        self._count_above(self._threshold, predictions_NC, targets_NC, mask_N)
 
 
 @final
-class MulticlassClassification(Metric):
+class MulticlassClassification(_Classification):
     """Scores of a classifier over several exclusive classes.
 
     With `top_k` > 1, the predicted class of a sample is the true class if it is among the k highest predictions, and
@@ -106,15 +137,8 @@ class MulticlassClassification(Metric):
 
     def __init__(self, num_classes: int, scores: Mapping[str, Score], *, top_k: int = 1) -> None:
         assert 1 <= top_k <= num_classes
-        self._counts, self._num_classes, self._top_k = (
-            _Counts(num_classes, scores, is_exclusive=True),
-            num_classes,
-            top_k,
-        )
-
-    def accumulators(self) -> dict[str, Accumulator]:
-        """Return the accumulators of the counts."""
-        return self._counts.accumulators()
+        super().__init__(num_classes, scores, is_exclusive=True)
+        self._num_classes, self._top_k = num_classes, top_k
 
     def update(self, predictions_NC: Tensor, targets_N: Tensor, mask_N: Tensor | None = None) -> None:
         """Add a batch of samples.
@@ -129,11 +153,7 @@ class MulticlassClassification(Metric):
         predicted_NC, true_NC = (
             F.one_hot(classes_N, self._num_classes).bool() for classes_N in (predicted_N, targets_N)
         )
-        self._counts.update(predicted_NC, true_NC, _is_nan(predictions_NC), mask_N)
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return each score by name: a float64 scalar, or one value per class, of shape [C]."""
-        return self._counts.compute()
+        self._count(predicted_NC, true_NC, _is_nan(predictions_NC), mask_N)
 
 
 @final
@@ -168,49 +188,6 @@ class ConfusionMatrix(Metric):
     def compute(self) -> Tensor:
         """Return the counts, of shape [true class, predicted class]; float64, because int64 has no NaN."""
         return _unless_nan(self._counts.value.double(), self._num_nan)
-
-
-@final
-class _Counts:
-    """Per-class counts of true positives, predicted and actual positives, and the scores computed from them."""
-
-    def __init__(self, num_classes: int, scores: Mapping[str, Score], *, is_exclusive: bool) -> None:
-        self._scores, self._is_exclusive = dict(scores), is_exclusive
-        self._true_positive, self._positive, self._true = (Accumulator("count", shape=[num_classes]) for _ in range(3))
-        self._total, self._num_nan = Accumulator("count"), Accumulator("count")
-
-    def accumulators(self) -> dict[str, Accumulator]:
-        return {
-            "true_positive": self._true_positive,
-            "positive": self._positive,
-            "true": self._true,
-            "total": self._total,
-            "nan": self._num_nan,
-        }
-
-    def update(self, predicted_NC: Tensor, true_NC: Tensor, is_nan_N: Tensor, mask_N: Tensor | None) -> None:
-        mask_N = torch.ones_like(predicted_NC[..., 0]) if mask_N is None else mask_N.bool()
-        predicted_NC, true_NC = predicted_NC & mask_N.unsqueeze(-1), true_NC & mask_N.unsqueeze(-1)
-        for accumulator, is_counted_NC in (
-            (self._true_positive, predicted_NC & true_NC),
-            (self._positive, predicted_NC),
-            (self._true, true_NC),
-        ):
-            accumulator.update(is_counted_NC.reshape(-1, is_counted_NC.shape[-1]).sum(0))
-        self._total.update(mask_N.sum())
-        self._num_nan.update((is_nan_N & mask_N).sum())
-
-    def compute(self) -> dict[str, Tensor]:
-        true_positive_C, predicted_C, true_C = self._true_positive.value, self._positive.value, self._true.value
-        # The differences are exact in int64; each result is rounded to float64 once.
-        counts = ConfusionCounts(
-            true_positive=true_positive_C.double(),
-            false_positive=(predicted_C - true_positive_C).double(),
-            false_negative=(true_C - true_positive_C).double(),
-            true_negative=(self._total.value - predicted_C - true_C + true_positive_C).double(),
-            is_exclusive=self._is_exclusive,
-        )
-        return {name: _unless_nan(score(counts), self._num_nan) for name, score in self._scores.items()}
 
 
 def _is_nan(values_NC: Tensor) -> Tensor:

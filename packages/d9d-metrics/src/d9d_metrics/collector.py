@@ -121,7 +121,6 @@ class MetricCollector:
         return event
 
     def _deliver_all(self) -> None:
-        """Run the background thread."""
         stream = None if self._device.type == "cpu" else torch.Stream(self._device)
         while (collection := self._collections.get()) is not None:
             try:

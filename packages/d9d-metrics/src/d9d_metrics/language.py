@@ -11,20 +11,24 @@ from d9d_metrics.aggregates import WeightedMean
 from d9d_metrics.metric import Metric
 
 
+class _MeanCrossEntropy(Metric):
+    """Mean cross-entropy in nats per unit, such as a byte or a token."""
+
+    def __init__(self) -> None:
+        self._mean = WeightedMean()
+
+    def accumulators(self) -> Mapping[str, Accumulator]:
+        """Return the accumulators of the cross-entropies in nats (`total`) and the number of units (`weight`)."""
+        return self._mean.accumulators()
+
+
 @final
-class BitsPerByte(Metric):
+class BitsPerByte(_MeanCrossEntropy):
     r"""Cross-entropy per byte of UTF-8 text, in bits: $\sum_i -\ln p_i / (\text{bytes} \cdot \ln 2)$.
 
     It compares models with different vocabularies, because the number of bytes does not depend on the tokenizer. It is
     0 without data and NaN if a cross-entropy was NaN.
     """
-
-    def __init__(self) -> None:
-        self._nats_per_byte = WeightedMean()
-
-    def accumulators(self) -> Mapping[str, Accumulator]:
-        """Return the accumulators of the cross-entropies in nats (`total`) and the number of bytes (`weight`)."""
-        return self._nats_per_byte.accumulators()
 
     def update(self, nats: Tensor | float, num_bytes: Tensor | float) -> None:
         """Add the losses and byte count of a batch.
@@ -33,15 +37,15 @@ class BitsPerByte(Metric):
             nats: Sum of the cross-entropies of the predicted tokens, in nats; a number or a scalar tensor.
             num_bytes: Number of UTF-8 bytes of these tokens; a number or a scalar tensor.
         """
-        self._nats_per_byte.update(nats, num_bytes)
+        self._mean.update(nats, num_bytes)
 
     def compute(self) -> Tensor:
         """Return the bits per byte: a float64 scalar."""
-        return self._nats_per_byte.compute() / math.log(2)
+        return self._mean.compute() / math.log(2)
 
 
 @final
-class Perplexity(Metric):
+class Perplexity(_MeanCrossEntropy):
     r"""Exponential of the mean cross-entropy over all tokens, $\exp(\sum_i -\ln p_i / \text{tokens})$; 1 without data.
 
     The mean is taken over the tokens of all ranks before the exponential, so the value is not a mean of perplexities.
@@ -49,23 +53,11 @@ class Perplexity(Metric):
     than any valid one.
     """
 
-    def __init__(self) -> None:
-        self._nats_per_token = WeightedMean()
-
-    def accumulators(self) -> Mapping[str, Accumulator]:
-        """Return the accumulators of the cross-entropies in nats (`total`) and the number of tokens (`weight`)."""
-        return self._nats_per_token.accumulators()
-
     def update(self, nats: Tensor | float, num_tokens: Tensor | float) -> None:
-        """Add the losses and token count of a batch.
-
-        Args:
-            nats: Sum of the cross-entropies of the predicted tokens, in nats; a number or a scalar tensor.
-            num_tokens: Number of predicted tokens; a number or a scalar tensor.
-        """
-        self._nats_per_token.update(nats, num_tokens)
+        """Add the losses and token count of a batch; `nats` as in `BitsPerByte`."""
+        self._mean.update(nats, num_tokens)
 
     def compute(self) -> Tensor:
         """Return the perplexity: a float64 scalar."""
-        nats = self._nats_per_token.compute()
+        nats = self._mean.compute()
         return nats.where(nats != -math.inf, math.nan).exp()

@@ -173,16 +173,12 @@ class _AccumulatorViews:
         return self._accumulators[0].value.device if self._accumulators else torch.device("cpu")
 
     def move_to(self, state: "_State") -> None:
-        """Copy values that are not views of the state into it, and replace them by views.
-
-        Values are no views before the first sync, after `Metric.to`, and after a sync by another `MetricSync`.
-        """
+        # Values are no views before the first sync, after `Metric.to`, and after a sync by another `MetricSync`.
         for accumulator, view in zip(self._accumulators, state.views, strict=True):
             if accumulator.value is not view:
                 accumulator.value = view.copy_(accumulator.value)
 
     def set_views(self, state: "_State") -> None:
-        """Set the accumulators' values to the views of the state."""
         for accumulator, view in zip(self._accumulators, state.views, strict=True):
             accumulator.value = view
 
@@ -194,10 +190,7 @@ class _AllReduce:
     Each rank fills only its own row, so the sum of the rows over ranks is an all-gather. All buffers but the message
     are allocated once, because on CPU the cost of an operation exceeds that of its few elements.
 
-    Attributes:
-        device: Device of the buffers.
-        before: State of this rank, the input.
-        after: Reduced state, the output.
+    It reads `before`, the state of this rank, and writes `after`, the reduced state.
     """
 
     def __init__(self, shapes: _Shapes, group: ProcessGroup | None, device: torch.device) -> None:
@@ -221,11 +214,7 @@ class _AllReduce:
         self._results = [result for _, result in _blocks(gathered, others.view(1, -1))]
 
     def send(self) -> tuple[Tensor, dist.Work | None]:
-        """Start the all-reduce of the current `before` state.
-
-        Returns:
-            The message, and the handle of the collective; None for a group of one rank.
-        """
+        """Start the all-reduce of `before`; return the message, and the handle, `None` for a group of one rank."""
         if self._halves.numel() > 0:
             counts = self.before.counts
             self._halves.copy_(torch.stack([counts >> _HALF_BITS, counts & (1 << _HALF_BITS) - 1]))
@@ -253,15 +242,7 @@ class _AllReduce:
 
 @final
 class _State:
-    """Accumulator values in three flat tensors, ordered by reduction.
-
-    Attributes:
-        shapes: Reduction and shape of each accumulator.
-        sums: Values of sums; float64.
-        counts: Values of counts; int64.
-        others: Values of maxima, minima and concatenations; float64.
-        views: Value of each accumulator: a view of `sums`, `counts` or `others`.
-    """
+    """Values of sums, of counts (int64) and of other accumulators in three flat tensors, and the views of them."""
 
     def __init__(self, shapes: _Shapes, sums: Tensor, counts: Tensor, others: Tensor) -> None:
         self.shapes, self.sums, self.counts, self.others = shapes, sums, counts, others
@@ -272,7 +253,6 @@ class _State:
             self.views += [piece.view(shape) for piece, shape in zip(pieces, own, strict=True)]
 
     def copy_(self, other: "_State") -> None:
-        """Copy the values of a state with the same shapes."""
         self.sums.copy_(other.sums)
         self.counts.copy_(other.counts)
         self.others.copy_(other.others)
@@ -294,7 +274,6 @@ def _blocks(shapes: _Shapes, others: Tensor) -> Iterator[tuple[Reduction, Tensor
 
 
 def _all_reduces(shapes: _Shapes, groups: Sequence[ProcessGroup | None], device: torch.device) -> list[_AllReduce]:
-    """Return one all-reduce per group; the output shapes of each are the input shapes of the next."""
     all_reduces = []
     for group in groups:
         all_reduces.append(_AllReduce(shapes, group, device))

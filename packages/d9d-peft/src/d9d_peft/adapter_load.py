@@ -1,13 +1,12 @@
 """Load adapter files of `save_adapters` or Hugging Face `peft` into a model."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from d9d_dist import DistributedContext, UserError
-from d9d_peft._consensus import all_gather, raise_on_all_ranks
+from d9d_dist import DistributedContext, UserError, agree
 from d9d_peft._sharded import fill
 from d9d_peft._targets import shorten
 from d9d_peft.peft_config import (
@@ -48,9 +47,14 @@ def load_adapters(
     """
     folder = Path(folder)
     stored, is_dora = agreed_adapters(model, base_mapper, ctx)
-    all_names = StoredNames.union(all_gather(stored_names(stored), ctx))
+    all_names = stored_names(stored).gather(ctx)
     base = base_names(model, base_mapper)
-    raise_on_all_ranks(_error_message(lambda: _check(folder, stored, all_names, base, is_dora=is_dora)), ctx)
+    problem = None
+    try:
+        _check(folder, stored, all_names, base, is_dora=is_dora)
+    except (UserError, OSError) as error:
+        problem = UserError(str(error))
+    agree(problem, alone=ctx is None)
     with safe_open(folder / TENSORS_NAME, framework="pt") as file:
         for adapted in (*stored.layers, *stored.parameters):
             adapted.fill(file.get_tensor)
@@ -120,15 +124,6 @@ def _refuse_mismatch(
         raise UserError(
             f"the adapters in {folder} do not match the adapters of the model; inject matching ones.{report}"
         )
-
-
-def _error_message(check: Callable[[], None]) -> str | None:
-    """Call `check` and return the message of its error; `None` if it succeeded."""
-    try:
-        check()
-    except (UserError, OSError) as error:
-        return str(error)
-    return None
 
 
 def _existing(path: Path) -> Path:

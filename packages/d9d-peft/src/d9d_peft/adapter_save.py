@@ -2,16 +2,17 @@
 
 import json
 import os
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from d9d_dist import DistributedContext, gather_objects
-from d9d_peft._consensus import raise_on_all_ranks
+from d9d_dist import DistributedContext, agree, gather_json, gather_variadic
 from d9d_peft._sharded import whole
 from d9d_peft.low_rank import LowRank
 from d9d_peft.peft_config import adapter_config
@@ -48,14 +49,18 @@ def save_adapters(
     stored, is_dora = agreed_adapters(model, base_mapper, ctx)
     keeps = ctx is None or _is_first_of_stage(ctx)
     tensors = _gather(stored, keeps=keeps)
-    layers = {name: layer.low_rank for layer in stored.layers for name in layer.names}
-    parameters = {parameter.name: parameter.low_rank for parameter in stored.parameters}
-    parts = _collect((save(tensors), layers, parameters, list(stored.modules)), ctx) if keeps else None
-    message = None
+    low_ranks = {
+        "layers": {name: asdict(layer.low_rank) for layer in stored.layers for name in layer.names},
+        "parameters": {parameter.name: asdict(parameter.low_rank) for parameter in stored.parameters},
+    }
+    parts = _collect(save(tensors), {**low_ranks, "modules": list(stored.modules)}, ctx) if keeps else []
+    problem = None
     if ctx is None or ctx.is_main_process:
-        assert parts is not None
-        message = _error_message(lambda: _write(Path(folder), parts, is_dora=is_dora))
-    raise_on_all_ranks(message, ctx, error=StateError)
+        try:
+            _write(Path(folder), parts, is_dora=is_dora)
+        except OSError as error:
+            problem = f"writing the adapters failed: {error}."
+    agree(problem, error=StateError, alone=ctx is None)
 
 
 def _gather(stored: StoredAdapters, *, keeps: bool) -> dict[str, Tensor]:
@@ -82,31 +87,35 @@ def _is_first_of_stage(ctx: DistributedContext) -> bool:
     return dist.get_process_group_ranks(ctx.group_for("regular", "pp"))[0] == 0
 
 
-_Part = tuple[bytes, dict[str, LowRank], dict[str, LowRank], list[str]]
-"""Contents of a stage: serialized tensors, low ranks by layer and by parameter, names of fully fine-tuned modules."""
-
-
-def _collect(part: _Part, ctx: DistributedContext | None) -> list[_Part] | None:
-    """Gather the contents of all stages on the main process; other ranks get `None`.
+def _collect(
+    tensors: bytes, description: dict[str, Any], ctx: DistributedContext | None
+) -> list[tuple[bytes, dict[str, Any]]]:
+    """Gather the safetensors data and the descriptions of all stages on the main process; elsewhere return nothing.
 
     Collective over the main process's `pp` group.
     """
     if ctx is None or ctx.size("regular", "pp") == 1:
-        return [part]
-    return gather_objects(part, ctx.group_for("regular", "pp"))
+        return [(tensors, description)]
+    group = ctx.group_for("regular", "pp")
+    descriptions = gather_json(description, group)
+    gathered = gather_variadic(torch.frombuffer(bytearray(tensors), dtype=torch.uint8), group)
+    return [(_to_bytes(data), each) for data, each in zip(gathered or [], descriptions, strict=bool(gathered))]
 
 
-def _write(folder: Path, parts: list[_Part], *, is_dora: bool) -> None:
-    tensors: dict[str, Tensor] = {}
-    layers: dict[str, LowRank] = {}
-    parameters: dict[str, LowRank] = {}
-    modules: dict[str, None] = {}
-    for data, part_layers, part_parameters, part_modules in parts:
-        tensors.update(load(data))
-        layers.update(part_layers)
-        parameters.update(part_parameters)
-        modules.update(dict.fromkeys(part_modules))
-    config = adapter_config(layers, parameters, list(modules), is_dora=is_dora)
+def _to_bytes(data: Tensor) -> bytes:
+    received = bytearray(data.numel())
+    torch.frombuffer(received, dtype=torch.uint8).copy_(data)
+    return bytes(received)
+
+
+def _write(folder: Path, parts: list[tuple[bytes, dict[str, Any]]], *, is_dora: bool) -> None:
+    tensors = {name: tensor for data, _ in parts for name, tensor in load(data).items()}
+    layers, parameters = (
+        {name: LowRank(**fields) for _, part in parts for name, fields in part[key].items()}
+        for key in ("layers", "parameters")
+    )
+    modules = list(dict.fromkeys(name for _, part in parts for name in part["modules"]))
+    config = adapter_config(layers, parameters, modules, is_dora=is_dora)
     contents = {
         TENSORS_NAME: save(tensors, metadata={"format": "pt"}),
         CONFIG_NAME: (json.dumps(config, indent=2) + "\n").encode(),
@@ -123,15 +132,6 @@ def _write(folder: Path, parts: list[_Part], *, is_dora: bool) -> None:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
     _fsync(folder, os.O_RDONLY)
-
-
-def _error_message(work: Callable[[], None]) -> str | None:
-    """Call `work` and return the message of its `OSError`; `None` if it succeeded."""
-    try:
-        work()
-    except OSError as error:
-        return f"writing the adapters failed: {error}."
-    return None
 
 
 def _write_and_fsync(path: Path, content: bytes) -> None:

@@ -4,8 +4,7 @@ from collections import Counter
 
 from torch import nn
 
-from d9d_dist import DistributedContext, UserError
-from d9d_peft._consensus import all_gather, raise_on_all_ranks
+from d9d_dist import DistributedContext, UserError, agree, gather_json
 from d9d_peft.adapter import adapted_layers
 
 
@@ -26,8 +25,8 @@ def merge_(model: nn.Module, ctx: DistributedContext | None = None) -> None:
             unchanged.
     """
     layers = adapted_layers(model)
-    raise_on_all_ranks(_tied_message(model), ctx)
-    if not any(all_gather(bool(layers), ctx)):
+    agree(_tied_message(model), alone=ctx is None)
+    if not any(gather_json(bool(layers), alone=ctx is None)):
         raise UserError("merge_ got a model without adapters; expected a model after inject().")
     for adapted in layers.values():
         adapted.adapter.merge_(adapted.layer)

@@ -1,14 +1,13 @@
 """Tensors of a model that adapter files hold, with their names in the base checkpoint."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import final
 
 from torch import Tensor, nn
 
-from d9d_dist import DistributedContext, UserError, canonical_name
+from d9d_dist import DistributedContext, UserError, agree, canonical_name, gather_json
 from d9d_peft._checkpoint_names import JointParameter, checkpoint_name, group_names
-from d9d_peft._consensus import all_gather, raise_on_all_ranks
 from d9d_peft._targets import shorten
 from d9d_peft.adapter import ADAPTER, AdaptedLayer, adapted_layers
 from d9d_peft.lora import LoraAdapter
@@ -65,15 +64,10 @@ class StoredNames:
     parameters: frozenset[str]
     trained: frozenset[str]
 
-    @staticmethod
-    def union(names: Sequence["StoredNames"]) -> "StoredNames":
-        """Return the union of the names of several ranks."""
-        return StoredNames(
-            tensors=frozenset[str]().union(*(each.tensors for each in names)),
-            layers=frozenset[str]().union(*(each.layers for each in names)),
-            parameters=frozenset[str]().union(*(each.parameters for each in names)),
-            trained=frozenset[str]().union(*(each.trained for each in names)),
-        )
+    def gather(self, ctx: DistributedContext | None) -> "StoredNames":
+        """Return the union of the names of all ranks. Collective; without a context, those of this process."""
+        gathered = gather_json([sorted(names) for names in astuple(self)], alone=ctx is None)
+        return StoredNames(*(frozenset[str]().union(*names) for names in zip(*gathered, strict=True)))
 
 
 def stored_names(stored: StoredAdapters) -> StoredNames:
@@ -116,13 +110,13 @@ def agreed_adapters(
         UserError: On all ranks, if files cannot hold a trained tensor, there are no adapters, or there are adapters of
             both kinds.
     """
-    stored, message = StoredAdapters(), None
+    stored, problem = StoredAdapters(), None
     try:
         stored = stored_adapters(model, base_mapper)
     except UserError as error:
-        message = str(error)
-    raise_on_all_ranks(message, ctx)
-    kinds = frozenset[str]().union(*all_gather(stored.kinds, ctx))
+        problem = error
+    agree(problem, alone=ctx is None)
+    kinds = frozenset[str]().union(*gather_json(sorted(stored.kinds), alone=ctx is None))
     if not kinds:
         raise UserError("got a model without adapters; expected a model after inject() with LoRA or DoRA.")
     if len(kinds) > 1:

@@ -12,11 +12,11 @@ from typing import final
 
 from torch import Tensor
 
-from d9d_dist import DistributedContext, UserError
+from d9d_dist import DistributedContext, UserError, agree
 from d9d_state import _files
-from d9d_state._consensus import agree, is_main
 from d9d_state._export_plan import PlannedFile
 from d9d_state._partial_folder import check_sizes, discard_partial, make_partial, partial_of
+from d9d_state._ranks import is_main
 from d9d_state._shared_folder import is_token
 from d9d_state._streamed_file import StreamedFile
 from d9d_state.errors import StateError, describe
@@ -90,8 +90,12 @@ class Export:
         self.attempt(self._close)
         self._abandon()
         try:
-            agree(self._problem, self._ctx)
-            agree(self._attempt(lambda: self._finish(texts)) if is_main(self._ctx) else None, self._ctx)
+            agree(self._problem, error=StateError, alone=self._ctx is None)
+            agree(
+                self._attempt(lambda: self._finish(texts)) if is_main(self._ctx) else None,
+                error=StateError,
+                alone=self._ctx is None,
+            )
         except StateError:
             self._clear()
             raise

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
-from d9d_dist import DistributedContext, UserError
-from d9d_state._consensus import exchange_json
+from d9d_dist import DistributedContext, UserError, agree, gather_json
 from d9d_state.json_value import JsonValue
 from d9d_state.model_folder import SINGLE_NAME
 from d9d_state.safetensors_header import dtype_name, dtype_of
@@ -74,15 +73,8 @@ def exchange_offers(offer: Offer, ctx: DistributedContext | None) -> tuple[Part,
     Raises:
         UserError: On every rank, with the error text of each rank that has one.
     """
-    gathered: list[Any] = exchange_json(_to_json(offer), ctx)
-    problems = {rank: each["problem"] for rank, each in enumerate(gathered) if each["problem"] is not None}
-    if problems:
-        same = len(set(problems.values())) == 1
-        raise UserError(
-            next(iter(problems.values()))
-            if same
-            else "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
-        )
+    agree(None if offer.problem is None else UserError(offer.problem), alone=ctx is None)
+    gathered = gather_json(_to_json(offer), alone=ctx is None)
     parts: dict[int, Part] = {}
     taken: set[str] = set()
     for number in sorted({each["part"] for each in gathered}):
@@ -101,7 +93,6 @@ def _to_json(offer: Offer) -> JsonValue:
         "consumed": list(offer.consumed),
         "produced": [[name, dtype_name(info.dtype), list(info.shape)] for name, info in offer.produced.items()],
         "unconsumed": list(offer.unconsumed),
-        "problem": offer.problem,
     }
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from d9d_dist import DistributedContext
+from d9d_dist import DistributedContext, agree
 from d9d_state import _files
-from d9d_state._consensus import agree, is_main
+from d9d_state._ranks import is_main
 from d9d_state._shared_folder import sharing_problem
 from d9d_state.errors import StateError, describe
 
@@ -40,7 +40,7 @@ def make_partial(
             _files.make_folder(partial)
     except OSError as error:
         problem = f"{target} could not be written: {describe(error)}"
-    agree(problem, ctx, group=group)
+    agree(problem, group, error=StateError, alone=ctx is None)
     try:
         unshared = sharing_problem(partial, ctx, needed=writes, group=group)
         if unshared is not None:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from d9d_dist import DistributedContext
+from d9d_dist import DistributedContext, agree, gather_json
+from d9d_dist.consensus import name_ranks
 from d9d_state import _files
-from d9d_state._consensus import agree, exchange_json, is_main
-from d9d_state.errors import describe
+from d9d_state._ranks import is_main
+from d9d_state.errors import StateError, describe
 
 _TOKEN = re.compile(r"\.shared-[0-9a-f]{32}")
 
@@ -42,11 +43,11 @@ def sharing_problem(
     """
     if ctx is None or ctx.world_size == 1:
         return None
-    token = folder / str(exchange_json(f".shared-{uuid.uuid4().hex}", ctx, group=group)[0])
-    agree(_attempt_to_make(token) if is_main(ctx) else None, ctx, group=group)
+    token = folder / str(gather_json(f".shared-{uuid.uuid4().hex}", group, alone=ctx is None)[0])
+    agree(_attempt_to_make(token) if is_main(ctx) else None, group, error=StateError, alone=ctx is None)
     why = _why_unseen(token) if needed else None
-    places: list[Any] = exchange_json([socket.gethostname(), str(folder), why], ctx, group=group)
-    agree(_attempt_to_remove(token) if is_main(ctx) else None, ctx, group=group)
+    places: list[Any] = gather_json([socket.gethostname(), str(folder), why], group, alone=ctx is None)
+    agree(_attempt_to_remove(token) if is_main(ctx) else None, group, error=StateError, alone=ctx is None)
     ranks_of: dict[tuple[str, str, str], list[int]] = {}
     for rank, (host, path, reason) in enumerate(places):
         if reason is not None:
@@ -95,14 +96,10 @@ def _why_unseen(token: Path) -> str | None:
 
 def _report(main_host: str, main_path: str, ranks_of: Mapping[tuple[str, str, str], Sequence[int]]) -> str:
     named = [
-        f"{_ranks(ranks)} on {host}" + (f" in {path}" if path != main_path else "") + (f" ({why})" if why else "")
+        f"{name_ranks(ranks)} on {host}" + (f" in {path}" if path != main_path else "") + (f" ({why})" if why else "")
         for (host, path, why), ranks in ranks_of.items()
     ]
     return (
         f"{main_path} of rank 0 on {main_host} is not seen by {'; '.join(named)}; expected one folder for all ranks. "
         "Use a folder on a file system that every host mounts at the same path."
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

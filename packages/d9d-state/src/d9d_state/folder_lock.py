@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import final
 from weakref import ref
 
-from d9d_dist import DistributedContext, UserError
+from d9d_dist import DistributedContext, UserError, agree
 from d9d_state import _files
-from d9d_state._consensus import agree, exchange_json, is_main
+from d9d_state._ranks import is_main
 from d9d_state._shared_folder import remove_tokens, sharing_problem
 from d9d_state.errors import StateError, describe
 from d9d_state.json_value import dump_json, parse_json
@@ -42,20 +42,17 @@ def locked_folder(
         StateError: On every rank, if the folder cannot be created or locked.
     """
     lock = FolderLock(folder)
-    refusal, problem = "", None
+    problem: str | UserError | None = None
     if is_main(ctx):
         try:
             lock.acquire(run_id)
             remove_tokens(folder)
         except UserError as error:
-            refusal = str(error)
+            problem = error
         except (OSError, StateError) as error:
             problem = f"{folder} could not be locked: {describe(error)}"
     try:
-        agree(problem, ctx)
-        refusals = [text for text in exchange_json(refusal, ctx) if text != ""]
-        if refusals:
-            raise UserError(str(refusals[0]))
+        agree(problem, error=StateError, alone=ctx is None)
         unshared = sharing_problem(folder, ctx)
         if unshared is not None:
             raise UserError(unshared)

@@ -7,9 +7,9 @@ from typing import Literal
 from torch import Tensor
 
 from d9d_dist import DistributedContext, UserError
-from d9d_state._consensus import is_main, num_ranks
 from d9d_state._export import Export, extra_texts, refuse_foreign
 from d9d_state._export_plan import Offer, exchange_offers, plan_files
+from d9d_state._ranks import is_main, num_ranks
 from d9d_state.errors import StateError, describe
 from d9d_state.json_value import JsonValue
 from d9d_state.mapper.graph import StateMapper

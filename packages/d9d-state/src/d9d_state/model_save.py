@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, UserError
 from d9d_state._carried_files import add_carried_files
-from d9d_state._consensus import is_main, num_ranks
 from d9d_state._export import Export, extra_texts, refuse_foreign
 from d9d_state._export_plan import Offer, Part, exchange_offers, plan_files
 from d9d_state._progress import byte_bar
+from d9d_state._ranks import is_main, num_ranks
 from d9d_state._sharding import gather_whole
 from d9d_state.errors import describe
 from d9d_state.json_value import JsonValue

@@ -9,7 +9,7 @@ import functools
 import inspect
 import multiprocessing
 import os
-import pickle
+import pickle  # noqa: TID251 - between a test and its ranks, on one host
 import pickletools
 import signal
 import sys

@@ -6,7 +6,7 @@ And `DataLoader` cannot report the sample at which a worker died.
 """
 
 import gc
-import pickle
+import pickle  # noqa: TID251 - its errors; a rank sends the reader to its own workers
 import signal
 import traceback
 from collections.abc import Iterable, Iterator

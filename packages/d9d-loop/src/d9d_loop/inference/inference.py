@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import ContextSplit, DistributedContext, StageInfo, UserError, broadcast_object, read_launch
+from d9d_dist import ContextSplit, DistributedContext, StageInfo, UserError, agree, gather_json, read_launch
 from d9d_loop.config.inference_config import InferenceConfig
 from d9d_loop.data.batch_placement import BatchPlacement
 from d9d_loop.data.batch_reader import BatchReader
@@ -114,7 +114,7 @@ class Inference:
         ):
             self.events.watch(watchdog.phase)
             resolved = self._config.model_dump(mode="json")
-            ctx.check_agreement("the configuration", json.dumps(resolved, sort_keys=True))
+            agree(same={"the configuration": json.dumps(resolved, sort_keys=True)})
             self.events.emit(ConfigReady(0, resolved, ctx))
             with locked_folder(self._results.folder, ctx):
                 self._complete(plan, ctx, watchdog)
@@ -122,10 +122,8 @@ class Inference:
 
     def _complete(self, plan: ModelPlan, ctx: DistributedContext, watchdog: HangWatchdog) -> None:
         """Compute the missing parts, and join all parts to one file on the main process."""
-        found: tuple[bool, list[int]] = (False, [])
-        if ctx.is_main_process:
-            found = self._results.is_complete(), self._results.missing()
-        is_complete, missing = broadcast_object(found)
+        found = (self._results.is_complete(), self._results.missing()) if ctx.is_main_process else None
+        is_complete, missing = gather_json(found)[0]
         if is_complete:
             return
         if missing:

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch.profiler import ProfilerActivity, profile
 
-from d9d_dist import DistributedContext, all_gather_objects
+from d9d_dist import DistributedContext, gather_json
 from d9d_loop.config.section import Section
 from d9d_loop.event_bus import on_event
 from d9d_loop.events import DataReady, StepDone
@@ -125,7 +125,7 @@ class Profiler:
         compute, communication = spans_of(events)
         times = [moment for event in events for moment in (event.time_range.start / 1e6, event.time_range.end / 1e6)]
         own = break_down(compute, communication, total=(min(times, default=0.0), max(times, default=0.0)))
-        ranks = [TimeBreakdown(**each) for each in all_gather_objects(asdict(own))]
+        ranks = [TimeBreakdown(**each) for each in gather_json(asdict(own))]
         if self._ctx.is_main_process:
             sort_by = "self_cpu_time_total" if self._ctx.device.type == "cpu" else "self_device_time_total"
             operators = done.key_averages().table(sort_by=sort_by, row_limit=_TOP_OPERATORS)

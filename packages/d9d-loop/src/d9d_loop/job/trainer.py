@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 from torch.utils.data import default_collate
 
-from d9d_dist import DistributedContext, StageInfo, UserError
+from d9d_dist import DistributedContext, StageInfo, UserError, agree
 from d9d_loop.config.trainer_config import TrainerConfig
 from d9d_loop.data import DataProvider, DatasetProvider, SampleStream
 from d9d_loop.data.samples import Collate, Samples
@@ -98,8 +98,8 @@ class Trainer:
     def _train(self, plan: JobPlan, ctx: DistributedContext) -> TrainResult | Stopped:
         config, job = plan.config, None
         try:
-            ctx.check_agreement("the configuration", json.dumps(plan.resolved, sort_keys=True))
-            ctx.check_agreement("the training data", json.dumps(plan.stream.identity(), sort_keys=True))
+            same = {"the configuration": plan.resolved, "the training data": plan.stream.identity()}
+            agree(same={name: json.dumps(value, sort_keys=True) for name, value in same.items()})
             health = check_health(config.resilience.health, ctx=ctx)
             if health is not None and health.slow and ctx.is_main_process:
                 print(health)

@@ -23,7 +23,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d9d_dist import DistributedContext, StageInfo, UserError, built_values, canonical_name, digest_values, move_to_meta
+from d9d_dist import (
+    DistributedContext,
+    StageInfo,
+    UserError,
+    agree,
+    built_values,
+    canonical_name,
+    digest_values,
+    move_to_meta,
+)
+from d9d_dist.consensus import name_ranks
 from d9d_loop.isolated_random import isolated_random
 from d9d_loop.model._skipped_draws import SkippedDraws
 from d9d_loop.model.model_provider import ModelProvider
@@ -112,7 +122,7 @@ def report_different_values(model: BuiltModel, ctx: DistributedContext) -> None:
     structure = [
         (name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in model.tensors.items()
     ]
-    ctx.check_agreement("the structure of the model", json.dumps(structure))
+    agree(same={"the structure of the model": json.dumps(structure)})
     assert model.digests is not None
     mine = torch.tensor(list(model.digests.values()), dtype=torch.int64, device=ctx.device)
     digests = mine.new_empty(ctx.world_size * mine.numel())
@@ -120,9 +130,9 @@ def report_different_values(model: BuiltModel, ctx: DistributedContext) -> None:
     differs = digests.view(ctx.world_size, -1) != digests.view(ctx.world_size, -1)[:1]
     if ctx.is_main_process and differs.any():
         names = [name for name, odd in zip(model.digests, differs.any(0).tolist(), strict=True) if odd]
-        ranks = [str(rank) for rank, odd in enumerate(differs.any(1).tolist()) if odd]
+        ranks = [rank for rank, odd in enumerate(differs.any(1).tolist()) if odd]
         print(
-            f"d9d: rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} built other values than rank 0 for "
+            f"d9d: {name_ranks(ranks)} built other values than rank 0 for "
             f"{', '.join(names)}; the values of rank 0 are used. Draw them from torch's default generator, which is "
             "seeded alike on every rank."
         )

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from d9d_dist import DistributedContext, UserError, all_gather_objects, canonical_name, writes_to_rows
+from d9d_dist import DistributedContext, UserError, canonical_name, gather_json, writes_to_rows
 from d9d_state import TensorInfo, model_tensors
 
 
@@ -88,7 +88,7 @@ def check_experts_are_shared_out(stages: Iterable[nn.Module], ctx: DistributedCo
     if num_ranks == 1:
         return
     here = any("ep_shard" in _axes(parameter) for stage in stages for parameter in stage.parameters())
-    if not any(all_gather_objects(here)):
+    if not any(gather_json(here)):
         raise UserError(
             f"mesh.expert_parallel = {num_ranks}, but the model provider's parallelize shares no experts out; expected "
             "parallelize_moe(model, ctx) of d9d_moe in it. Call it, or set the degree to 1."

@@ -1,9 +1,9 @@
 """Determines the missing ranks of a hang from the location of each rank: step, collective and line."""
 
-import json
 from collections import Counter
 from collections.abc import Collection, Mapping
 
+from d9d_dist.consensus import name_ranks
 from d9d_loop.resilience.rank_place import RankPlace
 
 _SHOWN = 8
@@ -73,17 +73,6 @@ def _waiting(places: Mapping[int, RankPlace]) -> list[str]:
     for rank, place in places.items():
         ranks_by_place.setdefault(place.describe(), []).append(rank)
     return [
-        f"Rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks[:_SHOWN]))}"
-        f"{f' and {len(ranks) - _SHOWN} more' if ranks[_SHOWN:] else ''} wait{'' if ranks[1:] else 's'}: {place}."
+        f"{name_ranks(ranks).capitalize()} wait{'' if ranks[1:] else 's'}: {place}."
         for place, ranks in ranks_by_place.items()
     ]
-
-
-def dump_place(place: RankPlace) -> str:
-    """Serialize a location to JSON, for the side channel."""
-    return json.dumps(place.as_json())
-
-
-def parse_place(text: str) -> RankPlace:
-    """Parse the result of `dump_place`."""
-    return RankPlace(**json.loads(text))

@@ -11,13 +11,14 @@ answer. The process itself is ended by the thread of `faulthandler`, which does 
 """
 
 import faulthandler
+import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Self, final
@@ -26,7 +27,7 @@ from d9d_dist import DistributedContext
 from d9d_dist.peers import Peer
 from d9d_dist.side_channel import SideChannel
 from d9d_loop.resilience.exit_codes import ExitCode
-from d9d_loop.resilience.hang_report import describe_hang, dump_place, parse_place
+from d9d_loop.resilience.hang_report import describe_hang
 from d9d_loop.resilience.rank_place import RankPlace, main_thread_place
 
 _INTERVAL = 0.25  # polling interval in seconds
@@ -302,7 +303,7 @@ class _Asker:
         If a rank is lost, set `lost` and return without a report: the other ranks wait for it, which is not a hang.
         """
         seconds = self._watchdog.stuck_seconds()
-        self._channel.write(f"place/{self._rank}", dump_place(self._watchdog.place()))
+        self._channel.write(f"place/{self._rank}", json.dumps(asdict(self._watchdog.place())))
         alarm = self._channel.write_first(_ALARM, str(self._rank))
         self._look_for_lost(alarm)
         if self.lost is not None:
@@ -322,7 +323,7 @@ class _Asker:
 
     def _places(self) -> dict[int, RankPlace | None]:
         texts = {rank: self._channel.read(f"place/{rank}") for rank in self._ranks}
-        return {rank: None if text is None else parse_place(text) for rank, text in texts.items()}
+        return {rank: None if text is None else RankPlace(**json.loads(text)) for rank, text in texts.items()}
 
     def _states(self) -> dict[int, str]:
         states = {peer.rank: (peer, peer.state()) for peer in self._here}

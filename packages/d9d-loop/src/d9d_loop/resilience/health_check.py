@@ -8,14 +8,13 @@ separately. Then follows an all-reduce of the same size over all ranks, whose ti
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter
 
-from d9d_dist import DistributedContext, all_gather_variadic
+from d9d_dist import DistributedContext, gather_json
 from d9d_loop.resilience.resilience_config import HealthConfig
 
 _MIB = 1 << 20
@@ -51,9 +50,6 @@ class RankHealth:
     link_seconds: float
     all_reduce_seconds: float
     wrong: tuple[str, ...]
-
-
-_RANK_HEALTH = TypeAdapter(RankHealth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +88,14 @@ def check_health(config: HealthConfig, *, ctx: DistributedContext) -> HealthRepo
     """
     if not config.enabled:
         return None
-    ranks = _gather(_measure(config, ctx), ctx)
+    gathered = gather_json(asdict(_measure(config, ctx)))
+    ranks = tuple(replace(RankHealth(**each), wrong=tuple(each["wrong"])) for each in gathered)
     wrong = [f"rank {rank.rank} ({rank.device} of {rank.host}): {what}" for rank in ranks for what in rank.wrong]
     if wrong:
         shown = "\n".join(f"- {problem}" for problem in wrong[:_SHOWN])
         more = f"\nand {len(wrong) - _SHOWN} more" if wrong[_SHOWN:] else ""
         raise HealthError(f"the health check failed:\n{shown}{more}\nStart the job without these machines.")
-    report = HealthReport(tuple(ranks), tuple(find_slow(ranks, factor=config.slow_factor)))
+    report = HealthReport(ranks, tuple(find_slow(ranks, factor=config.slow_factor)))
     if ctx.is_main_process and report.slow:
         ctx.logger.warning("%s", report)
     return report
@@ -138,7 +135,10 @@ def _where(what: str, rank: RankHealth, ranks: Sequence[RankHealth]) -> str:
 
 
 def _measure(config: HealthConfig, ctx: DistributedContext) -> RankHealth:
-    """Measure this rank. Device errors are recorded, not raised, since peers wait for this rank in the link check."""
+    """Measure this rank: seconds of each check, and what is wrong.
+
+    Device errors are recorded, not raised, since peers wait for this rank in the link check.
+    """
     wrong: list[str] = []
     compute = _guarded(lambda: _compute(config.matrix_size, ctx), wrong, "computing")
     memory = _guarded(lambda: _memory(config.memory_mib * _MIB // 4, ctx), wrong, "memory")
@@ -164,11 +164,7 @@ def _guarded(measure: Callable[[], tuple[float, bool]], wrong: list[str], what: 
 
 
 def _compute(size: int, ctx: DistributedContext) -> tuple[float, bool]:
-    """Time the product of a[i, k] = (i + k) mod 3 and b[k, j] = (k + j) mod 5 - 2, and check its row and column sums.
-
-    Returns:
-        Time in seconds, and True if the sums equal those computed with integers.
-    """
+    """Time the product of a[i, k] = (i + k) mod 3 and b[k, j] = (k + j) mod 5 - 2; check its row and column sums."""
     index = torch.arange(size, device=ctx.device)
     a_MK = (index[:, None] + index) % 3
     b_KN = (index[:, None] + index) % 5 - 2
@@ -181,22 +177,14 @@ def _compute(size: int, ctx: DistributedContext) -> tuple[float, bool]:
 
 
 def _memory(size: int, ctx: DistributedContext) -> tuple[float, bool]:
-    """Write a pattern and its complement to memory, and compare them.
-
-    Returns:
-        Time in seconds to write the complement, and True if it is right.
-    """
+    """Write a pattern and its complement to memory, time the latter, and compare them."""
     pattern = torch.arange(size, dtype=torch.int32, device=ctx.device)
     seconds, copy = _fastest(pattern.bitwise_not, ctx)
     return seconds, torch.equal(copy.bitwise_not_(), pattern)
 
 
 def _link(size: int, ctx: DistributedContext) -> tuple[float, bool]:
-    """Send a message to the next rank, and receive one from the previous rank.
-
-    Returns:
-        Time in seconds, and True if the received message is right.
-    """
+    """Send a message to the next rank, and receive one from the previous rank."""
     before, after = (ctx.rank - 1) % ctx.world_size, (ctx.rank + 1) % ctx.world_size
     message = _message(ctx.rank, size, ctx)
     received = torch.empty_like(message)
@@ -213,11 +201,7 @@ def _link(size: int, ctx: DistributedContext) -> tuple[float, bool]:
 
 
 def _all_reduce(size: int, ctx: DistributedContext) -> tuple[float, bool]:
-    """All-reduce a message of small integers, which differ between ranks.
-
-    Returns:
-        Time in seconds, and True if the sums are right.
-    """
+    """All-reduce a message of small integers, which differ between ranks."""
     message = _message(ctx.rank, size, ctx)
 
     def reduce() -> torch.Tensor:
@@ -239,16 +223,7 @@ def _message(rank: int, size: int, ctx: DistributedContext) -> torch.Tensor:
 def _fastest(
     work: Callable[[], torch.Tensor], ctx: DistributedContext, *, together: bool = False
 ) -> tuple[float, torch.Tensor]:
-    """Run `work` a few times, synchronizing the device after each run.
-
-    Args:
-        work: Function to time.
-        ctx: The job's context.
-        together: If True, all ranks wait for each other (a barrier) before each run.
-
-    Returns:
-        The shortest time in seconds, and the result of the last run.
-    """
+    """Return the shortest time of a few runs in seconds, and the last result. `together` starts runs with a barrier."""
     seconds = []
     for _ in range(_REPEATS):
         if together:
@@ -259,11 +234,3 @@ def _fastest(
             torch.accelerator.synchronize(ctx.device)
         seconds.append(time.perf_counter() - start)
     return min(seconds), result
-
-
-def _gather(mine: RankHealth, ctx: DistributedContext) -> list[RankHealth]:
-    """All-gather the measurements of all ranks, as JSON bytes so that no data of a peer is unpickled."""
-    if ctx.world_size == 1:
-        return [mine]
-    data = torch.tensor(list(_RANK_HEALTH.dump_json(mine)), dtype=torch.uint8, device=ctx.device)
-    return [_RANK_HEALTH.validate_json(bytes(each.tolist())) for each in all_gather_variadic(data)]

@@ -7,17 +7,17 @@ computation. The replay takes a few times as long as the step. Other steps have 
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias, final
 
 import torch
-from pydantic import TypeAdapter
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from d9d_dist import DistributedContext, all_gather_variadic
+from d9d_dist import DistributedContext, gather_json
+from d9d_dist.consensus import name_ranks
 
 Watch: TypeAlias = Callable[[str, torch.Tensor], None]
 """Checks a tensor, and later its gradient, and reports them under the given name, such as "the loss"."""
@@ -48,11 +48,8 @@ class NonFinite:
     def __str__(self) -> str:
         """Return a description for messages."""
         where = f" of {self.module!r}" if self.module else ""
-        ranks = f"rank{'s' if self.ranks[1:] else ''} {', '.join(map(str, self.ranks))}"
+        ranks = name_ranks(self.ranks)
         return f"the first tensor that is not finite is {self.tensor}{where}, in the {self.phase} pass of {ranks}"
-
-
-_NON_FINITE = TypeAdapter(NonFinite)
 
 
 def find_non_finite(model: nn.Module, replay: Callable[[Watch], None], *, ctx: DistributedContext) -> NonFinite | None:
@@ -74,7 +71,8 @@ def find_non_finite(model: nn.Module, replay: Callable[[Watch], None], *, ctx: D
     probe = _Probe(ctx.coordinate("regular", "pp"))
     with probe.attached(model):
         replay(probe.watch)
-    found = _gather(probe.found, ctx)
+    gathered = gather_json(None if probe.found is None else asdict(probe.found))
+    found = [replace(NonFinite(**each), ranks=(rank,)) for rank, each in enumerate(gathered) if each is not None]
     if not found:
         return None
     first = min(found, key=_order)
@@ -147,14 +145,3 @@ class _Probe:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _gather(found: NonFinite | None, ctx: DistributedContext) -> list[NonFinite]:
-    """All-gather the findings of all ranks, as JSON bytes so that no data of a peer is unpickled."""
-    mine = b"" if found is None else _NON_FINITE.dump_json(found)
-    if ctx.world_size == 1:
-        texts = [mine]
-    else:
-        data = torch.tensor(list(mine), dtype=torch.uint8, device=ctx.device)
-        texts = [bytes(each.tolist()) for each in all_gather_variadic(data)]
-    return [replace(_NON_FINITE.validate_json(text), ranks=(rank,)) for rank, text in enumerate(texts) if text]

@@ -4,7 +4,7 @@ import linecache
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -38,10 +38,6 @@ class RankPlace:
         """Return a phrase for messages, to follow "rank N is"."""
         what = "in no collective" if self.collective is None else f"in {self.collective}"
         return f"in {self.doing}, step {self.step}, {what}, at {self.at}"
-
-    def as_json(self) -> dict[str, str | int | None]:
-        """Return the fields as a dictionary, from which another rank creates `RankPlace(**fields)`."""
-        return asdict(self)
 
 
 def main_thread_place(step: int, doing: str) -> RankPlace:

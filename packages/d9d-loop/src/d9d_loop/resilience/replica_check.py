@@ -7,7 +7,6 @@ The checksum of the 64-bit words w of a tensor's bytes is sum_i (2i + 1) w_i mod
 changes it, because 2i + 1 is odd; most permutations of words change it too.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, all_gather_variadic, canonical_name
+from d9d_dist import DistributedContext, canonical_name, gather_json
+from d9d_dist.consensus import name_ranks
 
 _WORDS_AT_ONCE = 1 << 20
 _SHOWN = 8
@@ -65,7 +65,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: Di
         for group in replica.groups:
             by_group.setdefault(group, []).append((replica.name, checksum))
     problems = [problem for group, checksums in by_group.items() for problem in _compare(checksums, group)]
-    if found := _listed(problems, ctx):
+    if found := _listed(problems):
         raise ReplicaError(
             f"replicas are not equal after step {step}:\n{found}\nGo back to a checkpoint from before; if the "
             "same rank is named again, its machine is at fault."
@@ -98,7 +98,7 @@ def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> No
         if name not in module._non_persistent_buffers_set and not isinstance(buffer, DTensor)
     ]
     problems = _compare(checksums, group) if checksums and group.size() > 1 else []
-    if found := _listed(problems, ctx):
+    if found := _listed(problems):
         raise ReplicaError(
             f"buffers are not equal on all ranks after step {step}, because forward updates them from this rank's part "
             f"of the batch:\n{found}\nUpdate them from all parts: sum what they are updated with over "
@@ -107,9 +107,9 @@ def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> No
         )
 
 
-def _listed(problems: list[str], ctx: DistributedContext) -> str:
+def _listed(problems: list[str]) -> str:
     """All-gather the problems of all ranks, and return up to `_SHOWN` of them, one per line; equal on every rank."""
-    found = sorted({problem for each in _share(problems, ctx) for problem in each})
+    found = sorted({problem for each in gather_json(problems or None) for problem in each or ()})
     more = f"\nand {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
     return "\n".join(f"- {problem}" for problem in found[:_SHOWN]) + more
 
@@ -179,14 +179,7 @@ def _odd_ones(checksums: Mapping[int, int]) -> str:
     """Describe which ranks differ from the majority; without a majority, return the number of different values."""
     (value, count), *_ = Counter(checksums.values()).most_common()
     if 2 * count <= len(checksums):
-        return f"ranks {', '.join(map(str, checksums))} have {len(set(checksums.values()))} different values"
+        return f"{name_ranks(list(checksums))} have {len(set(checksums.values()))} different values"
     odd = [rank for rank, checksum in checksums.items() if checksum != value]
     others = [rank for rank, checksum in checksums.items() if checksum == value]
-    return (
-        f"rank{'s' if odd[1:] else ''} {', '.join(map(str, odd))} differ{'' if odd[1:] else 's'} from rank {others[0]}"
-    )
-
-
-def _share(problems: list[str], ctx: DistributedContext) -> list[list[str]]:
-    data = torch.tensor(list(json.dumps(problems).encode()) if problems else [], dtype=torch.uint8, device=ctx.device)
-    return [json.loads(bytes(each.tolist())) for each in all_gather_variadic(data) if each.numel()]
+    return f"{name_ranks(odd)} differ{'' if odd[1:] else 's'} from rank {others[0]}"

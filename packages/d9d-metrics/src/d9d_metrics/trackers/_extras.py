@@ -1,22 +1,45 @@
-"""Checks that the optional package of a tracker is installed."""
+"""Base of the configurations of trackers that need an optional package."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
 
 from d9d_dist import UserError
+from d9d_metrics.trackers.background import BackgroundTracker
+from d9d_metrics.trackers.tracker import Tracker
 
 
-def check_extra(module: str, *, extra: str) -> None:
-    """Check that a package is installed, without importing it.
+class ExtraTrackerConfig(BaseModel, ABC):
+    """Configuration of a tracker whose `kind` is both the name of a package and the extra that installs it."""
 
-    Args:
-        module: Name of the package.
-        extra: The extra of d9d-metrics that installs the package.
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    Raises:
-        UserError: If the package is not installed.
-    """
-    if find_spec(module) is None:
-        raise UserError(
-            f"the {extra} tracker needs the package {module}, which is not installed: "
-            f"pip install 'd9d-metrics[{extra}]'"
-        )
+    kind: str
+
+    def check(self) -> None:
+        """Check that the package is installed, without importing it.
+
+        Raises:
+            UserError: If it is not, with the command that installs it.
+        """
+        if find_spec(self.kind) is None:
+            raise UserError(
+                f"the {self.kind} tracker needs the package {self.kind}, which is not installed: "
+                f"pip install 'd9d-metrics[{self.kind}]'"
+            )
+
+    def build(self, run_dir: Path) -> BackgroundTracker:
+        """Create the tracker, with a spool in the run folder.
+
+        Raises:
+            UserError: If the package is not installed.
+        """
+        self.check()
+        return BackgroundTracker(self._opener(run_dir), name=self.kind, spool=run_dir / "trackers" / self.kind)
+
+    @abstractmethod
+    def _opener(self, run_dir: Path) -> Callable[[], Tracker]:
+        """Return a function that opens the tracker."""

@@ -1,14 +1,13 @@
 """Logs metric values to an Aim repository, in a folder or on a server."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import JsonValue
 
-from d9d_metrics.trackers._extras import check_extra
-from d9d_metrics.trackers.background import BackgroundTracker
+from d9d_metrics.trackers._extras import ExtraTrackerConfig
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
 
@@ -106,7 +105,7 @@ def _converted(value: Tracked) -> Any:
 
 
 @final
-class AimTrackerConfig(BaseModel):
+class AimTrackerConfig(ExtraTrackerConfig):
     """Configuration of Aim; needs the extra `aim`.
 
     Attributes:
@@ -116,30 +115,10 @@ class AimTrackerConfig(BaseModel):
         experiment: Name of the experiment that the run belongs to.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     kind: Literal["aim"] = "aim"
     repository: str = "."
     experiment: str | None = None
 
-    def check(self) -> None:
-        """Check that the package is installed.
-
-        Raises:
-            UserError: If it is not, with the command that installs it.
-        """
-        check_extra("aim", extra=self.kind)
-
-    def build(self, run_dir: Path) -> BackgroundTracker:
-        """Create the tracker.
-
-        Raises:
-            UserError: If the package is not installed.
-        """
-        self.check()
+    def _opener(self, run_dir: Path) -> Callable[[], AimTracker]:
         place = self.repository if "://" in self.repository else str(run_dir / self.repository)
-        return BackgroundTracker(
-            lambda: AimTracker(place, experiment=self.experiment),
-            name=self.kind,
-            spool=run_dir / "trackers" / self.kind,
-        )
+        return lambda: AimTracker(place, experiment=self.experiment)

@@ -10,9 +10,9 @@ from typing import Any, final
 from pydantic import JsonValue
 
 from d9d_dist import UserError
-from d9d_metrics.trackers.outbox import Entry, Flush, MemoryOutbox, Outbox, Rollback, RunConfig, StepValues
+from d9d_metrics.trackers._outbox import Entry, Flush, MemoryOutbox, Outbox, Rollback, RunConfig, StepValues
+from d9d_metrics.trackers._spool import Spool
 from d9d_metrics.trackers.redaction import redact_secrets
-from d9d_metrics.trackers.spool import Spool
 from d9d_metrics.trackers.tracker import Tracker
 from d9d_metrics.trackers.values import Tracked, from_json, to_json
 
@@ -154,7 +154,6 @@ class BackgroundTracker:
             self._thread.start()
 
     def _deliver_all(self) -> None:
-        """Run the background thread."""
         retry = self._retry_seconds
         while True:
             try:

@@ -156,7 +156,6 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield the complete lines of a file, each with its parsed object."""
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         if line.endswith(b"\n"):
             yield line, _parse(line, f"line {number} of {path}")
@@ -173,7 +172,6 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _drop_incomplete_line(path: Path) -> None:
-    """Remove an incomplete last line: everything after the last newline."""
     content = path.read_bytes() if path.exists() else b""
     if content and not content.endswith(b"\n"):
         replace_file(path, content[: content.rfind(b"\n") + 1])

@@ -2,16 +2,15 @@
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, final
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import JsonValue
 
-from d9d_metrics.trackers._extras import check_extra
+from d9d_metrics.trackers._extras import ExtraTrackerConfig
 from d9d_metrics.trackers._files import make_folder, sync
-from d9d_metrics.trackers.background import BackgroundTracker
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
 
@@ -115,7 +114,7 @@ def _add_picture(writer: "SummaryWriter", name: str, value: Image, step: int) ->
 
 
 @final
-class TensorBoardTrackerConfig(BaseModel):
+class TensorBoardTrackerConfig(ExtraTrackerConfig):
     """Configuration of TensorBoard event files; needs the extra `tensorboard`.
 
     Attributes:
@@ -123,27 +122,8 @@ class TensorBoardTrackerConfig(BaseModel):
         folder: Folder of the event files, relative to the run folder.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     kind: Literal["tensorboard"] = "tensorboard"
     folder: str = "tensorboard"
 
-    def check(self) -> None:
-        """Check that the package is installed.
-
-        Raises:
-            UserError: If it is not, with the command that installs it.
-        """
-        check_extra("tensorboard", extra=self.kind)
-
-    def build(self, run_dir: Path) -> BackgroundTracker:
-        """Create the tracker.
-
-        Raises:
-            UserError: If the package is not installed.
-        """
-        self.check()
-        folder = run_dir / self.folder
-        return BackgroundTracker(
-            lambda: TensorBoardTracker(folder), name=self.kind, spool=run_dir / "trackers" / self.kind
-        )
+    def _opener(self, run_dir: Path) -> Callable[[], TensorBoardTracker]:
+        return lambda: TensorBoardTracker(run_dir / self.folder)

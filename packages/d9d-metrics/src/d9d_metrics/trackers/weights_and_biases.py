@@ -2,14 +2,13 @@
 
 import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
-from d9d_metrics.trackers._extras import check_extra
-from d9d_metrics.trackers.background import BackgroundTracker
+from d9d_metrics.trackers._extras import ExtraTrackerConfig
 from d9d_metrics.trackers.redaction import redact_secrets
 from d9d_metrics.trackers.values import Histogram, Image, Text, Tracked
 
@@ -119,7 +118,7 @@ def _converted(value: Tracked, folder: Path) -> Any:
 
 
 @final
-class WandbTrackerConfig(BaseModel):
+class WandbTrackerConfig(ExtraTrackerConfig):
     """Configuration of Weights & Biases; needs the extra `wandb`.
 
     Attributes:
@@ -132,8 +131,6 @@ class WandbTrackerConfig(BaseModel):
         mode: `"offline"` writes files that `wandb sync` uploads later.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     kind: Literal["wandb"] = "wandb"
     project: str = Field(min_length=1)
     entity: str | None = None
@@ -142,22 +139,5 @@ class WandbTrackerConfig(BaseModel):
     tags: tuple[str, ...] = ()
     mode: Literal["online", "offline"] = "online"
 
-    def check(self) -> None:
-        """Check that the package is installed.
-
-        Raises:
-            UserError: If it is not, with the command that installs it.
-        """
-        check_extra("wandb", extra=self.kind)
-
-    def build(self, run_dir: Path) -> BackgroundTracker:
-        """Create the tracker.
-
-        Raises:
-            UserError: If the package is not installed.
-        """
-        self.check()
-        options = self.model_dump(exclude={"kind"})
-        return BackgroundTracker(
-            lambda: WandbTracker(run_dir, **options), name=self.kind, spool=run_dir / "trackers" / self.kind
-        )
+    def _opener(self, run_dir: Path) -> Callable[[], WandbTracker]:
+        return lambda: WandbTracker(run_dir, **self.model_dump(exclude={"kind"}))

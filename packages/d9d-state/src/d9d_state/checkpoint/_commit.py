@@ -11,11 +11,11 @@ from typing import Any, final
 import torch.distributed as dist
 from torch import Tensor
 
-from d9d_dist import DistributedContext
+from d9d_dist import DistributedContext, agree, gather_json
 from d9d_state import _files
-from d9d_state._consensus import agree, exchange_json, is_main
 from d9d_state._digests import PartRecord
 from d9d_state._partial_folder import check_sizes, discard_partial, make_partial, partial_of
+from d9d_state._ranks import is_main
 from d9d_state.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
@@ -91,7 +91,7 @@ def write_checkpoint(job: SaveJob, parts: Mapping[str, Tensor], *, group: dist.P
     except Exception as error:  # any error: the other ranks wait in agree()
         problem = f"{failed}: {describe(error)}"
     _agree_or_discard(problem, job, group)
-    written = exchange_json(records, job.ctx, group=group)
+    written = gather_json(records, group, alone=job.ctx is None)
     try:
         if is_main(job.ctx):
             _commit(job, written)
@@ -103,7 +103,7 @@ def write_checkpoint(job: SaveJob, parts: Mapping[str, Tensor], *, group: dist.P
 def _agree_or_discard(problem: str | None, job: SaveJob, group: dist.ProcessGroup | None) -> None:
     """Raise if any rank has a problem, after deleting the partial folder, since the disk may be full. Collective."""
     try:
-        agree(problem, job.ctx, group=group)
+        agree(problem, group, error=StateError, alone=job.ctx is None)
     except StateError:
         if is_main(job.ctx):
             try:

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from d9d_dist import DistributedContext
-from d9d_state._consensus import agree, broadcast_int, exchange_json, is_main
+from d9d_dist import DistributedContext, agree, gather_json
+from d9d_state._ranks import is_main
 from d9d_state.checkpoint._verify import damage, num_threads, parts_of, share_of
 from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete
 from d9d_state.errors import ProcessLimitError, StateError, describe
@@ -44,9 +44,9 @@ def newest_sound(
             chosen = next(candidates, None) if is_main(ctx) else None
         except (OSError, ProcessLimitError) as error:
             problem = f"{folder} cannot be read: {describe(error)}"
-        agree(problem, ctx)
-        step = broadcast_int(-1 if chosen is None else chosen.step, ctx)
-        if step < 0:
+        agree(problem, error=StateError, alone=ctx is None)
+        step = gather_json(None if chosen is None else chosen.step, alone=ctx is None)[0]
+        if step is None:
             return None
         path = folder / folder_name(step)
         info, problem = _open(path, chosen, ctx)
@@ -82,9 +82,9 @@ def verify_together(info: CheckpointInfo, ctx: DistributedContext | None) -> str
         found = damage(info.folder, share, threads=num_threads(ctx))
     except ProcessLimitError as error:
         limited = str(error)
-    agree(limited, ctx)
+    agree(limited, error=StateError, alone=ctx is None)
     shown = found[:_MAX_SHOWN] + ([f"and {len(found) - _MAX_SHOWN} more"] if found[_MAX_SHOWN:] else [])
-    problems = _by_rank(exchange_json("; ".join(shown), ctx))
+    problems = _by_rank(gather_json("; ".join(shown), alone=ctx is None))
     return f"{problems} at step {info.step}." if problems else None
 
 
@@ -104,11 +104,11 @@ def _open(
         limited = str(error)
     except StateError as error:
         problem = f"it is not the checkpoint that the main process sees: {error}"
-    agree(limited, ctx)
-    digests = exchange_json(digest, ctx)
+    agree(limited, error=StateError, alone=ctx is None)
+    digests = gather_json(digest, alone=ctx is None)
     if not problem and digest != digests[0]:
         problem = "its manifest differs from the main process's"
-    return info, _by_rank(exchange_json(problem, ctx)) or None
+    return info, _by_rank(gather_json(problem, alone=ctx is None)) or None
 
 
 def _by_rank(texts: Sequence[object]) -> str:

@@ -14,8 +14,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from d9d_dist import DistributedContext
-from d9d_state._consensus import agree, exchange_json
+from d9d_dist import DistributedContext, agree, gather_json
 from d9d_state.checkpoint.boxes import Box, cover_problem
 from d9d_state.errors import StateError
 from d9d_state.json_value import JsonValue, dump_json
@@ -80,15 +79,15 @@ class SavePlanner:
             if ctx is None or ctx.world_size == 1:
                 raise
             problem, description, items, is_known = str(error), None, {}, False
-        agree(problem, ctx)
+        agree(problem, error=StateError, alone=ctx is None)
         known = self._plan.digest if is_known and self._plan is not None else None
-        answers = exchange_json(known, ctx)
+        answers = gather_json(known, alone=ctx is None)
         if known is not None and all(answer == known for answer in answers):
             assert self._plan is not None
             return self._plan
         if description is None:
             description, items = _describe(tensors)
-        plan = _merge(exchange_json(description, ctx))
+        plan = _merge(gather_json(description, alone=ctx is None))
         self._key, self._items, self._plan = key, items, plan
         self.num_plans += 1
         return plan

@@ -10,10 +10,10 @@ from typing import Self, final
 
 from torch import Tensor
 
-from d9d_dist import DistributedContext, UserError
+from d9d_dist import DistributedContext, UserError, agree, gather_json
 from d9d_state import _files
-from d9d_state._consensus import agree, broadcast_int, exchange_json, is_main, num_ranks
 from d9d_state._partial_folder import partial_of
+from d9d_state._ranks import is_main, num_ranks
 from d9d_state.checkpoint._background import Background
 from d9d_state.checkpoint._commit import SaveJob, write_checkpoint
 from d9d_state.checkpoint._load import load_tensors, mismatches
@@ -137,7 +137,7 @@ class CheckpointStore:
                 f"{self.folder} contains {', '.join(names)}, but none of them can be loaded; the log says why. "
                 "Repair them, or move them away to start from scratch."
             )
-        agree(problem, ctx)
+        agree(problem, error=StateError, alone=ctx is None)
 
     def prepare(self, tensors: Mapping[str, Tensor], ctx: DistributedContext | None = None) -> None:
         """Plan a save and allocate the host buffer of `save_async`, so that the first save is as fast as later ones.
@@ -227,7 +227,7 @@ class CheckpointStore:
             copies = self._staging.copy(parts, job.plan, job.rank)
         except Exception as error:  # any error: the other ranks wait in agree()
             problem = f"{job.folder} could not be copied to host memory: {error}"
-        agree(problem, ctx)
+        agree(problem, error=StateError, alone=ctx is None)
 
         def work() -> None:
             write_checkpoint(job, copies, group=group)
@@ -276,9 +276,9 @@ class CheckpointStore:
             ValueError: If `ctx` is missing although there are several ranks.
         """
         num_ranks(ctx)
-        agree(mismatches(info, tensors), ctx)
+        agree(mismatches(info, tensors), error=StateError, alone=ctx is None)
         # Verification is collective: if the handle of one rank is unverified, all ranks take part.
-        if not all(exchange_json(info.is_verified, ctx)):
+        if not all(gather_json(info.is_verified, alone=ctx is None)):
             problems = verify_together(info, ctx)
             if problems is not None:
                 raise StateError(f"{problems} Move {info.folder} away to resume from the checkpoint before it.")
@@ -287,7 +287,7 @@ class CheckpointStore:
             load_tensors(info, tensors, threads=num_threads(ctx))
         except (OSError, ValueError, StateError) as error:
             problem = f"{info.folder} could not be read: {describe(error)}"
-        agree(problem, ctx)
+        agree(problem, error=StateError, alone=ctx is None)
 
     @contextmanager
     def locked(self, ctx: DistributedContext | None = None) -> Generator[None]:
@@ -316,7 +316,7 @@ class CheckpointStore:
             StateError: On every rank, if the main process cannot delete a partial folder.
         """
         self.wait()
-        agree(self._discard_partials() if is_main(ctx) else None, ctx)
+        agree(self._discard_partials() if is_main(ctx) else None, error=StateError, alone=ctx is None)
 
     def _discard_partials(self) -> str | None:
         """Delete partial folders; return the error text, or `None` on success."""
@@ -356,7 +356,7 @@ class CheckpointStore:
             if is_alone:
                 raise
             problem = describe(error)
-        agree(problem, ctx)
+        agree(problem, error=StateError, alone=ctx is None)
         plan = self._planner.plan(tensors, ctx)
         self._clear_path(folder, ctx)
         if metric is not None and not math.isfinite(metric):
@@ -367,23 +367,20 @@ class CheckpointStore:
 
     def _clear_path(self, folder: Path, ctx: DistributedContext | None) -> None:
         """Move a damaged checkpoint of the same step aside; raise `UserError` if it is undamaged. Collective."""
-        problem, exists = None, False
+        problem: str | UserError | None = None
         try:
             if is_main(ctx) and folder.exists():
                 if folder in self._damaged:
                     raise StateError("a rank found it damaged.")
                 open_complete(folder).verify()
-                exists = True
+                problem = UserError(
+                    f"{folder} exists and is complete; checkpoints are never overwritten. Save a different step."
+                )
         except (OSError, ProcessLimitError) as error:
             problem = f"{folder} cannot be read: {describe(error)}"
         except StateError as reason:
             problem = _move_aside(folder, reason)
-        exists = bool(broadcast_int(int(exists), ctx))
-        agree(problem, ctx)
-        if exists:
-            raise UserError(
-                f"{folder} exists and is complete; checkpoints are never overwritten. Save a different step."
-            )
+        agree(problem, error=StateError, alone=ctx is None)
 
     def _delete_old(self, job: SaveJob) -> None:
         """Delete checkpoints by the retention policy, never the one just saved. Deletion errors are only logged."""

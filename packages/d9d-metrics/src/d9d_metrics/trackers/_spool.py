@@ -11,7 +11,7 @@ from typing import final
 from pydantic import JsonValue
 
 from d9d_metrics.trackers._files import make_folder, replace_file, sync
-from d9d_metrics.trackers.outbox import Entry, Flush, Inbox, Rollback, RunConfig, StepValues
+from d9d_metrics.trackers._outbox import Entry, Flush, Inbox, Rollback, RunConfig, StepValues
 from d9d_metrics.trackers.values import from_json, to_json
 
 _LOGGER = logging.getLogger("d9d.metrics")
@@ -47,10 +47,9 @@ class Spool:
         self._delivered = int(offset) if offset.isdigit() and int(offset) <= self._size else 0
         self._head = self._delivered  # offset of the next entry to deliver; at least `_delivered`
         sync(folder)
-        self._incoming = Inbox()
-        self._capacity = capacity
-        self._num_put = self._num_handled = self._num_dropped = 0
-        # Guards the files and their offsets; `put` does not acquire it, so that it never blocks.
+        self._incoming = Inbox(capacity)
+        self._num_written = self._num_refused = 0
+        # Guards the files and their offsets.
         self._changed = threading.Condition()
         self._is_drained = False
         self._closing = threading.Event()
@@ -58,26 +57,18 @@ class Spool:
         self._writer.start()
 
     def put(self, entry: Entry) -> None:
-        """Pass an entry to the writer thread; drop and count it if too many wait."""
-        if len(self._incoming) >= self._capacity and not isinstance(entry, Rollback | Flush):
-            self._num_dropped += 1
-        else:
-            self._num_put += 1
-            self._incoming.put(entry)
+        self._incoming.put(entry)
 
     def head(self) -> Entry | None:
-        """Read the oldest undelivered entry, waiting for one; `None` if the spool is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._head < self._size or self._is_drained)
             return _decoded(self._read_line()) if self._head < self._size else None
 
     def delivered(self) -> None:
-        """Advance to the next entry."""
         with self._changed:
             self._head += len(self._read_line())
 
     def flushed(self) -> None:
-        """Record that the entries before the head are durable and need not be delivered again."""
         with self._changed:
             self._delivered = self._head
             if self._delivered == self._size:
@@ -86,16 +77,15 @@ class Spool:
             self._write_offset()
 
     def failed(self) -> None:
-        """Return to the oldest entry that is not durable."""
         with self._changed:
             self._head = self._delivered
 
     def flush(self, seconds: float) -> bool:
         """Wait until all entries are written, and fsync the file; False if that fails or takes too long."""
-        wanted = self._num_put
+        wanted = self._incoming.num_put
         self._incoming.wake()
         with self._changed:
-            is_done = self._changed.wait_for(lambda: self._num_handled >= wanted, timeout=seconds)
+            is_done = self._changed.wait_for(lambda: self._num_written + self._num_refused >= wanted, timeout=seconds)
             try:
                 os.fsync(self._file)
             except OSError as error:
@@ -116,26 +106,24 @@ class Spool:
             self._file, self._size = _open_complete_lines(self._path)
 
     def load_state(self) -> dict[str, JsonValue]:
-        """Read the state; empty if there is none, or the file is invalid."""
         try:
             return dict(json.loads((self._folder / "state.json").read_bytes()))
         except (OSError, ValueError):
             return {}
 
     def save_state(self, state: Mapping[str, JsonValue]) -> None:
-        """Write the state durably."""
         replace_file(self._folder / "state.json", json.dumps(dict(state)).encode())
 
     def close(self) -> None:
         """Append the end marker, and wait up to ten seconds for the writer thread."""
         self._closing.set()
-        self._incoming.put(None)
-        self._incoming.wake()
+        self._incoming.close()
         self._writer.join(timeout=_CLOSE_SECONDS)
 
     def describe_rest(self) -> str:
         """Describe the bytes that wait for the next start, and the entries that are lost; empty if there are none."""
-        waiting, lost = self._size - self._delivered, self._num_dropped + self._num_put - self._num_handled
+        waiting = self._size - self._delivered
+        lost = self._incoming.num_dropped + self._incoming.num_put - self._num_written
         parts = [f"{waiting} bytes wait in {self._folder} for the next start of the run"] if waiting else []
         return "; ".join([*parts, f"{lost} entries are lost"] if lost else parts)
 
@@ -143,8 +131,8 @@ class Spool:
         while (entry := self._incoming.get()) is not None:
             is_kept = self._append(_encoded(entry))
             with self._changed:
-                self._num_dropped += not is_kept
-                self._num_handled += 1
+                self._num_written += is_kept
+                self._num_refused += not is_kept
                 self._changed.notify_all()
         with self._changed:
             self._is_drained = True
@@ -171,7 +159,6 @@ class Spool:
         return False
 
     def _read_line(self) -> bytes:
-        """Read the line at the head."""
         line = b""
         while not line.endswith(b"\n"):
             part = os.pread(self._file, 1 << 16, self._head + len(line))

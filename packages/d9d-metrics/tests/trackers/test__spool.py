@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from d9d_metrics import Histogram, Image, Text
-from d9d_metrics.trackers import spool as spool_module
-from d9d_metrics.trackers.outbox import RunConfig, StepValues
-from d9d_metrics.trackers.spool import Spool
+from d9d_metrics.trackers import _spool as spool_module
+from d9d_metrics.trackers._outbox import RunConfig, StepValues
+from d9d_metrics.trackers._spool import Spool
 
 
 def filled(folder: Path, *steps: int) -> Spool:

@@ -96,26 +96,39 @@ class Inbox:
     """Queue from the run's thread to a background thread, which polls it every 50 ms.
 
     Waking a thread would take longer than everything else that the run's thread does per entry.
+
+    Attributes:
+        num_put: Number of accepted entries.
+        num_dropped: Number of entries that were dropped because the queue was full.
+
+    Args:
+        capacity: Largest number of queued entries, besides rollbacks and flushes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
+        self.num_put = self.num_dropped = 0
+        self._capacity = capacity
         self._entries: deque[Entry | None] = deque()
         self._wake = threading.Event()
 
-    def __len__(self) -> int:
-        """Return the number of queued entries."""
-        return len(self._entries)
-
-    def put(self, entry: Entry | None) -> None:
-        """Append an entry; `None` marks the end."""
-        self._entries.append(entry)
+    def put(self, entry: Entry) -> None:
+        """Append an entry; drop and count it if the queue is full. Never blocks."""
+        if len(self._entries) >= self._capacity and not isinstance(entry, Rollback | Flush):
+            self.num_dropped += 1
+        else:
+            self.num_put += 1
+            self._entries.append(entry)
 
     def wake(self) -> None:
-        """Wake the background thread."""
         self._wake.set()
 
+    def close(self) -> None:
+        """Append the end marker, and wake the background thread."""
+        self._entries.append(None)
+        self.wake()
+
     def get(self) -> Entry | None:
-        """Remove and return the oldest entry, waiting for one."""
+        """Remove and return the oldest entry, waiting for one; `None` is the end."""
         while not self._entries:
             self._wake.wait(_POLL_SECONDS)
             self._wake.clear()
@@ -131,30 +144,22 @@ class MemoryOutbox:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._incoming = Inbox()
+        self._incoming = Inbox(capacity)
         self._head: Entry | None = None
-        self._capacity = capacity
-        self._num_put = self._num_delivered = self._num_dropped = 0
-        # Guards the condition of `flush`; `put` does not acquire it, so that it never blocks.
+        self._num_delivered = 0
+        # Guards the condition of `flush`.
         self._changed = threading.Condition()
         self._is_failing = False
 
     def put(self, entry: Entry) -> None:
-        """Append an entry; drop and count it if the queue is full."""
-        if len(self._incoming) >= self._capacity and not isinstance(entry, Rollback | Flush):
-            self._num_dropped += 1
-        else:
-            self._num_put += 1
-            self._incoming.put(entry)
+        self._incoming.put(entry)
 
     def head(self) -> Entry | None:
-        """Return the oldest entry, waiting for one."""
         if self._head is None:
             self._head = self._incoming.get()
         return self._head
 
     def delivered(self) -> None:
-        """Remove the oldest entry."""
         self._head = None
         with self._changed:
             self._num_delivered += 1
@@ -165,14 +170,13 @@ class MemoryOutbox:
         """Do nothing: delivered entries are not kept."""
 
     def failed(self) -> None:
-        """End a waiting `flush`: the tracker is failing."""
         with self._changed:
             self._is_failing = True
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
         """Wait until the tracker has processed all entries, or is failing; the last entry is a `Flush`."""
-        wanted = self._num_put
+        wanted = self._incoming.num_put
         self._incoming.wake()
         with self._changed:
             self._changed.wait_for(lambda: self._num_delivered >= wanted or self._is_failing, timeout=seconds)
@@ -184,18 +188,15 @@ class MemoryOutbox:
         """Do nothing: no entries survive a process."""
 
     def load_state(self) -> dict[str, JsonValue]:
-        """Return an empty state."""
         return {}
 
     def save_state(self, state: Mapping[str, JsonValue]) -> None:
         """Do nothing: the checkpoint has the state."""
 
     def close(self) -> None:
-        """Append the end marker and wake the background thread."""
-        self._incoming.put(None)
-        self._incoming.wake()
+        self._incoming.close()
 
     def describe_rest(self) -> str:
         """Return the number of lost entries as text; empty if there are none."""
-        lost = self._num_put - self._num_delivered + self._num_dropped
+        lost = self._incoming.num_put - self._num_delivered + self._incoming.num_dropped
         return f"{lost} entries are lost" if lost else ""

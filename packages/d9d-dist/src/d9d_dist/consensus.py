@@ -1,0 +1,155 @@
+"""Consensus of ranks: all ranks get the same JSON values, and raise the same errors.
+
+Ranks exchange JSON and tensors, never pickles: data of a peer must not run code.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from d9d_dist.collectives import all_gather, host_device
+from d9d_dist.errors import UserError
+
+_MAX_BYTES = 1 << 28  # of JSON per rank
+_MAX_PROBLEM = 4000  # characters of a problem's text, if the ranks' problems differ
+_RANKS_SHOWN = 8
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> list[Any]:
+    """Return the JSON values of all ranks, in rank order. Synchronizes the host.
+
+    Collective over the group: an all-gather of the sizes and one of the texts, padded to the longest. The second is
+    skipped if the value is `None` on all ranks. The tensors are on the CPU if the group has a backend for it. Ranks in
+    messages are numbered within the group.
+
+    Args:
+        value: This rank's value, encoded by `json.dumps`: tuples become lists, and keys become strings.
+        group: Process group; `None` for all ranks of the job.
+        alone: True to return only this process's value, without collectives. Also without a default process group.
+
+    Raises:
+        UserError: On every rank, if the value of a rank is not JSON, is not finite, or exceeds 256 MiB.
+    """
+    text, is_value = _encode(value)
+    alone = alone or not dist.is_initialized() or dist.get_world_size(group) == 1
+    received = [(text, is_value)] if alone else _gather_texts(text, is_value, group)
+    problems = {rank: text.decode() for rank, (text, is_value) in enumerate(received) if not is_value}
+    if problems:
+        _raise_together(UserError(_describe_problems(problems, len(received))), group, num_ranks=len(received))
+    return [json.loads(text) if text else None for text, _ in received]
+
+
+def agree(
+    problem: str | UserError | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    same: Mapping[str, str | bytes] | None = None,
+    error: type[Exception] = UserError,
+    alone: bool = False,
+) -> None:
+    """Raise the same error on all ranks if a rank has a problem, or if a value differs between ranks.
+
+    Collective over the group: those of `gather_json`, for the problem and a 32-byte digest per value. No rank raises
+    before all ranks know of the error, so that none closes its connections while another needs them.
+
+    Args:
+        problem: What failed on this rank; `None` if nothing failed. A `UserError` is raised as one if every failed rank
+            has one; other problems are raised as `error`.
+        group: Process group; `None` for all ranks of the job.
+        same: Values that must be equal on all ranks, by their names in the message, e.g. "the configuration". All ranks
+            pass the same names.
+        error: Type of the error for a problem that is a text.
+        alone: As in `gather_json`.
+
+    Raises:
+        Exception: The problems, with the ranks that have them. A `UserError` that is the same on all failed ranks is
+            raised without ranks.
+        UserError: A value that differs, with the ranks that differ from the most common value; on a tie, from that of
+            the lowest rank.
+    """
+    digests = {name: _digest(value) for name, value in (same or {}).items()}
+    report = None
+    if problem is not None or digests:
+        is_users = isinstance(problem, UserError)
+        report = {"problem": None if problem is None else str(problem), "is_users": is_users, "same": digests}
+    reports = gather_json(report, group, alone=alone)
+    failed = {rank: each for rank, each in enumerate(reports) if each and each["problem"] is not None}
+    if failed:
+        kind = UserError if all(each["is_users"] for each in failed.values()) else error
+        texts = {rank: each["problem"] for rank, each in failed.items()}
+        text = _describe_problems(texts, len(reports), is_users=issubclass(kind, UserError))
+        _raise_together(kind(text), group, num_ranks=len(reports))
+    for name in digests:
+        of_ranks = [each["same"][name] for each in reports]
+        if len(set(of_ranks)) > 1:
+            _raise_together(UserError(_describe_difference(name, of_ranks)), group, num_ranks=len(reports))
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 1, 2" for messages, with at most 8 numbers."""
+    more = f" and {len(ranks) - _RANKS_SHOWN} more" if ranks[_RANKS_SHOWN:] else ""
+    return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks[:_RANKS_SHOWN]))}{more}"
+
+
+def _encode(value: Any) -> tuple[bytes, bool]:
+    """Return JSON text, empty for `None`, and True; or an error text and False."""
+    try:
+        text = b"" if value is None else json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"got a value to gather that is not JSON: {error}; expected JSON with finite numbers.".encode(), False
+    if len(text) > _MAX_BYTES:
+        return f"got {len(text)} bytes of JSON to gather; expected at most {_MAX_BYTES}.".encode(), False
+    return text, True
+
+
+def _gather_texts(text: bytes, is_value: bool, group: dist.ProcessGroup | None) -> list[tuple[bytes, bool]]:
+    """All-gather bytes with a flag, which is sent as the sign of the size."""
+    device = host_device(group)
+    sizes = all_gather(torch.tensor(len(text) if is_value else -len(text), device=device), group, stack=True).tolist()
+    width = max(map(abs, sizes))
+    if width == 0:
+        return [(b"", True)] * len(sizes)
+    padded = torch.frombuffer(bytearray(text.ljust(width, b"\0")), dtype=torch.uint8).to(device)
+    received = bytearray(width * len(sizes))
+    torch.frombuffer(received, dtype=torch.uint8).copy_(all_gather(padded, group))
+    return [(bytes(received[rank * width : rank * width + abs(size)]), size >= 0) for rank, size in enumerate(sizes)]
+
+
+def _raise_together(error: Exception, group: dist.ProcessGroup | None, *, num_ranks: int) -> NoReturn:
+    """Raise an error that all ranks have, after all of them know of it."""
+    if num_ranks > 1:
+        with suppress(RuntimeError):
+            _gather_texts(b"", True, group)
+    raise error
+
+
+def _digest(value: str | bytes) -> str:
+    content = value.encode() if isinstance(value, str) else value
+    return hashlib.blake2b(content, digest_size=32, person=b"d9d").hexdigest()
+
+
+def _describe_problems(problems: Mapping[int, str], num_ranks: int, *, is_users: bool = False) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in problems.items():
+        ranks_of.setdefault(text, []).append(rank)
+    if num_ranks == 1 or (is_users and len(ranks_of) == 1):
+        return next(iter(ranks_of))
+    return "; ".join(f"{name_ranks(ranks)}: {text[:_MAX_PROBLEM]}" for text, ranks in ranks_of.items())
+
+
+def _describe_difference(name: str, digests: Sequence[str]) -> str:
+    counts = Counter(digests)
+    # The most common digest; on a tie that of the lowest rank, because max returns the first of equals.
+    usual = max(digests, key=lambda digest: counts[digest])
+    odd = [rank for rank, digest in enumerate(digests) if digest != usual]
+    return (
+        f"{name} is not the same on all {len(digests)} ranks: {name_ranks(odd)} differ{'' if odd[1:] else 's'} from "
+        f"rank {digests.index(usual)}; expected the same everywhere. Start all ranks with the same code, configuration "
+        "and arguments."
+    )
