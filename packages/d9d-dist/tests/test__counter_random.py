@@ -6,7 +6,7 @@ from d9d_dist.seeds import stream_key
 N = 1 << 20
 
 
-def test_any_slice_equals_the_slice_of_the_whole() -> None:
+def test_any_slice_equals_the_slice_of_the_full_tensor() -> None:
     index = torch.arange(1000)
     for draw in (uniform_at, normal_at):
         whole = draw(index, stream_key(0, "weight"))

@@ -45,7 +45,7 @@ def _describe(name: str, digests: Sequence[tuple[int, ...]]) -> str:
     odd = [rank for rank, digest in enumerate(digests) if digest != reference]
     shown = ", ".join(map(str, odd[:_RANKS_SHOWN])) + (f" and {len(odd) - _RANKS_SHOWN} more" if odd[8:] else "")
     return (
-        f"{name} is not the same on all {len(digests)} ranks: rank{'s' if odd[1:] else ''} {shown} "
-        f"differ{'' if odd[1:] else 's'} from rank {digests.index(reference)}; expected the same everywhere. Start all "
+        f"{name} differs between the {len(digests)} ranks: rank{'s' if odd[1:] else ''} {shown} "
+        f"differ{'' if odd[1:] else 's'} from rank {digests.index(reference)}; expected equal values. Start all "
         "ranks with the same code, configuration and arguments."
     )

@@ -14,7 +14,7 @@ _Tree = TypeVar("_Tree")
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorHere:
+class _TensorPlaceholder:
     """Placeholder of a tensor, which is broadcast separately."""
 
     shape: torch.Size
@@ -42,7 +42,7 @@ def all_gather_trees(tree: _Tree, group: dist.ProcessGroup | None) -> list[_Tree
 def _without_tensors(tree: object) -> object:
     leaves, structure = tree_flatten(tree)
     return tree_unflatten(
-        [_TensorHere(x.shape, x.dtype, x.device.type) if isinstance(x, Tensor) else x for x in leaves], structure
+        [_TensorPlaceholder(x.shape, x.dtype, x.device.type) if isinstance(x, Tensor) else x for x in leaves], structure
     )
 
 
@@ -52,13 +52,13 @@ def _with_tensors(skeleton: Any, mine: Any, rank: int, group: dist.ProcessGroup 
     is_source = dist.get_rank(group) == rank
     own_leaves = tree_flatten(mine)[0] if is_source else leaves
     filled = [
-        _broadcast(leaf, own if is_source else None, rank, group) if isinstance(leaf, _TensorHere) else leaf
+        _broadcast(leaf, own if is_source else None, rank, group) if isinstance(leaf, _TensorPlaceholder) else leaf
         for leaf, own in zip(leaves, own_leaves, strict=True)
     ]
     return tree_unflatten(filled, structure)
 
 
-def _broadcast(here: _TensorHere, own: Tensor | None, rank: int, group: dist.ProcessGroup | None) -> Tensor:
+def _broadcast(here: _TensorPlaceholder, own: Tensor | None, rank: int, group: dist.ProcessGroup | None) -> Tensor:
     tensor = here.empty() if own is None else own.detach().clone(memory_format=torch.contiguous_format)
     if tensor.numel():
         dist.broadcast(tensor, group=group, group_src=rank)

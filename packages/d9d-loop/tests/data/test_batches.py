@@ -13,7 +13,7 @@ SMALL = st.integers(1, 5)
 
 
 def _train(order: SampleOrder, *, steps: range, microbatches: int, size: int, ranks: int) -> list[list[list[int]]]:
-    """The microbatches of each rank."""
+    """Return the microbatches of each rank."""
     return [
         list(
             TrainBatches(
@@ -83,7 +83,7 @@ def test_evaluation_samples_are_spread_over_the_data() -> None:
 
 
 class _Squares:
-    """Data by index, without anything of torch."""
+    """Map-style data without torch."""
 
     def __len__(self) -> int:
         return 10

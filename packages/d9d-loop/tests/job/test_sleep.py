@@ -15,7 +15,7 @@ def _trained() -> tuple[nn.Linear, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def test_all_state_is_away_for_the_body_and_then_as_it_was() -> None:
+def test_all_state_is_offloaded_for_the_body_and_then_restored() -> None:
     model, optimizer = _trained()
     tensors = [*model.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
     before, seen = [tensor.detach().clone() for tensor in tensors], []
@@ -29,7 +29,7 @@ def test_all_state_is_away_for_the_body_and_then_as_it_was() -> None:
     assert all(map(torch.equal, tensors, before))
 
 
-def test_an_exception_wakes_it() -> None:
+def test_an_exception_onloads_the_state() -> None:
     model, optimizer = _trained()
     before, sleep = model.weight.detach().clone(), Sleep(model, optimizer, events=Events())
     with pytest.raises(RuntimeError, match="no rollouts"), sleep(1):
@@ -37,7 +37,7 @@ def test_an_exception_wakes_it() -> None:
     assert torch.equal(model.weight, before)
 
 
-def test_it_cannot_sleep_twice() -> None:
+def test_it_cannot_be_offloaded_twice() -> None:
     model, optimizer = _trained()
     sleep = Sleep(model, optimizer, events=Events())
     with sleep(1), pytest.raises(UserError, match="off-loaded already"), sleep(1):

@@ -145,9 +145,9 @@ class Inference:
         self._results.check()
         if self._weights is None and self._provider.late_init:
             raise UserError(
-                f"weights is not set, and {type(self._provider).__name__} builds on `meta`, so the results would come "
-                "from random values. Set --weights to a folder, or late_init = False if the model is built with its "
-                "values."
+                f"weights is not set, and {type(self._provider).__name__} builds on `meta`, so the results would be "
+                "those of random weights. Set --weights to a folder, or late_init = False if the build sets the "
+                "weights."
             )
         built = build_model(self._provider, StageInfo(), seed=config.seed, keep_values=launch.world_size == 1)
         model = built.module
@@ -292,7 +292,7 @@ class _Pace:
 
     def _tell(self) -> None:
         done = dist.barrier(device_ids=self._device_ids, async_op=True)
-        assert done is not None, "what is asynchronous gives its work"
+        assert done is not None, "an asynchronous collective returns its work"
         self._told.append(done)
 
     def _wait(self) -> None:
@@ -347,8 +347,8 @@ class _PartForward:
                     found = self._task.results(whole, some[number])
                     if len(found) != sizes[start + number]:
                         raise UserError(
-                            f"{type(self._task).__name__}.results gave {len(found)} results for a batch of "
-                            f"{sizes[start + number]} samples; expected one for each, in their order."
+                            f"{type(self._task).__name__}.results returned {len(found)} results for a batch of "
+                            f"{sizes[start + number]} samples; expected one result per sample, in order."
                         )
                     results.extend(found)
 

@@ -20,8 +20,8 @@ def check_degrees(mesh: MeshConfig, task: BatchTask) -> None:
     if cuts and not _says_how_to_split(task):
         task_name = type(task).__name__
         raise UserError(
-            f"the mesh has context-parallel ranks, but {task_name} does not say how they share out a batch; expected a "
-            f"method {task_name}.split_sequence(batch, split). Write one, or set the context-parallel degrees to 1."
+            f"the mesh has context-parallel ranks, but {task_name} cannot split a batch over them; expected a "
+            f"method {task_name}.split_sequence(batch, split). Implement it, or set the context-parallel degrees to 1."
         )
 
 
@@ -40,7 +40,7 @@ def check_data(data: Samples, what: str) -> None:
         UserError: If the dataset is empty.
     """
     if len(data) == 0:
-        raise UserError(f"the {what} are empty; expected at least one sample. Check where they are read from.")
+        raise UserError(f"the {what} are empty; expected at least one sample. Check the path of the data.")
 
 
 def check_writable(folder: Path) -> None:
@@ -54,9 +54,9 @@ def check_writable(folder: Path) -> None:
     while not os.access(existing, os.F_OK):
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        reason = "may not be written to" if existing.is_dir() else "is a file, not a folder"
+        reason = "is not writable" if existing.is_dir() else "is a file, not a folder"
         raise UserError(
-            f"run folder {folder}: {existing} {reason}. Choose another one with --run.folder, or change permissions."
+            f"run folder {folder}: {existing} {reason}. Choose another folder with --run.folder, or change permissions."
         )
 
 
@@ -80,6 +80,6 @@ def check_weights(name: str, folder: Path, mapper: StateMapper | None, built: Bu
     kept = {output for group in mapper.groups if not group.inputs for output in group.outputs} if mapper else set()
     if empty := sorted(kept & built.without_values):
         raise UserError(
-            f"{name} = {folder} has no values for {', '.join(empty)}, and the model was built without them; expected "
-            "all weights of the model. Choose the folder that the model is built for."
+            f"{name} = {folder} has no values for {', '.join(empty)}, and the build does not set them; expected "
+            "all weights of the model. Choose a folder with weights of this model."
         )

@@ -202,7 +202,7 @@ class JobState:
         self._store.wait()
         if not self._store.complete():
             raise StateError(
-                "there is no checkpoint to go back to; expected one. Set checkpoint.every to fewer steps, or the "
+                "there is no checkpoint to roll back to; expected one. Set checkpoint.every to fewer steps, or set the "
                 "policy for bad steps to skip or stop."
             )
         # A checkpoint stores only group values that had changed. Values changed after it are reset to their built ones.
@@ -293,9 +293,9 @@ class JobState:
             return
         if frozen_digest(self._model, self._ctx) != self._frozen_digest:
             raise UserError(
-                "checkpoint.trainable_only = true, but parameters that do not require gradients are not what the job "
-                "begins with, and no checkpoint would bring them back; expected the values of initial_weights, or "
-                "those of the seed. Name the initial_weights that the run began with, do not change them in handlers "
+                "checkpoint.trainable_only = true, but frozen parameters no longer have their initial "
+                "values, and no checkpoint could restore them; expected the values of initial_weights, or "
+                "those of the seed. Use the initial_weights that the run started from, do not change them in handlers "
                 "or in the optimizer, or set checkpoint.trainable_only to false."
             )
         self._is_digest_checked = True
@@ -319,9 +319,9 @@ def frozen_digest_of(info: CheckpointInfo) -> str | None:
 
 def _other_frozen(info: CheckpointInfo) -> str:
     return (
-        f"{info.folder} has trainable parameters only, and the frozen ones of this job are not those it was saved "
-        "with; expected the same initial_weights, or without them the same seed. Use what the run began with, or "
-        "--run.name for a new run."
+        f"{info.folder} has only trainable parameters, and the frozen parameters of this job differ from those it was "
+        "saved with; expected the same initial_weights, or without them the same seed. Use those that the run started "
+        "from, or --run.name for a new run."
     )
 
 

@@ -62,7 +62,7 @@ def build_program(schedule: Schedule, *, num_ranks: int, num_microbatches: int) 
         return build(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches)
     except UserError as error:
         raise UserError(
-            f"pipeline.schedule: {error} The step has {num_microbatches} microbatches for each data-parallel rank "
+            f"pipeline.schedule: {error} A step has {num_microbatches} microbatches per data-parallel rank "
             "(batch.global_size / data-parallel ranks / batch.microbatch_size) and mesh.pipeline_parallel = "
             f"{num_ranks}."
         ) from None

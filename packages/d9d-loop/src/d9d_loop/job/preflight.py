@@ -131,7 +131,7 @@ def _export_mapper(provider: ModelProvider, model: nn.Module) -> StateMapper | N
         return mapper and mapper.inverse()
     except ValueError as error:
         raise UserError(
-            f"export = true, but the provider's state mapper has no inverse: {error} Give it one, or use "
+            f"export = true, but the provider's state mapper has no inverse: {error} Add an inverse, or use "
             "--export false."
         ) from None
 
@@ -152,7 +152,7 @@ def _check_batch(config: TrainerConfig, dp_size: int) -> int:
         what = f"{dp_size} data-parallel ranks" + ("" if size is None else f" x batch.microbatch_size = {size}")
         below, above = total // unit * unit, (total // unit + 1) * unit
         raise UserError(
-            f"batch.global_size = {total} cannot be shared out evenly to {what}; expected a multiple of {unit}. "
+            f"batch.global_size = {total} cannot be divided evenly over {what}; expected a multiple of {unit}. "
             f"Use {f'{below} or ' if below else ''}{above}, or change the degrees."
         )
     return total // dp_size if size is None else size
@@ -168,13 +168,14 @@ def _check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> N
     checkpoint = config.checkpoint
     if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.every:
         raise UserError(
-            f"checkpoint.keep_every = {checkpoint.keep_every} is no multiple of checkpoint.every = {checkpoint.every}, "
-            "so most of those steps have no checkpoint; expected a multiple. Change one of them."
+            f"checkpoint.keep_every = {checkpoint.keep_every} is not a multiple of checkpoint.every = "
+            f"{checkpoint.every}, so most of those steps have no checkpoint; expected a multiple. Change one of the "
+            "two."
         )
     if checkpoint.keep_last is None and (checkpoint.keep_every is not None or checkpoint.keep_best):
         raise UserError(
             "checkpoint.keep_last is null, which keeps every checkpoint; expected a number beside keep_every or "
-            "keep_best. Set it, or leave them out."
+            "keep_best. Set it, or remove them."
         )
     if checkpoint.keep_best == 0:
         return
@@ -188,8 +189,8 @@ def _check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> N
         )
     if checkpoint.every % config.evaluation.every:
         raise UserError(
-            f"checkpoint.every = {checkpoint.every} is no multiple of evaluation.every = {config.evaluation.every}, so "
-            "checkpoints would be judged by older evaluations; expected a multiple where keep_best is set."
+            f"checkpoint.every = {checkpoint.every} is not a multiple of evaluation.every = {config.evaluation.every}, "
+            "so checkpoints would be ranked by older evaluations; expected a multiple if keep_best is set."
         )
 
 
@@ -208,7 +209,7 @@ def _check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity:
     check_same_model(info, model, trainable_only=trainable_only)
     if info.step > config.steps:
         raise UserError(
-            f"steps = {config.steps}, but the run in {config.run.dir} has done {info.step} already. "
+            f"steps = {config.steps}, but the run in {config.run.dir} has already completed {info.step}. "
             f"Use --steps {info.step} or more to continue it, or --run.name for a new run."
         )
     _check_same_order(config, info, data_identity)
@@ -233,9 +234,9 @@ def _check_same_order(config: TrainerConfig, info: CheckpointInfo, identity: Jso
     lines = list(_differences(state["data_identity"], identity, "data"))
     if lines:
         raise UserError(
-            f"the run in {config.run.dir} was started with other training data, or another order of them:\n"
+            f"the run in {config.run.dir} was started with other training data, or in another order:\n"
             + "\n".join(lines)
-            + "\nWhich samples it has seen follows from that. Use the same data and seed, or --run.name for a new run."
+            + "\nThese determine which samples it has read. Use the same data and seed, or --run.name for a new run."
         )
 
 
@@ -244,7 +245,7 @@ def _differences(before: JsonValue, now: JsonValue, name: str) -> Iterator[str]:
         for key in dict.fromkeys([*before, *now]):
             yield from _differences(before.get(key), now.get(key), f"{name}.{key}")
     elif before != now:
-        yield f"  {name} was {json.dumps(before)}, and is {json.dumps(now)}"
+        yield f"  {name} was {json.dumps(before)}, and now is {json.dumps(now)}"
 
 
 def check_metric_names(task: Task) -> None:

@@ -21,11 +21,13 @@ _TOP_OPERATORS = 15
 class ProfileConfig(Section):
     """Selection of the steps to profile, and options of the traces."""
 
-    first_step: PositiveInt | None = Field(None, description="The first step to profile; null profiles none.")
-    steps: PositiveInt = Field(2, description="How many steps in a row.")
-    every: PositiveInt | None = Field(None, description="Steps from one such row to the next; null: one row only.")
-    record_shapes: bool = Field(False, description="Whether traces tell the shapes of operators' arguments.")
-    profile_memory: bool = Field(False, description="Whether traces tell allocations.")
+    first_step: PositiveInt | None = Field(None, description="First step to profile; null disables the profiler.")
+    steps: PositiveInt = Field(2, description="Number of consecutive steps per profile.")
+    every: PositiveInt | None = Field(
+        None, description="Steps from the start of one profile to the next; null: one profile."
+    )
+    record_shapes: bool = Field(False, description="Record the shapes of operator arguments.")
+    profile_memory: bool = Field(False, description="Record memory allocations.")
 
     def begins_after(self, step: int) -> bool:
         """Return True if step `step + 1` is the first of a range of profiled steps."""
@@ -68,16 +70,16 @@ class Profiler:
         After an error the range is discarded instead, without collectives.
         """
         if error is None and self._running is not None and self._step >= self._first_step:
-            self._end_row()
-        self._drop_row()
+            self._end_profile()
+        self._discard_profile()
 
     @on_event(DataReady, StepDone)
     def step(self, event: DataReady | StepDone) -> None:
         """Write a range that ends with this step (collective), and start one that begins with the next step."""
         self._step = event.step
         if self._running is not None and event.step == self._last_step:
-            self._end_row()
-        self._begin_row()
+            self._end_profile()
+        self._begin_profile()
 
     def on_rollback(self, step: int) -> None:
         """Discard the recorded steps after a rollback; restart the range if it includes the next step. No collectives.
@@ -87,12 +89,12 @@ class Profiler:
         """
         self._step = step
         is_inside = self._running is not None and self._first_step <= step + 1
-        self._drop_row()
+        self._discard_profile()
         if is_inside:
             self._start(step + 1, self._last_step)
-        self._begin_row()
+        self._begin_profile()
 
-    def _begin_row(self) -> None:
+    def _begin_profile(self) -> None:
         if self._running is None and self._config.begins_after(self._step) and self._step < self._num_steps:
             self._start(self._step + 1, min(self._step + self._config.steps, self._num_steps))
 
@@ -107,14 +109,14 @@ class Profiler:
         )
         self._running.start()
 
-    def _end_row(self) -> None:
+    def _end_profile(self) -> None:
         assert self._running is not None
         running, self._running = self._running, None
         self._wait_for_device()
         running.stop()
         self._write(running)
 
-    def _drop_row(self) -> None:
+    def _discard_profile(self) -> None:
         if self._running is not None:
             self._running.stop()
             self._running = None
@@ -148,8 +150,9 @@ def _summary(ranks: list[TimeBreakdown], operators: str, *, first_step: int, las
     lines = [
         f"# Steps {first_step} to {last_step}",
         "",
-        "Milliseconds of each rank, as a profiler sees them, which slows a CPU down. What overlaps counts once.",
-        "Exposed is communication while nothing computes; idle is neither: waiting for data, the host, another rank.",
+        "Milliseconds per rank; profiling slows a CPU down. Overlapping times are counted once.",
+        "Exposed: communication without overlapping computation. Idle: neither, for example waiting for data, host or "
+        "ranks.",
         "",
         "| rank | total | compute | communication | exposed | idle |",
         "|---:|---:|---:|---:|---:|---:|",

@@ -264,16 +264,16 @@ class TrainingJob:
         if bad.kind == "non-finite":
             with own_random(self._config.seed, "replay", bad.step, device=True):
                 found = find_non_finite(self._model, partial(self._take_step.replay, batches), ctx=self._ctx)
-            why += f" {found}." if found else " Done again, everything is finite."
+            why += f" {found}." if found else " In a second run of the step everything is finite."
             if bad.step < self._record.step:
-                why += " Parameters had been updated once more by then."
+                why += " Another update was applied before the second run."
         self._events.emit(BadStepFound(bad.step, bad.kind, bad.decision, why))
         self._reports.line(why)
         if bad.decision == "stop":
             raise BadStepError(why)
         if bad.decision != "rewind":
             return False
-        with self._watchdog.phase("going back to a checkpoint"):
+        with self._watchdog.phase("the rollback to a checkpoint"):
             restored = self._state.rewind()
         self._guard.on_rollback()
         self._record.take(restored)
@@ -304,7 +304,7 @@ class TrainingJob:
             self._run_evaluation()
         every = config.resilience.replicas.every
         if every is not None and record.step % every == 0:
-            with self._reports.not_training(), self._watchdog.phase("the check of replicas"):
+            with self._reports.not_training(), self._watchdog.phase("the replica check"):
                 check_replicas(self._model, self._optimizer, step=record.step, ctx=self._ctx)
         if self._is_saved_after(record.step):
             self._save(outcome, background=config.checkpoint.background and not is_last, is_evaluated=is_evaluated)
@@ -450,5 +450,7 @@ class TrainingJob:
             return folder
         if earlier.is_dir():
             return earlier
-        self._reports.line(f"initial weights {folder} are gone: their tokenizer and other files are not exported.")
+        self._reports.line(
+            f"the initial weights {folder} no longer exist: their tokenizer and other files are not exported."
+        )
         return None

@@ -36,13 +36,17 @@ _Decay = Annotated[float, Field(ge=0, lt=1)]
 class GroupConfig(Section):
     """Overrides for the parameters that match a pattern. The first group that matches a parameter applies."""
 
-    pattern: str = Field("", description="Regular expression, searched in names of parameters; '' is found in all.")
-    of: Dims = Field("any", description="Of those, which: vectors are norms, biases and whatever else is no matrix.")
-    learning_rate: PositiveFloat | None = Field(None, description="Their peak learning rate; null is the optimizer's.")
-    weight_decay: NonNegativeFloat | None = Field(
-        None, description="Their decay, also that of vectors; null is the optimizer's."
+    pattern: str = Field("", description="Regular expression, searched in parameter names; '' matches all.")
+    of: Dims = Field(
+        "any", description="Restrict to matrices or to vectors: norms, biases and other parameters below 2 dims."
     )
-    optimizer: "OptimizerConfig | None" = Field(None, description="Another optimizer for them.")
+    learning_rate: PositiveFloat | None = Field(
+        None, description="Peak learning rate of the group; null: that of the optimizer."
+    )
+    weight_decay: NonNegativeFloat | None = Field(
+        None, description="Weight decay of the group, also of its vectors; null: that of the optimizer."
+    )
+    optimizer: "OptimizerConfig | None" = Field(None, description="Another optimizer for the group.")
 
     @validator(mode="after")
     def _check(self) -> Self:
@@ -50,24 +54,24 @@ class GroupConfig(Section):
             re.compile(self.pattern)
         except re.error as error:
             raise UserError(
-                f"pattern = {self.pattern!r} is no regular expression: {error}. Escape what it takes literally with \\."
+                f"pattern = {self.pattern!r} is not a regular expression: {error}. Escape literal characters with \\."
             ) from None
         if self.optimizer is not None and (self.learning_rate is not None or self.weight_decay is not None):
-            raise UserError("learning_rate and weight_decay belong into optimizer, where the group has one of its own.")
+            raise UserError("learning_rate and weight_decay must be set in the group's optimizer, if it has one.")
         return self
 
 
 class OptimizerSettings(Section, ABC):
     """Base class of the optimizer configurations: common options, and assignment of parameters to groups."""
 
-    learning_rate: PositiveFloat = Field(description="The peak learning rate; the schedule multiplies it.")
-    weight_decay: NonNegativeFloat = Field(description="Decay of what `decays` says.")
+    learning_rate: PositiveFloat = Field(description="Peak learning rate, multiplied by the schedule.")
+    weight_decay: NonNegativeFloat = Field(description="Weight decay of the parameters that `decays` selects.")
     decays: Literal["matrices", "all"] = Field(
         "matrices",
-        description="Which parameters decay: matrices, embeddings too, but no vectors such as norms; or all.",
+        description="Parameters with weight decay: matrices (with embeddings, without vectors such as norms), or all.",
     )
     groups: tuple[GroupConfig, ...] = Field(
-        (), description="Parameters with another learning rate, decay or optimizer; the first that matches counts."
+        (), description="Parameter groups with another learning rate, decay or optimizer; the first match applies."
     )
 
     @final
@@ -151,10 +155,10 @@ class AdamWConfig(OptimizerSettings):
     """AdamW (Loshchilov, Hutter: "Decoupled weight decay regularization", arXiv:1711.05101)."""
 
     kind: Literal["adamw"] = "adamw"
-    learning_rate: PositiveFloat = Field(1e-3, description="The peak learning rate; the schedule multiplies it.")
-    weight_decay: NonNegativeFloat = Field(0.1, description="Decay of what `decays` says.")
-    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="Decay of the first and second moment's averages.")
-    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
+    learning_rate: PositiveFloat = Field(1e-3, description="Peak learning rate, multiplied by the schedule.")
+    weight_decay: NonNegativeFloat = Field(0.1, description="Weight decay of the parameters that `decays` selects.")
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="Decay rates of the first and second moment.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the denominator, for numerical stability.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Construct an AdamW: fused on an accelerator, foreach on CPU."""
@@ -166,10 +170,10 @@ class AdamConfig(OptimizerSettings):
     """Adam (Kingma, Ba, arXiv:1412.6980); its weight decay is an L2 penalty."""
 
     kind: Literal["adam"] = "adam"
-    learning_rate: PositiveFloat = Field(1e-3, description="The peak learning rate; the schedule multiplies it.")
-    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty of what `decays` says.")
-    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="Decay of the first and second moment's averages.")
-    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
+    learning_rate: PositiveFloat = Field(1e-3, description="Peak learning rate, multiplied by the schedule.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty of the parameters that `decays` selects.")
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="Decay rates of the first and second moment.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the denominator, for numerical stability.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Construct an Adam: fused on an accelerator, foreach on CPU."""
@@ -181,10 +185,10 @@ class SGDConfig(OptimizerSettings):
     """Stochastic gradient descent, with optional momentum."""
 
     kind: Literal["sgd"] = "sgd"
-    learning_rate: PositiveFloat = Field(1e-2, description="The peak learning rate; the schedule multiplies it.")
-    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty of what `decays` says.")
-    momentum: _Decay = Field(0.0, description="Factor of the last step's buffer in this step's; 0 keeps no buffer.")
-    nesterov: bool = Field(False, description="Whether to look a step ahead; needs momentum.")
+    learning_rate: PositiveFloat = Field(1e-2, description="Peak learning rate, multiplied by the schedule.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty of the parameters that `decays` selects.")
+    momentum: _Decay = Field(0.0, description="Momentum factor; 0 keeps no momentum buffer.")
+    nesterov: bool = Field(False, description="Use Nesterov momentum; requires momentum above 0.")
 
     @validator(mode="after")
     def _check(self) -> Self:
@@ -204,13 +208,14 @@ class MuonConfig(OptimizerSettings):
     """Muon for whole matrices (arXiv:2502.16982). Vectors, embeddings and heads need a group with another optimizer."""
 
     kind: Literal["muon"] = "muon"
-    learning_rate: PositiveFloat = Field(1e-3, description="The peak learning rate; the schedule multiplies it.")
-    weight_decay: NonNegativeFloat = Field(0.1, description="Decay of matrices.")
-    momentum: _Decay = Field(0.95, description="Decay of the momentum's average.")
-    nesterov: bool = Field(True, description="Whether to look a step ahead.")
-    num_iterations: PositiveInt = Field(5, description="Repetitions of what makes a matrix orthogonal.")
+    learning_rate: PositiveFloat = Field(1e-3, description="Peak learning rate, multiplied by the schedule.")
+    weight_decay: NonNegativeFloat = Field(0.1, description="Weight decay.")
+    momentum: _Decay = Field(0.95, description="Decay rate of the momentum buffer.")
+    nesterov: bool = Field(True, description="Use Nesterov momentum.")
+    num_iterations: PositiveInt = Field(5, description="Number of Newton-Schulz iterations.")
     scale: Scale = Field(
-        "match_rms_adamw", description="How large steps are: as AdamW's, whose rates fit then; or as in the original."
+        "match_rms_adamw",
+        description="Scale of the update: the RMS of AdamW, so that its learning rates apply; or the original scale.",
     )
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
@@ -229,9 +234,11 @@ class LionConfig(OptimizerSettings):
     """Lion (arXiv:2302.06675). Use 3 to 10 times AdamW's weight decay, and a learning rate smaller by that factor."""
 
     kind: Literal["lion"] = "lion"
-    learning_rate: PositiveFloat = Field(1e-4, description="The peak learning rate; the schedule multiplies it.")
-    weight_decay: NonNegativeFloat = Field(1.0, description="Decay of what `decays` says.")
-    betas: tuple[_Decay, _Decay] = Field((0.9, 0.99), description="Share of the average in the update, and its decay.")
+    learning_rate: PositiveFloat = Field(1e-4, description="Peak learning rate, multiplied by the schedule.")
+    weight_decay: NonNegativeFloat = Field(1.0, description="Weight decay of the parameters that `decays` selects.")
+    betas: tuple[_Decay, _Decay] = Field(
+        (0.9, 0.99), description="Weight of the average in the update, and decay rate of the average."
+    )
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Construct a Lion optimizer."""
@@ -243,12 +250,13 @@ class ScheduleFreeAdamWConfig(OptimizerSettings):
     """Schedule-Free AdamW (arXiv:2405.15682): averages the iterates. Use a schedule of warm-up and then a constant."""
 
     kind: Literal["schedule_free_adamw"] = "schedule_free_adamw"
-    learning_rate: PositiveFloat = Field(2.5e-3, description="The peak learning rate; the schedule multiplies it.")
-    weight_decay: NonNegativeFloat = Field(0.1, description="Decay of what `decays` says.")
+    learning_rate: PositiveFloat = Field(2.5e-3, description="Peak learning rate, multiplied by the schedule.")
+    weight_decay: NonNegativeFloat = Field(0.1, description="Weight decay of the parameters that `decays` selects.")
     betas: tuple[Annotated[float, Field(gt=0, lt=1)], _Decay] = Field(
-        (0.9, 0.999), description="Share of the average where gradients are taken, and decay of the second moment's."
+        (0.9, 0.999),
+        description="Weight of the average in the point of evaluation, and decay rate of the second moment.",
     )
-    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the denominator, for numerical stability.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Construct a Schedule-Free AdamW optimizer."""
@@ -260,14 +268,14 @@ class StochasticAdamWConfig(OptimizerSettings):
     """AdamW for bfloat16 parameters with stochastic rounding, which needs no float32 copy of the parameters."""
 
     kind: Literal["stochastic_adamw"] = "stochastic_adamw"
-    learning_rate: PositiveFloat = Field(1e-3, description="The peak learning rate; the schedule multiplies it.")
-    weight_decay: NonNegativeFloat = Field(0.1, description="Decay of what `decays` says.")
-    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="Decay of the first and second moment's averages.")
-    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
+    learning_rate: PositiveFloat = Field(1e-3, description="Peak learning rate, multiplied by the schedule.")
+    weight_decay: NonNegativeFloat = Field(0.1, description="Weight decay of the parameters that `decays` selects.")
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="Decay rates of the first and second moment.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the denominator, for numerical stability.")
     averages: Literal["float32", "bfloat16"] = Field(
-        "float32", description="How the averages are stored; bfloat16 takes half of it, and is rounded stochastically."
+        "float32", description="Dtype of the moments; bfloat16 halves their memory, with stochastic rounding."
     )
-    seed: int = Field(0, ge=0, description="Of what rounding draws.")
+    seed: int = Field(0, ge=0, description="Seed of the rounding.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Construct an AdamW with stochastic rounding."""
