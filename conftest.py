@@ -1,6 +1,6 @@
-"""Settings of every test run: fixed seeds, the flag `--all`, progress by package, and a line on what was skipped.
+"""Settings of every test run: fixed seeds, the flag `--all`, progress by package, and a summary of skipped tests.
 
-pytest reads this file also when it tests one package alone, from its wheel.
+Also used when one package is tested alone, from its wheel.
 """
 
 import re
@@ -69,7 +69,7 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say in one line how many tests were skipped, and why."""
+    """Print in one line how many tests were skipped, and why."""
     reports = terminalreporter.stats.get("skipped", [])
     if reports:
         kinds = Counter(_kind(report.longrepr[2]) for report in reports)
@@ -85,7 +85,7 @@ def exhaustive(pytestconfig: pytest.Config) -> bool:
 
 
 class _Progress:
-    """Reports each package whose tests are done, and how many tests are left in the others."""
+    """Reports each package whose tests are done, and the number of remaining tests of the others."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -114,7 +114,7 @@ class _Progress:
 
 
 def _seed_torch(item: pytest.Item) -> None:
-    if torch := sys.modules.get("torch"):  # tests without torch are spared its import
+    if torch := sys.modules.get("torch"):  # tests without torch do not import it
         torch.manual_seed(item.config.option.randomly_seed + crc32(item.nodeid.encode()))
 
 
@@ -124,7 +124,7 @@ def _package(nodeid: str) -> str:
 
 
 def _kind(reason: str) -> str:
-    """Why a test was skipped, in words that follow a number."""
+    """Return the reason of a skipped test, as words after a number."""
     reason = reason.removeprefix("Skipped: ")
     if "accelerator" in reason:
         return "need accelerators"

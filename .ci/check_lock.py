@@ -1,4 +1,4 @@
-"""Checks that uv.lock names nothing but uv's own default index, and one host for its files."""
+"""Check that uv.lock refers only to uv's default index, and to one host for its files."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 
 def default_index() -> str:
-    """The index that uv uses where nothing else is configured, in uv's own words."""
+    """uv's default index, as written in the lock."""
     text = subprocess.run(["uv", "help", "lock"], capture_output=True, text=True, check=True).stdout
     found = re.search(r"default package index \(by default: <(\S+)>\)", text)
     assert found is not None, "uv's help no longer names its default index"
@@ -19,7 +19,7 @@ def default_index() -> str:
 
 
 def problems(lock: dict[str, Any], index: str) -> Iterator[str]:
-    """Everything in a lock that does not come from the index."""
+    """Return all entries of a lock that are not from the index."""
     hosts: set[str] = set()
     for package in lock["package"]:
         name, source = package["name"], package["source"]
@@ -39,7 +39,7 @@ def problems(lock: dict[str, Any], index: str) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what is wrong, and say whether anything is."""
+    """Print the problems, and return the exit code."""
     lock = tomllib.loads(Path("uv.lock").read_text(encoding="utf-8"))
     found = list(problems(lock, default_index()))
     print("\n".join(found) or f"uv.lock: {len(lock['package'])} packages, all from the default index")

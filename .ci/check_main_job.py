@@ -1,4 +1,4 @@
-"""Runs the main job and the quickstart as a user would, alone and under torchrun, and compares their curves."""
+"""Run the main job and the quickstart as a user would, on one process and under torchrun, and compare their curves."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ STEPS = 20
 
 
 def run(*command: str) -> list[str]:
-    """Run a command from the root and give the lines that it printed; show everything and stop if it fails."""
+    """Run a command from the root and return its output lines; if it fails, print all output and exit."""
     done = subprocess.run(["uv", "run", "--no-sync", *command], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
@@ -56,7 +56,7 @@ def check_quickstart(runs: Path) -> None:
 
 
 def check_mistake(runs: Path) -> None:
-    """A typo ends the script with one message and exit code 2, and leaves nothing behind."""
+    """Check that a typo ends the script with one message and exit code 2, and without files."""
     done = subprocess.run(
         ["uv", "run", "--no-sync", "python", "examples/pretrain.py", "--run.folder", str(runs / "typo"), "--step", "3"],
         cwd=ROOT,

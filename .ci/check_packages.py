@@ -1,4 +1,4 @@
-"""Builds every package as a wheel, and imports and tests each in an environment with only what it declares."""
+"""Build every package as a wheel, and import and test each in an environment with only its declared dependencies."""
 
 import os
 import re
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(*command: str | Path, **environment: str) -> str:
-    """Run a command from the root; show its output and stop if it fails."""
+    """Run a command from the root; if it fails, print its output and exit."""
     done = subprocess.run(
         [str(word) for word in command],
         cwd=ROOT,
@@ -41,7 +41,7 @@ def wheel_of(name: str, wheels: Path) -> Path:
 
 
 def environment(folder: Path, wheels: Path, name: str, *extra: str) -> Path:
-    """An environment that holds a package's wheel, what it declares, and `extra`, at the versions of the lock."""
+    """Create an environment with a package's wheel, its dependencies and `extra`, at the versions of the lock."""
     constraints = folder / "constraints.txt"
     locked = run("uv", "export", "-q", "--locked", "--all-packages", "--no-emit-workspace", "--no-hashes")
     constraints.write_text(locked, encoding="utf-8")
@@ -56,7 +56,7 @@ def environment(folder: Path, wheels: Path, name: str, *extra: str) -> Path:
 
 
 def prepare(name: str, wheels: Path) -> Path:
-    """The folder of an environment in which a package can be tested alone."""
+    """Return the folder of an environment that tests one package alone."""
     folder = wheels / f"for-{name}"
     folder.mkdir()
     environment(folder, wheels, name, *project(name)["dependency-groups"]["test"])
@@ -64,8 +64,8 @@ def prepare(name: str, wheels: Path) -> Path:
 
 
 def check_package(name: str, wheels: Path, prepared: Path) -> str:
-    """Import a package and run its tests; the last line of what pytest printed."""
-    # One place for all environments, so that what they share is compiled once.
+    """Import a package and run its tests; return the last line of pytest's output."""
+    # One folder for all environments, so that shared bytecode is compiled once.
     folder, bytecode = prepared.rename(wheels / "alone"), wheels / "bytecode"
     python = folder / "venv" / "bin" / "python"
     run(python, "-I", "-X", f"pycache_prefix={bytecode}", "-c", f"import {name.replace('-', '_')}")
@@ -80,7 +80,7 @@ def check_package(name: str, wheels: Path, prepared: Path) -> str:
 
 
 def check_meta(names: list[str], wheels: Path) -> str:
-    """Install the meta package from the wheels, and import everything that it stands for."""
+    """Install the meta package from the wheels, and import all of its packages."""
     with tempfile.TemporaryDirectory() as folder:
         python = environment(Path(folder), wheels, "d9d")
         run(python, "-I", "-c", "".join(f"import {name.replace('-', '_')}\n" for name in names))
@@ -93,7 +93,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         wheels = Path(folder)
         run("uv", "build", "-q", "--all-packages", "--wheel", "--no-sources", "--out-dir", wheels)
-        with ThreadPoolExecutor(1) as pool:  # the next environment is made while a package is tested
+        with ThreadPoolExecutor(1) as pool:  # creates the next environment while a package is tested
             following = pool.submit(prepare, names[0], wheels)
             for name, after in zip(names, [*names[1:], None], strict=True):
                 prepared = following.result()

@@ -1,4 +1,4 @@
-"""Writes the reference of every configuration field while the documentation is built, from the models themselves."""
+"""Generate the reference of every configuration field from the pydantic models while the documentation is built."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ PAGES = (
 
 
 def reference() -> str:
-    """The page."""
+    """Return the page."""
     lines = ["# Configuration", "", "Made from the models of this version; `--help` prints the same."]
     for title, model, without, what in PAGES:
         lines += ["", f"## {title}", "", what, "", tabulate_fields(model, without=without)]
@@ -29,6 +29,6 @@ def reference() -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Called by mkdocs before it looks at any page."""
+    """Add the page; mkdocs calls this hook before it reads pages."""
     files.append(File.generated(config, "reference/configuration.md", content=reference()))
     return files

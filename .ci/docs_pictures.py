@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation while it is built: what the code of this checkout does."""
+"""Generate the plots of the documentation from the code of this checkout while the documentation is built."""
 
 import io
 import math
@@ -51,7 +51,7 @@ GALLERY: dict[str, tuple[str, Schedule]] = {
 
 
 def pictures() -> dict[str, str]:
-    """All pictures, as SVG by name."""
+    """Return all plots as SVG, by name."""
     return {
         **schedules(),
         "attention_masks": as_svg(attention_masks()),
@@ -60,7 +60,7 @@ def pictures() -> dict[str, str]:
 
 
 def schedules() -> dict[str, str]:
-    """Each schedule, and one with transfers that take time."""
+    """Plot each schedule, and one with transfer times."""
     drawn = {}
     for name, (title, schedule) in GALLERY.items():
         program = build(schedule, num_ranks=NUM_RANKS, num_microbatches=NUM_MICROBATCHES)
@@ -78,7 +78,7 @@ def schedules() -> dict[str, str]:
 
 
 def attention_masks(length: int = 16) -> Figure:
-    """Attention probabilities where queries and keys are equal, which are those of the mask."""
+    """Plot attention probabilities for equal queries and keys, which show only the mask."""
     documents_BS = torch.tensor([[0] * 6 + [1] * (length - 6)])
     window = AttentionOptions(window=4)
     cases = {
@@ -101,7 +101,7 @@ def attention_masks(length: int = 16) -> Figure:
 
 
 def rope_scalings() -> Figure:
-    """How many times longer each scaling makes the wavelength of each pair."""
+    """Plot the factor by which each scaling lengthens the wavelength of each pair."""
     theta, rotary_dim, original, factor = 500_000.0, 128, 8192, 8.0
     length = torch.tensor(int(factor) * original)
     scalings: dict[str, RotaryScaling] = {
@@ -127,13 +127,13 @@ def rope_scalings() -> Figure:
 
 def as_svg(figure: Figure) -> str:
     text = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": "d9d"}):  # the same picture is the same file
+    with mpl.rc_context({"svg.hashsalt": "d9d"}):  # equal plots give equal files
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Called by mkdocs before it looks at any page."""
+    """Add the plots; mkdocs calls this hook before it reads pages."""
     for name, svg in pictures().items():
         files.append(File.generated(config, f"pictures/{name}.svg", content=svg))
     return files

@@ -28,7 +28,7 @@ class FinetuneConfig(TrainerConfig):
 
 
 class LoraDecoder(ModelProvider):
-    """A decoder with adapters beside its linear layers; everything else is frozen."""
+    """Decoder with adapters on its linear layers; all other parameters are frozen."""
 
     def __init__(self, base: Decoder, lora: LoRA) -> None:
         self.base, self.lora = base, lora
@@ -36,7 +36,7 @@ class LoraDecoder(ModelProvider):
     def build(self, stage: StageInfo) -> nn.Module:
         model = self.base.build(stage)
         injected = inject(self.lora, model, is_part=stage.count > 1)
-        if stage.count == 1:  # files are read and written with the names of the whole model, which is built first
+        if stage.count == 1:  # the whole model is built first, and its names are used to read and write files
             self.injected = injected
         return model
 
@@ -48,7 +48,7 @@ class LoraDecoder(ModelProvider):
 
 
 def finish(done: Finished, provider: LoraDecoder, source: Path) -> None:
-    """Save the adapters alone, then the model with the adapters merged into its weights."""
+    """Save only the adapters, then the model with the adapters merged into its weights."""
     run_dir, model, ctx = done.result.run_dir, done.model, done.ctx
     save_adapters(model, run_dir / "adapters", provider.base.state_mapper(model), ctx)
     merge_(model, ctx)

@@ -1,6 +1,6 @@
 """Pretrain a Qwen3-style decoder, dense or MoE, on the source code of the standard library; export it for transformers.
 
-A file is a document, and a byte a token. The preset pretrain_preset.toml names the classes below by import path.
+Each file is a document, and each byte a token. The preset pretrain_preset.toml names the classes below by import path.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ class Text(Section):
     folder: Path = Path(sysconfig.get_path("stdlib"))
     pattern: str = Field("**/*.py", min_length=1)
     length: PositiveInt = 256
-    tokens: Path = Path("runs/tokens")  # where token files are kept for later jobs
+    tokens: Path = Path("runs/tokens")  # cache of token files for later jobs
 
 
 class Experts(Section):
@@ -121,7 +121,7 @@ _CHANGE = "Change it with --text.folder PATH or --text.pattern PATTERN; of a pre
 
 
 def read_text(text: Text) -> tuple[list[bytes], list[bytes]]:
-    """Training and held-out text: whole files, one in ten held out, chosen by the hash of their names."""
+    """Return training and held-out text: whole files, one in ten held out by a hash of its name."""
     if not text.folder.is_dir():
         raise UserError(f"text.folder = {text.folder} is not a folder; expected one with text. {_CHANGE}")
     files = [path.relative_to(text.folder) for path in sorted(text.folder.glob(text.pattern)) if path.is_file()]
@@ -139,9 +139,9 @@ def read_text(text: Text) -> tuple[list[bytes], list[bytes]]:
 
 
 class PackedText(DataProvider):
-    """Rows of `text.length` bytes, into which files are packed: a byte sees the bytes before it in its own file."""
+    """Files packed into rows of `text.length` bytes; a byte attends only to the preceding bytes of its own file."""
 
-    draws = False  # nothing is random but the order
+    draws = False  # only the order is random
 
     def __init__(self, text: Text) -> None:
         self.length = text.length
@@ -213,14 +213,14 @@ class NextByte(Task):
 
 
 class Report:
-    """When the job is done: lets the model write, draws the curves, and says in one line of JSON what came of it."""
+    """At the end of the job, generates text, plots the curves, and prints a summary as one line of JSON."""
 
     def __init__(self, max_context: int) -> None:
         self.max_context = max_context
 
     @on_event(Finished)
     def finished(self, done: Finished) -> None:
-        written = self.write(done)  # on all ranks
+        written = self.write(done)  # collective
         if not done.ctx.is_main_process:
             return
         result = done.result
@@ -239,7 +239,7 @@ class Report:
         print(json.dumps(summary))
 
     def write(self, done: Finished) -> str:
-        """Let the model continue a prompt, in whatever layout it is; collective."""
+        """Generate a continuation of a prompt, in any layout. Collective."""
         ctx = done.ctx
         split = ContextSplit(ctx.mesh_for("batch")["cp"])
         done.model.eval()

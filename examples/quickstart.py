@@ -1,4 +1,4 @@
-"""Train a plain PyTorch module, on one process or under torchrun, by changing nothing but the configuration."""
+"""Train a plain PyTorch module, on one process or under torchrun; only the configuration differs."""
 
 from pathlib import Path
 

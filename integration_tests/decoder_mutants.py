@@ -1,4 +1,4 @@
-"""Deliberate bugs in what decoders are made of, each of which turns a cell of the oracle red; see `mutants.py`."""
+"""Deliberate bugs in the components of decoders; each must make a cell of the oracle fail. See `mutants.py`."""
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
@@ -149,13 +149,13 @@ def every_rank_has_the_sinks_of_the_first_heads() -> Generator[None]:
 
 @caught_by("sinks,cp_shard=2,method=all_to_all")
 def exchanged_heads_have_the_sinks_of_the_first() -> AbstractContextManager[object]:
-    real = AllToAllAttention._attention_of_own_heads
+    real = AllToAllAttention._attention_for_local_heads
 
     def first(self: Any, num_heads: int) -> Any:
         with mock.patch.object(self._mesh, "get_local_rank", return_value=0):
             return real(self, num_heads)
 
-    return mock.patch.object(AllToAllAttention, "_attention_of_own_heads", first)
+    return mock.patch.object(AllToAllAttention, "_attention_for_local_heads", first)
 
 
 @caught_by("delta,tp=2")
@@ -234,7 +234,7 @@ def labels_are_smoothed_over_the_part_of_a_rank() -> AbstractContextManager[obje
 
 
 def _with_loss(change: Callable[[CrossEntropy], CrossEntropy]) -> AbstractContextManager[object]:
-    """A chunked loss that computes another one than the head asks for."""
+    """Make the chunked loss compute another loss than the head requests."""
     vocabulary = d9d_modules.chunked_cross_entropy._Vocabulary
     real = vocabulary.__init__
 

@@ -1,4 +1,4 @@
-"""Jobs whose ranks are forked from a warm process, so that killing them costs the job's own time and no imports."""
+"""Jobs whose ranks are forked from a warm process, so that a restart after a kill does not repeat imports."""
 
 import atexit
 import ctypes
@@ -31,24 +31,24 @@ When: TypeAlias = float | Literal["in a save"]
 
 NEVER = float("inf")
 _PARENT_DIES = 1  # PR_SET_PDEATHSIG
-_SECONDS = 120.0  # for a whole job
-_ALONE = 5.0  # for ranks of which one was killed
-# What a job imports on its way. In the warm process it is imported once.
+_SECONDS = 120.0  # timeout of a whole job
+_ALONE = 5.0  # time for the other ranks to exit after one was killed
+# Modules that a job imports while it runs. The warm process imports them once.
 _MODULES = ("pretrain", "torch._dynamo", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "tqdm")
 
 
 def forked_job(
     name: str, arguments: Sequence[str], *, world_size: int, killed: When = NEVER, seed: int = 0, folder: Path
 ) -> list[Ended] | None:
-    """Run an example on so many ranks, without any pickle; `None` if one of them was killed.
+    """Run an example on several ranks, with unpickling disabled. Return `None` if a rank was killed.
 
     Args:
-        name: The example.
-        arguments: Its command line.
+        name: Name of the example.
+        arguments: Command-line arguments.
         world_size: Number of ranks.
-        killed: When a random rank is killed, if the job still runs.
-        seed: Chooses that rank.
-        folder: The run's folder, whose checkpoints are watched.
+        killed: When to kill a random rank, if the job still runs.
+        seed: Seed for the choice of the rank.
+        folder: Run folder, whose checkpoints are watched.
     """
     job = _Job(name, list(arguments), world_size, killed, seed, str(folder))
     (ended,) = _warm_process().run(_in_warm_process, job, world_size=1, timeout=_SECONDS + _ALONE)
@@ -67,7 +67,7 @@ class _Job:
 
 @cache
 def _warm_process() -> RankPool:
-    """A process of its own: one that has gone backward once cannot be forked for it any more."""
+    """Return a separate process: a process cannot be forked after it ran a backward pass."""
     pool = RankPool()
     atexit.register(pool.close)
     return pool
@@ -89,10 +89,10 @@ def _in_warm_process(job: _Job) -> list[dict[str, Any]] | None:
 
 
 def _watch(children: dict[int, int], victim: int, killed: When, checkpoints: Path) -> bool:
-    """Wait for all ranks; kill the victim when it is time, and later those that wait for it, as a launcher does.
+    """Wait for all ranks. Kill the victim at its time, and then the ranks that wait for it, as a launcher does.
 
     Returns:
-        Whether the victim was killed.
+        True if the victim was killed.
     """
     left, was_killed = set(children), False
     start, before = time.monotonic(), _partials(checkpoints)
@@ -105,7 +105,7 @@ def _watch(children: dict[int, int], victim: int, killed: When, checkpoints: Pat
         left -= {child for child in left if os.waitpid(child, os.WNOHANG)[0]}
         time.sleep(0.001)
     for child in left:
-        os.kill(child, signal.SIGKILL if was_killed else signal.SIGUSR1)  # by the latter it writes its stacks
+        os.kill(child, signal.SIGKILL if was_killed else signal.SIGUSR1)  # SIGUSR1 makes it write its stacks
         time.sleep(0 if was_killed else 1)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -114,12 +114,12 @@ def _watch(children: dict[int, int], victim: int, killed: When, checkpoints: Pat
 
 
 def _is_saving(checkpoints: Path, before: set[tuple[str, int]]) -> bool:
-    """Whether a checkpoint is being written, and it is not the first."""
+    """Return True if a checkpoint other than the first is being written."""
     return bool(_partials(checkpoints) - before) and any(checkpoints.glob("step-????????"))
 
 
 def _partials(checkpoints: Path) -> set[tuple[str, int]]:
-    """What is being written, or was when its writer was killed: names, and when something was last added."""
+    """Return the names and modification times of partial checkpoints, also those of killed writers."""
     found: set[tuple[str, int]] = set()
     for path in checkpoints.glob("*.partial"):
         with suppress(FileNotFoundError):
@@ -135,15 +135,13 @@ def _fork(job: _Job, rank: int, meeting: Path) -> int:
 
 
 def _be_rank(job: _Job, rank: int, meeting: Path) -> NoReturn:
-    """In the child only."""
+    """Run a rank, in the child process."""
     try:
         ctypes.CDLL(None).prctl(_PARENT_DIES, signal.SIGKILL)
         ranks = job.world_size
         place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
         os.environ.update({key: str(value) for key, value in place.items()})
-        torch.set_num_threads(
-            1
-        )  # here, where no other thread is: it replaces the thread pool that did not survive forking
+        torch.set_num_threads(1)  # in the only thread: replaces the thread pool that did not survive the fork
         _forbid_unpickling()
         store = dist.FileStore(str(meeting / "store"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -155,7 +153,7 @@ def _be_rank(job: _Job, rank: int, meeting: Path) -> NoReturn:
 
 
 def _forbid_unpickling() -> None:
-    """Whatever a job loads, and whatever its ranks tell each other, it unpickles nothing."""
+    """Disable unpickling, of files and of messages between ranks."""
 
     def refuse(*_arguments: Any, **_options: Any) -> NoReturn:
         raise AssertionError("something is unpickled")
@@ -163,4 +161,4 @@ def _forbid_unpickling() -> None:
     sys.addaudithook(lambda event, arguments: refuse() if event == "pickle.find_class" else None)
     for module, reader in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
         setattr(module, reader, refuse)
-    setattr(dist.distributed_c10d, "_unpickler", refuse)  # noqa: B010 - it is not ours
+    setattr(dist.distributed_c10d, "_unpickler", refuse)  # noqa: B010 - private attribute of torch

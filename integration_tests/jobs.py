@@ -1,4 +1,4 @@
-"""Runs the examples as jobs in warm ranks, as `python` and `torchrun` would, without the seconds of importing."""
+"""Run the examples as jobs in warm ranks, as `python` and `torchrun` do, without the import time."""
 
 import importlib
 import json
@@ -44,7 +44,7 @@ _NEW_TOKENS = 40
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a script ended: its exit code and what it printed."""
+    """Exit code and output of a script."""
 
     code: int
     output: str
@@ -52,12 +52,12 @@ class Ended:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The JSON object that the last line of the output is."""
+        """The JSON object on the last line of the output."""
         return json.loads(self.output.splitlines()[-1])
 
 
 def script(name: str, arguments: Sequence[str]) -> Ended:
-    """Run an example's `main` in this process, as `python examples/name.py ARGUMENTS` does; its text is shorter."""
+    """Run an example's `main` in this process, as `python examples/name.py ARGUMENTS` does; it generates less text."""
     module = importlib.import_module(name)
     output, errors = StringIO(), StringIO()
     before, sys.argv = sys.argv, [f"{name}.py", *arguments]
@@ -73,7 +73,7 @@ def script(name: str, arguments: Sequence[str]) -> Ended:
 
 
 def _shorter_text(module: ModuleType) -> AbstractContextManager[object]:
-    """Each token is a forward pass on all ranks: of a tiny job, the usual two hundred are the larger part."""
+    """Generate fewer tokens: each is a forward pass on all ranks, and two hundred would dominate a tiny job."""
     if "generate" not in vars(module):
         return nullcontext()
     generate = vars(module)["generate"]
@@ -85,7 +85,7 @@ def _shorter_text(module: ModuleType) -> AbstractContextManager[object]:
 
 
 def options(*parts: Mapping[str, Any], **more: Any) -> list[str]:
-    """Overrides as a command line; in `more`, two underscores stand for a dot."""
+    """Return overrides as command-line arguments; in `more`, two underscores mean a dot."""
     merged: dict[str, Any] = {}
     for part in parts:
         merged.update(part)
@@ -99,7 +99,7 @@ def on_ranks(name: str, arguments: Sequence[str], *, world_size: int = 1, timeou
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """What `metrics.jsonl` holds, without what differs from run to run: times and throughput."""
+    """Return the records of `metrics.jsonl` without times and throughput, which differ between runs."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     volatile = {"time", "tokens_per_second", "config"}
     kept = [{k: v for k, v in json.loads(line).items() if k not in volatile} for line in lines]
@@ -107,10 +107,10 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def curve(run_dir: Path, name: str) -> list[float]:
-    """The values of a name over steps."""
+    """Return the values of a name over steps."""
     return [record[name] for record in records(run_dir) if name in record]
 
 
 def copy_run(source: Path, target: Path) -> Path:
-    """Copy a run's folder, to continue it twice."""
+    """Copy a run folder, to resume the run twice."""
     return Path(shutil.copytree(source, target))

@@ -1,4 +1,4 @@
-"""A job that trains a tiny DeepSeek-V3 in float64, balances its experts once a step, and reports their load."""
+"""Job that trains a tiny DeepSeek-V3 in float64, balances its experts in each step, and reports their load."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,7 +48,7 @@ SPARSE_LAYERS = [f"backbone.layers.{index}.feed_forward" for index in range(1, P
 
 @final
 class TinyDeepseek(ModelProvider):
-    """Builds the model and parallelises it as a user does."""
+    """Builds and parallelizes the model as a user does."""
 
     def build(self, stage: StageInfo) -> nn.Module:
         return DeepseekV3ForCausalLM(PARAMS, stage).double()
@@ -59,7 +59,7 @@ class TinyDeepseek(ModelProvider):
 
 @final
 class ExpertLoad(Metric):
-    """How evenly the experts of some layers were chosen."""
+    """Balance of the expert load in some layers."""
 
     def __init__(self, layers: Sequence[str], num_experts: int) -> None:
         self.layers = list(layers)
@@ -84,7 +84,7 @@ class ExpertLoad(Metric):
 
 @final
 class BalancedNextToken(Task):
-    """Predicts tokens; as a subscriber, balances experts and takes their counts into a metric."""
+    """Predicts tokens; as an event subscriber, balances experts and adds their counts to a metric."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -103,20 +103,20 @@ class BalancedNextToken(Task):
 
     @on_event(ModelReady)
     def start(self, ready: ModelReady) -> None:
-        """Keep the metric of the training, since evaluations make others; counts are equal on all ranks of a stage."""
+        """Keep the training metric, because evaluations create others; counts are equal on all ranks of a stage."""
         self.load = self.newest
         self.is_counting = ready.ctx.coordinate("batch", "dp") == ready.ctx.coordinate("batch", "cp") == 0
 
     @on_event(OptimizerDone)
     def balance(self, done: OptimizerDone) -> None:
-        """Once a step."""
+        """Balance the experts once per step."""
         counts = balance_experts(done.model, rate=self.rate, taken=done.taken)
         if self.is_counting:
             self.load.update(counts)
 
 
 def train(layout: str, folder: str, steps: int, rate: float) -> None:
-    """Train up to a step, from where the folder's last job stopped; what it reports is in its metrics.jsonl."""
+    """Train up to a step, resuming the folder's last job; metrics are written to its metrics.jsonl."""
     where = parse_layout(layout)
     config = TrainerConfig.model_validate(
         {
@@ -138,7 +138,7 @@ def train(layout: str, folder: str, steps: int, rate: float) -> None:
         data=_samples(),
         task=task,
         evaluation_data=_samples()[:5],
-        lr_schedule=lambda step: 1.0,  # else it would follow from the number of steps
+        lr_schedule=lambda step: 1.0,  # otherwise it would depend on the number of steps
     )
     trainer.events.subscribe(task)
     trainer.train()

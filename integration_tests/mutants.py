@@ -1,7 +1,7 @@
-"""Deliberate bugs, each of which has to turn a cell of the oracle red: an oracle that cannot fail proves nothing.
+"""Deliberate bugs, each of which must make a cell of the oracle fail: an oracle that cannot fail proves nothing.
 
-A mutant is a context in which every rank trains. It changes one thing, of the kind that frameworks got wrong silently:
-a reduction that is left out or doubled, a mean for a sum, a norm that forgets an axis, an order that is not undone.
+A mutant is a context in which every rank trains. It changes one thing, of the kinds that frameworks silently get wrong:
+a reduction that is dropped or doubled, a mean for a sum, a norm that omits an axis, an order that is not restored.
 """
 
 from collections.abc import Callable, Generator
@@ -58,10 +58,10 @@ class Mutant:
     """A bug and the cell that must catch it.
 
     Attributes:
-        name: What is wrong.
-        bug: The bug.
-        cell: The name of a cell of the oracle, or of one like them.
-        num_steps: After how many optimizer steps it shows.
+        name: Name of the bug.
+        bug: Context manager that applies the bug.
+        cell: Name of a cell of the oracle, or of a similar one.
+        num_steps: Number of optimizer steps until the bug has an effect.
     """
 
     name: str
@@ -71,13 +71,13 @@ class Mutant:
 
 
 class Listed(Protocol):
-    """A decorator: puts a bug on a list, with the cell that must catch it."""
+    """Decorator that adds a bug to a list, with the cell that must catch it."""
 
     def __call__(self, cell: str, *, num_steps: int = 1) -> Callable[[Bug], Bug]: ...
 
 
 def list_in(mutants: list[Mutant]) -> Listed:
-    """The decorator for a list."""
+    """Return the decorator for a list."""
 
     def caught_by(cell: str, *, num_steps: int = 1) -> Callable[[Bug], Bug]:
         def put(bug: Bug) -> Bug:
@@ -96,7 +96,7 @@ caught_by = list_in(MUTANTS)
 
 @contextmanager
 def _collective(module: Any, **replaced: Any) -> Generator[None]:
-    """Replace functions of `torch.distributed` for one module only."""
+    """Replace functions of `torch.distributed` in one module."""
 
     class Changed(SimpleNamespace):
         def __getattr__(self, name: str) -> Any:
@@ -107,7 +107,7 @@ def _collective(module: Any, **replaced: Any) -> Generator[None]:
 
 
 class _Done:
-    """What an asynchronous collective that never happened gives."""
+    """Work handle of an asynchronous collective that was not started."""
 
     def wait(self) -> None:
         pass
@@ -123,7 +123,7 @@ def sharded_gradients_are_averaged() -> AbstractContextManager[object]:
 
 @contextmanager
 def _hybrid_over(change: Callable[[DeviceMesh, str], DeviceMesh]) -> Generator[None]:
-    """Hybrid sharding over fewer axes than it was given, which the Trainer's own check would refuse."""
+    """Apply hybrid sharding over fewer axes than given; the Trainer's own check would refuse it."""
     with (
         mock.patch.object(d9d_dist.data_parallel, "_replicate_and_shard", change),
         mock.patch.object(d9d_loop.model.model_build, "check_parallelized"),
@@ -238,7 +238,7 @@ def the_weight_counts_tensor_parallel_ranks() -> Generator[None]:
 
 
 def _norm_over(change: Callable[[DeviceMesh, tuple[Any, ...]], tuple[Any, ...]]) -> AbstractContextManager[object]:
-    """A norm that takes the placements of parameters for others."""
+    """Compute the norm with other placements of the parameters."""
     real = d9d_dist.gradient_norm._splits
     return mock.patch.object(
         d9d_dist.gradient_norm, "_splits", lambda mesh, placements: real(mesh, change(mesh, placements))
@@ -315,7 +315,7 @@ def gathered_logits_count_their_gradient_on_every_rank() -> AbstractContextManag
 @caught_by("plain,tp=2")
 def every_rank_adds_the_bias() -> AbstractContextManager[object]:
     def forward(self: RowParallel, module: nn.Module, mesh: Any, inner: Any, *args: Any) -> Tensor:
-        return d9d_dist.tensor_styles._leave(inner(*args), self.output, mesh)
+        return d9d_dist.tensor_styles._redistribute_output(inner(*args), self.output, mesh)
 
     return mock.patch.object(RowParallel, "forward", forward)
 
@@ -343,7 +343,7 @@ def a_loss_normalises_over_its_part_of_the_vocabulary() -> AbstractContextManage
 @caught_by("tied,tp=2")
 @contextmanager
 def splitting_unties_the_head() -> Generator[None]:
-    """The Trainer refuses such a model before it trains: that check is off, so that the oracle has to see it."""
+    """Disable the Trainer's check, which refuses such a model, so that the oracle has to detect it."""
     real = d9d_dist._local_parameters.distribute_parameters
 
     def untie(model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -499,15 +499,15 @@ def a_ring_leaves_out_what_others_hold() -> AbstractContextManager[object]:
 
 @caught_by("dense,cp_shard=2,method=ring")
 def a_ring_keeps_the_gradients_of_foreign_keys() -> AbstractContextManager[object]:
-    real = d9d_dist.context_parallel.ring._send_on
+    real = d9d_dist.context_parallel.ring._send_to_next
 
     def keep(tensors: list[Tensor], mesh: Any, *, tag: int) -> Any:
         arrival: Any = real(tensors, mesh, tag=tag)
         if tag:
-            arrival._kept, arrival._received = arrival._received, tensors  # gloo still writes into what arrives
+            arrival._kept, arrival._received = arrival._received, tensors  # gloo still writes to the received tensors
         return arrival
 
-    return mock.patch.object(d9d_dist.context_parallel.ring, "_send_on", keep)
+    return mock.patch.object(d9d_dist.context_parallel.ring, "_send_to_next", keep)
 
 
 @caught_by("plain,cp_shard=2")

@@ -1,11 +1,11 @@
-"""The oracle's grids: which models are compared with one process in which layouts; each cell can be run by its name.
+"""Grids of the oracle: the models and layouts to compare with one process. Each cell can be run by its name.
 
     python integration_tests/oracle.py --list
     python integration_tests/oracle.py "dense,dp_shard=2,tp=2,microbatch=1"
 
-A cell's name is a model, options of it, and a layout. Any name of that form can be run, also one that is not in its
-grid. A grid covers every pair of values of its factors that can stand together on at most so many ranks: eight for the
-main job's models, four for those of `d9d_modules`.
+The name of a cell is a model, its options, and a layout. Any such name can be run, also one outside the grid. A grid
+covers every compatible pair of values of its factors, on at most eight ranks for the main job's models and four ranks
+for those of `d9d_modules`.
 """
 
 import argparse
@@ -36,13 +36,13 @@ def _experiment(values: Values, num_layers: int) -> Experiment:
 
 
 def _is_served(values: Values) -> bool:
-    """Heads are what the method all_to_all exchanges; there must be some for each rank."""
+    """Return True if the method all_to_all has at least one head per rank."""
     num_ranks = int(values.get("tp", "1")) * int(values.get("cp_shard", "1")) * int(values.get("cp_replicate", "1"))
     return values.get("method") != "all_to_all" or NUM_HEADS.get(values.get("model", "dense"), 8) % num_ranks == 0
 
 
 def _is_paired(first: Value, second: Value) -> bool:
-    """A schedule is paired with the number of its ranks; `test_pipeline_rows.py` puts each beside everything else."""
+    """Pair a schedule only with its number of ranks; `test_pipeline_rows.py` combines it with everything else."""
     keys = {first[0], second[0]}
     if "schedule" in keys:
         return "pp" in keys
@@ -77,7 +77,7 @@ def parse_cell(name: str) -> Cell:
     """Read a cell's name.
 
     Raises:
-        UserError: If it names a model, a factor or a value that there is not.
+        UserError: If the model, a factor or a value is unknown.
     """
     model, *_ = parts = name.split(",")
     for grid in GRIDS:
@@ -89,14 +89,14 @@ def parse_cell(name: str) -> Cell:
 
 @cache
 def cells(grid: Grid) -> tuple[Cell, ...]:
-    """Each axis alone, for the first model, then cells that cover all pairs."""
+    """Return each axis alone, for the first model, then cells that cover all pairs."""
     model, *_ = grid.factors["model"]
     alone = [parse_cell(f"{model},{axis}={degree}") for axis in DEGREES for degree in grid.factors[axis][1:]]
     return grid.covering(alone)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the cells that are named, or all; the exit code is the number of cells that differ, at most 1."""
+    """Run the named cells, or all; return the exit code, 1 if any cell differs."""
     parser = argparse.ArgumentParser(description="Compare layouts with one process, number by number, in float64.")
     parser.add_argument("cells", nargs="*", help="names of cells; all of the grids by default")
     parser.add_argument("--device", choices=["cpu", "accelerator"], default="cpu", help="where ranks compute")

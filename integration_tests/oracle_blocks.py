@@ -1,7 +1,7 @@
-"""A decoder with the blocks of `d9d_modules` that the dense families do not have, as a user would compose it.
+"""Decoder with the blocks of `d9d_modules` that the dense families do not use, as a user would compose it.
 
-Gated DeltaNet, latent attention, or attention with sinks and an output gate; a zero-centred norm; a vocabulary in named
-splits, or a head whose loss has all terms over a vocabulary that tensor-parallel ranks share. No sequence parallelism.
+Gated DeltaNet, latent attention, attention with sinks and an output gate; a zero-centered norm; a vocabulary in named
+splits, or a head whose loss has all terms over a vocabulary sharded by tensor parallelism. No sequence parallelism.
 """
 
 from torch import Tensor, nn

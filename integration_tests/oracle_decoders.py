@@ -1,6 +1,6 @@
-"""The oracle's grid of `d9d_modules`: both dense families, their heads, and other blocks, by `parallelize_decoder`.
+"""Grid of the oracle for `d9d_modules`: both dense families, their heads, and other blocks, by `parallelize_decoder`.
 
-The layouts here are small, two to four ranks: those of eight are proven by the main job's models.
+The layouts have two to four ranks; layouts of eight ranks are covered by the main job's models.
 """
 
 from dataclasses import dataclass
@@ -50,17 +50,17 @@ SCALINGS: dict[str, RopeScaling | None] = {
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderProvider(ModelProvider):
-    """Builds one of the grid's models and parallelises it as a user does.
+    """Builds and parallelizes one of the grid's models as a user does.
 
     Attributes:
-        model: Which.
-        num_layers: Of the whole model.
-        tied: Whether a language-model head uses the embedding's weight.
-        rope: The scaling of positions, by name.
-        window: That of every second layer of a Qwen3; None for none.
-        method: How context-parallel ranks see each other's keys and values.
-        checkpointing: What checkpointed layers keep.
-        checkpoint_every: Which layers are checkpointed.
+        model: Name of the model.
+        num_layers: Number of layers of the whole model.
+        tied: True if the language model head uses the embedding's weight.
+        rope: Name of the rotary scaling.
+        window: Attention window of every second layer of a Qwen3; None for full attention.
+        method: Context-parallel method.
+        checkpointing: Activation checkpointing policy.
+        checkpoint_every: Interval of checkpointed layers.
     """
 
     model: str
@@ -74,7 +74,7 @@ class DecoderProvider(ModelProvider):
 
     @property
     def params(self) -> DecoderParams:
-        """The sizes of the model."""
+        """Sizes of the model."""
         sizes: dict[str, Any] = {
             "vocab_size": VOCAB,
             "hidden_size": 12,
@@ -127,7 +127,7 @@ Batch = dict[str, Tensor]
 
 
 class TokenTask(Task):
-    """Predict tokens; positions and documents come with the batch, or are those of whole rows."""
+    """Predict tokens; positions and documents come from the batch, or are those of full rows."""
 
     def inputs(self, batch: Batch) -> Inputs:
         return Inputs(batch["input_ids"], labels=batch["labels"], **_places(batch))
@@ -141,7 +141,7 @@ class TokenTask(Task):
 
 
 class RowTask(Task):
-    """Learn the class of a row, or its vector, or both and its tokens."""
+    """Learn the class of a row, its embedding vector, or both and its tokens."""
 
     def inputs(self, batch: Batch) -> Inputs:
         return Inputs(batch["input_ids"], mask_BL=batch["mask"], **self._labels(batch), **_places(batch))
@@ -171,22 +171,22 @@ class HeadsTask(RowTask):
 
 
 def _places(batch: Batch) -> dict[str, Tensor]:
-    """What a model is told of its tokens' places. Stages after the first cannot count positions by themselves."""
+    """Return the position arguments of a model. Stages after the first cannot derive positions."""
     counted = torch.arange(LENGTH, device=batch["input_ids"].device).unsqueeze(0)
     places = {"position_ids": batch.get("position_ids", counted)}
     return places if "documents" not in batch else {**places, "document_ids_BL": batch["documents"]}
 
 
 def _distance(vectors_BE: Tensor, batch: Batch) -> Tensor:
-    """Each row's vector has to be another one."""
+    """Return a loss that requires different vectors of different rows."""
     wanted_E = torch.arange(vectors_BE.shape[1], device=vectors_BE.device).to(vectors_BE.dtype).sin()
     return (vectors_BE - batch["target"].unsqueeze(-1) * wanted_E).square().sum()
 
 
 def rows(kind: str) -> list[Batch]:
-    """One batch: rows of one document each, packed rows, or rows with padding on either side.
+    """Return one batch: rows of one document each, packed rows, or rows with padding on either side.
 
-    Some labels are ignored, as is a class; positions count from 0 in each document; a padded row has no token at all.
+    Some labels and a class are ignored; positions start at 0 in each document; one padded row has no tokens.
     """
     draws = torch.Generator().manual_seed(0)
     return [_row(kind, index, draws) for index in range(BATCH_SIZE)]
@@ -235,7 +235,7 @@ def _experiment(values: Values, num_layers: int) -> Experiment:
 
 
 def _is_served(values: Values) -> bool:
-    """What models have, and what `parallelize_decoder` refuses; `test_oracle.py` knows the messages."""
+    """Return True if the model supports the values; `test_oracle.py` checks the errors of the other combinations."""
     model = values.get("model", FAMILIES[0])
     has_context = values.get("cp_shard", "1") != "1" or values.get("cp_replicate", "1") != "1"
     if has_context and model in (*POOLED, "delta"):
@@ -252,7 +252,7 @@ _MODEL_DEFAULTS = {"window": "none", "rope": "plain", "head": "untied"}
 
 
 def _is_paired(first: Value, second: Value) -> bool:
-    """Options of a model are paired with layouts and with batches, and how it computes with the families' options."""
+    """Pair model options with layouts and batches, and computation options with the families' options."""
     keys, values = {first[0], second[0]}, {first[1], second[1]}
     if "schedule" in keys:
         return "pp" in keys

@@ -1,6 +1,6 @@
-"""The oracle's machinery: cells over factors, of which a grid covers every pair of values that can stand together.
+"""Machinery of the oracle: a grid of cells over factors that covers every compatible pair of values.
 
-A cell is one comparison of a layout with one process; its name is a model, options of it, and a layout.
+A cell compares one layout with one process; its name is a model, its options, and a layout.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -32,15 +32,15 @@ Value: TypeAlias = tuple[str, str]
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """Models, and the layouts and options they are compared in.
+    """Models, layouts and options to compare.
 
     Attributes:
-        factors: The values of each factor, the default first. There are all of `DEGREES`, and those of `Cell.layout`.
-        of_the_model: The factors that matter to one process too; no other may.
-        max_ranks: The largest cell.
-        experiment: Makes what is trained, of all values and a number of layers.
-        is_served: Whether values, of all factors or of some, can stand together; ranks and schedules are seen to.
-        is_paired: Whether the grid has to have two values of two factors together, if they can stand together.
+        factors: Values of each factor, the default first. Contains all of `DEGREES`, and the factors of `Cell.layout`.
+        of_the_model: Factors that change the result of one process; no other factor may.
+        max_ranks: Maximum number of ranks of a cell.
+        experiment: Builds the experiment from all values and a number of layers.
+        is_served: Returns True if values of some factors are compatible; ranks and schedules are checked separately.
+        is_paired: Returns True if the grid must cover a pair of compatible values.
     """
 
     factors: Mapping[str, Sequence[str]]
@@ -51,10 +51,10 @@ class Grid:
     is_paired: Callable[[Value, Value], bool]
 
     def cell(self, parts: Sequence[str]) -> "Cell":
-        """The cell with the model and the values that are named, such as `["dense", "tp=2"]`.
+        """Return the cell of a model and values, such as `["dense", "tp=2"]`.
 
         Raises:
-            UserError: If a factor or a value is named that there is not.
+            UserError: If a factor or a value is unknown.
         """
         model, *changed = parts
         values = {key: options[0] for key, options in self.factors.items()} | {"model": model}
@@ -66,25 +66,25 @@ class Grid:
         return Cell(self, tuple(values.items()))
 
     def is_possible(self, values: Values) -> bool:
-        """Whether values, of all factors or of some, can stand together."""
+        """Return True if values of all or some factors are compatible."""
         num_ranks = prod(int(values.get(axis, "1")) for axis in DEGREES)
         return num_ranks <= self.max_ranks and _has_program(values) and self.is_served(values)
 
     def is_complete(self, values: Values) -> bool:
-        """Whether the values of all factors make a cell: several ranks, and no option that does nothing."""
+        """Return True if values of all factors form a cell: several ranks, and no option without effect."""
         uses_context = values["cp_shard"] != "1" or values["cp_replicate"] != "1"
         num_ranks = prod(int(values[axis]) for axis in DEGREES)
         return self.is_possible(values) and num_ranks > 1 and (uses_context or values["method"] == "all_gather")
 
     def pairs(self) -> Iterator[tuple[Value, Value]]:
-        """The pairs of values that cells have to cover."""
+        """Yield the pairs of values that cells must cover."""
         every_value = [(key, value) for key, values in self.factors.items() for value in values]
         for first, second in combinations(every_value, 2):
             if first[0] != second[0] and self.is_paired(first, second):
                 yield first, second
 
     def covering(self, first: Sequence["Cell"]) -> tuple["Cell", ...]:
-        """The given cells, then others until all pairs are covered: each takes a missing pair and adds others."""
+        """Return the given cells and more until all pairs are covered: each starts from a missing pair."""
         cells = list(first)
         covered = {pair for cell in cells for pair in combinations(cell.values, 2)}
         for pair in self.pairs():
@@ -94,7 +94,7 @@ class Grid:
         return tuple(cells)
 
     def _complete(self, values: dict[str, str], covered: Set[tuple[Value, Value]]) -> dict[str, str] | None:
-        """All values of a cell in order, those first that bring most new pairs; None if no cell has the given ones."""
+        """Complete given values to a cell that covers the most new pairs; None if no cell has the given values."""
         if not self.is_possible(values):
             return None
         key = next((key for key in self.factors if key not in values), None)
@@ -115,21 +115,21 @@ class Grid:
 @final
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One comparison."""
+    """One comparison of a layout with one process."""
 
     grid: Grid
     values: tuple[Value, ...]
 
     @property
     def name(self) -> str:
-        """The model, then every factor that has not its first value."""
+        """The model, then every factor that differs from its first value."""
         chosen, factors = dict(self.values), self.grid.factors
         changed = [f"{key}={value}" for key, value in chosen.items() if value != factors[key][0] and key != "model"]
         return ",".join((chosen["model"], *changed))
 
     @property
     def layout(self) -> str:
-        """The part that the Trainer's mesh and batch follow from."""
+        """The part that determines the Trainer's mesh and batch."""
         chosen = dict(self.values)
         parts = [f"{axis}={chosen[axis]}" for axis in DEGREES if chosen[axis] != "1"]
         for name, default in (("schedule", "1f1b"), ("microbatch", "all")):
@@ -138,24 +138,24 @@ class Cell:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model: at least one for each stage."""
+        """Number of layers of the model: at least one per stage."""
         layout = parse_layout(self.layout)
         return max(2, layout.mesh.pipeline_parallel * layout.schedule.build().stages_per_rank)
 
     @property
     def experiment(self) -> Experiment:
-        """What is trained."""
+        """The experiment to train."""
         return self.grid.experiment(dict(self.values), self.num_layers)
 
     def differences(
         self, *, num_steps: int = 3, around: Around = nullcontext, device: Device = "cpu"
     ) -> Iterator[Difference]:
-        """Run the cell, and give every place where it differs from one process on the CPU.
+        """Run the cell, and return every difference from one process on the CPU.
 
         Args:
-            num_steps: Optimizer steps. After the first, gradients are those of trained parameters.
-            around: A context for the training on each rank.
-            device: Where ranks compute.
+            num_steps: Number of optimizer steps. After the first, gradients are those of trained parameters.
+            around: Context manager around the training on each rank.
+            device: Device of the ranks.
         """
         experiment = replace(self.experiment, num_steps=num_steps)
         trace = trace_layout(experiment, parse_layout(self.layout), around=around, device=device)
@@ -165,13 +165,13 @@ class Cell:
 
 @cache
 def _one_process(grid: Grid, of_the_model: tuple[Value, ...], num_layers: int, num_steps: int) -> dict[str, Any]:
-    """The reference, for all cells that share it."""
+    """Return the reference trace, shared by several cells."""
     values = {key: options[0] for key, options in grid.factors.items()} | dict(of_the_model)
     return trace_layout(replace(grid.experiment(values, num_layers), num_steps=num_steps), parse_layout(""))
 
 
 def _has_program(values: Values) -> bool:
-    """Whether the schedule exists for so many ranks and microbatches."""
+    """Return True if the schedule exists for the numbers of ranks and microbatches."""
     if values.get("pp") == "1":
         return values.get("schedule", "1f1b") == "1f1b"
     if not {"schedule", "pp", "microbatch"} <= values.keys():

@@ -1,4 +1,4 @@
-"""What the oracle's grid trains: the main job's decoder, dense and sparse, and a model as a user might write it."""
+"""Models of the oracle's grid: the main job's decoder, dense and sparse, and a model as a user might write it."""
 
 from dataclasses import dataclass
 from typing import Any, final
@@ -35,7 +35,7 @@ VOCAB = 32
 
 
 def decoder(kind: str, *, method: ContextMethod, checkpointing: CheckpointPolicy, num_layers: int = 2) -> Decoder:
-    """The main job's provider, for a small model: dense, tied or moe."""
+    """Return the main job's provider, for a small model: dense, tied or moe."""
     dense = Qwen3Params(
         vocab_size=VOCAB,
         hidden_size=24,
@@ -53,14 +53,14 @@ def decoder(kind: str, *, method: ContextMethod, checkpointing: CheckpointPolicy
 
 
 class MaskedNextToken(NextByte):
-    """The main job's task, where not every token counts."""
+    """The main job's task with a loss mask."""
 
     def loss(self, outputs: Tensor, batch: Batch) -> Loss:
         return Loss((outputs * batch["mask"]).sum(), weight=batch["mask"].sum())
 
 
 class PackedNextToken(Task):
-    """The task of the plain model: several documents in a row, which do not see each other."""
+    """Task of the plain model: packed documents, which do not attend to each other."""
 
     def inputs(self, batch: Batch) -> Inputs:
         return Inputs(batch["input_ids"], position_ids=batch.get("position_ids"), documents=batch["documents"])
@@ -74,7 +74,7 @@ class PackedNextToken(Task):
 
 
 def samples(*, ragged: bool) -> list[Batch]:
-    """One batch; a ragged one has rows of every length, one without any token, and holes."""
+    """Return one batch; a ragged batch has rows of every length, one without tokens, and masked tokens."""
     draws = torch.Generator().manual_seed(0)
     rows = []
     for row in range(BATCH_SIZE):
@@ -120,9 +120,9 @@ class PlainBlock(nn.Module):
 
 
 class PlainModel(nn.Module):
-    """Biases, layer norms, learned positions, and a parameter of its own that the root uses itself.
+    """Biases, layer norms, learned positions, and a parameter owned and used by the root module.
 
-    What passes from stage to stage is a dict, with an entry that needs no gradient.
+    Stages exchange a dict, which has an entry without a gradient.
     """
 
     def __init__(self, stage: StageInfo, num_layers: int) -> None:
@@ -156,7 +156,7 @@ class PlainModel(nn.Module):
 @final
 @dataclass(frozen=True)
 class PlainProvider(ModelProvider):
-    """Replicates where nothing is sharded, so that both ways of data parallelism are in the grid."""
+    """Replicates the model if nothing is sharded, so that the grid covers both kinds of data parallelism."""
 
     method: ContextMethod
     checkpointing: CheckpointPolicy

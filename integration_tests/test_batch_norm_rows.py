@@ -38,7 +38,7 @@ class Convolutions(nn.Sequential):
         )
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002
-        # Running statistics are seen in the loss, without a gradient.
+        # The loss depends on the running statistics, without a gradient.
         kept = torch.cat([buffer for name, buffer in self.named_buffers() if name.endswith("running_var")])
         return super().forward(input), kept
 
@@ -130,5 +130,5 @@ def test_a_mutant_is_caught(bug: Around) -> None:
 def _is_caught(bug: Around) -> bool:
     try:
         return any(differences(trace("dp_shard=2", around=bug), trace("")))
-    except AssertionError as error:  # ranks part, which the check of buffers says
-        return "buffers are not equal on all ranks after step 1" in str(error)
+    except AssertionError as error:  # ranks diverge, which the buffer check reports
+        return "buffers differ between ranks after step 1" in str(error)

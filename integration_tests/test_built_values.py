@@ -1,4 +1,4 @@
-"""A function's model trains as in a plain loop of torch, in every layout; deliberate bugs in that path are caught."""
+"""A function's model trains as in a plain torch loop, in every layout; deliberate bugs are caught."""
 
 import contextlib
 import io
@@ -27,7 +27,7 @@ Bug = Callable[[], AbstractContextManager[object]]
 
 
 class _Tagger(nn.Module):
-    """Has what was lost before: draws and constants in `__init__`, loaded and frozen layers, ties, buffers."""
+    """Model with values set by its constructor: random and constant ones, loaded and frozen layers, ties, buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def _data() -> list[Tensor]:
 
 @cache
 def _plain_loop() -> tuple[Values, Values]:
-    """The tensors before and after training, with nothing of d9d."""
+    """Return the tensors before and after training without d9d."""
     torch.manual_seed(SEED)
     model, ids = _build(), torch.stack(_data())
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -111,7 +111,7 @@ def _train(folder: Path, mesh: dict[str, int], around: Bug, build: Callable[...,
 
 
 def _difference(traces: list[dict[str, Any]]) -> str | None:
-    """The first difference from the plain loop."""
+    """Return the first difference from the plain loop."""
     before, after = _plain_loop()
     for rank, trace in enumerate(traces):
         if trace["before"].keys() != before.keys() or trace["after"].keys() != after.keys():

@@ -1,4 +1,4 @@
-"""Every entry of every family's `config.json`: what `transformers` computes with it, or an error that names it."""
+"""Every entry of every family's `config.json` gives the results of `transformers`, or an error that names it."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ from d9d_state import StateMapper
 
 REMOVED = "an entry that is removed"
 
-# Of a rounding of 6e-8 over some hundred operations of two layers; what an edit changes is above 1e-3.
+# From rounding errors of 6e-8 over about a hundred operations of two layers; an edit changes more than 1e-3.
 TOLERANCE = 2e-5
 
 
@@ -148,7 +148,7 @@ SCALINGS = [
     {"full_attention": {**THETA, "rope_type": "default"}},
     {},
 ]
-# What transformers itself does not know. Some would change its models: a later version may read the others.
+# Entries that transformers ignores. Some would change its models; a later version may read the others.
 UNKNOWN = {"is_causal": False, "use_bidirectional_attention": True, "logit_scale": 2.0, "per_layer_config": {"0": {}}}
 PLAUSIBLE: dict[str, list[Any]] = {
     "rope_parameters": [*SCALINGS, {**THETA, "rope_type": "new"}],
@@ -180,7 +180,7 @@ def _quiet() -> Iterator[None]:
 
 @cache
 def _base(family: str, *, sliding: bool) -> dict[str, Any]:
-    """A configuration as `transformers` writes it, with every entry."""
+    """Return a configuration with every entry, as `transformers` writes it."""
     chosen = FAMILIES[family]
     windows: dict[str, Any] = (
         {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1} if sliding else {}
@@ -196,7 +196,7 @@ def _edited(base: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 
 
 def _reference(family: Family, config: dict[str, Any]) -> nn.Module | None:
-    """The model of `transformers`; None if it cannot build or run it."""
+    """Return the model of `transformers`; None if it cannot be built or run."""
     try:
         torch.manual_seed(0)
         model = family.reference(family.config.from_dict(deepcopy(config))).train()
@@ -204,13 +204,13 @@ def _reference(family: Family, config: dict[str, Any]) -> nn.Module | None:
             for name, parameter in model.named_parameters():
                 parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3)
         _logits(model)
-    except Exception:  # whatever it raises, it does not serve this configuration
+    except Exception:  # any exception means that transformers does not support this configuration
         return None
     return model
 
 
 def _logits(model: nn.Module) -> Tensor:
-    torch.manual_seed(1)  # of dropout
+    torch.manual_seed(1)  # for dropout
     ids = torch.arange(2 * 9).view(2, 9) * 7 % 11
     output = model(ids)
     return output if isinstance(output, Tensor) else output.logits
@@ -246,7 +246,7 @@ def _check(family: Family, base: dict[str, Any], key: str, value: Any) -> str:
 
 @pytest.mark.parametrize("sliding", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_edit_is_followed_or_refused_by_name(name: str, sliding: bool) -> None:
+def test_every_edit_is_applied_or_refused_by_name(name: str, sliding: bool) -> None:
     family = FAMILIES[name]
     if sliding and "sliding_window" not in family.used:
         pytest.skip("a family without windows")

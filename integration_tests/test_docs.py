@@ -1,9 +1,9 @@
-"""Every Python snippet that a page or README shows is run: what the documentation says is what the packages do.
+"""Run every Python snippet of the documentation and the READMEs.
 
-The python blocks of a page run in order and in one namespace, in a folder of their own. A block of any language with
-`title="x.toml"` behind its language also is a file of this name in that folder. Functions named `test_*` are
-called at the end, as pytest would. In a README a block marked `python no-run` is left out, and the line above it says
-why: `<!-- not run: ... -->`. In the guides everything runs.
+The python blocks of a page run in order and in one namespace, in a new folder. A block of any language with
+`title="x.toml"` after its language is also a file of this name in that folder. Functions named `test_*` are called at
+the end, as by pytest. In a README a block marked `python no-run` is skipped, and the line above it gives the reason:
+`<!-- not run: ... -->`. In the guides all blocks run.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _MAIN_GUARD = 'if __name__ == "__main__":'
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block of a page; `line` is the number of its first line within the page."""
+    """Fenced block of a page; `line` is the number of its first line."""
 
     info: str
     code: str
@@ -51,10 +51,10 @@ class Block:
 
 
 def blocks(text: str) -> list[Block]:
-    """The fenced blocks of a page, in order.
+    """Return the fenced blocks of a page, in order.
 
     Raises:
-        ValueError: If a block would silently escape: it is indented, never closed, or left out without a reason.
+        ValueError: If a block would silently be skipped: it is indented, never closed, or not run without a reason.
     """
     found: list[Block] = []
     page = text.splitlines()
@@ -78,7 +78,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def run_page(page: Path, folder: Path) -> int:
-    """Run the snippets of a page in `folder`; the number of blocks that ran. What a snippet raises is raised."""
+    """Run the snippets of a page in `folder`, and return the number of blocks. Exceptions of snippets propagate."""
     snippets = blocks(page.read_text(encoding="utf-8"))
     python = [block for block in snippets if block.runs]
     namespace = ModuleType(re.sub(r"\W", "_", f"snippets_of_{page.parent.name}_{page.stem}"))
@@ -99,7 +99,7 @@ def run_page(page: Path, folder: Path) -> int:
 
 @contextlib.contextmanager
 def _as_a_script(namespace: ModuleType, file: Path) -> Generator[None]:
-    """The command line that a script without arguments has; afterwards the namespace is no module any more."""
+    """Set the command line of a script without arguments; on exit remove the namespace from `sys.modules`."""
     arguments, sys.argv = sys.argv, [str(file)]
     try:
         yield
@@ -110,7 +110,7 @@ def _as_a_script(namespace: ModuleType, file: Path) -> Generator[None]:
 
 
 def _on_their_lines(python: list[Block]) -> str:
-    """The blocks as one file, on the lines where the page has them: tracebacks show it, other processes load it."""
+    """Return the blocks as one file, on their lines of the page, for tracebacks and for other processes."""
     lines: list[str] = []
     for block in python:
         lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
@@ -118,12 +118,12 @@ def _on_their_lines(python: list[Block]) -> str:
 
 
 def _run(block: Block, namespace: ModuleType, whole: Path, page: Path) -> None:
-    """Run a block as a part of the page's file, or as its own if it has a title; `run_ranks` finds functions there."""
+    """Run a block as part of the page's file, or as its own file if it has a title; `run_ranks` imports from it."""
     name, source, above = namespace.__name__, whole, "\n" * (block.line - 1)
     if block.title is not None:
         name, source, above = f"{name}_{Path(block.title).stem}", Path(block.title).absolute(), ""
     sys.modules[name] = namespace
-    # What a script defines cannot be found from other processes, as is the case for any script.
+    # Other processes cannot import the functions of a script, as for any script.
     names = {"__name__": "__main__" if _MAIN_GUARD in block.code else name, "__file__": str(source)}
     before = {key: vars(namespace).get(key) for key in names}
     try:
@@ -144,7 +144,7 @@ def test_snippets_run(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=[path.name for path in GUIDES])
-def test_every_guide_shows_something_and_all_of_it_runs(page: Path) -> None:
+def test_every_guide_has_snippets_and_all_of_them_run(page: Path) -> None:
     shown = [block for block in blocks(page.read_text(encoding="utf-8")) if block.is_python]
     assert shown
     assert all(block.runs for block in shown)
@@ -177,7 +177,7 @@ def test_a_script_runs_as_main(tmp_path: Path) -> None:
         run_page(page, tmp_path)
 
 
-def test_a_titled_snippet_is_a_file_of_its_own_and_shares_the_namespace(tmp_path: Path) -> None:
+def test_a_titled_snippet_is_a_file_and_shares_the_namespace(tmp_path: Path) -> None:
     page = _page(
         tmp_path,
         "```python\nx = 2\ndef here(): ...\n```\n"
@@ -191,7 +191,7 @@ def test_a_titled_snippet_is_a_file_of_its_own_and_shares_the_namespace(tmp_path
     assert run_page(page, tmp_path) == 3
 
 
-def test_a_failing_snippet_fails_and_says_where(tmp_path: Path) -> None:
+def test_a_failing_snippet_fails_with_its_line(tmp_path: Path) -> None:
     page = _page(tmp_path, "# Title\n\n```python\nx = 1\n```\n\n```python\nx = 2\nassert x == 3\n```\n")
     with pytest.raises(AssertionError) as failure:
         run_page(page, tmp_path)
@@ -210,7 +210,7 @@ def test_a_failing_test_on_a_page_fails(tmp_path: Path) -> None:
         run_page(page, tmp_path)
 
 
-def test_a_block_that_is_not_run_says_why(tmp_path: Path) -> None:
+def test_a_skipped_block_needs_a_reason(tmp_path: Path) -> None:
     block = "```python no-run\nraise RuntimeError\n```\n"
     assert run_page(_page(tmp_path, f"<!-- not run: it needs a cluster -->\n{block}"), tmp_path) == 0
     with pytest.raises(ValueError, match=r"line 2: expected the reason above the block: <!-- not run: \.\.\. -->"):
@@ -227,6 +227,6 @@ def test_a_block_that_is_not_run_says_why(tmp_path: Path) -> None:
         ("```python\nx = 1\n", "line 1: the block is never closed"),
     ],
 )
-def test_no_block_escapes(tmp_path: Path, text: str, message: str) -> None:
+def test_no_block_is_skipped_silently(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_page(_page(tmp_path, text), tmp_path)

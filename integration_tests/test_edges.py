@@ -1,4 +1,4 @@
-"""The edges between packages are those of the architecture, in the metadata, in the contracts, and in fact."""
+"""The dependencies between packages are those of the architecture, in the metadata, the contracts, and the code."""
 
 import re
 import subprocess
@@ -56,7 +56,7 @@ def test_the_meta_package_depends_on_all_and_outranks_its_namesake() -> None:
 
 
 def test_each_contract_breaks_when_it_is_violated(tmp_path: Path) -> None:
-    """Stub packages that import all that they must not: the linter has to report every single pair."""
+    """Stub packages import everything forbidden: the linter must report every pair."""
     forbidden = {(name, other) for name in EDGES for other in EDGES.keys() - EDGES[name] - {name}}
     for name in EDGES:
         package = tmp_path / _module(name)

@@ -1,4 +1,4 @@
-"""What came with weights goes out with them: a peer's checkpoint is trained, exported, and generates as it did."""
+"""Exports keep the files of the initial weights: a checkpoint is trained, exported, and generates the same."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def _generate(model: Any) -> list[int]:
 
 
 def _save_original(folder: Path) -> list[int]:
-    """A model with a tokenizer, and a generation config that stops after some tokens; what it generates."""
+    """Save a model with a tokenizer and a generation config that stops early; return its generated tokens."""
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     config = transformers.Qwen3Config(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=24, initializer_range=0.5, bos_token_id=1, **sizes
@@ -101,7 +101,7 @@ def _original(tmp_path: Path) -> tuple[Path, list[int], Qwen3Params]:
     return tmp_path / "original", written, qwen3_params_from_hugging_face(config)
 
 
-def test_an_export_generates_as_the_original_did(tmp_path: Path, original: tuple[Path, list[int], Qwen3Params]) -> None:
+def test_an_export_generates_like_the_original(tmp_path: Path, original: tuple[Path, list[int], Qwen3Params]) -> None:
     source, written, params = original
     assert len(written) < PROMPT.numel() + MAX_NEW_TOKENS
     result = _trainer(tmp_path, params, initial_weights=source).train()
@@ -137,7 +137,7 @@ def test_changed_sizes_replace_those_of_the_source(
     assert transformers.AutoConfig.from_pretrained(exported).rope_parameters["rope_theta"] == 500.0
 
 
-def test_a_resumed_job_can_do_without_the_source(
+def test_a_resumed_job_does_not_need_the_source(
     tmp_path: Path, original: tuple[Path, list[int], Qwen3Params], capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, _, params = original
@@ -149,4 +149,4 @@ def test_a_resumed_job_can_do_without_the_source(
     shutil.rmtree(exported)
     _trainer(tmp_path, params, steps=3, initial_weights=source).train()
     assert {path.name for path in exported.iterdir()} == {"config.json", "model.safetensors"}
-    assert "are gone: their tokenizer and other files are not exported" in "".join(capsys.readouterr())
+    assert "no longer exist: their tokenizer and other files are not exported" in "".join(capsys.readouterr())

@@ -29,7 +29,7 @@ def _finetune(runs: Path, name: str, pretrained: Path, more: dict[str, Any], wor
     return ended[0].summary
 
 
-def test_ranks_agree_and_peers_read_what_comes_out(tmp_path: Path, pretrained: Path) -> None:
+def test_ranks_agree_and_peft_and_transformers_read_the_result(tmp_path: Path, pretrained: Path) -> None:
     one = _finetune(tmp_path, "one", pretrained, {}, 1)
     _finetune(tmp_path, "four", pretrained, STAGES, 4)
     for name in ("loss", "grad_norm", "evaluation_loss"):
@@ -50,7 +50,7 @@ def test_ranks_agree_and_peers_read_what_comes_out(tmp_path: Path, pretrained: P
     assert (after - before).abs().max() > 1e-4
 
 
-def test_a_checkpoint_of_the_adapters_alone_continues_with_the_same_bits(tmp_path: Path, pretrained: Path) -> None:
+def test_a_checkpoint_of_only_adapters_resumes_with_the_same_bits(tmp_path: Path, pretrained: Path) -> None:
     adapters_only = {"checkpoint.trainable_only": "true", "checkpoint.every": 5, "checkpoint.background": "false"}
     _finetune(tmp_path, "run", pretrained, adapters_only, 1)
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -61,7 +61,7 @@ def test_a_checkpoint_of_the_adapters_alone_continues_with_the_same_bits(tmp_pat
         sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         for folder in (checkpoints / "step-00000010", tmp_path / "run" / "adapters", pretrained)
     )
-    assert written < 0.7 * (model + 3 * adapters)  # A and B, each with two moments
+    assert written < 0.7 * (model + 3 * adapters)  # factors A and B, each with two moments
 
     again = copy_run(tmp_path / "run", tmp_path / "again")
     shutil.rmtree(again / "checkpoints" / "step-00000010")

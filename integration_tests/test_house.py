@@ -1,4 +1,4 @@
-"""Rules of the house that no tool checks for us."""
+"""Repository rules that no tool checks."""
 
 import ast
 import importlib.util
@@ -19,7 +19,7 @@ def _names(sources: list[Path]) -> list[str]:
 
 
 def names_cuda(text: str) -> bool:
-    """Whether a source names the device of one vendor, in code or in a string."""
+    """Return True if a source names one vendor's device, in code or in a string."""
     return any(
         (isinstance(node, ast.Attribute) and node.attr == "cuda")
         or (isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda"))
@@ -61,7 +61,7 @@ def test_no_source_pickles_between_ranks() -> None:
     ]
 
 
-def test_every_module_says_why_it_exists() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert not [path for path in SOURCES if ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None]
 
 
@@ -71,7 +71,7 @@ def test_at_most_one_folder_below_a_package() -> None:
 
 
 @pytest.mark.parametrize("package", sorted(path.parent.name for path in (ROOT / "packages").glob("*/pyproject.toml")))
-def test_every_package_has_its_papers(package: str) -> None:
+def test_every_package_has_its_documents(package: str) -> None:
     folder = ROOT / "packages" / package
     for name in ("README.md", "CHANGELOG.md"):
         assert len((folder / name).read_text(encoding="utf-8")) > 100, name

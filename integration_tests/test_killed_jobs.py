@@ -1,4 +1,4 @@
-"""The main job, killed at any moment: it goes on, on the same ranks with the same bits, and on others too."""
+"""The main job, killed at any moment, resumes with the same bits on the same ranks, and also on other ranks."""
 
 import random
 import shutil
@@ -21,7 +21,7 @@ _MESHES: dict[int, dict[str, Any]] = {
 
 
 def _run(runs: Path, name: str, world_size: int, *, killed: When = NEVER, seed: int = 0, **more: Any) -> bool:
-    """Run the job; whether it came to its end."""
+    """Run the job, and return True if it finished."""
     settings = {"run.folder": runs, "run.name": name, "logging.every": 1}
     arguments = options(TINY_MODEL, settings, _MESHES[world_size], **{**_STEPS, **more})
     ended = forked_job("pretrain", arguments, world_size=world_size, killed=killed, seed=seed, folder=runs / name)
@@ -35,12 +35,12 @@ def _first_error(ended: list[Ended]) -> str:
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_killed(tmp_path: Path, world_size: int) -> None:
+def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path: Path, world_size: int) -> None:
     start = time.monotonic()
     assert _run(tmp_path, "calm", world_size)
     life, seed = time.monotonic() - start, time.time_ns()
     choice = random.Random(seed)  # noqa: S311 - no secret
-    # Lives get longer, so that a job which makes no progress between two kills ends too.
+    # Times to the kill grow, so that a job that makes no progress between two kills ends too.
     moments: list[When] = ["in a save", *(choice.uniform(0, 0.4 * life * 1.3**life_) for life_ in range(3))]
     kills = sum(not _run(tmp_path, "killed", world_size, killed=at, seed=choice.randrange(9)) for at in moments)
     assert kills > 0, f"seed {seed} killed nothing"
@@ -50,7 +50,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_killed(tmp_path: 
         assert (tmp_path / "killed" / file).read_bytes() == (tmp_path / "calm" / file).read_bytes(), file
 
 
-def test_what_was_killed_in_a_save_goes_on_on_other_ranks_and_is_loaded_by_transformers(tmp_path: Path) -> None:
+def test_a_job_killed_in_a_save_resumes_on_other_ranks_and_its_export_loads(tmp_path: Path) -> None:
     assert _run(tmp_path, "calm", 1)
     assert not _run(tmp_path, "start", 2, killed="in a save", checkpoint__every=3)
     tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""A step that is left out because it is not finite leaves nothing behind, also where stages share a weight."""
+"""A skipped non-finite step has no effect on later steps, also if stages share a weight."""
 
 from pathlib import Path
 from typing import Any, final
@@ -37,7 +37,7 @@ class _Tied(ModelProvider):
 
 @final
 class _NextToken(Task):
-    """Of which a microbatch of the bad step is not finite, also when that step is done again."""
+    """Task in which a microbatch of the bad step is non-finite, also when the step is replayed."""
 
     def __init__(self, *, is_bad: bool) -> None:
         first_of_step = MICROBATCHES * (BAD_STEP - 1)
@@ -55,7 +55,7 @@ class _NextToken(Task):
 
 
 class _WithoutBadStep(torch.optim.AdamW):
-    """Takes every step but one."""
+    """AdamW that skips one step."""
 
     num_calls = 0
 
@@ -65,7 +65,7 @@ class _WithoutBadStep(torch.optim.AdamW):
 
 
 def _train(folder: Path, stages: int, is_bad: bool) -> dict[str, Any]:
-    """The gradients of each step but the bad one, and what came of them."""
+    """Return the gradients of each step except the bad one, and the resulting parameters."""
     trace: dict[str, Any] = {"told": []}
     off = {"enabled": False}
     config = {
@@ -103,7 +103,7 @@ def _train(folder: Path, stages: int, is_bad: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_what_follows_is_as_if_it_had_not_been(tmp_path: Path, stages: int) -> None:
+def test_a_skipped_step_does_not_affect_later_steps(tmp_path: Path, stages: int) -> None:
     expected = _train(tmp_path / "expected", 1, False)
     assert not expected.pop("told")
     traces = run_ranks(_train, tmp_path / "found", stages, True, world_size=stages)

@@ -1,4 +1,4 @@
-"""Jobs with experts on several ranks: curves of one process, balanced loads, checkpoints that change the degree."""
+"""Jobs with experts on several ranks: the curves of one process, balanced loads, resuming with other degrees."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _train("", tmp_path_factory.mktemp("balanced") / "one")
 
 
-def test_biases_balance_what_is_not_balanced_without(one_process: Path, tmp_path: Path) -> None:
+def test_biases_balance_an_unbalanced_router(one_process: Path, tmp_path: Path) -> None:
     alone = curve(_train("", tmp_path / "unbalanced", rate=0.0), "experts/max_over_mean")
     balanced = curve(one_process, "experts/max_over_mean")
     assert alone[0] == balanced[0]
@@ -41,7 +41,7 @@ def test_a_balanced_job_is_the_same_in_every_layout(layout: str, one_process: Pa
     assert curve(found, "experts/max_over_mean")[-1] <= 1.3
 
 
-def test_a_checkpoint_goes_on_in_other_degrees(one_process: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_with_other_degrees(one_process: Path, tmp_path: Path) -> None:
     saved = _train("ep=4,dp_shard=4", tmp_path / "saved", steps=SAVED)
     for layout in ("ep=2,dp_shard=2", "ep=8,dp_shard=4,tp=2"):
         found = _train(layout, copy_run(saved, tmp_path / f"from {layout}"), steps=SAVED + 2)

@@ -1,4 +1,4 @@
-"""Experts over several ranks compute what one process computes: numbers, counts and biases, in float64."""
+"""Expert parallelism gives the results of one process: outputs, counts and biases, in float64."""
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
@@ -47,13 +47,13 @@ RTOL = 1e-9
 @final
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A model, options of the layout, and the layout.
+    """Model, options and layout.
 
     Attributes:
-        model: Which.
-        layout: Degrees, schedule and microbatch.
-        checkpointing: What layers keep.
-        shard_replicas: Whether ranks with the same experts share them out.
+        model: Name of the model.
+        layout: Degrees, schedule and microbatch size.
+        checkpointing: Activation checkpointing policy.
+        shard_replicas: True if ranks with the same experts shard them.
     """
 
     model: str
@@ -71,12 +71,12 @@ class Row:
 @final
 @dataclass(frozen=True, slots=True)
 class MoeProvider(ModelProvider):
-    """Builds one of the models and parallelises it as a user does.
+    """Builds and parallelizes one of the models as a user does.
 
-    "qwen3" has a balance loss of the sequence and a z-loss, "batch" one of the batch, "global_batch" one of the step's;
-    "joint" has one of all layers and of the sequence, "joint_batch" of all layers and of the batch;
-    "padded" is the first with a mask of its tokens; "deepseek" has all of its family; with "skewed" all tokens go to
-    the same experts, and the others get none.
+    "qwen3" has sequence-level balance and z-losses, "batch" a batch-level loss, "global_batch" one over the step;
+    "joint" has one over all layers and the sequence, "joint_batch" over all layers and the batch;
+    "padded" is "qwen3" with a token mask; "deepseek" has all features of its family; with "skewed" all tokens go
+    to the same experts, and the others get none.
     """
 
     row: Row
@@ -147,7 +147,7 @@ class MoeProvider(ModelProvider):
 
 
 class PaddedNextToken(MaskedNextToken):
-    """Tells the model which tokens do not count."""
+    """Passes the token mask to the model."""
 
     def inputs(self, batch: Any) -> Inputs:
         known = super().inputs(batch)
@@ -161,7 +161,7 @@ def _reset_skewed(router: SigmoidRouter) -> None:
 
 @contextmanager
 def balanced() -> Generator[None]:
-    """Let the oracle's Trainer balance experts, and its trace hold what it counted, and the biases."""
+    """Make the oracle's Trainer balance experts, and add counts and biases to its trace."""
     counts: dict[str, Tensor] = {}
 
     class BalancedTrainer(Trainer):
@@ -374,5 +374,5 @@ def test_a_bug_is_caught(bug: Bug, row: Row) -> None:
     try:
         found = _differences_in_the_first_step(row, around=partial(_balanced_with, bug))
     except AssertionError as error:
-        found = [str(error)]  # ranks do not even agree with each other
+        found = [str(error)]  # ranks disagree with each other
     assert found

@@ -1,4 +1,4 @@
-"""Every deliberate bug turns a cell of the oracle red."""
+"""Every deliberate bug makes a cell of the oracle fail."""
 
 import pytest
 from decoder_mutants import DECODER_MUTANTS
@@ -16,15 +16,15 @@ def test_is_caught(mutant: Mutant) -> None:
 
 
 def _first_difference(mutant: Mutant) -> str | None:
-    """What the oracle says. A bug that only crashes shows nothing about the oracle: it ends the test."""
+    """Return the oracle's first difference. A bug that only crashes fails the test, because it proves nothing."""
     found = parse_cell(mutant.cell).differences(num_steps=mutant.num_steps, around=mutant.bug)
     try:
         return next(map(str, found), None)
     except RankError:
         raise
-    except AssertionError as error:  # ranks that disagree on a loss or a norm are found even earlier
+    except AssertionError as error:  # ranks that disagree on a loss or a norm are detected earlier
         return str(error)
 
 
-def test_there_are_enough_of_them() -> None:
+def test_there_are_enough_mutants() -> None:
     assert len({mutant.name for mutant in ALL}) == len(ALL) >= 60

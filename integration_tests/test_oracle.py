@@ -1,4 +1,4 @@
-"""The grids of the oracle: every layout computes what one process computes, in float64, number by number."""
+"""Grids of the oracle: every layout gives the results of one process in float64."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -21,7 +21,7 @@ ALL = [cell for grid in GRIDS for cell in cells(grid)]
 
 
 def _first_with_each_value() -> Iterator[Cell]:
-    """The first cell of each grid with each value of each factor."""
+    """Yield the first cell of each grid with each value of each factor."""
     for grid in GRIDS:
         covered: set[Value] = set()
         for cell in cells(grid):
@@ -31,7 +31,7 @@ def _first_with_each_value() -> Iterator[Cell]:
 
 
 def _cells() -> Iterator[ParameterSet]:
-    """The cells of a default run, among them those that catch the mutants; the others of the grids with `--all`."""
+    """Yield the cells of a default run, including those that catch the mutants; with `--all`, all cells."""
     caught_by = [parse_cell(mutant.cell) for mutant in (*MUTANTS, *DECODER_MUTANTS)]
     sample = {cell.name: cell for cell in (*_first_with_each_value(), *caught_by)}
     yield from (pytest.param(cell, id=name) for name, cell in sample.items())
@@ -55,7 +55,7 @@ def test_accelerators_equal_one_process_on_the_cpu(cell: Cell) -> None:
 
 
 @pytest.mark.parametrize(("grid", "least"), [(MAIN_JOB, 200), (DECODERS, 250)], ids=["main job", "decoders"])
-def test_the_grid_has_every_pair_that_can_stand_together(grid: Grid, least: int) -> None:
+def test_the_grid_has_every_compatible_pair(grid: Grid, least: int) -> None:
     covered = {pair for cell in cells(grid) for pair in combinations(cell.values, 2)}
     paired = set(grid.pairs())
     for pair in paired - covered:
@@ -64,7 +64,7 @@ def test_the_grid_has_every_pair_that_can_stand_together(grid: Grid, least: int)
 
 
 def _with(grid: Grid, values: dict[str, str]) -> Iterator[Values]:
-    """Every choice of the other factors' values, as far as it is possible."""
+    """Yield all possible values of the other factors."""
     key = next((key for key in grid.factors if key not in values), None)
     if not grid.is_possible(values):
         return
@@ -82,7 +82,7 @@ def test_the_grid_has_every_axis_at_2_4_and_8_ranks() -> None:
         for axis in DEGREES
         if dict(cell.values)[axis] != "1"
     }
-    # An axis that is replicated over for context parallelism alone has two ranks in this grid; others join it.
+    # In this grid `cp_replicate` has two ranks if it is the only axis; other axes are combined with it.
     assert found >= {(axis, size) for axis in DEGREES if axis != "cp_replicate" for size in (2, 4, 8)}
     assert found >= {("cp_replicate", 2), ("cp_replicate", 8)}
 
@@ -91,13 +91,13 @@ REFUSED = {
     "classifier,cp_shard=2": "head, a ClassificationHead, pools whole rows, and 2 context-parallel ranks share",
     "heads,cp_replicate=2": "heads.topic, a ClassificationHead, pools whole rows, and 2 context-parallel ranks share",
     "delta,cp_shard=2": "backbone.layers.0.attention, a GatedDeltaNet, carries a recurrent state through the whole row",
-    "qwen3,cp_shard=2,method=ring,window=5": "expected sdpa_attention or one whose is_standard_sdpa is true, which ",
-    "sinks,cp_shard=2,method=ring": "expected sdpa_attention or one whose is_standard_sdpa is true, which ",
+    "qwen3,cp_shard=2,method=ring,window=5": "expected sdpa_attention or one whose is_standard_sdpa is true, ",
+    "sinks,cp_shard=2,method=ring": "expected sdpa_attention or one whose is_standard_sdpa is true, ",
 }
 """What `parallelize_decoder` refuses, and how; the grid leaves it out."""
 
 
-def test_what_the_grid_leaves_out_is_refused() -> None:
+def test_combinations_outside_the_grid_are_refused() -> None:
     refused = {name: parse_cell(name) for name in REFUSED}
     assert not any(cell.grid.is_possible(dict(cell.values)) for cell in refused.values())
     layouts = [(cell.experiment.model, parse_layout(cell.layout).mesh) for cell in refused.values()]
@@ -120,7 +120,7 @@ def _refusals(layouts: list[tuple[ModelProvider, MeshConfig]]) -> list[str]:
     return messages
 
 
-def test_a_name_leads_to_its_cell() -> None:
+def test_a_name_is_parsed_to_its_cell() -> None:
     assert len({cell.name for cell in ALL}) == len(ALL)
     for cell in ALL:
         assert parse_cell(cell.name) == cell

@@ -1,4 +1,4 @@
-"""Whole jobs with tensor and context parallelism: curves, exports, checkpoints that change the layout, and mistakes."""
+"""Whole jobs with tensor and context parallelism: curves, exports, resuming in other layouts, and user errors."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def _export(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def _written(output: str) -> str:
-    """What the model wrote, between the progress and the summary."""
+    """Return the generated text, between the progress and the summary."""
     return output[output.index("\ndef ") :].rpartition("\n{")[0]
 
 
@@ -53,7 +53,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_gives_the_curve_the_export_and_the_text_of_one_process(
+def test_a_layout_has_the_curve_export_and_text_of_one_process(
     tmp_path: Path, layout: str, one_process: tuple[Path, str]
 ) -> None:
     folder, text = one_process
@@ -64,10 +64,10 @@ def test_a_layout_gives_the_curve_the_export_and_the_text_of_one_process(
     assert _written(ended.output) == _written(text)
 
 
-def test_a_checkpoint_goes_on_in_another_layout(tmp_path: Path, one_process: tuple[Path, str]) -> None:
+def test_a_checkpoint_resumes_in_another_layout(tmp_path: Path, one_process: tuple[Path, str]) -> None:
     folder, _ = one_process
     first = LAYOUTS["tensor and sharded"]
-    # The learning rate follows from the number of steps, so the run is as long, and is continued from its middle.
+    # The learning rate depends on the number of steps, so the run has the full length and is resumed from its middle.
     _run(_arguments(tmp_path, "run", steps=6, checkpoint__every=3) + options(first), world_size=4)
     for layout, world_size in ((LAYOUTS["context and replicated"], 4), (first, 4), ({}, 1)):
         again = copy_run(tmp_path / "run", tmp_path / "again")
@@ -103,7 +103,7 @@ def _remove(folder: Path) -> None:
         (
             {"mesh.context_parallel_shard": 3, "text.length": 32},
             3,
-            "has length 32; expected a multiple of 6, two chunks for each of the 3 context-parallel ranks.",
+            "has length 32; expected a multiple of 6, for two chunks per rank of the 3 context-parallel ranks.",
         ),
     ],
     ids=["heads", "length"],

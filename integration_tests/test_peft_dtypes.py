@@ -1,4 +1,4 @@
-"""Float32 adapters of a bfloat16 model, through the Trainer: alike in every layout, and resumed bit for bit."""
+"""Float32 adapters of a bfloat16 model, through the Trainer: equal in every layout, and resumed bit for bit."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ STEPS = 4
 @final
 @dataclass(frozen=True)
 class Adapted(ModelProvider):
-    """A frozen bfloat16 model with adapters."""
+    """Frozen bfloat16 model with adapters."""
 
     def build(self, stage: StageInfo) -> nn.Module:
         model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).bfloat16()
@@ -53,7 +53,7 @@ class Squares(Task):
         return Loss((outputs.float() - 1).square().sum(), weight=len(outputs))
 
 
-class Interrupted(Exception):  # noqa: N818 - what Ctrl-C would be
+class Interrupted(Exception):  # noqa: N818 - simulates Ctrl-C
     pass
 
 
@@ -83,7 +83,7 @@ def trainer(folder: Path, mesh: dict[str, int]) -> Trainer:
 
 
 def trained(folder: Path, mesh: dict[str, int]) -> dict[str, Any]:
-    """The parameters after a job, and after the same job that was interrupted and resumed."""
+    """Return the parameters after a job, and after the same job interrupted and resumed."""
     results: dict[str, Any] = {}
     for name in ("straight", "resumed"):
         if name == "resumed":
@@ -116,7 +116,7 @@ def test_float32_adapters_of_a_bfloat16_model(tmp_path: Path, mesh: dict[str, in
             got = result["straight"][name]
             assert torch.equal(got, result["resumed"][name]), name
             assert got.dtype == expected.dtype == (torch.float32 if "adapter" in name else torch.bfloat16)
-            # Adam moves each element by at most the rate in each step, whatever the rounding of the frozen layers.
+            # Adam moves each element by at most the learning rate per step, for any rounding of the frozen layers.
             error = (got.double() - expected.double()).abs().max()
             assert error <= 2 * STEPS * 2e-5 if "adapter" in name else error <= 2**-8 * expected.abs().max(), name
     exported = load_file(tmp_path / "straight" / "run" / "export" / "model.safetensors")

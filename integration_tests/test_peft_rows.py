@@ -1,4 +1,4 @@
-"""Fine-tuning in every layout: what LoRA and DoRA train, and how, equals one process, through the Trainer."""
+"""Fine-tuning in every layout: LoRA and DoRA give the results of one process, through the Trainer."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -37,7 +37,7 @@ METHODS: dict[str, PeftMethod] = {
 @final
 @dataclass(frozen=True)
 class Adapted(ModelProvider):
-    """Another provider's model, fine-tuned."""
+    """Fine-tuning of another provider's model."""
 
     base: ModelProvider
     method: PeftMethod
@@ -52,7 +52,7 @@ class Adapted(ModelProvider):
 
 
 class SplitModel(nn.Module):
-    """A vocabulary with new tokens, which are trained, and one block between its two ends."""
+    """Model with trained new tokens in its vocabulary, and one block between embedding and head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,12 +121,12 @@ def test_a_row_equals_one_process(method: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_only_what_should_be_trained_is(method: str) -> None:
+def test_only_selected_parameters_are_trained(method: str) -> None:
     first, last = (one_process(method)[f"step {step}"]["gradients"] for step in (1, 3))
     assert first.keys() == last.keys()
     with torch.device("meta"):
         model = Adapted(provider(method), METHODS[method]).build(StageInfo(0, 1))
     assert last.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    # After the first steps every one has a part in the loss, B beside A.
+    # After the first steps every parameter affects the loss, A as well as B.
     assert all(gradient.abs().max() > 1e-9 for gradient in last.values())
     assert any(name.endswith("lora_a") for name in last)

@@ -1,4 +1,4 @@
-"""The main job as a pipeline: every schedule on 2 and 4 ranks, checkpoints that change the stages, and mistakes."""
+"""The main job as a pipeline: every schedule on 2 and 4 ranks, resuming with other stages, and user errors."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ NAMES = ("loss", "grad_norm", "bits_per_byte", "evaluation_loss", "evaluation_bi
 
 
 def _run(folder: Path, name: str, *more: dict[str, Any], world_size: int = 1, **options_: Any) -> Ended:
-    # The learning rate follows from the number of steps, so all runs are as long.
+    # The learning rate depends on the number of steps, so all runs have the same length.
     given = {"run.folder": folder, "run.name": name, "logging.every": 1, "steps": 2, "checkpoint.every": 1}
     ended = on_ranks("pretrain", options(SIZES, given, *more, **options_), world_size=world_size)
     assert [each.code for each in ended] == [0] * world_size, ended[0].errors
@@ -48,7 +48,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("schedule", KINDS)
-def test_every_schedule_gives_the_curve_the_export_and_the_text_of_one_process(
+def test_every_schedule_has_the_curve_export_and_text_of_one_process(
     tmp_path: Path, num_ranks: int, schedule: str, one_process: tuple[Path, str]
 ) -> None:
     folder, text = one_process
@@ -65,11 +65,11 @@ def test_every_schedule_gives_the_curve_the_export_and_the_text_of_one_process(
 
 
 def _written(output: str) -> str:
-    """What the model wrote, between the progress and the summary."""
+    """Return the generated text, between the progress and the summary."""
     return output[output.index("\ndef ") :].rpartition("\n{")[0]
 
 
-def test_a_checkpoint_goes_on_with_other_stages(tmp_path: Path, one_process: tuple[Path, str]) -> None:
+def test_a_checkpoint_resumes_with_other_stages(tmp_path: Path, one_process: tuple[Path, str]) -> None:
     folder, _ = one_process
     first = {**_pipeline(2, "zbv"), "mesh.data_parallel_shard": 2}
     _run(tmp_path, "run", first, world_size=4)
@@ -94,7 +94,7 @@ def test_a_checkpoint_goes_on_with_other_stages(tmp_path: Path, one_process: tup
     [
         (
             {"pipeline.schedule": "dualpipev", "batch.microbatch_size": 4},
-            "The step has 2 microbatches for each data-parallel rank (batch.global_size / data-parallel ranks / "
+            "A step has 2 microbatches per data-parallel rank (batch.global_size / data-parallel ranks / "
             "batch.microbatch_size) and mesh.pipeline_parallel = 2.",
         ),
         ({"pipeline.schedule": "zb-v"}, "pipeline.schedule.kind = 'zb-v'; expected 'gpipe', 'looped_bfs', '1f1b',"),
@@ -102,7 +102,9 @@ def test_a_checkpoint_goes_on_with_other_stages(tmp_path: Path, one_process: tup
     ],
     ids=["microbatches", "name", "layers"],
 )
-def test_a_mistake_is_one_message_before_anything_starts(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+def test_a_user_error_is_one_message_before_anything_starts(
+    tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
     arguments = options(SIZES, {"run.folder": tmp_path, "mesh.pipeline_parallel": 2}, given)
     first, second = on_ranks("pretrain", arguments, world_size=2)
     assert (first.code, second.code) == (2, 2)

@@ -1,6 +1,6 @@
-"""Every pipeline schedule beside every other kind of parallelism: losses, gradients and updates equal one process.
+"""Every pipeline schedule with every other kind of parallelism: losses, gradients and updates equal one process.
 
-Each layout is one job in which all schedules follow one another: the Trainer's step over the stages of the oracle's
+Each layout is one job that runs all schedules in sequence: the Trainer's step over the stages of the oracle's
 models. The oracle's grid runs whole jobs of the Trainer, but not every schedule in every layout.
 """
 
@@ -45,7 +45,7 @@ def _provider(model: str) -> tuple[ModelProvider, Task]:
 
 
 def _rows(dp_size: int) -> Iterator[Row]:
-    """Two numbers of microbatches each, of fewer than ranks, as many and more, where the schedule exists for them."""
+    """Yield two numbers of microbatches per schedule, from fewer than ranks to more, if the schedule supports them."""
     for index, kind in enumerate(KINDS):
         numbers = (1 + index % 2, BATCH_SIZE // dp_size) if kind != "dualpipev" else (4, BATCH_SIZE // dp_size)
         for number in sorted(set(numbers)):
@@ -53,7 +53,7 @@ def _rows(dp_size: int) -> Iterator[Row]:
 
 
 def _train(model: str, schedule: Schedule, num_microbatches: int, ctx: DistributedContext) -> dict[str, Any]:
-    """The trace of a step; tensors only of the stages of this rank."""
+    """Return the trace of a step, with the tensors of this rank's stages."""
     provider, task = _provider(model)
     num_stages = ctx.size("regular", "pp") * schedule.stages_per_rank
     with torch.device("meta"):
@@ -125,7 +125,7 @@ def test_every_schedule_equals_one_process(layout: str, one_process: dict[str, d
 
 
 def _joined(traces: list[dict[str, Any]]) -> dict[str, Any]:
-    """The trace of all ranks together; what several have, they have alike."""
+    """Merge the traces of all ranks; tensors on several ranks must be equal."""
     joined: dict[str, Any] = {}
     for trace in traces:
         for key, values in trace.items():

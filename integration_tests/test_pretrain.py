@@ -1,4 +1,4 @@
-"""The main job end to end: layouts, resume, export, and everything that can be asked of it wrongly."""
+"""The main job end to end: layouts, resume, export, and user errors."""
 
 import importlib
 import json
@@ -31,7 +31,7 @@ def _close(ours: list[float], theirs: list[float], *, rel: float) -> bool:
 
 @pytest.mark.parametrize("microbatch_size", [1, 2])
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_four_ranks_give_the_curve_of_one_process(tmp_path: Path, kind: str, microbatch_size: int) -> None:
+def test_four_ranks_have_the_curve_of_one_process(tmp_path: Path, kind: str, microbatch_size: int) -> None:
     file = [MOE] if kind == "moe" else []
     _run(file + _tiny(tmp_path, "one", steps=20, evaluation__every=10))
     _run(
@@ -137,7 +137,7 @@ _MISTAKES = {
     "a mesh of other ranks": (["--mesh.data_parallel_shard", "2"], "make 2 ranks, but the job has 1. Start 2 ranks"),
     "a batch that does not divide": (
         ["--batch.global_size", "10", "--batch.microbatch_size", "4"],
-        "batch.global_size = 10 cannot be shared out evenly to 1 data-parallel ranks x batch.microbatch_size = 4",
+        "batch.global_size = 10 cannot be divided evenly over 1 data-parallel ranks x batch.microbatch_size = 4",
     ),
     "a missing data folder": (["--text.folder", "no/such"], "text.folder = no/such is not a folder; expected one"),
     "no length": (["--text.length", "0"], "text.length = '0'; expected a number greater than 0"),
@@ -149,13 +149,13 @@ _MISTAKES = {
     "a decay above one": (["--optimizer.betas", "[0.9, 2]"], "optimizer.betas.1 = 2; expected a number less than 1"),
     "a run folder under a file": (
         ["--run.folder", "{file}"],
-        "is a file, not a folder. Choose another one with --run.f",
+        "is a file, not a folder. Choose another folder with --run.f",
     ),
 }
 
 
 @pytest.mark.parametrize("mistake", _MISTAKES)
-def test_a_mistake_is_one_message_and_leaves_nothing(tmp_path: Path, mistake: str) -> None:
+def test_a_user_error_is_one_message_and_leaves_nothing(tmp_path: Path, mistake: str) -> None:
     extra, message = _MISTAKES[mistake]
     (tmp_path / "file").touch()
     arguments = [word.format(file=tmp_path / "file" / "runs") for word in extra]
@@ -171,7 +171,7 @@ def test_an_expert_parallel_degree_without_experts_is_refused(tmp_path: Path) ->
     degrees = ["--mesh.data_parallel_shard", "2", "--mesh.expert_parallel", "2"]
     for ended in on_ranks("pretrain", _tiny(tmp_path, "run", steps=2) + degrees, world_size=2):
         assert ended.code == 2
-        assert "mesh.expert_parallel = 2, but the model provider's parallelize shares no experts out" in ended.errors
+        assert "mesh.expert_parallel = 2, but the model provider's parallelize shards no experts" in ended.errors
 
 
 def test_a_data_folder_without_text(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_data_folder_without_text(tmp_path: Path) -> None:
 
 
 def test_rows_are_packed_documents(tmp_path: Path) -> None:
-    """Every byte but the first of each part is a label once, and is predicted from its own file alone."""
+    """Every byte except the first of each part is a label once, and is predicted only from its own file."""
     pretrain = importlib.import_module("pretrain")
     texts = {f"{number}.py": bytes(range(number, number + 3 + 5 * number)) for number in range(1, 40)}
     for name, text in texts.items():
@@ -198,7 +198,7 @@ def test_rows_are_packed_documents(tmp_path: Path) -> None:
         for number in row["documents"].unique():
             here = (row["documents"] == number) & (row["labels"] != -100)
             assert torch.equal(row["position_ids"][here], torch.arange(int(here.sum())))
-            assert torch.equal(row["labels"][here], row["input_ids"][here] + 1)  # as bytes of a file follow each other
+            assert torch.equal(row["labels"][here], row["input_ids"][here] + 1)  # bytes of a file are consecutive
             predicted += row["labels"][here].tolist()
     _, chosen = pretrain.read_text(pretrain.Text(folder=tmp_path))
     assert sorted(predicted) == sorted(byte for text in chosen for byte in text[1:])
@@ -206,7 +206,7 @@ def test_rows_are_packed_documents(tmp_path: Path) -> None:
 
 
 def test_a_preset_is_the_same_job(tmp_path: Path) -> None:
-    """What `d9d-train` trains of the preset has the curve of the script, and counts bytes that are no padding."""
+    """`d9d-train` with the preset has the curve of the script, and counts bytes without padding."""
     settings = {"run.folder": tmp_path, "logging.every": 1, "steps": 4, "evaluation.every": 2}
     _run(_tiny(tmp_path, "script", steps=4, evaluation__every=2))
     places = {"model": "model.dense", "text": "dataset.text"}

@@ -1,4 +1,4 @@
-"""The first script that a user sees stays short, and runs on any number of ranks."""
+"""The quickstart script stays short and runs on any number of ranks."""
 
 import ast
 import runpy
@@ -31,7 +31,7 @@ def _run(arguments: list[str]) -> None:
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def test_it_learns_and_sharding_changes_nothing_but_the_place(tmp_path: Path) -> None:
+def test_it_learns_and_sharding_changes_no_result(tmp_path: Path) -> None:
     common = ["--run.folder", str(tmp_path), "--steps", "60"]
     run_ranks(_run, [*common, "--run.name", "one"], world_size=1)
     run_ranks(_run, [*common, "--run.name", "two", "--mesh.data_parallel_shard", "2"], world_size=2)

@@ -1,8 +1,8 @@
-"""A job that ends after any of its steps and is started again ends with the same bits as one that never did.
+"""A job that ends after any step and is started again ends with the same bits as an uninterrupted one.
 
-Every optimizer, every schedule, and every source and wrapper of data; in each, the job is continued from the checkpoint
-of each step, which is what is left wherever it is killed between that one and the next. `test_killed_jobs.py` kills
-jobs at any moment, and `test_resume_meshes.py` goes on in other layouts.
+Covers every optimizer, every schedule, and every source and wrapper of data. Each job is resumed from the checkpoint of
+each step, which is the state after a kill between that checkpoint and the next. `test_killed_jobs.py` kills jobs at any
+moment, and `test_resume_meshes.py` resumes in other layouts.
 """
 
 import shutil
@@ -36,7 +36,7 @@ from d9d_metrics import Metric, Sum
 from d9d_state import CheckpointStore
 
 STEPS = 5
-NUM_SAMPLES = 7  # an epoch ends within the second step, and the third one at its edge
+NUM_SAMPLES = 7  # an epoch ends within the second step, and another one at the end of a step
 GLOBAL_SIZE = 4
 VOCAB, LENGTH = 13, 6
 
@@ -74,12 +74,12 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 def _lists(size: int = NUM_SAMPLES, first: int = 0) -> list[list[int]]:
-    """Samples of different lengths, all different."""
+    """Return different samples of different lengths."""
     return [[first + number, *range(number % 4)] for number in range(size)]
 
 
 class _Epoch:
-    """What a streamed dataset does: an epoch that keeps its place."""
+    """Streamed epoch that can save its position."""
 
     def __init__(self, epoch: int) -> None:
         self._epoch, self._next = epoch, 0
@@ -165,7 +165,7 @@ SOURCES: dict[str, Source] = {
 
 @final
 class _Data(DataProvider):
-    """A source, and batches that draw: a token of each sample is another one."""
+    """A data source with a random collate function, which changes one token of each sample."""
 
     def __init__(self, source: Source, folder: Path) -> None:
         self._source, self._folder = source, folder
@@ -190,7 +190,7 @@ def _row(sample: Any) -> Tensor:
 
 
 class _Net(nn.Module):
-    """With tied weights, dropout, and buffers that gather."""
+    """Model with tied weights, dropout, and accumulating buffers."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class _Net(nn.Module):
 
 
 class _NextToken(Task):
-    """Of which one training microbatch is not finite, if asked for: the first of step 4, the first time."""
+    """Task in which the first microbatch of step 4 is optionally non-finite, the first time."""
 
     def __init__(self, *, bad_call: int | None = None) -> None:
         self.bad_call, self.num_calls = bad_call, 0
@@ -233,7 +233,7 @@ class _NextToken(Task):
 
 @dataclass(frozen=True)
 class _Row:
-    """One kind of job."""
+    """Configuration of a job."""
 
     optimizer: str = "adamw"
     schedule: str = "warm-up and cosine"
@@ -253,11 +253,11 @@ class _Row:
             "checkpoint": {"every": 2 if goes_back else 1, "keep_last": None, "background": False},
             "run": {"folder": folder},
             "trackers": (),
-            "logging": {"every": 3, "progress": False},  # metrics gather between two reports, over a resume too
+            "logging": {"every": 3, "progress": False},  # metrics accumulate between two reports, also across a resume
             "resilience": {"health": off, "watchdog": off, "bad_steps": {"non_finite": "rewind"}},
             "host": {
                 "collect_garbage_every": None
-            },  # which begins by looking at all objects, longer than the job takes
+            },  # its first collection of all objects would take longer than the job
             "export": False,
         }
         dtype = torch.bfloat16 if self.optimizer.startswith("stochastic") else torch.float64
@@ -271,7 +271,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Ended:
-    """What a job has come to: all that its last checkpoint holds, but times; and the loss of each step it took."""
+    """Result of a job: the contents of its last checkpoint, except times, and the loss of each step."""
 
     losses: dict[int, float]
     tensors: dict[str, Tensor]
@@ -325,7 +325,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_continued_after_any_step_it_ends_with_the_same_bits(tmp_path: Path, row: _Row) -> None:
+def test_resumed_after_any_step_it_ends_with_the_same_bits(tmp_path: Path, row: _Row) -> None:
     whole = _run(row, tmp_path / "whole")
     assert len(set(whole.losses.values())) == STEPS
     for step in range(1, STEPS):
@@ -334,7 +334,7 @@ def test_continued_after_any_step_it_ends_with_the_same_bits(tmp_path: Path, row
 
 
 def _left_after(step: int, whole: Path, folder: Path) -> None:
-    """What a job leaves that was killed after it had saved a step."""
+    """Copy the state of a job that was killed after it saved a step."""
     shutil.copytree(whole, folder)
     for checkpoint in (folder / "run" / "checkpoints").glob("step-*"):
         if int(checkpoint.name.removeprefix("step-")) > step:

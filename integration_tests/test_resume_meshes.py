@@ -1,6 +1,6 @@
-"""A job goes on in another layout with the samples that it has not seen, in their order, and with the same losses.
+"""A job resumes in another layout with the unread samples, in order, and with the same losses.
 
-Each layout trains once from the start and saves in the middle; from there each is continued in others. In float64 all
+Each layout trains once from the start and saves in the middle; each is then resumed in others. In float64 all
 of them agree with one process that was never interrupted.
 """
 
@@ -35,7 +35,7 @@ from d9d_moe import Qwen3MoeForCausalLM, Qwen3MoeParams, parallelize_moe
 
 STEPS, SAVED = 4, 2
 GLOBAL_SIZE = 4
-NUM_SAMPLES = 11  # an epoch ends in the third step, which is the first after going on
+NUM_SAMPLES = 11  # an epoch ends in the third step, the first one after the resume
 LENGTH, VOCAB = 8, 16
 
 LAYOUTS = (
@@ -86,7 +86,7 @@ class _Decoder(ModelProvider):
 
 @final
 class _Numbered(DataProvider):
-    """Rows that know their number."""
+    """Rows that contain their sample index."""
 
     def training(self, *, seed: int) -> SampleStream:
         tokens = torch.randint(VOCAB, (NUM_SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(0))
@@ -100,7 +100,7 @@ class _Numbered(DataProvider):
 @final
 class _NextToken(Task):
     def __init__(self) -> None:
-        self.seen: list[list[int]] = []  # the samples of each microbatch
+        self.seen: list[list[int]] = []  # samples of each microbatch
 
     def inputs(self, batch: Batch) -> Inputs:
         self.seen.append(batch["number"].tolist())
@@ -116,7 +116,7 @@ class _NextToken(Task):
 
 @dataclass(slots=True)
 class _Life:
-    """What a rank saw of a job, from one start to its end."""
+    """Record of one process of a rank, from its start to its end."""
 
     dp_rank: int = 0
     microbatches: dict[int, list[list[int]]] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class _Life:
 
 
 def _live(layout: str, folder: Path) -> _Life:
-    """Run a job, or go on with it, on every rank."""
+    """Run or resume a job on every rank."""
     parsed = parse_layout(layout)
     off = {"enabled": False}
     config = {
@@ -155,14 +155,14 @@ def _live(layout: str, folder: Path) -> _Life:
 
     trainer = Trainer(TrainerConfig.model_validate(config), model=_Decoder(), data=_Numbered(), task=task)
     trainer.events.on(ConfigReady, on_start)
-    trainer.events.on(StepStarted, lambda _: task.seen.clear())  # of the check of shapes, before the first
+    trainer.events.on(StepStarted, lambda _: task.seen.clear())  # drops the shape check before the first step
     trainer.events.on(StepDone, on_step)
     trainer.train()
     return life
 
 
 def _live_all(jobs: Sequence[Job]) -> list[_Life]:
-    """Jobs one after the other in one process group, which costs them little."""
+    """Run jobs in sequence in one process group, which saves time."""
     lives = []
     with MeshConfig(data_parallel_shard=-1).build():
         for layout, folder in jobs:
@@ -176,7 +176,7 @@ def _live_all(jobs: Sequence[Job]) -> list[_Life]:
 
 @dataclass(frozen=True, slots=True)
 class _Course:
-    """What a job did: the samples of each step in the global order, its losses, and norms of gradients."""
+    """Record of a job: samples of each step in the global order, losses, and gradient norms."""
 
     samples: dict[int, list[int]]
     losses: dict[int, float]
@@ -184,7 +184,7 @@ class _Course:
 
 
 def _courses(jobs: Sequence[Job]) -> list[_Course]:
-    """Run jobs on as many ranks as their layouts have."""
+    """Run jobs on the number of ranks of their layouts."""
     courses: dict[Job, _Course] = {}
     for world_size in {parse_layout(layout).world_size for layout, _ in jobs}:
         ours = [job for job in jobs if parse_layout(job[0]).world_size == world_size]
@@ -194,7 +194,7 @@ def _courses(jobs: Sequence[Job]) -> list[_Course]:
 
 
 def _course(lives: Sequence[_Life]) -> _Course:
-    """One course of what all ranks saw; those that share samples saw the same, and all have the same losses."""
+    """Merge the records of all ranks; ranks with the same samples must agree, and all losses must be equal."""
     first, by_dp_rank = lives[0], {life.dp_rank: life.microbatches for life in lives}
     assert all((life.losses, life.norms) == (first.losses, first.norms) for life in lives)
     assert all(life.microbatches == by_dp_rank[life.dp_rank] for life in lives)
@@ -211,7 +211,7 @@ def _course(lives: Sequence[_Life]) -> _Course:
 
 
 def _left_in_the_middle(run: Path, folder: Path) -> Path:
-    """A copy of a run that was killed after its first checkpoint."""
+    """Return a copy of a run killed after its first checkpoint."""
     shutil.copytree(run, folder)
     shutil.rmtree(folder / "run" / "checkpoints" / f"step-{STEPS:08}")
     return folder
@@ -223,12 +223,12 @@ def _assert_close(found: _Course, expected: _Course, what: str) -> None:
         assert values == pytest.approx({step: others[step] for step in values}, rel=1e-9), what
 
 
-def test_in_any_other_layout_it_goes_on_with_what_it_has_not_seen(tmp_path: Path) -> None:
+def test_resumes_in_any_other_layout_with_the_unread_samples(tmp_path: Path) -> None:
     runs = {layout: tmp_path / str(number) for number, layout in enumerate(LAYOUTS)}
     whole = dict(zip(LAYOUTS, _courses(list(runs.items())), strict=True))
     one = whole[""]
     seen = [sample for samples in one.samples.values() for sample in samples]
-    assert len(set(seen[: NUM_SAMPLES - 1])) == NUM_SAMPLES - 1  # the last one is in a window with the next epoch's
+    assert len(set(seen[: NUM_SAMPLES - 1])) == NUM_SAMPLES - 1  # the last sample shares a window with the next epoch
     for layout, course in whole.items():
         assert list(course.losses) == [1, 2, 3, 4]
         _assert_close(course, one, layout)

@@ -1,4 +1,4 @@
-"""The settings of test runs in the root's conftest.py."""
+"""Settings of test runs in the root's conftest.py."""
 
 import importlib
 import sys
@@ -61,7 +61,7 @@ def test_skipped(reason):
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
-    """A folder of tests with the root's conftest.py."""
+    """Create a folder of tests with the root's conftest.py."""
     root = Path(__file__).resolve().parents[1]
     pytester.makeconftest((root / "conftest.py").read_text(encoding="utf-8"))
     pytester.makepyfile(SUITE)
@@ -82,10 +82,10 @@ def test_seeds_and_order_change_only_on_demand(suite: pytest.Pytester) -> None:
     assert _lines(suite, "--randomly-seed=7") == drawn
 
 
-def test_a_run_says_what_it_skips(suite: pytest.Pytester) -> None:
+def test_a_run_lists_what_it_skips(suite: pytest.Pytester) -> None:
     result = suite.runpytest_subprocess("-p", "no:xdist")
     result.assert_outcomes(passed=5, skipped=5)
-    result.stdout.fnmatch_lines(["*test_a_run_says_what_it_skips.py is done; tests left: none"])
+    result.stdout.fnmatch_lines(["*test_a_run_lists_what_it_skips.py is done; tests left: none"])
     assert "5 skipped: 2 need accelerators; 1 (x); 1 need abc; 1 run only with --all" in result.outlines
 
 

@@ -1,6 +1,6 @@
-"""Any module trains as its author builds it: from its values, and with the numbers of a plain loop, in each layout.
+"""Any module trains from its built values and with the results of a plain loop, in each layout.
 
-A sample of the zoo is in the default run; `--all` tries all of it, which takes an hour on two cores.
+The default run tests a sample of the zoo; `--all` tests all of it, which takes an hour on two cores.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ SAMPLE = (
 )
 
 REFUSED = {
-    "transformers:ibert": "buffers are not equal on all ranks after step 1, because forward updates them",
+    "transformers:ibert": "buffers differ between ranks after step 1, because forward updates them",
 }
 """Modules that several ranks do not train, and what says so: this one keeps ranges of activations in buffers."""
 
@@ -53,7 +53,7 @@ def _chunks(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """List the modules of libraries where they are tried: their imports take seconds."""
+    """List the modules of libraries only where they are tested, because their imports take seconds."""
     if "of_libraries" not in metafunc.fixturenames:
         return
     chunks: list[tuple[str, ...]] = [()]
@@ -66,7 +66,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _check(names: Sequence[str], folder: Path) -> dict[str, str]:
-    """Compare modules in all layouts; gives those that do not run in a plain loop either."""
+    """Compare modules in all layouts; return those that do not run in a plain loop either."""
     [failed] = run_ranks(plain_traces, names, str(folder), world_size=1, timeout=1200)
     names = [name for name in names if name not in failed]
     found: dict[str, list[str]] = {name: [] for name in names}
@@ -89,12 +89,12 @@ def test_a_sample_trains_as_in_a_plain_loop(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("names", _chunks([name for name in TORCH if name not in SAMPLE]), ids=lambda names: names[0])
-def test_torchs_own_train_as_in_a_plain_loop(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_torch_modules_train_as_in_a_plain_loop(names: tuple[str, ...], tmp_path: Path) -> None:
     assert not _check(names, tmp_path)
 
 
-def test_those_of_libraries_train_as_in_a_plain_loop(of_libraries: tuple[str, ...], tmp_path: Path) -> None:
-    """Print those that do not run on a small configuration in a plain loop either."""
+def test_library_modules_train_as_in_a_plain_loop(of_libraries: tuple[str, ...], tmp_path: Path) -> None:
+    """Print the modules that do not run on a small configuration in a plain loop either."""
     for name, why in _check(of_libraries, tmp_path).items():
         print(f"{name} is not in the zoo: {why}")
 

@@ -1,4 +1,4 @@
-"""The zoo: modules as their authors build them, what goes in, and what a loss is made of; see `test_zoo.py`.
+"""The zoo: modules as their authors build them, their inputs, and their losses; see `test_zoo.py`.
 
 torch's own, parametrized and hand-written modules are listed here; those of other libraries are in `zoo_libraries.py`.
 """
@@ -24,12 +24,12 @@ Batch: TypeAlias = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A module of the zoo.
+    """Module of the zoo.
 
     Attributes:
-        build: Builds it in the way that its author does.
-        inputs: Keyword arguments of its forward for a whole batch, whose first dim is the sample.
-        keep_dtype: Whether parameters and inputs keep the dtypes that they have; else float64.
+        build: Builds the module as its author does.
+        inputs: Returns keyword arguments of forward for a whole batch; dim 0 is the sample.
+        keep_dtype: True if parameters and inputs keep their dtypes; otherwise float64.
     """
 
     build: Callable[[], nn.Module]
@@ -37,12 +37,12 @@ class Entry:
     keep_dtype: bool = False
 
     def module(self) -> nn.Module:
-        """Build the module in the dtype that it is compared in, without dropout, which layouts draw differently."""
+        """Build the module in the dtype of the comparison, without dropout, which depends on the layout."""
         model = without_random(self.build())
         return model if self.keep_dtype else model.double()
 
     def batch(self) -> Batch:
-        """The whole batch."""
+        """Return the whole batch."""
         torch.manual_seed(1)
         inputs = self.inputs()
         if self.keep_dtype:
@@ -61,7 +61,7 @@ def without_random(model: nn.Module) -> nn.Module:
 
 
 def loss_of(outputs: Any, batch_size: int) -> Tensor:
-    """Make a scalar of all that a module gives for its samples; a sum over samples."""
+    """Reduce all outputs of a module to a scalar, a sum over samples."""
     total = torch.zeros((), dtype=torch.float64)
     for leaf in pytree.tree_leaves(outputs):
         if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != batch_size or not leaf.numel():
@@ -76,27 +76,27 @@ def loss_of(outputs: Any, batch_size: int) -> Tensor:
 
 
 def features(*shape: int, **more: Callable[[], Tensor]) -> Callable[[], Batch]:
-    """A batch of `input`, normally distributed."""
+    """Return a maker of batches with a normally distributed `input`."""
     return lambda: {"input": torch.randn(BATCH, *shape), **{name: make() for name, make in more.items()}}
 
 
 def ids(limit: int, *shape: int) -> Callable[[], Tensor]:
-    """Random integers below a limit."""
+    """Return a maker of random integers below a limit."""
     return lambda: torch.randint(0, limit, (BATCH, *shape))
 
 
 def named(**makers: Callable[[], Tensor]) -> Callable[[], Batch]:
-    """A batch of several inputs."""
+    """Return a maker of batches with several inputs."""
     return lambda: {name: make() for name, make in makers.items()}
 
 
 def normal(*shape: int) -> Callable[[], Tensor]:
-    """Normally distributed numbers for each sample."""
+    """Return a maker of normally distributed numbers per sample."""
     return lambda: torch.randn(BATCH, *shape)
 
 
 class Calls(nn.Module):
-    """A module that is called by a function of it and of the inputs."""
+    """Calls a function of the inner module and the inputs."""
 
     def __init__(self, inner: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Calls(nn.Module):
 
 
 class OwnParameters(nn.Module):
-    """Parameters of all kinds that belong to the module itself, used without a layer."""
+    """Parameters of all kinds owned by the module itself, without a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Lists(nn.Module):
 
 
 class Tied(nn.Module):
-    """A language model's embedding that is its head's weight too; nested outputs."""
+    """Language model with tied embedding and head; nested outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Tied(nn.Module):
 
 
 class Twice(nn.Module):
-    """A layer that is called twice, one of its parameters used on the side, one layer never used."""
+    """A layer called twice, one of its parameters also used directly, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Twice(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """A branch that only some samples take: on some ranks it may get nothing."""
+    """A branch for only some samples: on some ranks it may get none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class WithOwnFunction(nn.Module):
 
 
 class InputGradient(nn.Module):
-    """A gradient of gradients: the slope of an energy, as of interatomic potentials."""
+    """A second derivative: the gradient of an energy, as in interatomic potentials."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class InputGradient(nn.Module):
 
 
 class Relative(nn.Module):
-    """Initialised by Python's and NumPy's random numbers, in loops and by `.data`."""
+    """Initialized by Python's and NumPy's random numbers, in loops and by `.data`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -515,7 +515,7 @@ TORCH: dict[str, Entry] = {
 
 
 def entry(name: str) -> Entry:
-    """The entry of a name: one of `TORCH`, or `library:name`."""
+    """Return the entry of a name: one of `TORCH`, or `library:name`."""
     if ":" not in name:
         return TORCH[name]
     from zoo_libraries import library_entry  # noqa: PLC0415  (their imports take seconds)
@@ -524,5 +524,5 @@ def entry(name: str) -> Entry:
 
 
 def values_of(model: nn.Module) -> Mapping[str, Tensor]:
-    """Copies of parameters and buffers by name."""
+    """Return copies of parameters and buffers by name."""
     return {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}

@@ -1,7 +1,7 @@
-"""Trains modules of the zoo: in a plain loop of torch, and by the Trainer in a layout; and compares what came up.
+"""Train modules of the zoo in a plain torch loop and by the Trainer in a layout, and compare the results.
 
-The plain loop is written by hand, without d9d. Both train by SGD, which follows a gradient's rounding no further than
-it is; Adam would make a step of a gradient that is zero but for rounding.
+The plain loop is written without d9d. Both use SGD, whose update is proportional to the gradient's rounding error;
+Adam would turn a gradient that is zero except for rounding into a full step.
 """
 
 import random
@@ -31,7 +31,7 @@ Trace: TypeAlias = dict[str, Any]
 
 
 def plain_traces(names: Sequence[str], folder: str) -> dict[str, str]:
-    """Train in a plain loop and write the traces to a folder; gives the names whose modules do not run at all."""
+    """Train in a plain loop and write the traces to a folder; return the names of modules that do not run."""
     failed = {}
     for name in names:
         try:
@@ -46,7 +46,7 @@ def plain_traces(names: Sequence[str], folder: str) -> dict[str, str]:
 
 @contextmanager
 def _cpu_seconds(limit: float) -> Generator[None]:
-    """Stop what computes for longer, however busy the machine is."""
+    """Limit the CPU time of the body, independent of the load of the machine."""
 
     def stop(*_: Any) -> NoReturn:
         raise TimeoutError(f"it computes for more than {limit} seconds")
@@ -68,7 +68,7 @@ def _built(animal: Entry) -> torch.nn.Module:
 
 
 def _check_no_draws(animal: Entry) -> None:
-    """Refuse a module whose outputs are random: layouts draw other numbers."""
+    """Refuse a module with random outputs: they depend on the layout."""
     losses = []
     for seed in (1, 2):
         model, batch = _built(animal), animal.batch()
@@ -104,9 +104,9 @@ def _plain_trace(animal: Entry) -> Trace:
 
 
 class _Roundings(TorchFunctionMode):
-    """Adds up the rounding units of operators that compute in less than float64 on the way to the loss.
+    """Sums the rounding units of operators that compute the loss in less than float64.
 
-    Each moves its result by one unit of its dtype at most, and results of a different batch size may round to the other
+    Each changes its result by at most one unit of its dtype, and results of another batch size may round to the other
     side; so the sum bounds what a layout may change, to first order.
     """
 
@@ -129,7 +129,7 @@ class _Roundings(TorchFunctionMode):
 
 
 class _Sum(Task):
-    """The loss of all samples, in the zoo's way."""
+    """The loss of all samples, by `loss_of`."""
 
     def inputs(self, batch: dict[str, Tensor]) -> Mapping[str, Any]:
         return batch
@@ -140,9 +140,9 @@ class _Sum(Task):
 
 
 def differences(names: Sequence[str], meshes: Sequence[Mapping[str, int]], folder: str) -> dict[str, list[str]]:
-    """Train by the Trainer in layouts, and say where that differs from the plain loop; refusals start with "refused".
+    """Train in layouts and return the differences from the plain loop; refusals start with "refused".
 
-    Collective. Gives an empty list for a module that is the same everywhere.
+    Collective. The list of a module without differences is empty.
     """
     found: dict[str, list[str]] = {}
     for name in names:
@@ -190,7 +190,7 @@ def _trace(animal: Entry, mesh: Mapping[str, int], folder: Path) -> Trace:
 
 
 def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    # Not fused or foreach: these take no mixed dtypes.
+    # Not fused or foreach: these do not support mixed dtypes.
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, foreach=False)
 
 
@@ -241,9 +241,9 @@ def _scalar(value: float) -> dict[str, Tensor]:
 
 
 def _compare_values(what: str, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], unit: float) -> Iterator[str]:
-    """Compare norms: 1e-9 of a tensor's own, and the rounding of sums that cancel, in units of the whole module's.
+    """Compare to within 1e-9 of a tensor's norm plus the rounding of cancelling sums, in units of the module's norm.
 
-    A gradient that is zero in exact arithmetic is a sum of some thousand numbers of the size of the others.
+    A gradient that is zero in exact arithmetic is a sum of about a thousand numbers of the size of the others.
     """
     wide = {name: x.to(torch.complex128 if x.is_complex() else torch.float64) for name, x in theirs.items()}
     scale = sum(float(x[x.isfinite()].norm()) ** 2 for x in wide.values()) ** 0.5

@@ -1,6 +1,6 @@
-"""The modules of other libraries in the zoo: transformers by its own mappings, timm, torchvision and diffusers.
+"""Modules of other libraries in the zoo: transformers by its own mappings, timm, torchvision and diffusers.
 
-Configurations are made small by the names of their keys, alike for all architectures; a module that does not build or
+Configurations are reduced by key names, in the same way for all architectures; a module that does not build or
 run on such a configuration in a plain loop is not in the zoo.
 """
 
@@ -78,7 +78,7 @@ _SMALL: dict[str, Any] = {
     "depths": [1, 1, 1, 1],
     "num_codevector_groups": 2,
 }
-"""Values by key, for every key that an architecture's configuration has."""
+"""Values by key, for the keys of an architecture's configuration."""
 
 
 _SET_IF_NONE = {
@@ -96,7 +96,7 @@ _NOT_SAMPLE_FIRST = {"musicgen", "musicgen_melody"}
 
 
 def transformers_names() -> dict[str, str]:
-    """The class that trains each architecture, by its model type: the first mapping that has it decides."""
+    """Return the training class of each architecture by model type, from the first mapping that contains it."""
     mappings = (
         "CAUSAL_LM",
         "MASKED_LM",
@@ -171,7 +171,7 @@ DIFFUSERS: Mapping[str, dict[str, Any]] = {
 
 @cache
 def library_names() -> tuple[str, ...]:
-    """All names of this file, as `library:name`."""
+    """Return all names of this file, as `library:name`."""
     return (
         *(f"transformers:{name}" for name in transformers_names()),
         *(f"timm:{name}" for name in TIMM),
@@ -181,7 +181,7 @@ def library_names() -> tuple[str, ...]:
 
 
 def library_entry(name: str) -> Entry:
-    """The entry of a `library:name`."""
+    """Return the entry of a `library:name`."""
     library, _, model = name.partition(":")
     makers: dict[str, Callable[[str], Entry]] = {
         "transformers": _transformers,
@@ -233,11 +233,11 @@ def _shrink(config: PretrainedConfig) -> None:
     if hasattr(config, "kv_lora_rank"):
         config.num_key_value_heads = _SMALL["num_attention_heads"]  # Latent attention has no groups of heads.
     config.use_cache = False
-    config._experts_implementation = "eager"  # The other ones have no float64.
+    config._experts_implementation = "eager"  # The others do not support float64.
 
 
 def _inputs(model: PreTrainedModel, config: PretrainedConfig) -> Batch:
-    """What goes in, by the name of the model's main input."""
+    """Return the inputs by the name of the model's main input."""
     size = getattr(config, "image_size", 32)
     height, width = (size, size) if isinstance(size, int) else (32, 32)
     length = 8

@@ -1,8 +1,8 @@
 #!/bin/bash
-# A job that Slurm may stop at any time, and that goes on by itself: sbatch examples/clusters/slurm.sh
+# A job that resumes after Slurm stops it: sbatch examples/clusters/slurm.sh
 #
 # Two minutes before the end of the time limit, and when the job is preempted, every rank gets SIGUSR1. They agree on a
-# step, save, and end with exit code 75; then this script asks Slurm for the same job once more.
+# step, save, and exit with code 75; then this script requeues the job.
 #SBATCH --job-name=pretrain
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -22,8 +22,8 @@ srun --kill-on-bad-exit=1 python examples/pretrain.py --run.name "pretrain-$SLUR
 code=$?
 
 case $code in
-    75) scontrol requeue "$SLURM_JOB_ID" ;;  # stopped by a signal, and saved
-    124 | 125)  # a rank hung or was lost: once more, but not for ever
+    75) scontrol requeue "$SLURM_JOB_ID" ;;  # stopped by a signal, after a save
+    124 | 125)  # a rank hung or died: restart, a limited number of times
         if [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; then scontrol requeue "$SLURM_JOB_ID"; fi ;;
 esac
 exit $code

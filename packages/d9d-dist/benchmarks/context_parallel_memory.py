@@ -1,10 +1,10 @@
-"""Memory of one attention, forward and backward, on each rank: how it falls with the number of context-parallel ranks.
+"""Peak memory per rank of one attention, forward and backward, by the number of context-parallel ranks.
 
     python packages/d9d-dist/benchmarks/context_parallel_memory.py --length 8192 --output curve.json
 
-What is counted is what torch's CPU allocator gives and takes back, as its profiler reports it: every tensor, those
-inside of operators too, and neither Python nor the buffers of the process group. The resident set of a process says the
-same with the noise of pages that malloc keeps; its peak is given as a check.
+Memory is counted by torch's profiler, from the allocations and frees of torch's CPU allocator. It includes all tensors,
+also those inside operators, but neither Python objects nor the buffers of the process group. The peak of the resident
+set is reported as a check; it also includes pages that malloc keeps.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _M_MMAP_THRESHOLD = -3
 
 @dataclass(frozen=True)
 class Row:
-    """The rows of the benchmark; the length is that of the whole row, whatever the number of ranks."""
+    """Sizes of the input; the length is that of the full sequence, for any number of ranks."""
 
     length: int
     heads: int
@@ -41,11 +41,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Memory:
-    """MiB above what the process held before, inputs included; of the rank that needed most.
+    """Memory in MiB above that of the process before, inputs included; the maximum over the ranks.
 
     Attributes:
-        peak: Peak of what the allocator had given out in forward and backward.
-        saved: What it had given out between them: inputs, output, and what backward needs.
+        peak: Peak of the allocated memory in forward and backward.
+        saved: Allocated memory between forward and backward: inputs, output, and tensors saved for backward.
         resident_peak: Peak of the resident set.
     """
 
@@ -55,7 +55,7 @@ class Memory:
 
 
 def main() -> None:
-    """Measure every method at every number of ranks, print a table, and write JSON if asked to."""
+    """Measure every method at every number of ranks, print a table, and optionally write JSON."""
     parser = argparse.ArgumentParser(description="Peak memory of context-parallel attention on each rank.")
     parser.add_argument("--length", type=int, default=8192, help="positions of the whole row")
     parser.add_argument("--heads", type=int, default=8)
@@ -93,7 +93,7 @@ def _curve(method: ContextMethod, row: Row, ranks: Sequence[int]) -> dict[int, M
 
 
 def _measure(method: ContextMethod, row: Row) -> Memory:
-    # Large tensors go back to the system when they are freed, or the resident set would say what malloc keeps.
+    # Return freed large tensors to the system, so that the resident set does not include pages that malloc keeps.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
     with MeshConfig(context_parallel_shard=-1).build() as ctx:
         attention = context_parallel_attention(sdpa_attention, ctx.mesh_for("batch")["cp"], method=method)
@@ -107,7 +107,7 @@ def _measure(method: ContextMethod, row: Row) -> Memory:
             )
             return attention(q, k, v, documents_BS=documents if row.packed else None)
 
-        forward().sum().backward()  # connections are made, and kernels chosen, at the first time
+        forward().sum().backward()  # warm-up: opens connections and selects kernels
         before = _reset_resident()
         forward().sum().backward()
         resident = _resident("VmHWM") - before
@@ -118,7 +118,7 @@ def _measure(method: ContextMethod, row: Row) -> Memory:
 
 
 def _allocated(function: Callable[[], None]) -> tuple[int, int]:
-    """Bytes that the allocator gave out while a function ran: at most, and at its end."""
+    """Return the allocated bytes while a function runs: the peak, and the value at its end."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     results = profiler.profiler.kineto_results if profiler.profiler else None
@@ -133,7 +133,7 @@ def _allocated(function: Callable[[], None]) -> tuple[int, int]:
 
 
 def _reset_resident() -> int:
-    """Forget the peak of the resident set (Linux); gives its present size in bytes."""
+    """Reset the peak of the resident set (Linux), and return the current size in bytes."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return _resident("VmRSS")
 

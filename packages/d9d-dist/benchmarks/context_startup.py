@@ -1,7 +1,7 @@
-"""What it costs one rank to build the meshes of a large job: seconds and memory beyond importing torch, as JSON.
+"""Time and memory of one rank to build the meshes of a large job, beyond importing torch, as JSON.
 
-The process group is torch's fake one, so it measures what a rank does by itself, not the network. The peer is
-`init_device_mesh`, called once for each domain; leave it out with --no-peer, because it is slow for many ranks.
+The process group is torch's fake one, so the local work of a rank is measured, not the network. The reference is
+`init_device_mesh`, called once per domain; skip it with --no-peer, because it is slow for many ranks.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # (torch imports it when a mesh is first sliced; that is not what is measured)
+import torch._dynamo  # imported now, because torch imports it when a mesh is first sliced
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -21,7 +21,7 @@ from d9d_dist import Launch, MeshConfig
 
 
 def main() -> None:
-    """Measure d9d first, in a process that has done nothing else."""
+    """Measure d9d first, in a new process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=16_384)
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
@@ -49,7 +49,7 @@ def main() -> None:
 
     figures: dict[str, Any] = {"ranks": arguments.ranks, "torch": torch.__version__, "d9d": _cost(build)}
     if arguments.peer:
-        peer = _cost(build_peer)["seconds"]  # its memory is hidden below the peak of what ran before
+        peer = _cost(build_peer)["seconds"]  # its memory is below the peak of the first measurement
         figures["init_device_mesh"] = {"seconds": peer, "ratio": round(peer / figures["d9d"]["seconds"], 1)}
     print(json.dumps(figures, indent=2))
 
@@ -64,7 +64,7 @@ def _cost(run: Callable[[], None]) -> dict[str, float]:
 
 
 def _resident_megabytes() -> float:
-    """The largest resident memory so far, so that what was freed in between counts too."""
+    """Return the peak resident memory so far, which includes memory that was freed since."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
 

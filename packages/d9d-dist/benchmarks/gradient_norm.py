@@ -1,9 +1,9 @@
-"""Clipping by the global norm, against torch's own `clip_grad_norm_`: many matrices, and very many small tensors.
+"""Time of clipping by the global norm, relative to torch's `clip_grad_norm_`: many matrices, and many small tensors.
 
     uv run python packages/d9d-dist/benchmarks/gradient_norm.py
 
-Prints one JSON line for each case. "process" is plain tensors on one process; "ranks" is DTensors that two ranks share
-out. Both run in the same processes, one after the other in each repetition; compare ratios, not seconds.
+Prints one JSON line per case. "process": plain tensors on one process. "ranks": DTensors sharded over two ranks.
+Both implementations run in the same processes, alternately in each repetition; compare ratios, not seconds.
 """
 
 import argparse
@@ -33,7 +33,7 @@ CASES: dict[str, list[tuple[int, ...]]] = {
 
 
 def parameters_with_gradients(shapes: list[tuple[int, ...]], ctx: DistributedContext) -> list[nn.Parameter]:
-    """Plain ones on one rank, else split over all."""
+    """Return plain parameters on one rank, else DTensors sharded over all ranks."""
     parameters = []
     for shape in shapes:
         full = torch.randn(shape)
@@ -46,7 +46,7 @@ def parameters_with_gradients(shapes: list[tuple[int, ...]], ctx: DistributedCon
 
 
 def measure(repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each call by case and name, on every rank."""
+    """Return the seconds of each call by case and name, on every rank."""
     torch.set_num_threads(1)
     gc.disable()
     with MeshConfig(data_parallel_shard=-1).build() as ctx:
@@ -54,7 +54,7 @@ def measure(repeats: int) -> dict[str, dict[str, list[float]]]:
 
 
 def _measure(parameters: list[nn.Parameter], ctx: DistributedContext, repeats: int) -> dict[str, list[float]]:
-    # A bound that is never reached: the work is the same, and gradients stay as they are.
+    # The bound is never reached: the work is the same, and gradients do not change.
     calls: dict[str, Callable[[], object]] = {
         "ours": partial(clip_grad_norm_, parameters, 1e9, ctx=ctx),
         "torch": partial(nn.utils.clip_grad_norm_, parameters, 1e9),
@@ -65,13 +65,13 @@ def _measure(parameters: list[nn.Parameter], ctx: DistributedContext, repeats: i
             dist.barrier()
             start = time.perf_counter()
             calls[name]()
-            if repeat:  # the first one warms up
+            if repeat:  # the first one is a warm-up
                 seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
 def summary(place: str, case: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians and spread of rank 0."""
+    """Return the medians and the spread on rank 0."""
     ratios = [a / b for a, b in zip(seconds["ours"], seconds["torch"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return {
@@ -85,12 +85,12 @@ def summary(place: str, case: str, seconds: dict[str, list[float]]) -> dict[str,
 
 
 def main() -> None:
-    """Read the command line, run, print."""
+    """Parse the arguments, run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    # Ranks find a function by the name of its module, which `__main__` is not.
+    # Ranks import a function by its module name, so it cannot be in `__main__`.
     function = importlib.import_module(Path(__file__).stem).measure
     for place, num_ranks in (("process", 1), ("ranks", 2)):
         for case, seconds in run_ranks(function, arguments.repeats, world_size=num_ranks)[0].items():

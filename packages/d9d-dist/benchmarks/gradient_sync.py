@@ -1,10 +1,10 @@
-"""A whole step of replicated data parallelism, forward, backward and reduction, against torch's DDP with its defaults.
+"""Time of a replicated data-parallel step (forward, backward, reduction) relative to torch's DDP with its defaults.
 
     uv run python packages/d9d-dist/benchmarks/gradient_sync.py --ranks 2 4
 
-Prints one JSON line for each number of ranks. Both run in the same processes, one after the other in each repetition,
-so whatever else the machine does meets both; compare ratios, not seconds. A sum over n ranks of B bytes cannot be had
-for less than 2 (n - 1) / n B bytes sent by each rank, which a ring reaches.
+Prints one JSON line per number of ranks. Both run in the same processes, alternately in each repetition, so other load
+on the machine affects both; compare ratios, not seconds. To all-reduce B bytes over n ranks, each rank has to send at
+least 2 (n - 1) / n B bytes; a ring reaches this bound.
 """
 
 import argparse
@@ -30,25 +30,25 @@ from d9d_dist.testing import run_ranks
 
 
 class Block(nn.Module):
-    """The feed-forward half of a transformer layer."""
+    """Feed-forward block of a transformer layer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, width] to the same."""
+        """Map [batch, width] to the same shape."""
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 def build(num_blocks: int, width: int) -> nn.Module:
-    """Equal on all ranks."""
+    """Build the same model on all ranks."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block(width) for _ in range(num_blocks)))
 
 
 def measure(repeats: int, num_blocks: int, width: int, batch: int) -> dict[str, Any]:
-    """Seconds of each step by name, and what ours hands to collectives; on every rank."""
+    """Return on every rank the seconds of each step by name, and the bytes that d9d passes to collectives."""
     torch.set_num_threads(1)
     with MeshConfig(data_parallel_replicate=-1).build() as ctx:
         ours, theirs = build(num_blocks, width), DistributedDataParallel(build(num_blocks, width))
@@ -82,7 +82,7 @@ def measure(repeats: int, num_blocks: int, width: int, batch: int) -> dict[str, 
 
 
 def handed_bytes(step: Callable[[], None]) -> int:
-    """The bytes that a step hands to all-reduces."""
+    """Return the bytes that a step passes to all-reduces."""
     total, all_reduce = 0, dist.all_reduce
 
     def count(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def handed_bytes(step: Callable[[], None]) -> int:
 
 
 def summary(num_ranks: int, found: dict[str, Any]) -> dict[str, Any]:
-    """Medians and spread of rank 0; barriers make ranks alike."""
+    """Return the medians and the spread on rank 0; barriers align the ranks."""
     seconds = found["seconds"]
     ratios = [a / b for a, b in zip(seconds["ours"], seconds["ddp"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
@@ -116,7 +116,7 @@ def summary(num_ranks: int, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the command line, run, print."""
+    """Parse the arguments, run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--repeats", type=int, default=9)
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    # Ranks find a function by the name of its module, which `__main__` is not.
+    # Ranks import a function by its module name, so it cannot be in `__main__`.
     function = importlib.import_module(Path(__file__).stem).measure
     for num_ranks in arguments.ranks:
         options = (arguments.repeats, arguments.blocks, arguments.width, arguments.batch)

@@ -38,7 +38,7 @@ def _axes() -> dict[str, tuple[list[int], int]]:
 
 
 @pytest.mark.world_size(8)
-def test_axes_are_those_of_torch_and_their_groups_work(device: Device) -> None:
+def test_axes_equal_torch_and_their_groups_work(device: Device) -> None:
     ranks = run_ranks(_axes, world_size=8, device=device)
     assert ranks[5]["expert.ep_shard"] == ([4, 5], 1)
     assert ranks[5]["dense.dp_cp_shard"] == ([5, 7], 0)
@@ -76,7 +76,7 @@ def _joined_axes_are_one() -> list[bool]:
         ]
 
 
-def test_neighbouring_axes_together_are_the_axis_of_another_domain() -> None:
+def test_adjacent_axes_form_the_axis_of_another_domain() -> None:
     assert run_ranks(_joined_axes_are_one, world_size=8) == [[True] * 3] * 8
 
 
@@ -90,7 +90,7 @@ def _groups_over_several_axes() -> list[list[int]]:
         return [dist.get_process_group_ranks(group) for group in groups]
 
 
-def test_a_group_may_span_axes_that_are_no_neighbours() -> None:
+def test_a_group_may_span_nonadjacent_axes() -> None:
     for rank, (corners, stage) in enumerate(run_ranks(_groups_over_several_axes, world_size=8)):
         place = rank >> 2, rank >> 1 & 1, rank & 1
         assert corners == [pp << 2 | place[1] << 1 | tp for pp, tp in product(range(2), range(2))]

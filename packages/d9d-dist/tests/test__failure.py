@@ -23,7 +23,7 @@ def _fail_while_others_wait() -> tuple[float, str]:
     return time.monotonic() - start, text
 
 
-def test_a_failing_rank_waits_for_nobody_and_the_others_learn_why() -> None:
+def test_a_failing_rank_does_not_wait_and_the_others_name_its_error() -> None:
     (waited, waiting), (took, culprit) = run_ranks(_fail_while_others_wait, timeout=60)
     assert "KeyError: 'the culprit'" in culprit
     assert "Rank" not in culprit
@@ -38,7 +38,7 @@ def _fail_alike() -> list[str]:
     return list(getattr(caught.value, "__notes__", []))
 
 
-def test_ranks_that_fail_alike_are_not_told_of_each_other() -> None:
+def test_ranks_with_the_same_error_do_not_name_each_other() -> None:
     assert run_ranks(_fail_alike) == [[], []]
 
 
@@ -52,5 +52,5 @@ def _fail_in_a_group_of_another() -> bool:
         dist.destroy_process_group()
 
 
-def test_a_process_group_that_others_started_is_left_alone() -> None:
+def test_a_process_group_started_elsewhere_is_not_destroyed() -> None:
     assert _fail_in_a_group_of_another()

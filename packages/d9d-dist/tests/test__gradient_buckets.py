@@ -46,7 +46,7 @@ def test_buckets_are_filled(mesh: DeviceMesh) -> None:
     assert [[slot.shape.numel() for slot in bucket] for bucket in buckets] == [[5, 4], [50], [3, 2, 1]]
 
 
-def test_a_sum_is_added_to_what_is_summed_already(mesh: DeviceMesh) -> None:
+def test_sums_are_accumulated(mesh: DeviceMesh) -> None:
     slot = _slot(mesh, 2)
     for value in (1.0, 2.0):
         slot.parameter.grad = DTensor.from_local(torch.full((2,), value), mesh, (Replicate(),), run_check=False)

@@ -60,7 +60,7 @@ class _Fails(nn.Module):
         raise RuntimeError("on purpose")
 
 
-def test_parameters_are_back_after_forward(mesh: DeviceMesh) -> None:
+def test_parameters_are_restored_after_forward(mesh: DeviceMesh) -> None:
     module, failing = _local(mesh, _Sum()), _local(mesh, _Fails())
     before = [*module.parameters(), *failing.parameters()]
     module(torch.ones(4))
@@ -82,7 +82,7 @@ def test_compute_dtype_leaves_the_gradient_in_the_parameters(mesh: DeviceMesh) -
     assert module.weight.grad.dtype == torch.float32
 
 
-def test_a_second_call_adds_to_the_first(mesh: DeviceMesh) -> None:
+def test_gradients_accumulate_over_calls(mesh: DeviceMesh) -> None:
     module = nn.Linear(2, 2)
     compute_locally(module, partial_axes=("tp",), compute_dtype=torch.bfloat16)
     compute_locally(module, partial_axes=("dp",), reduce_dtype=torch.float32)
@@ -93,14 +93,14 @@ def test_a_second_call_adds_to_the_first(mesh: DeviceMesh) -> None:
     assert len(module._forward_pre_hooks) == len(module._forward_hooks) == 1
 
 
-def test_axes_of_one_rank_have_no_parts(mesh: DeviceMesh) -> None:
+def test_axes_of_one_rank_are_not_partial(mesh: DeviceMesh) -> None:
     module = nn.Linear(2, 2)
     distribute_parameters(module, mesh, {}, default=Replicate())
     compute_locally(module, partial_axes=("world",))
     assert list(partial_parameters(module)) == []
 
 
-def test_what_is_below_fsdp_is_left_out(mesh: DeviceMesh) -> None:
+def test_modules_managed_by_fsdp_are_skipped(mesh: DeviceMesh) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
     parallelize_fsdp(model[0], mesh, precision=Precision())
     assert list(modules_outside_fsdp(model)) == [model, model[1]]
@@ -135,7 +135,7 @@ def _spread() -> list[object]:
         ]
 
 
-def test_parameters_are_spread_on_two_axes() -> None:
+def test_parameters_are_sharded_over_two_axes() -> None:
     for names, requires_grad, partial in run_ranks(_spread, world_size=4):
         assert names == ("dp_replicate", "tp")
         assert not requires_grad

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from d9d_dist._owned_gradient import _references_of_unshared, own_gradient
+from d9d_dist._owned_gradient import _unshared_references, own_gradient
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -48,7 +48,7 @@ SHARING: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("function", SHARING.values(), ids=SHARING.keys())
-def test_shared_gradients_are_told_apart(function: Function) -> None:
+def test_shared_gradients_are_detected(function: Function) -> None:
     gradients = _gradients(function)
     for found, expected in zip(gradients, _gradients(function, own=False), strict=True):
         assert torch.equal(found, expected)
@@ -59,7 +59,7 @@ def test_shared_gradients_are_told_apart(function: Function) -> None:
 
 @pytest.mark.parametrize("shape", [(4, 4), (16,)], ids=["itself", "view"])
 @pytest.mark.parametrize("goes_first", [True, False])
-def test_a_gradient_that_somebody_keeps_is_not_taken(goes_first: bool, shape: tuple[int, ...]) -> None:
+def test_a_gradient_with_other_references_is_copied(goes_first: bool, shape: tuple[int, ...]) -> None:
     """A gradient that also flows into earlier layers, or that a hook keeps, must be copied."""
     kept: list[torch.Tensor] = []
     taken: list[torch.Tensor] = []
@@ -100,7 +100,7 @@ def test_gradients_of_ordinary_layers_are_not_copied(function: Function, monkeyp
         assert torch.equal(found, expected)
 
 
-def test_compiled_code_copies_too() -> None:
+def test_compiled_code_also_copies() -> None:
     @torch.compile(backend="aot_eager", fullgraph=True)
     def compiled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (own_gradient(a) + own_gradient(b)) * FACTORS
@@ -112,8 +112,8 @@ def test_compiled_code_copies_too() -> None:
     assert seen[0][0].data_ptr() != seen[1][0].data_ptr()
 
 
-def test_the_first_one_may_be_under_an_activation_checkpoint() -> None:
-    _references_of_unshared.cache_clear()
+def test_the_first_forward_may_be_under_activation_checkpointing() -> None:
+    _unshared_references.cache_clear()
     leaf = torch.ones(4, 4, requires_grad=True)
     checkpoint(lambda x: own_gradient(x).exp(), leaf, use_reentrant=False).sum().backward()
     torch.testing.assert_close(leaf.grad, torch.ones(4, 4).exp())

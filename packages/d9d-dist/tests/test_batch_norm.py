@@ -115,7 +115,7 @@ def test_two_ranks_equal_one_with_both_batches() -> None:
             torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11, msg=lambda m, at=(name, key): f"{at}{m}")
 
 
-def test_each_rank_alone_gives_something_else() -> None:
+def test_unsynchronized_ranks_differ() -> None:
     """The comparison above is meaningful only if statistics of a single rank give another loss."""
     layer, x = _layer("2d without parameters")
     expected = _trace(copy.deepcopy(layer), x, slice(None))["loss"]
@@ -153,7 +153,7 @@ def _kept() -> None:
                 torch.testing.assert_close(fuse_conv_bn_eval(conv, norm)(x), norm(conv(x)), rtol=1e-5, atol=1e-5)
 
 
-def test_names_hooks_and_evaluation_stay() -> None:
+def test_names_hooks_and_evaluation_are_unchanged() -> None:
     run_ranks(_kept, world_size=2)
 
 
@@ -174,7 +174,7 @@ def _recomputed(layer: nn.Module, x: Tensor, part: slice, use_reentrant: bool) -
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputing_does_what_torch_does(use_reentrant: bool) -> None:
+def test_recompute_behaves_like_torch(use_reentrant: bool) -> None:
     (first, buffers), (second, _) = run_ranks(_checkpointed, use_reentrant, world_size=2)
     expected, expected_buffers = _recomputed(*_layer("2d channels last"), slice(None), use_reentrant)
     torch.testing.assert_close(first + second, expected)
@@ -196,7 +196,7 @@ def _refused() -> list[str]:
 def test_a_layer_with_other_statistics_is_refused_by_name() -> None:
     for messages in run_ranks(_refused, world_size=2):
         for name, message in zip(("OfHalves", "OfItsOwn"), messages, strict=True):
-            assert message.startswith(f"{name} does not take the statistics of its whole input by one call of F.batch")
+            assert message.startswith(f"{name} does not compute the statistics of its input by one call of F.batch")
 
 
 def _half() -> tuple[torch.dtype, torch.dtype, bool]:
@@ -217,7 +217,7 @@ def test_activations_in_bfloat16_keep_their_dtype() -> None:
     assert run_ranks(_half, world_size=2) == [(torch.bfloat16, torch.float32, True)] * 2
 
 
-def test_one_rank_has_all() -> None:
+def test_one_rank_needs_no_synchronization() -> None:
     layer, x = _layer("2d channels last")
     expected = _trace(copy.deepcopy(layer), x, slice(None))
     with MeshConfig().build() as ctx:

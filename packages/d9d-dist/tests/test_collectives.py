@@ -118,7 +118,7 @@ def _as_lists(tensors: list[Tensor] | None) -> list[list[int]] | None:
 
 
 @pytest.mark.world_size(4)
-def test_ranks_are_those_of_the_group(device: Device) -> None:
+def test_ranks_are_group_ranks(device: Device) -> None:
     for rank, found in enumerate(run_ranks(_in_groups, world_size=4, device=device)):
         low, high = rank % 2, rank % 2 + 2
         is_last = rank == high
@@ -155,7 +155,7 @@ def _uneven_all_to_all() -> list[list[int]]:
 
 
 @pytest.mark.world_size(3)
-def test_all_to_all_of_uneven_parts(device: Device) -> None:
+def test_all_to_all_with_uneven_sizes(device: Device) -> None:
     for rank, rows in enumerate(run_ranks(_uneven_all_to_all, world_size=3, device=device)):
         assert rows == [[source, rank] for source in range(3) for _ in range(SEND_SIZES[source][rank])]
 
@@ -247,7 +247,7 @@ def _bytes_sent() -> list[tuple[int, ...]]:
         return found
 
 
-def test_only_what_is_there_travels() -> None:
+def test_no_padding_is_sent() -> None:
     header = 8 * 18
     numels = [[6, 4, 0], [0, 0, 0], [9, 9, 9]]
     for rank, found in enumerate(run_ranks(_bytes_sent, world_size=3)):
@@ -280,18 +280,20 @@ def _mismatch(kind: str) -> str:
     [
         (
             "dtype",
-            "rank 1 of the group has a tensor of torch.int64 with 1 dims, where rank 0 has torch.float32 with 1; "
-            "expected the same on all ranks. Give an empty tensor too the dtype and the number of dims of the others.",
+            "rank 1 of the group has a torch.int64 tensor with 1 dims, but rank 0 has torch.float32 with 1; "
+            "expected the same on all ranks. Also give empty tensors the dtype and the number of dims of the other "
+            "ranks.",
         ),
         (
             "dims",
-            "rank 1 of the group has a tensor of torch.float32 with 2 dims, where rank 0 has torch.float32 with 1; "
-            "expected the same on all ranks. Give an empty tensor too the dtype and the number of dims of the others.",
+            "rank 1 of the group has a torch.float32 tensor with 2 dims, but rank 0 has torch.float32 with 1; "
+            "expected the same on all ranks. Also give empty tensors the dtype and the number of dims of the other "
+            "ranks.",
         ),
         ("many", "got tensors of 17 dims; expected at most 16. Reshape them first."),
     ],
 )
-def test_every_rank_learns_of_a_mismatch(kind: str, message: str) -> None:
+def test_a_mismatch_is_an_error_on_every_rank(kind: str, message: str) -> None:
     assert run_ranks(_mismatch, kind, world_size=3) == [message] * 3
 
 
@@ -313,7 +315,7 @@ def _reduced_scalars() -> dict[str, Any]:
         return {name: (float(sums[name]), float(largest[name])) for name in values}
 
 
-def test_scalars_travel_together(device: Device) -> None:
+def test_scalars_are_reduced_in_one_collective(device: Device) -> None:
     expected = {
         "float": (0.1 + 0.2, 0.2),
         "int": (2.0**41 + 1, 2.0**40 + 1),
@@ -329,28 +331,28 @@ def _refusals() -> None:
         x = torch.zeros(4, 5)
         with pytest.raises(
             UserError,
-            match=r"got a tensor of shape \(4, 5\) to share out to 2 ranks on dim -1, whose size is 5; expected a "
+            match=r"got a tensor of shape \(4, 5\) to split over 2 ranks on dim -1, whose size is 5; expected a "
             r"multiple of 2\.",
         ):
             reduce_scatter(x, dim=-1)
-        with pytest.raises(UserError, match=r"shape \(5, 4\) to share out to 2 ranks on dim 0, whose size is 5"):
+        with pytest.raises(UserError, match=r"shape \(5, 4\) to split over 2 ranks on dim 0, whose size is 5"):
             all_to_all(x.mT)
         with pytest.raises(
-            UserError, match=r"got send_sizes alone; expected both send_sizes and receive_sizes, or neither for equal"
+            UserError, match=r"got send_sizes only; expected both send_sizes and receive_sizes, or neither for equal"
         ):
             all_to_all(x, send_sizes=[1, 3])
-        with pytest.raises(UserError, match=r"got receive_sizes alone; expected both"):
+        with pytest.raises(UserError, match=r"got receive_sizes only; expected both"):
             all_to_all(x, receive_sizes=[1, 3])
         with pytest.raises(UserError, match=r"got 1 receive_sizes in a group of 2 ranks; expected one for each rank\."):
             all_to_all(x, send_sizes=[1, 3], receive_sizes=[1])
         with pytest.raises(
             UserError,
-            match=r"got send_sizes = \[1, 2\], 3 rows in all, with a tensor of shape \(4, 5\); expected 4 rows\.",
+            match=r"got send_sizes = \[1, 2\], 3 rows in total, with a tensor of shape \(4, 5\); expected 4 rows\.",
         ):
             all_to_all(x, send_sizes=[1, 2], receive_sizes=[1, 2])
         with pytest.raises(UserError, match=r"got 'loss', a tensor of shape \(4, 5\); expected one element\."):
             all_reduce_scalars({"loss": x})
 
 
-def test_refuses_what_does_not_fit() -> None:
+def test_refuses_sizes_that_do_not_fit() -> None:
     run_ranks(_refusals)

@@ -26,7 +26,7 @@ def _coordinates() -> dict[str, int]:
 
 
 @pytest.mark.world_size(4)
-def test_domains_agree_on_who_is_where(device: Device) -> None:
+def test_domains_agree_on_coordinates(device: Device) -> None:
     ranks = run_ranks(_coordinates, world_size=4, device=device)
     assert [(r["rank"], r["pp"], r["dp"], r["ep"], r["world"]) for r in ranks] == [
         (0, 0, 0, 0, 4),
@@ -93,8 +93,8 @@ def _fail_first(nodes: list[int], failing: int, local: bool) -> str:
 def test_if_the_body_fails_on_a_first_rank_all_others_stop(failing: int, local: bool) -> None:
     messages = run_ranks(_fail_first, [2, 2], failing, local, world_size=4, timeout=60)
     stopped = (
-        f"rank {failing} failed in what it does before the other ranks, so this rank stops too; the traceback of rank "
-        f"{failing} says why."
+        f"rank {failing} failed in code that it runs before the other ranks, so this rank stops too; see the traceback "
+        f"of rank {failing}."
     )
     expected = [f"did not run; {stopped}"] * 4
     expected[0] = f"ran; {stopped}"
@@ -111,7 +111,7 @@ def test_a_job_of_one_process_needs_no_launcher() -> None:
     assert not dist.is_initialized()
 
 
-def test_messages_name_what_there_is() -> None:
+def test_errors_list_valid_domains_and_axes() -> None:
     with MeshConfig().build() as ctx:
         with pytest.raises(UserError, match=r"got the mesh domain 'sparse'; expected one of regular, dense, expert"):
             ctx.mesh_for("sparse")  # ty: ignore[invalid-argument-type]
@@ -124,7 +124,7 @@ def test_messages_name_what_there_is() -> None:
                 ctx.group_for("dense", *axes)
 
 
-def test_a_running_process_group_is_used_and_left_alone() -> None:
+def test_an_existing_process_group_is_used_and_not_destroyed() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         MeshConfig().build().close()
@@ -138,7 +138,7 @@ def _logged() -> str:
         return str(ctx.logger.process("hello", {})[0])
 
 
-def test_the_logger_knows_its_rank() -> None:
+def test_the_logger_prepends_the_rank() -> None:
     assert run_ranks(_logged) == ["[rank 0/2] hello", "[rank 1/2] hello"]
 
 
@@ -152,7 +152,7 @@ def _build_again_and_again() -> list[float]:
     return totals
 
 
-def test_contexts_may_follow_each_other() -> None:
+def test_contexts_can_be_built_one_after_another() -> None:
     assert run_ranks(_build_again_and_again, world_size=4, timeout=120) == [[4.0] * 10] * 4
 
 
@@ -184,7 +184,7 @@ def _late_peer(folder: str, group_kind: str) -> float:
 
 
 @pytest.mark.parametrize("group_kind", ["axis", "flattened"])
-def test_a_collective_fails_after_the_time_that_was_set_last(group_kind: str, tmp_path: Path) -> None:
+def test_a_collective_fails_after_the_last_timeout_set(group_kind: str, tmp_path: Path) -> None:
     waited = run_ranks(_late_peer, str(tmp_path), group_kind, world_size=4, timeout=60)
     for seconds in waited[::2]:
         assert 0.9 < seconds < 50  # the start-up timeout was five minutes
@@ -204,12 +204,12 @@ def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     return group._get_backend(device).options._timeout.total_seconds()
 
 
-def test_groups_have_the_time_of_start_up_and_then_the_one_that_was_set_last() -> None:
+def test_groups_have_the_startup_timeout_until_another_is_set() -> None:
     assert run_ranks(_timeouts_of_groups, world_size=4) == [[300.0, 600.0, 600.0, 600.0]] * 4
 
 
 @pytest.mark.parametrize("seconds", [0, -1])
-def test_refuses_a_time_that_is_not_positive(seconds: int) -> None:
+def test_refuses_a_timeout_that_is_not_positive(seconds: int) -> None:
     with pytest.raises(UserError, match=r"timeouts\.step = .*; expected a positive time"):
         Timeouts(step=timedelta(seconds=seconds))
     with MeshConfig().build() as ctx, pytest.raises(UserError, match=r"timeout = .*; expected a positive time"):

@@ -169,7 +169,7 @@ def test_replicate_axes_are_merged(degrees: dict[str, int], placements: tuple[An
     _check("hsdp", degrees, placements, world_size=8)
 
 
-def test_one_rank_leaves_the_module_as_it_is() -> None:
+def test_one_rank_leaves_the_module_unchanged() -> None:
     with MeshConfig().build() as ctx:
         model = _Mlp()
         parallelize_hsdp(model, ctx.mesh_for("dense")[HSDP_AXES], shard_axis="dp_cp_shard")
@@ -178,7 +178,7 @@ def test_one_rank_leaves_the_module_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("parallelize", [parallelize_fsdp, parallelize_replicate])
-def test_precision_holds_on_one_rank_too(parallelize: Any) -> None:
+def test_precision_applies_on_one_rank(parallelize: Any) -> None:
     with MeshConfig().build() as ctx:
         model = nn.Linear(4, 4)
         parallelize(model, ctx.mesh_for("flat"), precision=Precision(compute=torch.bfloat16, reduce=torch.float32))
@@ -202,7 +202,7 @@ class _Dtypes(nn.Module):
         (Precision(torch.bfloat16, cast_inputs=False), torch.float32),
     ],
 )
-def test_inputs_are_cast_where_asked(precision: Precision, floating: torch.dtype) -> None:
+def test_inputs_are_cast_if_requested(precision: Precision, floating: torch.dtype) -> None:
     with MeshConfig().build() as ctx:
         model = _Dtypes()
         parallelize_replicate(model, ctx.mesh_for("flat"), precision=precision)
@@ -220,26 +220,26 @@ def _partial_on_both() -> tuple[list[Any], bool]:
         return list(sums), isinstance(model.scale.weight, nn.Parameter)
 
 
-def test_tensor_parallel_parameters_are_spread_on_both_axes() -> None:
+def test_tensor_parallel_parameters_are_sharded_over_both_axes() -> None:
     for placements, is_parameter in run_ranks(_partial_on_both, world_size=4):
         assert placements == [(Partial(), Partial())]
         assert is_parameter
 
 
-def test_refuses_to_replicate_what_is_sharded() -> None:
+def test_refuses_to_replicate_sharded_modules() -> None:
     with MeshConfig().build() as ctx:
         model = nn.Sequential(nn.Linear(2, 2))
         parallelize_fsdp(model[0], ctx.mesh_for("flat"), precision=Precision())
-        with pytest.raises(UserError, match=r"submodule '0' is sharded already.*Replicate it with parallelize_hsdp"):
+        with pytest.raises(UserError, match=r"submodule '0' is already sharded.*Replicate it with parallelize_hsdp"):
             parallelize_replicate(model, ctx.mesh_for("flat"), precision=Precision())
 
 
-def test_refuses_an_axis_that_is_not_there() -> None:
+def test_refuses_an_unknown_axis() -> None:
     with MeshConfig().build() as ctx, pytest.raises(UserError, match=r"shard_axis = 'fsdp'; expected one of .* world"):
         parallelize_hsdp(_Mlp(), ctx.mesh_for("flat"), shard_axis="fsdp")
 
 
-def test_refuses_several_axes_where_one_is_meant() -> None:
+def test_refuses_several_axes_where_one_is_expected() -> None:
     with MeshConfig().build() as ctx:
         for parallelize in (parallelize_fsdp, parallelize_replicate):
             with pytest.raises(UserError, match=r"got a mesh with the axes \(pp, dp_replicate.*\); expected exactly"):
@@ -339,7 +339,9 @@ def test_gradient_penalties_are_exact_over_replicas_and_refused_over_shards() ->
     for gradients in run_ranks(_gradient_penalty, "replicate"):
         assert_trees_close(gradients, expected, rtol=1e-12)
     for message in run_ranks(_gradient_penalty, "fsdp"):
-        assert message.startswith("got a backward pass with create_graph=True through a module that parallelize_hsdp")
+        assert message.startswith(
+            "got a backward pass with create_graph=True through a module sharded by parallelize_hsdp"
+        )
 
 
 class _Lent(nn.Module):
@@ -389,7 +391,7 @@ def _lent_gradients(degrees: dict[str, int]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "degrees", [{"data_parallel_replicate": 2}, {"data_parallel_replicate": 2, "data_parallel_shard": 2}]
 )
-def test_replicated_parameters_are_used_without_their_module(degrees: dict[str, int]) -> None:
+def test_replicated_parameters_can_be_used_outside_their_module(degrees: dict[str, int]) -> None:
     [alone] = run_ranks(_lent_gradients, {}, world_size=1)
     found = run_ranks(_lent_gradients, degrees, world_size=prod(degrees.values()))
     for rank in found:
@@ -429,5 +431,5 @@ def _forward_that(how: str) -> str:
 @pytest.mark.parametrize(("how", "names"), [("reads", ""), ("clips", "1.weight"), ("casts", "1.weight, 1.bias")])
 def test_a_forward_that_changes_sharded_parameters_is_refused(how: str, names: str) -> None:
     for message in run_ranks(_forward_that, how):
-        assert message.startswith(f"forward replaces or writes to {names}, such as by" if names else "")
+        assert message.startswith(f"forward replaces or writes to {names}, for example by" if names else "")
         assert bool(message) == bool(names)

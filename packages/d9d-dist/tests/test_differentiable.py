@@ -213,7 +213,7 @@ def _identity_on_one_rank() -> list[bool]:
         return [_operation(name, 0, 1)(x, mesh) is x for name in NAMES]
 
 
-def test_one_rank_gets_its_tensor_back() -> None:
+def test_one_rank_returns_its_tensor() -> None:
     (are_same,) = run_ranks(_identity_on_one_rank, world_size=1)
     assert are_same == [True] * len(NAMES)
 
@@ -234,7 +234,7 @@ def _changed_tensors() -> list[str]:
         return changed
 
 
-def test_arguments_are_left_as_they_are(device: Device) -> None:
+def test_arguments_are_not_modified(device: Device) -> None:
     assert run_ranks(_changed_tensors, device=device) == [[]] * 2
 
 
@@ -257,9 +257,7 @@ def _refusal(name: str) -> str:
 
 @pytest.mark.parametrize("name", ["reduce_scatter_to_axis", "scatter_to_axis", "all_to_all_reshard"])
 def test_refuses_uneven_parts(name: str) -> None:
-    message = (
-        "got a tensor of shape (4, 5) to share out to 2 ranks on dim 1, whose size is 5; expected a multiple of 2."
-    )
+    message = "got a tensor of shape (4, 5) to split over 2 ranks on dim 1, whose size is 5; expected a multiple of 2."
     assert run_ranks(_refusal, name) == [message] * 2
 
 
@@ -275,7 +273,7 @@ def _other_refusals() -> None:
             gather_from_axis(torch.zeros(2), mesh["tp"], dim=0, gradient=wrong)
 
 
-def test_refuses_what_it_does_not_know() -> None:
+def test_refuses_an_unknown_gradient_mode() -> None:
     run_ranks(_other_refusals)
 
 

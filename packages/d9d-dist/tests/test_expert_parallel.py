@@ -145,9 +145,9 @@ def _dp(ctx: DistributedContext) -> Any:
     return ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_unsupported_models_are_refused() -> None:
     for axes, uneven, sharded, twice in run_ranks(_refusals, world_size=2):
         assert "got a mesh with the axes (dp_cp_shard, tp); expected (ep_replicate, ep_shard)" in axes
         assert "mesh.expert_parallel = 2 does not divide the 5 experts of weight. Use a degree" in uneven
-        assert "weight is parallelised over (dp_cp_shard) already; expected experts to be whole" in sharded
-        assert "weight is parallelised over (ep_shard) already" in twice
+        assert "weight is already parallelized over (dp_cp_shard); expected unsharded experts" in sharded
+        assert "weight is already parallelized over (ep_shard)" in twice

@@ -76,7 +76,7 @@ def train(degree: int) -> dict[str, Any]:
         return {"outputs": y.detach(), **full_gradients(split)}
 
 
-def test_what_follows_a_weight_is_split_with_it() -> None:
+def test_followers_of_a_weight_are_sharded_with_it() -> None:
     (expected,) = run_ranks(train, 1, world_size=1)
     for result in run_ranks(train, 2, world_size=2):
         assert_trees_close(result, expected, rtol=1e-12)
@@ -98,10 +98,10 @@ def refuse() -> None:
         assert layer.gain.learned is None, "nothing is split, so there is nothing to follow"
 
 
-def test_what_does_not_divide_is_refused_and_what_is_whole_stays_whole() -> None:
+def test_indivisible_followers_are_refused_and_replicated_ones_unchanged() -> None:
     run_ranks(refuse, world_size=2)
 
 
-def test_is_known_by_what_it_can_do() -> None:
+def test_protocol_is_structural() -> None:
     assert isinstance(Gain(nn.Linear(2, 2)), FollowsWeight)
     assert not isinstance(nn.Linear(2, 2), FollowsWeight)

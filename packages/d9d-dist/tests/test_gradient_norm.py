@@ -77,7 +77,7 @@ def _layout(degrees: dict[str, int], norm_type: float) -> tuple[torch.Tensor, to
     ],
     ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
-def test_each_element_counts_once(degrees: dict[str, int], names: set[str], norm_type: float) -> None:
+def test_each_element_is_counted_once(degrees: dict[str, int], names: set[str], norm_type: float) -> None:
     num_stages = degrees.get("pipeline_parallel", 1)
     expected = _expected(range(6 * num_stages), norm_type)
     for norm, clipped, parts in run_ranks(_layout, degrees, norm_type, world_size=4):
@@ -156,10 +156,10 @@ def _unsummed() -> str:
         return str(error.value)
 
 
-def test_refuses_gradients_that_are_not_summed() -> None:
+def test_refuses_partial_gradients() -> None:
     for message in run_ranks(_unsummed):
         assert f"({Partial()!r})" in message
-        assert "on the axes (dp_replicate); expected equal ones" in message
+        assert "on the axes (dp_replicate); expected equal placements" in message
         assert "call GradientSync.finish(), or sync_gradients(model)" in message
 
 
@@ -175,7 +175,7 @@ def test_refuses_a_plain_gradient_of_a_dtensor() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0])
-def test_low_precision_gradients_are_measured_in_float32(norm_type: float, dtype: torch.dtype) -> None:
+def test_norms_of_low_precision_gradients_are_float32(norm_type: float, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.empty(size, dtype=dtype)) for size in (5000, 17, 1)]
     for parameter in parameters:

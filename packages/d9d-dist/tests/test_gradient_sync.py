@@ -121,7 +121,7 @@ def _accumulate_onto() -> Gradients:
         return _full(model)
 
 
-def test_gradients_of_an_earlier_step_are_added_to() -> None:
+def test_gradients_accumulate_over_steps() -> None:
     model = _Model()
     for rank in range(4):
         _backward(model, _microbatches(rank, 2))
@@ -143,7 +143,7 @@ def _fewer_and_by_hand() -> list[Gradients]:
         return found
 
 
-def test_finish_reduces_what_is_there() -> None:
+def test_finish_reduces_existing_gradients() -> None:
     model = _Model()
     for rank in range(2):
         _backward(model, _microbatches(rank, 3))
@@ -226,7 +226,7 @@ def _locals(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad.to_local() for parameter in model.parameters() if isinstance(parameter.grad, DTensor)]
 
 
-def test_gradients_stay_where_they_were_reduced() -> None:
+def test_gradients_keep_their_buffers() -> None:
     num_parameters = 64 * 64 + 64 * 4 + 4 + 4 * 4 + 4
     for num_storages, reduced_bytes, in_place in run_ranks(_memory):
         assert num_storages == 2, "one bucket of small gradients, and a large one alone"
@@ -323,7 +323,7 @@ def _unplanned() -> tuple[torch.Tensor, torch.Tensor]:
         return found["weight"], found["bias"]
 
 
-def test_partial_gradients_of_others_are_reduced_too() -> None:
+def test_partial_gradients_of_other_origin_are_reduced() -> None:
     for weight, bias in run_ranks(_unplanned):
         assert torch.equal(weight, torch.full((2, 3), 3.0))
         assert torch.equal(bias, torch.ones(2))
@@ -345,7 +345,7 @@ def _beside_fsdp() -> tuple[bool, bool, int]:
         return first.placements[0].is_shard(), second.placements[0].is_replicate(), len(log)
 
 
-def test_what_fsdp_manages_is_left_to_it() -> None:
+def test_parameters_managed_by_fsdp_are_skipped() -> None:
     for is_shard, is_replicate, num_collectives in run_ranks(_beside_fsdp):
         assert is_shard
         assert is_replicate
@@ -369,12 +369,12 @@ def test_refuses_a_step_without_finish() -> None:
 
 
 @pytest.mark.parametrize(("num_microbatches", "bucket_bytes"), [(0, 1), (1, 0)])
-def test_refuses_numbers_that_are_not_positive(num_microbatches: int, bucket_bytes: int) -> None:
+def test_refuses_arguments_that_are_not_positive(num_microbatches: int, bucket_bytes: int) -> None:
     with pytest.raises(UserError, match=r"got num_microbatches = \d and bucket_bytes = \d; expected both to be at"):
         GradientSync(nn.Linear(2, 2), num_microbatches=num_microbatches, bucket_bytes=bucket_bytes)
 
 
-def test_a_model_of_one_rank_is_left_alone() -> None:
+def test_a_model_of_one_rank_is_unchanged() -> None:
     model = nn.Linear(2, 2)
     sync = GradientSync(model)
     _backward(model, [torch.ones(1, 2)] * 2)
@@ -394,5 +394,5 @@ def _dropped() -> tuple[bool, bool]:
         return was_alive, sync() is None
 
 
-def test_a_model_does_not_keep_what_reduces_its_gradients() -> None:
+def test_a_model_does_not_keep_its_gradient_sync_alive() -> None:
     assert run_ranks(_dropped) == [(True, True)] * 2

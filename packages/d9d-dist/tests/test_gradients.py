@@ -23,7 +23,7 @@ def test_clipping_equals_torch_on_one_process() -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
 
 
-def test_an_infinite_bound_only_measures() -> None:
+def test_an_infinite_bound_does_not_clip() -> None:
     model = _model()
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     with MeshConfig().build() as ctx:
@@ -34,7 +34,7 @@ def test_an_infinite_bound_only_measures() -> None:
 
 @pytest.mark.parametrize("max_norm", [0.3, float("inf")])
 @pytest.mark.parametrize("factor", [0.3, torch.tensor(1 / 7, dtype=torch.float64), torch.tensor(0.0)])
-def test_scaling_and_clipping_in_one_pass_is_one_after_the_other(max_norm: float, factor: torch.Tensor | float) -> None:
+def test_scaling_and_clipping_in_one_pass_equals_two_passes(max_norm: float, factor: torch.Tensor | float) -> None:
     ours, theirs = _model(), _model()
     with MeshConfig().build() as ctx:
         norm = clip_grad_norm_(ours.parameters(), max_norm, ctx=ctx, factor=factor)

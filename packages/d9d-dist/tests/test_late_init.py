@@ -166,12 +166,12 @@ def _sizes_that_do_not_fit(rows: int) -> str:
         return "fits"
 
 
-def test_a_size_for_which_placements_do_not_tell_the_truth_is_refused() -> None:
+def test_a_size_with_misleading_placements_is_refused() -> None:
     # tp splits 7 rows into 4 + 3, and FSDP these into 2 + 2 + 0 and 1 + 1 + 1. A strided shard of 7 is split otherwise.
     messages = run_ranks(_sizes_that_do_not_fit, 7, world_size=6)
     assert any(message != "fits" for message in messages)
     for message in messages:
-        assert message == "fits" or message.startswith("weight has the shape (7, 2), of which this rank holds ")
+        assert message == "fits" or message.startswith("weight has the shape (7, 2), and this rank holds ")
     assert run_ranks(_sizes_that_do_not_fit, 12, world_size=6) == ["fits"] * 6
 
 
@@ -182,7 +182,7 @@ def test_values_follow_the_seed_and_the_name() -> None:
     assert one["own.count"].item() == 3
 
 
-def test_values_have_the_asked_distribution() -> None:
+def test_values_have_the_requested_distribution() -> None:
     with torch.device("meta"):
         model = nn.Linear(400, 500)
     materialize(model, device=CPU, seed=0)
@@ -192,7 +192,7 @@ def test_values_have_the_asked_distribution() -> None:
     assert model.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.01)
 
 
-def test_the_global_generator_is_left_alone() -> None:
+def test_the_global_generator_is_unchanged() -> None:
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
@@ -214,14 +214,16 @@ class _Forgetful(nn.Module):
         nn.init.zeros_(self.bias)
 
 
-def test_tells_what_stayed_unset() -> None:
+def test_uninitialized_tensors_are_listed() -> None:
     with torch.device("meta"):
         model = nn.Sequential(_Forgetful())
-    with pytest.raises(ValueError, match=r"not set by any reset_parameters: 0\.weight, 0\.mask\. Give the module that"):
+    with pytest.raises(
+        ValueError, match=r"not set by any reset_parameters: 0\.weight, 0\.mask\. Add to each module that"
+    ):
         materialize(model, device=CPU, seed=0)
 
 
-def test_wrappers_leave_no_trace_in_names() -> None:
+def test_wrappers_do_not_change_names() -> None:
     assert canonical_name("_orig_mod.layers.0._checkpoint_wrapped_module.up.weight") == "layers.0.up.weight"
 
 
@@ -260,11 +262,11 @@ def _refusal(through_list: bool) -> str:
 
 def test_a_write_that_would_be_lost_is_refused_by_name() -> None:
     for message in run_ranks(_refusal, True):
-        assert message.startswith("0.reset_parameters reaches the sharded 0.weight through a reference that is no attr")
-    for message in run_ranks(_refusal, False):
         assert message.startswith(
-            "reset_parameters replaced 0.weight, which is sharded, of shape (4, 2), by a tensor of"
+            "0.reset_parameters accesses the sharded 0.weight through a reference that is not an attr"
         )
+    for message in run_ranks(_refusal, False):
+        assert message.startswith("reset_parameters replaced the sharded 0.weight of shape (4, 2) by a tensor of")
 
 
 class _Drawn(nn.Module):

@@ -23,7 +23,7 @@ def test_counts_the_nodes(changes: dict[str, str], num_nodes: int) -> None:
     assert read_launch({**TORCHRUN, **changes}).num_nodes == num_nodes
 
 
-def test_a_launcher_that_tells_little_has_one_node() -> None:
+def test_missing_variables_default_to_one_node() -> None:
     assert read_launch({"RANK": "1", "WORLD_SIZE": "4"}) == Launch(1, 4, 1, 4, 0, 1, has_launcher=True)
 
 
@@ -42,20 +42,20 @@ def test_reads_slurm() -> None:
     assert read_launch(SLURM) == Launch(3, 4, 1, 2, 1, 2, has_launcher=True)
 
 
-def test_slurm_need_not_tell_the_tasks_of_a_node() -> None:
+def test_slurm_tasks_per_node_are_optional() -> None:
     told = {name: value for name, value in SLURM.items() if name != "SLURM_NTASKS_PER_NODE"}
     assert read_launch(told).local_world_size == 2
 
 
-def test_an_interactive_slurm_allocation_is_no_job() -> None:
+def test_an_interactive_slurm_allocation_is_one_process() -> None:
     assert read_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == Launch()
 
 
 def test_refuses_a_rank_outside_the_world() -> None:
-    with pytest.raises(UserError, match=r"rank = 4 in a world of 4; expected 0 <= rank < world size. Start the job"):
+    with pytest.raises(UserError, match=r"rank = 4 and world size = 4; expected 0 <= rank < world size. Start the job"):
         read_launch({"RANK": "4", "WORLD_SIZE": "4"})
 
 
-def test_refuses_what_is_no_number() -> None:
+def test_refuses_variables_that_are_not_integers() -> None:
     with pytest.raises(UserError, match=r"environment variable WORLD_SIZE = 'four'; expected an integer"):
         read_launch({"RANK": "0", "WORLD_SIZE": "four"})

@@ -43,8 +43,8 @@ REFUSED = {
     "a product that is not the world": (
         {"data_parallel_replicate": 2, "data_parallel_shard": 2},
         "mesh: data_parallel_replicate 2 x data_parallel_shard 2 make 4 ranks, but the job has 2. Start 4 ranks "
-        "(on one machine: torchrun --nproc-per-node 4), or set mesh.data_parallel_shard = -1, which then takes what "
-        "the other degrees leave: 1.",
+        "(on one machine: torchrun --nproc-per-node 4), or set mesh.data_parallel_shard = -1, which then takes the "
+        "remaining ranks: 1.",
     ),
     "a product that no rest can mend": (
         {"tensor_parallel": 3},
@@ -54,22 +54,22 @@ REFUSED = {
     "no degrees at all": (
         {},
         "mesh: all degrees 1 make 1 rank, but the job has 2. Start 1 rank (on one machine: torchrun --nproc-per-node "
-        "1), or set mesh.data_parallel_shard = -1, which then takes what the other degrees leave: 2.",
+        "1), or set mesh.data_parallel_shard = -1, which then takes the remaining ranks: 2.",
     ),
     "a rest that does not divide": (
         {"data_parallel_shard": -1, "tensor_parallel": 3},
-        "mesh: data_parallel_shard -1 x tensor_parallel 3 on 2 ranks; expected the known degrees' product, 3, to "
+        "mesh: data_parallel_shard -1 x tensor_parallel 3 on 2 ranks; expected the product of the given degrees, 3, to "
         "divide 2. Start a multiple of 3 ranks, or choose degrees whose product divides 2.",
     ),
     "two rests": (
         {"data_parallel_replicate": -1, "data_parallel_shard": -1},
-        "mesh.data_parallel_replicate and mesh.data_parallel_shard are -1; expected at most one, which takes what the "
-        "others leave. Give all but one a number.",
+        "mesh.data_parallel_replicate and mesh.data_parallel_shard are -1; expected at most one, which takes the "
+        "remaining ranks. Set a number for all but one.",
     ),
     "experts that do not divide a stage": (
         {"data_parallel_shard": 2, "expert_parallel": 3},
         "mesh.expert_parallel = 3; expected a divisor of the 2 ranks of a pipeline stage (data x context x tensor "
-        "parallel degrees), whose ranks the experts borrow. Use one of 1, 2, or -1 for all of them.",
+        "parallel degrees), which expert parallelism reuses. Use one of 1, 2, or -1 for all of them.",
     ),
 }
 
@@ -90,12 +90,12 @@ def _refusals(configs: list[dict[str, int]]) -> list[str]:
     return messages
 
 
-def test_every_rank_of_a_job_refuses_alike_before_any_waits_for_another() -> None:
+def test_all_ranks_raise_the_same_error_before_any_collective() -> None:
     configs = [degrees for degrees, _ in REFUSED.values()]
     assert run_ranks(_refusals, configs, timeout=60) == [[message for _, message in REFUSED.values()]] * 2
 
 
-def test_many_divisors_are_cut() -> None:
+def test_long_lists_of_divisors_are_shortened() -> None:
     with pytest.raises(UserError, match=r"Use one of 1, 2, 3, 4, 5, \.\.\., 30, 40, 60, 120, or -1") as caught:
         MeshConfig(data_parallel_shard=-1, expert_parallel=7).resolve(120)
     assert ", 6," not in str(caught.value)
@@ -107,7 +107,7 @@ def test_experts_may_take_all_ranks_of_a_stage() -> None:
 
 
 @pytest.mark.parametrize("degree", [0, -2])
-def test_refuses_a_degree_that_is_no_number_of_ranks(degree: int) -> None:
+def test_refuses_an_invalid_degree(degree: int) -> None:
     with pytest.raises(ValidationError, match=rf"got {degree}; expected a positive number of ranks, or -1"):
         MeshConfig(tensor_parallel=degree)
 

@@ -72,7 +72,7 @@ def test_tensors_without_values_are_refused(build: Callable[[], nn.Module], name
         built_values(build())
 
 
-def test_digests_are_of_the_bits() -> None:
+def test_digests_depend_on_every_bit() -> None:
     first, second = digest_values(built_values(_build())), digest_values(built_values(_build()))
     assert first == second
     changed = _build()
@@ -102,7 +102,7 @@ def test_a_model_on_meta_is_the_model_without_values() -> None:
     assert len(model._forward_pre_hooks) == 1
 
 
-def test_flat_weights_of_recurrent_layers_follow() -> None:
+def test_flat_weights_of_recurrent_layers_are_updated() -> None:
     layer = nn.LSTM(3, 4)
     move_to_meta(layer)
     assert all(first is second for first, second in zip(layer._flat_weights, layer.parameters(), strict=True))
@@ -120,7 +120,7 @@ def test_parameters_in_plain_lists_are_refused() -> None:
         move_to_meta(nn.Sequential(nn.Identity(), _Listed()))
 
 
-def test_views_of_one_memory_are_refused() -> None:
+def test_overlapping_views_are_refused() -> None:
     model = nn.Module()
     whole = nn.Parameter(torch.zeros(6))
     model.register_parameter("whole", whole)
@@ -129,7 +129,7 @@ def test_views_of_one_memory_are_refused() -> None:
         move_to_meta(model)
 
 
-def test_parts_of_one_memory_that_do_not_overlap_are_kept() -> None:
+def test_disjoint_views_of_one_storage_are_kept() -> None:
     flat = torch.randn(6)
     model = nn.Module()
     model.first, model.second = nn.Parameter(flat[:2]), nn.Parameter(flat[2:])
@@ -186,7 +186,7 @@ def built_values_on_meta(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
         (_split, {"tensor_parallel": 2, "data_parallel_shard": 2}),
     ],
 )
-def test_every_rank_gets_its_part(
+def test_every_rank_gets_its_shard(
     parallelize: Callable[[nn.Module, DistributedContext], None], degrees: dict[str, int]
 ) -> None:
     world_size = torch.tensor(list(degrees.values())).prod().item()

@@ -14,7 +14,7 @@ def _partly_built() -> nn.Sequential:
     return model
 
 
-def test_values_are_kept_and_the_rest_gets_storage() -> None:
+def test_values_are_kept_and_other_tensors_are_allocated() -> None:
     model = _partly_built()
     before = built_values(model, ignore_meta=True)
     assert set(before) == {name for name in model.state_dict() if not name.endswith("weight")} | {"2.weight"}
@@ -26,7 +26,7 @@ def test_values_are_kept_and_the_rest_gets_storage() -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_missing_values_are_refused_by_name_unless_they_are_left_out() -> None:
+def test_missing_values_are_refused_by_name_unless_ignored() -> None:
     with pytest.raises(UserError, match=r"built without values for 0\.weight; expected real tensors"):
         built_values(_partly_built())
 

@@ -98,7 +98,7 @@ def _offload_and_check(offloader: ModuleOffloader, model: nn.Module, optimizer: 
     assert all(torch.equal(_local(x), value) for x, value in zip(_tensors(model, optimizer), values, strict=True))
 
 
-def test_training_goes_on_as_if_nothing_had_happened(device: Device) -> None:
+def test_training_is_unchanged_by_offloading(device: Device) -> None:
     expected = run_ranks(_train, False, device=device)
     for found, state in zip(run_ranks(_train, True, device=device), expected, strict=True):
         assert found.keys() == state.keys()
@@ -106,7 +106,7 @@ def test_training_goes_on_as_if_nothing_had_happened(device: Device) -> None:
         assert all(torch.equal(found[name], state[name]) for name in state)
 
 
-def test_views_and_tensors_that_share_a_storage_leave_and_come_back_together() -> None:
+def test_tensors_that_share_a_storage_are_offloaded_together() -> None:
     x = torch.arange(12.0).view(3, 4)
     column, other, part = x[:, 1], torch.ones(5, dtype=torch.bfloat16), x.view(-1)[4:]
     bystander = x[0]
@@ -123,7 +123,7 @@ def test_views_and_tensors_that_share_a_storage_leave_and_come_back_together() -
     assert column[0] == bystander[1] == -1
 
 
-def test_saved_tensors_of_autograd_come_back() -> None:
+def test_saved_tensors_of_autograd_are_onloaded() -> None:
     weight = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
     expected = 2 * weight.detach().clone()
     loss = (weight * weight).sum()
@@ -145,7 +145,7 @@ def _offload_dtensor() -> list[float]:
         return x.full_tensor().tolist()
 
 
-def test_of_a_dtensor_the_local_part_is_taken(device: Device) -> None:
+def test_the_local_tensor_of_a_dtensor_is_offloaded(device: Device) -> None:
     assert run_ranks(_offload_dtensor, device=device) == [[0, 0, 1, 1]] * 2
 
 
@@ -163,7 +163,7 @@ def test_device_memory_is_freed() -> None:
     assert bool((x == 1).all())
 
 
-def test_without_an_optimizer_the_module_alone_is_taken() -> None:
+def test_without_an_optimizer_only_the_module_is_offloaded() -> None:
     model = nn.Linear(2, 2)
     offloader = ModuleOffloader(model)
     assert isinstance(offloader, Offloadable)
@@ -174,35 +174,37 @@ def test_without_an_optimizer_the_module_alone_is_taken() -> None:
     assert torch.equal(model.weight, weight)
 
 
-def test_a_module_is_off_loaded_and_brought_back_in_turn() -> None:
+def test_a_module_is_offloaded_and_onloaded_alternately() -> None:
     offloader = ModuleOffloader(nn.Linear(2, 2))
-    message = r"got onload\(\) of a module that is not off-loaded; call offload\(\) before\."
+    message = r"got onload\(\) of a module that is not offloaded; call offload\(\) first\."
     with pytest.raises(UserError, match=message):
         offloader.onload()
     offloader.offload()
-    with pytest.raises(UserError, match=r"got offload\(\) of a module that is off-loaded already; call onload\(\) in"):
+    with pytest.raises(
+        UserError, match=r"got offload\(\) of a module that is already offloaded; call onload\(\) first"
+    ):
         offloader.offload()
     offloader.onload()
     with pytest.raises(UserError, match=message):
         offloader.onload()
 
 
-def test_tensors_are_off_loaded_and_brought_back_in_turn() -> None:
+def test_tensors_are_offloaded_and_onloaded_alternately() -> None:
     x, y = torch.ones(3), torch.ones(2)
     offloaded = offload_tensor(x)
-    with pytest.raises(UserError, match=r"got a tensor of shape \(3,\) that is off-loaded already; bring it back"):
+    with pytest.raises(UserError, match=r"got a tensor of shape \(3,\) that is already offloaded; onload it first"):
         offload_tensor(y, x)
     assert y.tolist() == [1, 1]
     onload_tensor(offloaded)
-    with pytest.raises(UserError, match=r"these tensors have been brought back already; expected onload_tensor once"):
+    with pytest.raises(UserError, match=r"these tensors were already onloaded; expected one onload_tensor"):
         onload_tensor(offloaded)
     assert x.tolist() == [1, 1, 1]
 
 
-def test_refuses_memory_of_others() -> None:
+def test_refuses_memory_that_torch_does_not_own() -> None:
     x, foreign = torch.ones(2), torch.from_numpy(np.ones(4))
     with pytest.raises(
-        UserError, match=r"got a tensor of shape \(4,\) whose memory torch does not own, such as a NumP"
+        UserError, match=r"got a tensor of shape \(4,\) whose memory torch does not own, such as that of a NumP"
     ):
         offload_tensor(x, foreign)
     assert x.tolist() == [1, 1]

@@ -19,7 +19,7 @@ def _wait_for(pid: int, state: str) -> None:
     assert process_state(pid) == state
 
 
-def test_the_state_of_a_process_is_known_until_and_after_its_end() -> None:
+def test_process_states_before_and_after_exit() -> None:
     child = os.fork()
     if child == 0:
         while True:
@@ -35,7 +35,7 @@ def test_the_state_of_a_process_is_known_until_and_after_its_end() -> None:
     assert process_state(child) == "is gone"
 
 
-def test_a_system_without_such_files_knows_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proc_only_liveness_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> str:
         raise FileNotFoundError
 
@@ -46,7 +46,7 @@ def test_a_system_without_such_files_knows_who_is_there(monkeypatch: pytest.Monk
     assert peers._namespace() == ""
 
 
-def test_only_peers_of_this_machine_are_given() -> None:
+def test_only_peers_of_this_machine_are_returned() -> None:
     store = dist.HashStore()
     publish_self(store, 2)
     host, namespace, pid = store.get("d9d/peer/2").decode().split("\n")

@@ -16,7 +16,7 @@ def _draws(degrees: dict[str, int], step: int) -> tuple[float, float, float]:
 
 
 @pytest.mark.world_size(4)
-def test_ranks_with_other_data_draw_other_numbers_and_tensor_parallel_ranks_draw_the_same(device: Device) -> None:
+def test_seeds_differ_between_data_ranks_and_equal_between_tensor_ranks(device: Device) -> None:
     ranks = run_ranks(_draws, {"data_parallel_shard": 2, "tensor_parallel": 2}, 0, world_size=4, device=device)
     assert ranks[0] == ranks[1]
     assert ranks[2] == ranks[3]
@@ -62,6 +62,6 @@ def test_the_same_seed_and_step_give_the_same_numbers() -> None:
     assert _draws({}, 3) != _draws({}, 4)
 
 
-def test_a_key_is_the_same_everywhere() -> None:
+def test_a_key_is_the_same_on_every_platform() -> None:
     assert stream_key(0, "layers.0.weight", 1) == 4495649201911211739
     assert stream_key(1, 23) != stream_key(12, 3)

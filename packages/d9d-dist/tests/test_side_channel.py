@@ -25,7 +25,7 @@ def _talk() -> tuple[str | None, str, list[int]]:
         return heard[0], first, here
 
 
-def test_ranks_talk_beside_their_collectives_in_any_thread() -> None:
+def test_ranks_communicate_beside_collectives_in_any_thread() -> None:
     (heard_0, first_0, here_0), (heard_1, first_1, here_1) = run_ranks(_talk)
     assert (heard_0, heard_1) == ("rank 1", "rank 0")
     assert first_0 == first_1
@@ -45,5 +45,5 @@ def _fail() -> tuple[int, str] | None:
     return failed
 
 
-def test_the_first_failure_is_known() -> None:
+def test_the_first_failure_is_reported() -> None:
     assert run_ranks(_fail)[0] == (1, "KeyError: 'why'")

@@ -88,7 +88,7 @@ def _gradients(stage: nn.Module) -> dict[str, Tensor | None]:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_weights_wait_and_everything_equals_one_backward(recompute: bool) -> None:
+def test_deferred_weight_gradients_equal_one_backward(recompute: bool) -> None:
     stage, x, grad_y = _stage(recompute=recompute)
     stage(x).backward(grad_y)
     expected, expected_x = _gradients(stage), x.grad
@@ -108,7 +108,7 @@ def test_weights_wait_and_everything_equals_one_backward(recompute: bool) -> Non
     torch.testing.assert_close(_gradients(stage), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_microbatches_in_flight_at_a_time_add_up() -> None:
+def test_in_flight_microbatches_are_accumulated() -> None:
     stage, x, grad_y = _stage()
     for factor in (1.0, 2.0, 3.0):
         stage(factor * x).backward(grad_y)
@@ -124,7 +124,7 @@ def test_microbatches_in_flight_at_a_time_add_up() -> None:
     torch.testing.assert_close(_gradients(stage), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_each_weight_is_added_to_once() -> None:
+def test_each_weight_is_accumulated_once() -> None:
     stage, x, grad_y = _stage()
     added: list[str] = []
     for name, parameter in stage.named_parameters():
@@ -148,7 +148,7 @@ def test_a_backward_that_is_not_split_computes_everything() -> None:
     torch.testing.assert_close(_gradients(stage), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_what_waits_is_not_added_to_by_others() -> None:
+def test_deferred_gradients_are_not_shared() -> None:
     """`shift` gets the gradient tensor that the linear layer has saved; the next gradient must not change it."""
     torch.manual_seed(0)
     linear, shift = nn.Linear(3, 3, bias=False).double(), nn.Parameter(torch.zeros(2, 5, 3, dtype=torch.float64))
@@ -164,7 +164,7 @@ def test_what_waits_is_not_added_to_by_others() -> None:
 
 
 @pytest.mark.parametrize("change", [nn.Linear.requires_grad_, torch.no_grad], ids=["frozen", "no_grad"])
-def test_nothing_waits_where_nothing_is_trained(change: Callable[..., Any]) -> None:
+def test_frozen_weights_defer_nothing(change: Callable[..., Any]) -> None:
     linear = nn.Linear(3, 3)
     x = torch.randn(2, 3, requires_grad=True)
     split = SplitBackward()
@@ -180,7 +180,7 @@ def test_nothing_waits_where_nothing_is_trained(change: Callable[..., Any]) -> N
     torch.testing.assert_close(x.grad, linear.weight.sum(0).expand(2, 3))
 
 
-def test_autocast_is_left_to_torch() -> None:
+def test_autocast_is_not_split() -> None:
     linear = nn.Linear(4, 4)
     x = torch.randn(2, 4, requires_grad=True)
     split = SplitBackward()
@@ -206,7 +206,7 @@ def _fail() -> None:
     raise RuntimeError("failed")
 
 
-def test_the_innermost_split_counts() -> None:
+def test_the_innermost_split_applies() -> None:
     outer, inner = SplitBackward(), SplitBackward()
     linear = nn.Linear(3, 3, bias=False)
     x = torch.randn(2, 3, requires_grad=True)
@@ -218,7 +218,7 @@ def test_the_innermost_split_counts() -> None:
     assert linear.weight.grad is not None
 
 
-def test_a_function_outside_any_split_is_autograds() -> None:
+def test_a_function_outside_any_split_uses_autograd() -> None:
     x, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
     (found,) = torch.autograd.grad(_scale(x, weight).sum(), weight)
     torch.testing.assert_close(found, x.detach().sum((0, 1)))
@@ -226,7 +226,7 @@ def test_a_function_outside_any_split_is_autograds() -> None:
     assert torch.autograd.grad(_scale(x, weight.detach()).sum(), x)[0].shape == x.shape
 
 
-def test_without_inputs_that_need_gradients_nothing_waits() -> None:
+def test_nothing_is_deferred_without_inputs_that_need_gradients() -> None:
     linear, split = nn.Linear(3, 3), SplitBackward()
     with split.forward():
         y = linear(torch.randn(2, 3))
@@ -247,7 +247,7 @@ def test_an_exception_ends_the_context() -> None:
             split.backward([x.sum()], [None])
 
 
-def test_a_work_may_give_a_tensor_that_is_not_its_own() -> None:
+def test_a_deferred_computation_may_return_a_shared_tensor() -> None:
     x, weight = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     split = SplitBackward()
     with split.forward():
@@ -257,7 +257,7 @@ def test_a_work_may_give_a_tensor_that_is_not_its_own() -> None:
     assert weight.grad.tolist() == [3.0, 3.0, 3.0]
 
 
-def test_a_vector_is_left_to_torch() -> None:
+def test_vectors_are_not_split() -> None:
     linear, latent = nn.Linear(3, 2), torch.ones(3, requires_grad=True)
     split = SplitBackward()
     with split.forward():
@@ -267,7 +267,7 @@ def test_a_vector_is_left_to_torch() -> None:
     torch.testing.assert_close(linear.weight.grad, torch.ones(2, 3))
 
 
-def test_stages_do_not_disturb_each_other() -> None:
+def test_stages_are_independent() -> None:
     (first, x, grad_y), (second, z, grad_w) = _stage(), _stage()
     one, other = SplitBackward(), SplitBackward()
     with one.forward():

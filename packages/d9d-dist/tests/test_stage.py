@@ -18,12 +18,12 @@ def test_stages_cover_all_layers_in_order_and_evenly(count: int, extra: int, bef
         assert not middle or max(middle) - min(middle) <= max(before, after, 1)
 
 
-def test_virtual_layers_lighten_the_first_and_last_stage() -> None:
+def test_virtual_layers_reduce_the_first_and_last_stage() -> None:
     parts = [StageInfo(index, 4).layers(14, virtual_before=1, virtual_after=1) for index in range(4)]
     assert [len(part) for part in parts] == [3, 4, 4, 3]
 
 
-def test_ends() -> None:
+def test_first_and_last_stages() -> None:
     assert StageInfo().is_first
     assert StageInfo().is_last
     assert StageInfo(0, 2).is_first
@@ -36,5 +36,5 @@ def test_refuses_an_index_outside() -> None:
 
 
 def test_refuses_too_few_layers() -> None:
-    with pytest.raises(ValueError, match=r"3 layers \(\+ 0 virtual\) cannot fill 4 pipeline stages; use at most 3"):
+    with pytest.raises(ValueError, match=r"3 layers \(\+ 0 virtual\) are too few for 4 pipeline stages; use at most 3"):
         StageInfo(0, 4).layers(3)

@@ -194,11 +194,11 @@ def _refusal(plan: dict[str, TensorStyle], options: dict[str, bool], degree: int
             {"blocks.*.attention": TensorRegion()},
             "the tensor-parallel plan names 'blocks.*.attention', which matches no submodule of _Model; it has "
             "embedding, blocks, blocks.0, blocks.0.norm, blocks.0.heads, blocks.0.heads.proj, blocks.0.heads.norm, "
-            "blocks.0.heads.out, ... (20 in all).",
+            "blocks.0.heads.out, ... (20 in total).",
         ),
         (
             {"blocks.*.up": ColumnParallel(), "blocks.1.*": SequenceParallel()},
-            "the tensor-parallel plan names blocks.1.up twice, by 'blocks.*.up' and by 'blocks.1.*'; expected one "
+            "the tensor-parallel plan matches blocks.1.up twice, by 'blocks.*.up' and by 'blocks.1.*'; expected one "
             "style for each submodule.",
         ),
         (
@@ -226,22 +226,22 @@ def test_refuses_a_plan_that_does_not_fit(plan: dict[str, TensorStyle], message:
     [
         (
             {"norm": VocabParallelHead()},
-            "VocabParallelHead got a _Norm; expected a module whose attribute token_loss computes its losses "
+            "VocabParallelHead got a _Norm; expected a module whose attribute token_loss computes the losses "
             "(d9d_dist.HasTokenLoss). For a plain linear layer use ColumnParallel(output=Replicate()).",
         ),
         (
             {"norm": VocabParallelEmbedding()},
-            "VocabParallelEmbedding got a _Norm; expected a torch.nn.Embedding, with its own forward: the lookup is "
-            "replaced. Do what else it does in a module around it.",
+            "VocabParallelEmbedding got a _Norm; expected a torch.nn.Embedding with torch's own forward, because the "
+            "lookup is replaced. Do other computations in a module around it.",
         ),
         (
             {"blocks.0": ColumnParallel()},
-            "blocks.0 is a _Block without a parameter weight or bias of its own, which ColumnParallel would split; "
-            "expected a layer such as torch.nn.Linear. Name the layer itself.",
+            "blocks.0 is a _Block without its own parameter weight or bias, which ColumnParallel shards; "
+            "expected a layer such as torch.nn.Linear. Name the layer itself in the plan.",
         ),
         (
             {"embedding": RowParallel(), "head": VocabParallelHead()},
-            "embedding.weight and head.weight are one shared parameter, which the plan places as S(1) and S(0); "
+            "embedding.weight and head.weight are one tied parameter, which the plan places as S(1) and as S(0); "
             "expected one placement.",
         ),
     ],
@@ -267,7 +267,7 @@ def _partial_or_not() -> dict[str, bool]:
         }
 
 
-def test_what_lies_below_a_style_follows_it() -> None:
+def test_submodules_below_a_style_follow_it() -> None:
     first, *_ = run_ranks(_partial_or_not)
     partial = {name for name, is_partial in first.items() if is_partial}
     outside = {"blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.0.scale", "blocks.1.norm.weight"}
@@ -276,7 +276,7 @@ def test_what_lies_below_a_style_follows_it() -> None:
     assert not partial & outside
 
 
-def test_one_rank_has_nothing_to_do() -> None:
+def test_one_rank_leaves_the_model_unchanged() -> None:
     with MeshConfig().build() as ctx:
         model = _Model()
         parallelize_tensor(model, ctx.mesh_for("dense")["tp"], _plan(sequence=True))
@@ -285,7 +285,7 @@ def test_one_rank_has_nothing_to_do() -> None:
             parallelize_tensor(model, ctx.mesh_for("dense")["tp"], {"no.such": ColumnParallel()})
 
 
-def test_a_plan_may_name_what_another_pipeline_stage_has() -> None:
+def test_a_plan_may_name_modules_of_other_pipeline_stages() -> None:
     with MeshConfig().build() as ctx:
         model = _Model()
         model.embedding = None
@@ -311,7 +311,7 @@ def _failing_forward() -> bool:
         return all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def test_parameters_are_back_after_a_forward_that_failed() -> None:
+def test_parameters_are_restored_after_a_failed_forward() -> None:
     assert run_ranks(_failing_forward) == [True, True]
 
 
@@ -331,13 +331,13 @@ def _applied_again() -> list[str]:
     return messages
 
 
-def test_comes_once_and_first() -> None:
+def test_must_be_called_once_and_first() -> None:
     again = (
-        "up is tensor parallel already; expected parallelize_tensor to name each submodule once. Take it out of this "
+        "up is already tensor parallel; expected parallelize_tensor to name each submodule once. Remove it from this "
         "plan."
     )
     late = (
-        "the module is data parallel already; expected parallelize_tensor to come first. Call it before "
+        "the module is already data parallel; expected parallelize_tensor to be called first. Call it before "
         "parallelize_hsdp, parallelize_fsdp and parallelize_replicate."
     )
     assert run_ranks(_applied_again, world_size=4) == [[again, late]] * 4
@@ -354,7 +354,7 @@ def _by_keyword() -> str:
 
 def test_activations_are_passed_by_position() -> None:
     message = (
-        "ColumnParallel got a call of its Linear without positional arguments; expected the activation to be the first "
+        "ColumnParallel: the Linear was called without positional arguments; expected the activation as the first "
         "one. Pass it by position."
     )
     assert run_ranks(_by_keyword) == [message] * 2
@@ -364,7 +364,7 @@ def _smoothed(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
 
 
-def test_a_head_with_another_loss_must_say_how_it_is_split() -> None:
+def test_a_head_with_another_loss_needs_a_vocab_parallel_form() -> None:
     with MeshConfig().build() as ctx:
         model = _Model()
         model.head.token_loss = _smoothed
@@ -385,7 +385,7 @@ class _Smoothed:
         return _Smoothed(mesh)
 
 
-def test_a_loss_that_knows_its_form_over_ranks_takes_it() -> None:
+def test_a_loss_with_a_vocab_parallel_form_is_used() -> None:
     with MeshConfig().build() as ctx:
         mesh, head = ctx.mesh_for("dense")["tp"], _Head()
         head.token_loss = _Smoothed()
@@ -399,7 +399,7 @@ def test_a_loss_that_knows_its_form_over_ranks_takes_it() -> None:
 def test_an_embedding_with_options_is_refused() -> None:
     with MeshConfig().build() as ctx:
         model = nn.Sequential(nn.Embedding(8, 4, padding_idx=0))
-        with pytest.raises(UserError, match=r"an embedding with padding_idx = 0; expected none\."):
+        with pytest.raises(UserError, match=r"an embedding with padding_idx = 0; expected it to be unset\."):
             parallelize_tensor(model, ctx.mesh_for("dense")["tp"], {"0": VocabParallelEmbedding()})
 
 
@@ -410,5 +410,5 @@ def _inference() -> bool:
         return bool(model(torch.ones(1, 4)).isfinite().all())
 
 
-def test_the_first_forward_may_be_one_of_inference() -> None:
+def test_the_first_forward_may_run_in_inference_mode() -> None:
     assert run_ranks(_inference) == [True, True]

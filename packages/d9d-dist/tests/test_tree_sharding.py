@@ -83,7 +83,7 @@ def test_join_is_the_inverse_of_shard(data: st.DataObject, size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("length", [0, 1, 4, 7])
-def test_parts_are_those_of_tensor_split(length: int, size: int) -> None:
+def test_parts_equal_tensor_split(length: int, size: int) -> None:
     x = _tensor((2, length), 0)
     tree: Any = {"x": x, "items": list(range(length))}
     spec = {"x": ShardOn(-1), "items": ShardOn()}
@@ -93,7 +93,7 @@ def test_parts_are_those_of_tensor_split(length: int, size: int) -> None:
         assert part["items"] == torch.arange(length).tensor_split(size)[rank].tolist()
 
 
-def test_tensors_are_views_that_autograd_goes_through() -> None:
+def test_parts_are_views_with_a_backward() -> None:
     x = _tensor((4, 2), 0).requires_grad_()
     cut, picked, whole = shard_tree([x, x, x], [ShardOn(), ShardOn(1, stack=True), Whole()], rank=1, size=2)
     assert whole is x
@@ -103,14 +103,14 @@ def test_tensors_are_views_that_autograd_goes_through() -> None:
     assert gradient.tolist() == [[0, 10], [0, 10], [1, 11], [1, 11]]
 
 
-def test_stacked_shards_do_without_the_dim() -> None:
+def test_stacked_shards_lack_the_dim() -> None:
     x = _tensor((3, 2, 4), 0)
     parts = [shard_tree((x,), (ShardOn(-2, stack=True),), rank=rank, size=2) for rank in range(2)]
     assert [part.shape for (part,) in parts] == [(3, 4)] * 2
     assert _are_equal(join_trees(parts, (ShardOn(-2, stack=True),)), (x,))
 
 
-def test_specs_that_are_made_from_trees() -> None:
+def test_specs_are_derived_from_trees() -> None:
     tree = {"x": torch.zeros(2, 3), "y": [torch.zeros(2), (1, None)], "z": torch.zeros(())}
     assert shard_spec(tree) == {"x": ShardOn(), "y": [ShardOn(), (Whole(), Whole())], "z": Whole()}
     of_dim = {"x": ShardOn(-2), "y": [Whole(), (Whole(), Whole())], "z": Whole()}
@@ -123,7 +123,7 @@ def test_specs_that_are_made_from_trees() -> None:
 Point = namedtuple("Point", ["x", "y"])
 
 
-def test_named_tuples_stay_what_they_are() -> None:
+def test_named_tuples_keep_their_type() -> None:
     tree, spec = Point(torch.arange(4), "name"), Point(ShardOn(), Whole())
     part = shard_tree(tree, spec, rank=1, size=2)
     assert isinstance(part, Point)
@@ -160,7 +160,7 @@ def _unshard_on_device() -> bool:
         return is_right and whole["same"] is part["same"] and all(tensor.device == x.device for tensor in tensors)
 
 
-def test_results_are_where_the_parts_are(device: Device) -> None:
+def test_results_are_on_the_device_of_the_parts(device: Device) -> None:
     assert run_ranks(_unshard_on_device, device=device) == [True] * 2
 
 
@@ -174,8 +174,11 @@ def _unshard_mismatched() -> str:
         return str(caught.value)
 
 
-def test_unshard_refuses_before_it_waits_for_anyone() -> None:
-    expected = "got ShardOn(dim=0, stack=False) for the int 1 at ['b']; expected a tensor or a list, or else Whole()."
+def test_unshard_refuses_before_any_collective() -> None:
+    expected = (
+        "got ShardOn(dim=0, stack=False) for the int 1 at ['b']; expected a tensor or a list. "
+        "Use Whole() for other values."
+    )
     assert run_ranks(_unshard_mismatched) == [expected] * 2
 
 
@@ -183,54 +186,54 @@ MISMATCHES: list[tuple[Any, Any, str]] = [
     (
         {"a": [torch.zeros(2), 1]},
         {"a": [ShardOn()]},
-        "the tree and its spec part at ['a']: got a list of 2 in the tree, and a list of 1 in the spec; expected the "
-        "same nesting. A leaf of the spec may stand for a whole subtree.",
+        "the tree and the spec differ at ['a']: got a list of 2 in the tree, and a list of 1 in the spec; expected the "
+        "same nesting. A leaf of the spec may apply to a whole subtree.",
     ),
     (
         {"a": 1, "b": 2},
         {"a": Whole(), "c": Whole()},
-        "the tree and its spec part at the root: got a dict with the keys 'a', 'b' in the tree, and a dict with the "
-        "keys 'a', 'c' in the spec; expected the same nesting. A leaf of the spec may stand for a whole subtree.",
+        "the tree and the spec differ at the root: got a dict with the keys 'a', 'b' in the tree, and a dict with the "
+        "keys 'a', 'c' in the spec; expected the same nesting. A leaf of the spec may apply to a whole subtree.",
     ),
     (
         [torch.zeros(2, 3)],
         [{}],
-        "the tree and its spec part at [0]: got a tensor of shape (2, 3) in the tree, and a dict with the keys (none) "
-        "in the spec; expected the same nesting. A leaf of the spec may stand for a whole subtree.",
+        "the tree and the spec differ at [0]: got a tensor of shape (2, 3) in the tree, and a dict with the keys "
+        "(none) in the spec; expected the same nesting. A leaf of the spec may apply to a whole subtree.",
     ),
     (
         ([1],),
         [[Whole()]],
-        "the tree and its spec part at the root: got a tuple of 1 in the tree, and a list of 1 in the spec; expected "
-        "the same nesting. A leaf of the spec may stand for a whole subtree.",
+        "the tree and the spec differ at the root: got a tuple of 1 in the tree, and a list of 1 in the spec; expected "
+        "the same nesting. A leaf of the spec may apply to a whole subtree.",
     ),
     ({"a": 1}, {"a": None}, "got None in the spec at ['a']; expected ShardOn(...) or Whole()."),
     (
         {"a": "x" * 99},
         {"a": ShardOn()},
         "got ShardOn(dim=0, stack=False) for the str 'xxxxxxxxxxxx...xxxxxxxxxxxxx' at ['a']; expected a "
-        "tensor or a list, or else Whole().",
+        "tensor or a list. Use Whole() for other values.",
     ),
     (
         (torch.zeros(2),),
         (ShardOn(1),),
-        "got ShardOn(dim=1, stack=False) for a tensor of shape (2,) at [0]; expected a dim that it has.",
+        "got ShardOn(dim=1, stack=False) for a tensor of shape (2,) at [0]; expected an existing dim.",
     ),
     (
         (torch.zeros(2),),
         (ShardOn(-2, stack=True),),
-        "got ShardOn(dim=-2, stack=True) for a tensor of shape (2,) at [0]; expected a dim that it has.",
+        "got ShardOn(dim=-2, stack=True) for a tensor of shape (2,) at [0]; expected an existing dim.",
     ),
     (
         {"a": [1, 2]},
         {"a": ShardOn(stack=True)},
-        "got ShardOn(dim=0, stack=True) for a list at ['a']; expected ShardOn(dim=0), which cuts the list.",
+        "got ShardOn(dim=0, stack=True) for a list at ['a']; expected ShardOn(dim=0), which splits the list.",
     ),
     (
         {"a": torch.zeros(3, 2)},
         {"a": ShardOn(stack=True)},
-        "got 3 elements on dim 0 of a tensor of shape (3, 2) at ['a'], to give one to each of 2 shards (stack=True); "
-        "expected 2.",
+        "got 3 elements on dim 0 of a tensor of shape (3, 2) at ['a'], to split into 2 shards of one element "
+        "(stack=True); expected 2.",
     ),
 ]
 
@@ -247,24 +250,24 @@ def test_refuses_trees_that_do_not_match(tree: Any, spec: Any, message: str) -> 
     [
         (
             {"a": torch.zeros(3, 2)},
-            "got the size 3 of a tensor of shape (3, 2) at ['a'], on dim 0, to cut into 2 equal",
+            "got the size 3 of a tensor of shape (3, 2) at ['a'], on dim 0, to split into 2 equal",
         ),
-        ({"a": [1, 2, 3]}, "got the size 3 of a list of 3 at ['a'], on dim 0, to cut into 2 equal"),
+        ({"a": [1, 2, 3]}, "got the size 3 of a list of 3 at ['a'], on dim 0, to split into 2 equal"),
     ],
 )
-def test_even_refuses_what_is_not(tree: Any, message: str) -> None:
+def test_even_refuses_uneven_sizes(tree: Any, message: str) -> None:
     with pytest.raises(UserError) as caught:
         shard_tree(tree, {"a": ShardOn()}, rank=0, size=2, even=True)
-    expected = f"{message} shards; expected a multiple of 2. Use even=False to allow for unequal ones."
+    expected = f"{message} shards; expected a multiple of 2. Use even=False to allow unequal shards."
     assert str(caught.value) == expected
     shard_tree(tree, {"a": ShardOn()}, rank=0, size=3, even=True)
 
 
 def test_join_refuses_parts_that_do_not_match() -> None:
     spec = {"a": ShardOn()}
-    with pytest.raises(UserError, match=r"got no parts to join; expected those of all ranks\."):
+    with pytest.raises(UserError, match=r"got no parts to join; expected the parts of all ranks\."):
         join_trees([], spec)
-    with pytest.raises(UserError, match=r"the tree and its spec part at the root: got a dict with the keys 'b'"):
+    with pytest.raises(UserError, match=r"the tree and the spec differ at the root: got a dict with the keys 'b'"):
         join_trees([{"a": torch.zeros(1)}, {"b": torch.zeros(1)}], spec)
     mixed: list[dict[str, Any]] = [{"a": torch.zeros(1)}, {"a": [1]}]
     with pytest.raises(UserError, match=r"got tensors and lists together at \['a'\]; expected parts of one kind\."):

@@ -15,7 +15,7 @@ def _count(tree: Tree[Tensor | float | None]) -> int:
     return 0
 
 
-def test_nests_of_containers_are_trees() -> None:
+def test_nested_containers_are_trees() -> None:
     plain: dict[str, Tensor] = {"x": torch.zeros(1)}
     tensors: TensorTree = {"a": [torch.zeros(1), (torch.zeros(2), plain)]}
     scalars: ScalarTree = [1, {"name": "x", 2: (None, 0.5)}]

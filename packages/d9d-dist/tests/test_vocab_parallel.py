@@ -36,7 +36,7 @@ def _losses_on_ranks(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.world_size(4))])
-def test_losses_and_gradients_are_those_of_torch(world_size: int, device: Device) -> None:
+def test_losses_and_gradients_equal_torch(world_size: int, device: Device) -> None:
     logits = _logits().requires_grad_()
     expected = F.cross_entropy(logits, _labels(), reduction="none", ignore_index=-100)
     (expected * _weights()).sum().backward()
@@ -48,7 +48,7 @@ def test_losses_and_gradients_are_those_of_torch(world_size: int, device: Device
     torch.testing.assert_close(gradient, logits.grad, rtol=1e-13, atol=1e-13)
 
 
-def test_low_precision_stays_in_its_dtype(device: Device) -> None:
+def test_low_precision_keeps_its_dtype(device: Device) -> None:
     expected = F.cross_entropy(_logits(), _labels(), reduction="none")
     for losses, gradient in run_ranks(_losses_on_ranks, torch.bfloat16, device=device):
         assert losses.dtype == gradient.dtype == torch.bfloat16
@@ -78,7 +78,7 @@ def _upstream() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world_size", [1, *(pytest.param(n, marks=pytest.mark.world_size(n)) for n in (3, 4))])
-def test_ranks_embeddings_add_up(world_size: int, device: Device) -> None:
+def test_embeddings_are_summed_over_ranks(world_size: int, device: Device) -> None:
     table = _table().requires_grad_()
     expected = F.embedding(_ids(), table)
     (expected * _upstream()).sum().backward()
@@ -102,7 +102,7 @@ def _out_of_range() -> list[str]:
     return messages
 
 
-def test_ids_of_no_rank_are_refused() -> None:
+def test_ids_outside_the_vocabulary_are_refused() -> None:
     """Without the check they would count as zero on every rank."""
     labels = "expected labels within 0 ... 11 or -100."
     expected = [

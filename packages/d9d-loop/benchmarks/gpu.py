@@ -1,13 +1,13 @@
-"""What part of the machine's own bandwidth the optimizers' kernels reach, and their peers: one table, and JSON.
+"""Bandwidth of the optimizers' kernels and of reference implementations, relative to a copy: a table, and JSON.
 
     python packages/d9d-loop/benchmarks/gpu.py --output gpu.json
 
-Counted are the bytes that have to be moved, each number read once and written once: 6 for an element of a stochastic
-copy; 14 or 22 for one of AdamW on bfloat16 parameters, with averages in bfloat16 or float32. They are given as a part
-of what a copy of a large tensor moves in the same run. Peers: torch's copy and fused AdamW, which round to nearest, and
-torchao's AdamW where it is installed. Together the tensors are larger than any cache.
+The bytes of a kernel are the minimum to move, each number read once and written once: 6 per element of a stochastic
+copy; 14 or 22 per element of AdamW on bfloat16 parameters, with moments in bfloat16 or float32. The bandwidth is
+relative to that of a copy of a large tensor in the same run. References: torch's copy and fused AdamW, which round to
+nearest, and torchao's AdamW if it is installed. Together the tensors are larger than any cache.
 
-`--device cpu --tiny` only shows that it runs.
+`--device cpu --tiny` only checks that the benchmark runs.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from d9d_loop.optimizers import LocalAdamW, StochasticAdamW, stochastic_copy_
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured.
+    """Sizes of the measurements.
 
     Attributes:
-        elements: Of all tensors together.
-        tensors: How many tensors a step updates.
-        repeats: Measurements, of which the median counts.
+        elements: Number of elements of all tensors together.
+        tensors: Number of tensors that a step updates.
+        repeats: Number of measurements; the median is reported.
     """
 
     elements: int = 10**9
@@ -48,13 +48,13 @@ TINY = Sizes(elements=4096, tensors=2, repeats=2)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table.
+    """Row of the table.
 
     Attributes:
-        kernel: What is computed.
-        peer: By whom.
+        kernel: Name of the computation.
+        peer: Name of the implementation.
         milliseconds: Median of one call.
-        part: Of the bandwidth of a copy.
+        part: Fraction of the bandwidth of a copy.
     """
 
     kernel: str
@@ -64,7 +64,7 @@ class Row:
 
 
 def main() -> None:
-    """Measure, print the table, and write JSON if asked to."""
+    """Measure, print the table, and optionally write JSON."""
     parser = argparse.ArgumentParser(description="Optimizer kernels against the machine's own speed and their peers.")
     parser.add_argument("--device", help="by default the accelerator")
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 class Bench:
-    """The measurements on one device."""
+    """Measurements on one device."""
 
     def __init__(self, device: torch.device, sizes: Sizes) -> None:
         self.device, self.sizes = device, sizes
@@ -99,7 +99,7 @@ class Bench:
         self.bandwidth = 2 * source.nbytes / self._seconds(lambda: target.copy_(source))
 
     def copies(self) -> Iterator[Row]:
-        """float32 to bfloat16."""
+        """Yield the rows of copies from float32 to bfloat16."""
         source = torch.zeros(self.sizes.elements, device=self.device).normal_()
         target = torch.empty_like(source, dtype=torch.bfloat16)
         peers: dict[str, Callable[[], object]] = {
@@ -110,7 +110,7 @@ class Bench:
             yield self._row("stochastic copy", peer, run, num_bytes=6)
 
     def steps(self) -> Iterator[Row]:
-        """Steps of AdamW on bfloat16."""
+        """Yield the rows of AdamW steps on bfloat16."""
         for dtype, num_bytes in ((torch.bfloat16, 14), (torch.float32, 22)):
             name = f"adamw, averages {str(dtype).removeprefix('torch.')}"
             named = self._parameters()
@@ -136,7 +136,7 @@ class Bench:
         return Row(kernel, peer, seconds * 1e3, num_bytes * self.sizes.elements / seconds / self.bandwidth)
 
     def _seconds(self, run: Callable[[], object]) -> float:
-        """Median time of one call, after two that are not counted."""
+        """Return the median time of one call in seconds, after two warm-up calls."""
         for _ in range(2):
             run()
         return statistics.median(self._measure(run) for _ in range(self.sizes.repeats))
@@ -154,7 +154,7 @@ class Bench:
 
 
 def _torchao() -> Any:
-    """Torchao's optimizers, where they are installed and there is an accelerator for them."""
+    """Return torchao's optimizers, or `None` if torchao or an accelerator is missing."""
     is_there = find_spec("torchao") is not None and torch.accelerator.is_available()
     return import_module("torchao.optim") if is_there else None
 

@@ -1,10 +1,10 @@
-"""Host memory and time of a start from a Hugging Face folder, on ranks of this machine, against `from_pretrained`.
+"""Host memory and time of a start from a Hugging Face folder, on local ranks, compared with `from_pretrained`.
 
     python packages/d9d-loop/benchmarks/hugging_face_memory.py
 
-JSON is printed. Each way runs in new processes, first with a tiny model, so that imports do not count. A peak is that
-of the resident memory of one process (VmHWM) above what it had before the model, in bytes: "loaded" once the weights
-are there, "forward" after a forward pass of a few tokens. `from_pretrained` maps its file: pages count once touched.
+Prints JSON. Each way runs in new processes, first with a tiny model, so that imports are excluded. A peak is the
+resident memory of one process (VmHWM) above its value before the model, in bytes: "loaded" after the weights are
+loaded, "forward" after a forward pass of a few tokens. `from_pretrained` maps its file, whose pages count once touched.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class _Means(InferenceTask):
 
 
 def main() -> None:
-    """Measure, print JSON, and write it if asked to."""
+    """Measure, print JSON, and optionally write it."""
     parser = argparse.ArgumentParser(description="Memory of a start from a Hugging Face folder.")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -115,15 +115,15 @@ def _from_pretrained(folder: str, tiny: str) -> dict[str, float]:
 
 
 class _Peak:
-    """Peaks of the resident memory of this process from now on, and times."""
+    """Peaks of this process's resident memory since construction, and times."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to what is resident now
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current resident memory
         self._before, self._start = _peak_bytes(), time.perf_counter()
         self.values: dict[str, float] = {}
 
     def mark(self, name: str) -> None:
-        """Note the peak since the start."""
+        """Record the peak since construction."""
         self.values[f"{name}_peak_bytes"] = _peak_bytes() - self._before
         self.values[f"{name}_seconds"] = time.perf_counter() - self._start
 

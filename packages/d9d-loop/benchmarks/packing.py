@@ -1,9 +1,9 @@
-"""Best-fit packing of documents: how much is padding, how fast it is, and how evenly ranks share the tokens; as JSON.
+"""Best-fit packing of documents: fraction of padding, speed, and balance of tokens over ranks, as JSON.
 
     python packages/d9d-loop/benchmarks/packing.py
 
-Two peers pack the same lengths: rows filled in the order in which documents come, each closed when the next one does
-not fit; and batches of 8 padded to their longest. Seconds are those of the processor, the best of all repeats.
+Two references pack the same lengths: rows filled in document order, each closed when the next document does not fit;
+and batches of 8 documents padded to the longest. Seconds are CPU time, the minimum over all repetitions.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from d9d_loop.data import DocumentStream, PackedStream, TokenFile, TokenFileWrit
 
 
 def main() -> None:
-    """Measure, print JSON, and write it if asked to."""
+    """Measure, print JSON, and optionally write it."""
     parser = argparse.ArgumentParser(description="Waste and speed of best-fit packing.")
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--row-length", type=int, nargs="+", default=[2048, 4096, 8192])
@@ -74,7 +74,7 @@ def _padding(lengths: list[int], size: int) -> float:
 
 
 def _stream(drawn: list[int], row_length: int, num_ranks: int) -> dict[str, object]:
-    """The whole stream: order, lengths from the file, packing, rows; an epoch, and what each rank gets of it."""
+    """Measure one epoch of the stream (order, lengths from the file, packing, rows), and each rank's part of it."""
     with tempfile.TemporaryDirectory() as folder:
         with TokenFileWriter(Path(folder, "tokens"), vocab_size=1) as writer:
             for length in drawn:

@@ -1,8 +1,8 @@
-"""Whether stochastic rounding is unbiased: means of 10^8 copies of each of some values, in units of their deviation.
+"""Check that stochastic rounding is unbiased: means of 10^8 copies of several values, in units of their deviation.
 
     python packages/d9d-loop/benchmarks/rounding.py --output rounding.json
 
-Every line is to be within 4 sigma. `--device cpu --tiny` only shows that it runs.
+Every line should be within 4 sigma. `--device cpu --tiny` only checks that the benchmark runs.
 """
 
 import argparse
@@ -19,7 +19,7 @@ _VALUES = (1.001, -1.0005, 1 / 3, 123.456, 3e-20, 1.00390625)
 
 
 def deviation(value: float, samples: int, device: torch.device) -> float:
-    """How far the mean of copies is from the value, in standard deviations of that mean."""
+    """Return the deviation of the mean of the copies from the value, in standard deviations of the mean."""
     exact = torch.tensor(value).item()
     low = (torch.tensor(value).view(torch.int32) & -0x10000).view(torch.float32).item()
     high = ((torch.tensor(value).view(torch.int32) & -0x10000) + 0x10000).view(torch.float32).item()
@@ -35,7 +35,7 @@ def deviation(value: float, samples: int, device: torch.device) -> float:
 
 
 def main() -> None:
-    """Measure, print, and write JSON if asked to."""
+    """Measure, print, and optionally write JSON."""
     parser = argparse.ArgumentParser(
         description="Stochastic rounding against the values that it should give on average."
     )

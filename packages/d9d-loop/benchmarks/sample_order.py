@@ -1,8 +1,8 @@
-"""The order of 10^12 samples: start-up, memory, resume and rate, against a stored permutation; as JSON.
+"""Start-up, memory, resume and throughput of the order of 10^12 samples, compared with a stored permutation; as JSON.
 
     python packages/d9d-loop/benchmarks/sample_order.py
 
-The peer is `torch.randperm`, at a size that fits into memory; its time and memory grow with the number of samples.
+The reference is `torch.randperm`, at a size that fits into memory; its time and memory grow with the number of samples.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from d9d_loop.data import IndexedStream
 
 
 def main() -> None:
-    """Measure, print JSON, and write it if asked to."""
+    """Measure, print JSON, and optionally write it."""
     parser = argparse.ArgumentParser(description="Start-up, memory, resume and rate of the sample order.")
     parser.add_argument("--samples", type=int, default=10**12)
     parser.add_argument("--peer-samples", type=int, default=2_000_000)
@@ -60,7 +60,7 @@ def _seconds(function: Callable[[], object], repeats: int) -> float:
 
 
 def _peak_bytes(function: Callable[[], object]) -> int:
-    """What Python allocated at most; tensors are not in it, of which the order keeps none."""
+    """Return the peak of Python's allocations in bytes, without tensors; the order keeps none."""
     tracemalloc.start()
     try:
         function()

@@ -1,13 +1,13 @@
-"""What the Trainer adds to a step: against a hand-written loop, and Accelerate and Lightning where installed.
+"""Time that the Trainer adds to a step, compared with a plain training loop, and with Accelerate and Lightning.
 
     python packages/d9d-loop/benchmarks/step_overhead.py --output step_overhead.json
     python packages/d9d-loop/benchmarks/step_overhead.py --step-ms 20 --steps 150
 
-All train the same MLP with AdamW and clipping on the same batches, 64 wide or as wide as a step is to be long; the
-Trainer with a metric, the JSONL tracker and checkpoints in the background besides. A repeat times two lengths of each,
-one after the other: the slope is the time of a step, without start-up. Reported are medians over repeats: the time in
-microseconds, what each adds to the hand-written loop of the same repeat, and how many times as long it takes. On a
-machine that others use, `--cpu-time` counts the processor's time, of all threads, instead of the clock's.
+All train the same MLP with AdamW and clipping on the same batches. Its width is 64, or chosen so that a step takes
+`--step-ms`. The Trainer also has a metric, the JSONL tracker and background checkpoints. Each repetition times two
+numbers of steps alternately: the slope is the time of a step, without start-up. Reported are medians over repetitions:
+microseconds per step, the time added to the plain loop of the same repetition, and the ratio to it. On a shared
+machine, `--cpu-time` measures the CPU time of all threads instead of wall time.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SIZE, INPUTS, WIDTH, MAX_NORM, RATE = 16, 64, 64, 1.0, 1e-3
 
 
 def data() -> list[Batch]:
-    """The samples."""
+    """Return the samples."""
     generator = torch.Generator().manual_seed(0)
     return [
         {"x": torch.randn(INPUTS, generator=generator), "y": torch.randn(1, generator=generator)} for _ in range(1024)
@@ -45,12 +45,12 @@ def data() -> list[Batch]:
 
 
 def mlp(width: int) -> nn.Module:
-    """The model."""
+    """Build the model."""
     return nn.Sequential(nn.Linear(INPUTS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
 
 
 def batches(samples: list[Batch], steps: int) -> Iterator[Batch]:
-    """The batches of so many steps."""
+    """Yield the batches of a number of steps."""
     for step in range(steps):
         start = step * SIZE % len(samples)
         batch: Batch = default_collate(samples[start : start + SIZE])
@@ -58,7 +58,7 @@ def batches(samples: list[Batch], steps: int) -> Iterator[Batch]:
 
 
 def by_hand(samples: list[Batch], steps: int, width: int) -> None:
-    """Train with a loop written by hand."""
+    """Train with a plain loop."""
     model = mlp(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=True)
     for batch in batches(samples, steps):
@@ -69,27 +69,27 @@ def by_hand(samples: list[Batch], steps: int, width: int) -> None:
 
 
 class Regression(Task):
-    """What the Trainer is told."""
+    """Task of the Trainer."""
 
     def inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Of the model."""
+        """Return the inputs of the model."""
         return {"input": batch["x"]}
 
     def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        """Squared errors and their number."""
+        """Return the sum of squared errors and their number."""
         return Loss(F.mse_loss(outputs, batch["y"], reduction="sum"), weight=outputs.numel())
 
     def metrics(self) -> dict[str, WeightedMean]:
-        """One besides the loss."""
+        """Return one metric besides the loss."""
         return {"error": WeightedMean()}
 
     def update_metrics(self, metrics: Mapping[str, Any], *, outputs: Any, batch: Any, loss: Loss) -> None:
-        """Take a batch into it."""
+        """Add a batch to the metric."""
         metrics["error"].update(loss.total.detach(), loss.weight)
 
 
 def d9d(samples: list[Batch], steps: int, width: int) -> None:
-    """Train with the Trainer, with all that it does by default."""
+    """Train with the Trainer and its defaults."""
     with tempfile.TemporaryDirectory() as folder:
         config = TrainerConfig.model_validate(
             {
@@ -152,7 +152,7 @@ def lightning(samples: list[Batch], steps: int, width: int) -> None:
 
 
 def seconds_of_step(train: Train, samples: list[Batch], steps: int, width: int, clock: Clock) -> float:
-    """The time of a step, without start-up."""
+    """Return the time of a step, without start-up."""
     short = steps // 5
     times = []
     for length in (steps, short):
@@ -163,9 +163,9 @@ def seconds_of_step(train: Train, samples: list[Batch], steps: int, width: int, 
 
 
 def width_of(milliseconds: float, samples: list[Batch], clock: Clock) -> int:
-    """The width of a model whose step, by hand, takes about so long."""
+    """Return the width of a model whose step in the plain loop takes about this time."""
     width = 512
-    for _ in range(2):  # the first guess is far off
+    for _ in range(2):  # the first estimate is far off
         taken = min(seconds_of_step(by_hand, samples, 15, width, clock) for _ in range(3))
         width = max(INPUTS, round(width * (milliseconds / 1e3 / taken) ** 0.5 / 8) * 8)
     return width
@@ -191,7 +191,7 @@ def main() -> None:
     for repeat in range(arguments.repeats + 1):
         for name, train in runs.items():
             seconds = seconds_of_step(train, samples, arguments.steps, width, clock)
-            if repeat:  # the first one makes kernels and caches
+            if repeat:  # the first one is a warm-up of kernels and caches
                 found[name].append(seconds * 1e6)
     added = {
         name: [one - hand for one, hand in zip(times, found["by_hand"], strict=True)] for name, times in found.items()

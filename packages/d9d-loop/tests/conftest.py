@@ -1,4 +1,4 @@
-"""What most tests of the loop need: a job of this one process, and modules that tests share."""
+"""Shared fixtures: a job of one process, and imports of shared test modules."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Small models of `transformers` of many kinds, with what they are called with."""
+"""Small models of `transformers` of many kinds, with their inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,12 +38,12 @@ _IMAGES = {"image_size": 8, "patch_size": 4, "num_channels": 3}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kind of model.
+    """Model of `transformers`.
 
     Attributes:
         model_class: Name of its class in `transformers`.
         config: Values of its configuration.
-        inputs: What it is called with.
+        inputs: Inputs of its forward.
         rtol: Largest relative error of losses and gradients.
     """
 
@@ -53,7 +53,7 @@ class Case:
     rtol: float = 1e-9
 
     def build(self) -> Any:
-        """Build the model with other values than a new one has."""
+        """Build the model with values that differ from its initialization."""
         torch.manual_seed(1)
         model_class = getattr(transformers, self.model_class)
         model = model_class(model_class.config_class(**self.config))
@@ -63,12 +63,12 @@ class Case:
         return model
 
     def save(self, folder: Path) -> Path:
-        """Write the model as `save_pretrained` does."""
+        """Write the model with `save_pretrained`."""
         self.build().save_pretrained(folder)
         return folder
 
     def samples(self, num_samples: int) -> list[dict[str, torch.Tensor]]:
-        """Make inputs of the model, each without a batch dim."""
+        """Return inputs of the model, each without a batch dim."""
         generator = torch.Generator().manual_seed(2)
         return [{name: _INPUTS[name](generator) for name in self.inputs} for _ in range(num_samples)]
 
@@ -91,7 +91,7 @@ CASES = {
     "qwen2": Case("Qwen2ForCausalLM", {**_DECODER}),
     "qwen3": Case("Qwen3ForCausalLM", {**_DECODER, "tie_word_embeddings": True}),
     "mistral": Case("MistralForCausalLM", {**_DECODER}),
-    # Their norms compute in float32, in which a sum of 16 products is off by 16 * 6e-8.
+    # Their norms compute in float32, in which a sum of 16 products has an error of up to 16 * 6e-8.
     "gemma2": Case("Gemma2ForCausalLM", {**_DECODER, "query_pre_attn_scalar": 4}, rtol=1e-6),
     "gemma3": Case("Gemma3ForCausalLM", {**_DECODER, "query_pre_attn_scalar": 4}, rtol=1e-6),
     "phi3": Case("Phi3ForCausalLM", {**_DECODER}),

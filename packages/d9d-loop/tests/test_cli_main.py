@@ -10,7 +10,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
 
-def test_what_goes_well_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_success_is_not_intercepted(capsys: pytest.CaptureFixture[str]) -> None:
     with cli_main():
         print("done")
     assert capsys.readouterr() == ("done\n", "")
@@ -20,7 +20,7 @@ def test_what_goes_well_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     ("error", "code", "text"),
     [
         (UserError("steps = 0; expected 1 or more."), 2, "d9d: steps = 0; expected 1 or more.\n"),
-        (KeyboardInterrupt(), 130, "d9d: interrupted. The same command continues from the last checkpoint.\n"),
+        (KeyboardInterrupt(), 130, "d9d: interrupted. The same command resumes from the last checkpoint.\n"),
     ],
 )
 def test_one_message_and_an_exit_code(
@@ -35,14 +35,14 @@ def test_one_message_and_an_exit_code(
         assert capsys.readouterr() == ("", shown)
 
 
-def test_a_process_on_its_own_speaks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_process_prints_the_message(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), cli_main():
         raise UserError("no.")
     assert capsys.readouterr().err == "d9d: no.\n"
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), SystemExit(7)])
-def test_everything_else_passes_through(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_exceptions_propagate(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(type(error)) as passed, cli_main():
         raise error
     assert passed.value is error
@@ -63,7 +63,7 @@ def test_state_that_cannot_be_written_is_a_message_on_each_rank(
     )
 
 
-def test_a_mistake_that_only_one_rank_meets_is_printed_there(
+def test_an_error_on_one_rank_is_printed_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")

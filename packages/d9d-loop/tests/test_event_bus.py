@@ -23,7 +23,7 @@ from d9d_loop import (
 )
 
 
-def test_handlers_are_called_in_the_order_of_subscription_with_their_kind_only() -> None:
+def test_handlers_get_their_kind_in_order_of_subscription() -> None:
     seen: list[str] = []
     events = Events()
     events.on(CheckpointSaved, lambda event: seen.append(f"a{event.step}"))
@@ -42,7 +42,7 @@ def _fail(event: CheckpointSaved) -> None:
     raise RuntimeError(f"no room at step {event.step}")
 
 
-def test_what_a_handler_raises_names_the_handler() -> None:
+def test_errors_of_a_handler_name_it() -> None:
     events = Events()
     later: list[int] = []
     events.on(CheckpointSaved, _fail)
@@ -53,7 +53,7 @@ def test_what_a_handler_raises_names_the_handler() -> None:
     assert later == []
 
 
-def test_a_handler_without_a_name_is_named_by_what_it_is() -> None:
+def test_a_handler_without_a_name_is_named_by_its_repr() -> None:
     events = Events()
     events.on(CheckpointSaved, partial(_fail))
     with pytest.raises(RuntimeError) as error:
@@ -80,21 +80,19 @@ def test_marked_methods_are_subscribed_at_once() -> None:
     for event in (CheckpointStarted(2), CheckpointSaved(2), Failed(3, ValueError("lost"))):
         events.emit(event)
     assert first.seen == second.seen == ["CheckpointStarted 2", "CheckpointSaved 2", "lost"]
-    first.look(CheckpointSaved(9))  # a method as any other
+    first.look(CheckpointSaved(9))  # decorated methods can be called directly
     assert first.seen[-1] == "CheckpointSaved 9"
 
 
-def test_what_handles_nothing_cannot_be_subscribed() -> None:
-    with pytest.raises(
-        UserError, match=r"^list has no method that handles an event; expected at least one .* @on_event"
-    ):
+def test_objects_without_handlers_cannot_be_subscribed() -> None:
+    with pytest.raises(UserError, match=r"^list has no event handlers; expected at least one .* @on_event"):
         Events().subscribe([])
 
 
 @pytest.mark.parametrize("kind", [int, "StepDone", CheckpointSaved(1)])
-def test_what_is_no_event_cannot_be_waited_for(kind: Any) -> None:
+def test_only_event_classes_can_be_subscribed_to(kind: Any) -> None:
     for wait in (lambda: Events().on(kind, print), lambda: on_event(kind)):
-        with pytest.raises(UserError, match=r"^got .* as a kind of event; expected a class such as StepDone\.$"):
+        with pytest.raises(UserError, match=r"^got .*; expected an event class such as StepDone\.$"):
             wait()
 
 
@@ -102,7 +100,7 @@ def _draw() -> tuple[float, float, float]:
     return random.random(), torch.rand(()).item(), float(np.random.rand())  # noqa: S311
 
 
-def test_handlers_draw_from_streams_of_their_own() -> None:
+def test_handlers_have_their_own_random_streams() -> None:
     drawn: list[tuple[float, ...]] = []
     expected = []
     for emits in (False, True):
@@ -111,13 +109,13 @@ def test_handlers_draw_from_streams_of_their_own() -> None:
         np.random.seed(1)
         for step in range(2):
             if emits:
-                events = Events(seed=5)  # as a job that was resumed
+                events = Events(seed=5)  # as in a resumed job
                 for _ in range(2):
                     events.on(CheckpointSaved, lambda _event: drawn.append(_draw()))
                 events.emit(CheckpointSaved(step))
             expected.append(_draw())
     assert expected[:2] == expected[2:]
-    assert len(set(drawn)) == 4  # of each step and handler
+    assert len(set(drawn)) == 4  # one per step and handler
     again, first = Events(seed=5), drawn[0]
     again.on(CheckpointSaved, lambda _event: drawn.append(_draw()))
     again.emit(CheckpointSaved(0))
@@ -139,7 +137,7 @@ def test_handlers_change_neither_modes_nor_gradients() -> None:
     assert [module.training for module in model.modules()] == [True, True, False]
 
 
-def test_handlers_run_in_a_phase_that_is_named_for_them() -> None:
+def test_handlers_run_in_their_own_watchdog_phase() -> None:
     events, seen = Events(), []
 
     @contextmanager
@@ -170,7 +168,7 @@ def test_gradients_may_be_changed() -> None:
     assert model.weight.grad.item() == 3
 
 
-def test_a_tensor_of_an_event_may_not_be_changed() -> None:
+def test_event_tensors_are_read_only() -> None:
     loss, events = torch.ones(()), Events()
     event = StepDone(1, loss, torch.ones(()), 0.1, nullcontext)
     events.on(StepDone, lambda event: event.loss.mul_(2))

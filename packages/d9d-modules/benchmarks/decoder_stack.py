@@ -1,9 +1,9 @@
-"""A stack of Qwen3 decoder layers, forward and backward, against that of `transformers` with SDPA: time.
+"""Time of a stack of Qwen3 decoder layers, forward and backward, relative to that of `transformers` with SDPA.
 
     uv run --group test python packages/d9d-modules/benchmarks/decoder_stack.py --output decoder_stack.json
 
-Both have the same weights and run in one process, in pairs of which each comes first in turn, so whatever else the
-machine does meets both; compare ratios, not seconds. Outputs and gradients are compared before anything is timed.
+Both have the same weights and run in one process, in pairs of alternating order, so other load on the machine affects
+both; compare ratios, not seconds. Outputs and gradients are compared before the timing.
 """
 
 import argparse
@@ -32,7 +32,7 @@ OUR_NAMES = {
 
 
 def main() -> None:
-    """Measure, print JSON, and write it if asked to."""
+    """Measure, print JSON, and optionally write it."""
     parser = argparse.ArgumentParser(description="Time of a stack of decoder layers, forward and backward.")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden-size", type=int, default=512)
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 class Stack(nn.Module):
-    """Layers one after another; the rotary tables are made once for all of them, as in a model."""
+    """Sequence of layers that share their rotary tables, as in a model."""
 
     def __init__(self, layers: list[nn.Module], apply: Callable[[nn.Module, Tensor, Any], Tensor], tables: Any) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Stack(nn.Module):
         self._apply_layer, self._tables = apply, tables
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Hidden states [B, L, D] to the same."""
+        """Map hidden states [B, L, D] to the same shape."""
         tables = self._tables(x_BLD)
         for layer in self.layers:
             x_BLD = self._apply_layer(layer, x_BLD, tables)
@@ -94,7 +94,7 @@ class Stack(nn.Module):
 
 
 def our_stack(args: argparse.Namespace) -> Stack:
-    """The layers of this package."""
+    """Build the layers of this package."""
     layers: list[nn.Module] = [
         DecoderLayer(
             args.hidden_size,
@@ -117,7 +117,7 @@ def our_stack(args: argparse.Namespace) -> Stack:
 
 
 def their_stack(args: argparse.Namespace) -> Stack:
-    """The layers of transformers."""
+    """Build the layers of transformers."""
     config = Qwen3Config(
         hidden_size=args.hidden_size,
         intermediate_size=args.intermediate_size,
@@ -143,7 +143,7 @@ def _their_name(name: str) -> str:
 
 
 def _difference(steps: dict[str, Callable[[], Tensor]], x: Tensor) -> dict[str, float]:
-    """The largest one of outputs and of the gradient of the input, relative to the largest number there."""
+    """Return the largest differences of outputs and input gradients, relative to the largest value of each."""
     found = []
     for step in steps.values():
         out = step().detach()
@@ -155,7 +155,7 @@ def _difference(steps: dict[str, Callable[[], Tensor]], x: Tensor) -> dict[str, 
 
 
 def _times(steps: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, Any]:
-    """Medians, and the ratio of each pair."""
+    """Return medians, and the ratio of each pair."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     gc.disable()
     for repeat in range(repeats):

@@ -1,14 +1,14 @@
-"""What part of the machine's own speed each kernel reaches, and each of its peers: one table, and JSON.
+"""Speed of each kernel and its reference implementations, relative to the device's measured peak: a table, and JSON.
 
     uv run python packages/d9d-modules/benchmarks/gpu.py --output gpu.json
 
-Bandwidth is counted in bytes that have to be moved, each input read once and each output written once, and given as a
-part of what a copy of a large tensor moves in the same run; the loss in operations of three matrix products, as a part
-of what one large product does. Peers: torch as it is, torch.compile, and Liger where it is installed. Buffers take
-turns until they are ten times as large as any cache, and the device has a product to work on while the calls to be
-timed are queued, so that what is timed is the device and not Python.
+The bytes of a kernel are the minimum to move, each input read once and each output written once; its bandwidth is
+relative to that of a copy of a large tensor in the same run. The loss is counted in operations of three matrix
+products, relative to the rate of one large product. References: eager torch, torch.compile, and Liger if it is
+installed. Buffers rotate until they are ten times as large as any cache. The device works on a product while the timed
+calls are queued, so the device is measured and not Python.
 
-`--device cpu --tiny` only shows that it runs.
+`--device cpu --tiny` only checks that the benchmark runs.
 """
 
 import argparse
@@ -39,16 +39,16 @@ _WORKING_SET = 1 << 29
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is measured.
+    """Sizes of the measurements.
 
     Attributes:
         tokens: Rows of every input.
         hidden: Size of a norm's rows.
         intermediate: Size of a gated row.
         vocabulary: Rows of the head's weight.
-        ceiling: Side of the square product, and rows of the copy, that the ceilings are taken from.
-        repeats: Measurements, of which the median counts.
-        calls: Calls of each measurement.
+        ceiling: Side of the square product, and rows of the copy, that measure the peak rates.
+        repeats: Number of measurements; the median is reported.
+        calls: Number of calls per measurement.
     """
 
     tokens: int = 8192
@@ -65,15 +65,15 @@ TINY = Sizes(tokens=8, hidden=16, intermediate=24, vocabulary=40, ceiling=32, re
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table.
+    """Row of the table.
 
     Attributes:
-        kernel: What is computed.
-        peer: By whom.
+        kernel: Name of the computation.
+        peer: Name of the implementation.
         direction: Forward, backward, or both.
         microseconds: Median of one call.
-        part: Of the measured bandwidth, or of the measured rate of products.
-        extra_mib: For the loss: peak memory beyond inputs and gradients, in MiB; None where the device does not tell.
+        part: Fraction of the measured bandwidth, or of the measured rate of products.
+        extra_mib: For the loss: peak memory beyond inputs and gradients, in MiB; None if the device does not report it.
     """
 
     kernel: str
@@ -86,14 +86,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel that moves memory.
+    """Memory-bound kernel.
 
     Attributes:
-        name: What it computes.
-        peers: Who computes it.
+        name: Name of the computation.
+        peers: Implementations by name.
         shapes: Shapes of the inputs.
-        forward: Tensors of the first shape that are read and written in forward.
-        backward: The same in backward.
+        forward: Number of tensors of the first shape that forward reads and writes.
+        backward: Number of tensors of the first shape that backward reads and writes.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Kernel:
 
 
 def main() -> None:
-    """Measure, print the table, and write JSON if asked to."""
+    """Measure, print the table, and optionally write JSON."""
     parser = argparse.ArgumentParser(description="Kernels against the machine's own speed, and against their peers.")
     parser.add_argument("--device", help="by default the accelerator")
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
@@ -128,7 +128,7 @@ def main() -> None:
 
 
 class Bench:
-    """The measurements on one device."""
+    """Measurements on one device."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> None:
         self.device, self.dtype, self.sizes = device, dtype, sizes
@@ -140,15 +140,15 @@ class Bench:
         self._rate = 2 * side**3 / self._seconds([lambda: self._square @ self._square])
 
     def bandwidth(self) -> float:
-        """Bytes per second of a copy, read and written."""
+        """Return the bytes per second of a copy, read and written."""
         return self._bandwidth
 
     def product_rate(self) -> float:
-        """Operations per second of a product of square matrices."""
+        """Return the operations per second of a product of square matrices."""
         return self._rate
 
     def rows(self, *, with_compile: bool) -> Iterator[Row]:
-        """All lines of the table."""
+        """Yield all rows of the table."""
         for kernel in (*norms(self.sizes), gate(self.sizes)):
             for peer, function in kernel.peers.items():
                 if peer != "compile" or with_compile:
@@ -190,7 +190,7 @@ class Bench:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def _seconds(self, functions: list[Callable[[], object]], *, calls: int | None = None) -> float:
-        """Median time of one call; the functions take turns."""
+        """Return the median time of one call in seconds; the functions alternate."""
         calls = calls or self.sizes.calls
         for function in functions:
             function()
@@ -204,7 +204,7 @@ class Bench:
             return time.perf_counter() - begin
         start, stop = (torch.Event(self.device, enable_timing=True) for _ in range(2))
         for _ in range(4):
-            torch.mm(self._square, self._square)  # while these are computed, all that follows is queued
+            torch.mm(self._square, self._square)  # while the device computes these, the timed calls are queued
         start.record()
         for i in range(calls):
             functions[i % len(functions)]()
@@ -217,13 +217,15 @@ class Bench:
             return None
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
-        before = torch.accelerator.memory_allocated() - gradients  # those of the step before, which are freed
+        before = (
+            torch.accelerator.memory_allocated() - gradients
+        )  # without the gradients of the previous step, which are freed
         step()
         return (torch.accelerator.max_memory_allocated() - before - gradients) / 2**20
 
 
 def norms(sizes: Sizes) -> Iterator[Kernel]:
-    """RMS norm alone and with the residual add; backward's partial sums of the weight's gradient do not count."""
+    """Yield RMS norm alone and with the residual add; the partial sums of the weight gradient are not counted."""
 
     def eager(x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()
@@ -244,7 +246,7 @@ def norms(sizes: Sizes) -> Iterator[Kernel]:
 
 
 def gate(sizes: Sizes) -> Kernel:
-    """The product of a gated feed-forward block."""
+    """Return the product of a gated feed-forward block."""
 
     def eager(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
@@ -257,7 +259,7 @@ def gate(sizes: Sizes) -> Kernel:
 
 
 def losses() -> dict[str, Function]:
-    """Sums of the losses of hidden states [1, T, D], a weight [V, D] and labels [1, T]."""
+    """Return functions from hidden states [1, T, D], a weight [V, D] and labels [1, T] to the summed loss."""
 
     def ours(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return language_model_head(hidden, weight, labels=labels, backend="chunked").sum()
@@ -279,7 +281,7 @@ def losses() -> dict[str, Function]:
 
 
 def _liger() -> Any:
-    """Liger's functions, where it is installed and there is an accelerator for them."""
+    """Return Liger's functions, or `None` if Liger or an accelerator is missing."""
     is_there = find_spec("liger_kernel") is not None and torch.accelerator.is_available()
     return import_module("liger_kernel.transformers.functional") if is_there else None
 

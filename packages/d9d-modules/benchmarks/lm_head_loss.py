@@ -1,10 +1,10 @@
-"""Loss of a language-model head, forward and backward, against torch's own with all logits: time and peak memory.
+"""Time and peak memory of a language model head's loss, forward and backward, relative to torch's with all logits.
 
     uv run python packages/d9d-modules/benchmarks/lm_head_loss.py --output lm_head_loss.json
 
-Both run in one process, one after the other in each repetition, so whatever else the machine does meets both; compare
-ratios, not seconds. Memory is what torch's CPU allocator gave out at most, above what was there before, without the two
-gradients that backward leaves; in units of one float32 tensor of all logits.
+Both run in one process, alternately in each repetition, so other load on the machine affects both; compare ratios, not
+seconds. Memory is the peak of torch's CPU allocator above its value before, without the two gradients that backward
+returns, in units of one float32 tensor of all logits.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from d9d_modules import language_model_head
 
 
 def main() -> None:
-    """Measure, print JSON, and write it if asked to."""
+    """Measure, print JSON, and optionally write it."""
     parser = argparse.ArgumentParser(description="Time and memory of the loss of a language-model head, on the CPU.")
     parser.add_argument("--vocab-size", type=int, default=150_000)
     parser.add_argument("--tokens", type=int, default=4096)
@@ -50,7 +50,7 @@ def main() -> None:
 
     memory = {}
     for name in losses:
-        hidden.grad = weight.grad = None  # what a step frees must not be there before
+        hidden.grad = weight.grad = None  # gradients of the previous step must not be counted
         memory[name] = _peak_bytes(lambda name=name: step(name))
     gradients = (hidden.numel() + weight.numel()) * hidden.element_size()
     logits = 4 * args.tokens * args.vocab_size
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _peak_bytes(function: Callable[[], None]) -> int:
-    """What the allocator had given out at most while a function ran, above what it had before."""
+    """Return the peak of the allocated bytes while a function runs, above the value before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     results = profiler.profiler.kineto_results if profiler.profiler else None

@@ -1,12 +1,11 @@
-"""How much memory a rank of a large job needs for a model's state, worked out in seconds in one process.
+"""Compute the memory of one rank of a large job for a model's state, in seconds in one process.
 
     python packages/d9d-modules/benchmarks/rank_bytes.py qwen3-1.7b
     python packages/d9d-modules/benchmarks/rank_bytes.py llama3.2-1b --data-parallel-shard 64 --tensor-parallel 8
 
-The model is built on `meta`, which allocates nothing, and parallelised by `parallelize_decoder` as in a job, on torch's
-fake process group, in which other ranks exist by name only. So degrees that do not fit are refused here as they are
-there. Counted are parameters as the first rank stores them, whose parts are the largest, a gradient of the same size,
-and two moments of AdamW.
+The model is built on `meta`, which allocates nothing, and parallelized by `parallelize_decoder` as in a job, on torch's
+fake process group. So degrees that do not fit are refused as in a job. Counted are the parameters stored on the first
+rank, whose shards are the largest, gradients of the same size, and two moments of AdamW.
 """
 
 import argparse
@@ -62,14 +61,14 @@ MODELS: dict[str, DecoderParams] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBytes:
-    """What was counted.
+    """Memory of one rank.
 
     Attributes:
-        num_parameters: Of the whole model; a tied weight counts once.
-        num_ranks: Of the job.
-        parameters: Bytes of the first rank's parts of them.
-        gradients: Bytes of as many gradients.
-        moments: Bytes of AdamW's two moments.
+        num_parameters: Number of parameters of the whole model; a tied weight counts once.
+        num_ranks: Number of ranks of the job.
+        parameters: Bytes of the first rank's shards.
+        gradients: Bytes of their gradients.
+        moments: Bytes of the two moments of AdamW.
     """
 
     num_parameters: int
@@ -80,17 +79,17 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """All bytes of a rank."""
+        """Total bytes of a rank."""
         return self.parameters + self.gradients + self.moments
 
 
 def rank_bytes(params: DecoderParams, mesh: MeshConfig, *, dtype: torch.dtype = torch.float32) -> RankBytes:
-    """Count the bytes of the first rank of a job. No process group may run; afterwards none does.
+    """Count the bytes of the first rank of a job. No process group may exist; none exists afterwards.
 
     Args:
         params: Sizes of the model.
-        mesh: The degrees of parallelism, none of them -1; pipeline parallel 1.
-        dtype: In which parameters, gradients and moments are stored.
+        mesh: Degrees of parallelism, none of them -1; pipeline_parallel must be 1.
+        dtype: Dtype of parameters, gradients and moments.
 
     Raises:
         UserError: If the degrees do not fit the model.

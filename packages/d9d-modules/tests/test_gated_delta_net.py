@@ -211,8 +211,8 @@ def _ask_for_context_parallelism(method: Any) -> str:
 def test_context_parallelism_raises() -> None:
     assert run_ranks(_ask_for_context_parallelism, "all_gather", world_size=1) == ["parallelized"]  # nothing to do
     message = (
-        "0, a GatedDeltaNet, carries a recurrent state through the whole row, and 2 context-parallel "
-        "ranks share each row out; expected one. Change that, or use other parallelism."
+        "0, a GatedDeltaNet, carries a recurrent state through the whole row, but 2 context-parallel "
+        "ranks shard each sequence; expected one. Set the degree to 1, or use other parallelism."
     )
     assert run_ranks(_ask_for_context_parallelism, "all_gather", world_size=2) == [message] * 2
 

@@ -1,6 +1,6 @@
 """Triton kernels compared with float64 references: on an accelerator, and on the CPU through Triton's interpreter.
 
-The interpreter is chosen when Triton is imported, so it has a process of its own, which runs the tests of this file.
+Triton selects the interpreter at import, so a separate process runs the tests of this file.
 Its conversion to bfloat16 cuts off instead of rounding, so 16-bit results may be off by one unit in the last place.
 """
 

@@ -2,10 +2,10 @@
 
     uv run --group test python packages/d9d-moe/benchmarks/all_to_all.py --output all_to_all.json
 
-Ranks are processes of this machine, over gloo. What crosses is counted where it is handed to the collective; the bound
-is a row for each token and each other rank that has some of its experts, there and back, forward and backward.
-`metadata` is what travels beside the rows: their number, their experts, and the weights and their gradients. As
-`per_choice` stands what a row for each choice of an expert on another rank would take.
+Ranks are processes of this machine, over gloo. Bytes are counted at the calls of the collective. The minimum is one row
+per token and other rank that has some of its experts, for dispatch and combine, forward and backward. `metadata` counts
+the other data sent: numbers of rows, expert indices, and the weights and their gradients. `per_choice` is the cost of
+sending one row per choice of an expert on another rank.
 """
 
 import argparse

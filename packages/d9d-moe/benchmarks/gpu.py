@@ -2,9 +2,9 @@
 
     uv run --group test python packages/d9d-moe/benchmarks/gpu.py --output gpu.json
 
-Products are given as a part of what one large product does in the same run, permutations as a part of what a copy
-moves: each row is counted once where it is read and once where it is written. The stack is compared with that of
-`transformers`, with grouped products and with its loop over experts. `--device cpu --tiny` only shows that it runs.
+Products are relative to one large product in the same run. Permutations are relative to a copy: each row is counted
+once where it is read and once where it is written. The stack is compared with that of
+`transformers`, with grouped products and with its loop over experts. `--device cpu --tiny` only checks that it runs.
 """
 
 import argparse
@@ -34,8 +34,8 @@ class Sizes:
         hidden: Size of the hidden states.
         intermediate: Size of the gated space of an expert.
         layers: Layers of the stack.
-        ceiling: Side of the square product, and rows of the copy, that the ceilings are taken from.
-        repeats: Measurements, of which the median counts.
+        ceiling: Side of the square product, and rows of the copy, that measure the peak rates.
+        repeats: Number of measurements; the median is reported.
     """
 
     tokens: int = 16384
@@ -56,10 +56,10 @@ class Row:
     """Row of the table.
 
     Attributes:
-        what: What is computed.
+        what: Name of the computation.
         microseconds: Median of one call.
-        part: Of the measured rate of products or bandwidth; of the stack, of the rate of products.
-        tokens_per_second: Of the stack.
+        part: Fraction of the measured rate of products or bandwidth; for the stack, of the rate of products.
+        tokens_per_second: Tokens per second of the stack.
     """
 
     what: str

@@ -1,9 +1,9 @@
-"""Forward and backward of a mixture-of-experts layer, vs. the grouped products and the loop of `transformers`.
+"""Forward and backward of a mixture-of-experts layer, relative to the grouped products and the loop of `transformers`.
 
     uv run --group test python packages/d9d-moe/benchmarks/moe_layer.py --output moe_layer.json
 
-All have the same weights and run in one process, in turns, so whatever else the machine does meets all of them; compare
-ratios, not seconds. Outputs and gradients are compared before anything is timed.
+All have the same weights and run alternately in one process, so other load on the machine affects all; compare
+ratios, not seconds. Outputs and gradients are compared before the timing.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Weighted permutations against plain indexing. Kernels run on an accelerator, or in Triton's interpreter.
 
-The interpreter is chosen when Triton is imported, so it has a process of its own, which runs the tests of this file.
+Triton selects the interpreter at import, so a separate process runs the tests of this file.
 """
 
 import os

@@ -2,10 +2,10 @@
 
     uv run python packages/d9d-state/benchmarks/checkpoint_save.py --folder /dev/shm/checkpoints
 
-Prints JSON. Every figure is a ratio of two things that are done one after the other, again and again, so that whatever
-else the machine does meets both: a save against writing the same bytes to one file and syncing it, the blocking of a
-save in the background against copying the same bytes to host memory that is already there. The first save of a process
-is measured in fresh stores, after `prepare`. The peer is torch's `async_save`, with its defaults.
+Prints JSON. Every figure is a ratio of two alternating measurements, so other load on the machine affects both: a save
+relative to writing and syncing the same bytes to one file, and the blocking time of a background save relative to
+copying the same bytes to allocated host memory. The first save of a process is measured in new stores, after
+`prepare`. The reference is torch's `async_save` with its defaults.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     uv run python packages/d9d-state/benchmarks/model_read.py
 
-One GiB in four files, 8 experts of each layer stacked into one parameter. Prints one JSON line for each case. What is
-compared runs in one process, in turns, into memory that was touched before; files are in the page cache. Memory is
-measured in a process of its own: the peak of its resident set, less what it had with the model before it read.
+One GiB in four files, 8 experts of each layer stacked into one parameter. Prints one JSON line per case. The compared
+functions alternate in one process and write to memory that was touched before; files are in the page cache. Memory is
+measured in a separate process: the peak of its resident set minus its value with the model before the read.
 """
 
 import argparse

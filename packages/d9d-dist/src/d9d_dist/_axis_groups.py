@@ -66,7 +66,7 @@ class AxisGroups:
             assert world is not None
             return world
         group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True, group_desc=name)
-        assert isinstance(group, dist.ProcessGroup), "a rank is in the groups it makes"
+        assert isinstance(group, dist.ProcessGroup), "this rank is not in its own group"
         return group
 
 

@@ -16,7 +16,7 @@ FIRST_FAILURE = "d9d/first_failure"
 
 _LONGEST = 500  # characters; longer messages are truncated
 _CAUSE_SECONDS = 1.0  # how long a rank whose collective failed looks for the cause
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 # Part of the source path in gloo's error messages. Gloo raises plain RuntimeErrors, NCCL raises DistErrors.
 _GLOO = "/gloo/"
 
@@ -62,5 +62,5 @@ def _cause(store: dist.Store, rank: int, world_size: int) -> str | None:
         for peer in others:
             if (state := peer.state()) != "runs":
                 return f"{peer.rank}\nits {peer.describe()} {state}."
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return None

@@ -11,7 +11,7 @@ from d9d_dist.late_init import canonical_name
 
 
 def refuse_writes_in_first_forward(module: nn.Module) -> None:
-    """Raise if the first forward replaces or writes to parameters: FSDP all-gathers them anew and loses the writes.
+    """Raise if the first forward replaces or writes to parameters: FSDP all-gathers them again and loses the writes.
 
     Call it before `fully_shard`: the comparison must run after the hooks of tensor parallelism have restored the
     parameters, and before FSDP frees them.
@@ -39,8 +39,8 @@ def refuse_writes_in_first_forward(module: nn.Module) -> None:
         before.clear()
         if names:
             raise UserError(
-                f"forward replaces or writes to {', '.join(names)}, such as by .to(dtype) or under no_grad; expected "
-                "only reads, since sharded parameters are gathered anew in each forward. Give the parameters their "
+                f"forward replaces or writes to {', '.join(names)}, for example by .to(dtype) or under no_grad; "
+                "expected only reads, because each forward gathers the sharded parameters again. Set the parameters' "
                 "dtype in build, or compute a new tensor from them."
             )
 

@@ -58,7 +58,7 @@ class Slot:
                 self.set_aside(gradient)
             return None
         assert isinstance(gradient, DTensor)
-        assert gradient.placements == self.placements, "a gradient came with other placements than its parameter tells"
+        assert gradient.placements == self.placements, "the gradient's placements differ from those of its parameter"
         self.parameter.grad = None
         self.is_used = True
         return gradient.to_local().contiguous()
@@ -176,7 +176,7 @@ def _ranks(parameter: DTensor, placements: Sequence[Placement]) -> tuple[int, ..
     """Return the ranks that differ from this rank only on axes with a partial placement, in ascending order."""
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "this rank is not in its parameter's mesh"
+    assert coordinate is not None, "this rank is not in the parameter's mesh"
     index = tuple(
         slice(None) if placement.is_partial() else place
         for placement, place in zip(placements, coordinate, strict=True)

@@ -229,7 +229,7 @@ def replicate_beside_fsdp(
         if names:
             compute_locally(module, partial_axes=axes, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
             hooks = local_parameters_of(module)
-            assert hooks is not None, "compute_locally has just made them"
+            assert hooks is not None, "compute_locally has just added the hooks"
             hooks.beside_fsdp.update(names)
             for name in names:
                 module._parameters[name] = made[id(module._parameters[name])]
@@ -248,7 +248,7 @@ def _enter_with(model: nn.Module, module: nn.Module, hooks: LocalParameters) -> 
 def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     data = parameter.data
     if isinstance(data, DTensor):
-        assert placement.is_replicate(), "what is split already can only be replicated over another axis"
+        assert placement.is_replicate(), "a sharded parameter can only be replicated over another axis"
         whole = DeviceMesh._concatenate([mesh, data.device_mesh])
         spread = DTensor.from_local(
             data.to_local(),

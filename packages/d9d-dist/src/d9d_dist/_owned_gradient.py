@@ -17,7 +17,7 @@ def own_gradient(x: torch.Tensor) -> torch.Tensor:
     """Return `x` with a gradient that is contiguous and owns its memory; backward copies it only if needed."""
     if torch.compiler.is_compiling():
         return _CopyGradient.apply(x)
-    return _OwnGradient.apply(x, _references_of_unshared())
+    return _OwnGradient.apply(x, _unshared_references())
 
 
 class _References(NamedTuple):
@@ -39,7 +39,7 @@ class _OwnGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if _references(gradients) in ctx.unshared and _is_all_of_its_memory(gradients[0]):
+        if _references(gradients) in ctx.unshared and _owns_its_storage(gradients[0]):
             return gradients[0], None
         return gradients[0].clone(memory_format=torch.contiguous_format), None
 
@@ -76,22 +76,22 @@ def _references(gradients: tuple[torch.Tensor, ...]) -> _References:
     return _References(gradient, storage, None if base is None else (sys.getrefcount(base), base._use_count()))
 
 
-def _is_all_of_its_memory(gradient: torch.Tensor) -> bool:
+def _owns_its_storage(gradient: torch.Tensor) -> bool:
     return gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
 
 
 @cache
-def _references_of_unshared() -> frozenset[_References]:
+def _unshared_references() -> frozenset[_References]:
     """Return the reference counts of unshared gradients: a new tensor, and a view of a new tensor.
 
     The counts include references held by autograd itself, whose number depends on the versions of torch and Python.
     """
     # In a separate thread: the first forward may run under activation checkpointing, which counts saved tensors.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_count_references_of_unshared).result()
+        return thread.submit(_count_unshared_references).result()
 
 
-def _count_references_of_unshared() -> frozenset[_References]:
+def _count_unshared_references() -> frozenset[_References]:
     found: list[_References] = []
     with torch.inference_mode(False), torch.enable_grad():  # the first forward may run in inference mode
         x = torch.ones(1, device="cpu", requires_grad=True)

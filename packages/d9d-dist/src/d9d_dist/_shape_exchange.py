@@ -41,7 +41,7 @@ def _check_alike(kinds: list[tuple[torch.dtype, int]]) -> None:
     for rank, (dtype, num_dims) in enumerate(kinds):
         if (dtype, num_dims) != usual:
             raise UserError(
-                f"rank {rank} of the group has a tensor of {dtype} with {num_dims} dims, where rank "
-                f"{kinds.index(usual)} has {usual[0]} with {usual[1]}; expected the same on all ranks. Give "
-                "an empty tensor too the dtype and the number of dims of the others."
+                f"rank {rank} of the group has a {dtype} tensor with {num_dims} dims, but rank "
+                f"{kinds.index(usual)} has {usual[0]} with {usual[1]}; expected the same on all ranks. Also give "
+                "empty tensors the dtype and the number of dims of the other ranks."
             )

@@ -33,10 +33,10 @@ def global_places(tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
     held = tuple(tensor.to_local().shape)
     if held != tuple(map(len, places)):
         raise UserError(
-            f"{name} has the shape {tuple(tensor.shape)}, of which this rank holds {held}, but its placements say "
-            f"{tuple(map(len, places))}: the size does not divide by the axes that split one dim, each rounding up by "
-            "itself. torch cannot put such a parameter together again. Choose a size that is a multiple of their "
-            "product, or lower a degree."
+            f"{name} has the shape {tuple(tensor.shape)}, and this rank holds {held} of it, but its placements give "
+            f"{tuple(map(len, places))}: the size is not divisible by the axes that shard one dim, and each axis "
+            "rounds up. torch cannot gather such a parameter. Choose a size that is a multiple of their "
+            "product, or reduce a degree."
         )
     return places
 

@@ -68,8 +68,8 @@ def _matching_children(path: KeyPath, spec: Any, spec_children: dict[KeyEntry, A
     children, _ = _children(tree)
     if children is None or type(tree) is not type(spec) or children.keys() != spec_children.keys():
         raise UserError(
-            f"the tree and its spec part at {where(path)}: got {describe(tree)} in the tree, and {describe(spec)} in "
-            "the spec; expected the same nesting. A leaf of the spec may stand for a whole subtree."
+            f"the tree and the spec differ at {where(path)}: got {describe(tree)} in the tree, and {describe(spec)} in "
+            "the spec; expected the same nesting. A leaf of the spec may apply to a whole subtree."
         )
     return children
 

@@ -26,8 +26,8 @@ class UnusedParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self._groups = list(_groups(model))
-        self._lacking: dict[int, torch.Tensor | None] = {}
-        self._installed = [_intercept(group, WeakMethod(self._note)) for group in self._groups]
+        self._missing_gradients: dict[int, torch.Tensor | None] = {}
+        self._installed = [_hook_post_backward(group, WeakMethod(self._record_missing)) for group in self._groups]
 
     def finish(self) -> None:
         """Remove zero gradients of parameters that no rank used. Collective: one small all-reduce for each mesh axis.
@@ -40,8 +40,8 @@ class UnusedParameters:
             by_mesh.setdefault(_process_groups(group), []).extend(parameters)
         for process_groups, parameters in by_mesh.items():
             if process_groups and parameters:
-                self._take_back(parameters, process_groups)
-        self._lacking.clear()
+                self._restore_unused(parameters, process_groups)
+        self._missing_gradients.clear()
 
     def close(self) -> None:
         """Remove the hooks from FSDP. Safe to call twice."""
@@ -49,21 +49,21 @@ class UnusedParameters:
             if group.__dict__.get("post_backward") is hook:
                 del group.post_backward
 
-    def _take_back(self, parameters: list[Any], process_groups: tuple[dist.ProcessGroup, ...]) -> None:
+    def _restore_unused(self, parameters: list[Any], process_groups: tuple[dist.ProcessGroup, ...]) -> None:
         device = parameters[0].sharded_param.device
         counts = torch.ones(len(parameters), dtype=torch.int32, device=device)
-        lacking = [index for index, parameter in enumerate(parameters) if id(parameter) in self._lacking]
-        for index in lacking:
+        missing = [index for index, parameter in enumerate(parameters) if id(parameter) in self._missing_gradients]
+        for index in missing:
             counts[index].zero_()
         for process_group in process_groups:
             dist.all_reduce(counts, group=process_group)
-        if lacking:
+        if missing:
             numbers = counts.tolist()
-            for index in lacking:
+            for index in missing:
                 if numbers[index] == 0:
-                    parameters[index].sharded_param.grad = self._lacking[id(parameters[index])]
+                    parameters[index].sharded_param.grad = self._missing_gradients[id(parameters[index])]
 
-    def _note(self, group: Any) -> None:
+    def _record_missing(self, group: Any) -> None:
         """Record which parameters of a group have no gradient, just before FSDP reduces the group."""
         if not group.reduce_grads:
             return
@@ -75,20 +75,20 @@ class UnusedParameters:
             if not parameter.sharded_param.requires_grad or not hasattr(parameter, "_unsharded_param"):
                 continue
             if gradients[id(parameter)] is not None:
-                self._lacking.pop(id(parameter), None)
+                self._missing_gradients.pop(id(parameter), None)
                 continue
-            self._lacking.setdefault(id(parameter), parameter.sharded_param.grad)
+            self._missing_gradients.setdefault(id(parameter), parameter.sharded_param.grad)
             if by_hand:
                 unsharded = parameter._unsharded_param
                 unsharded.grad = torch.zeros_like(unsharded, dtype=dtype)
         group.reduce_scatter_unused_params = True
 
 
-def _intercept(group: Any, note: WeakMethod[Any]) -> Any:
-    """Call `note` before a group is reduced, as long as the object of that method is alive."""
+def _hook_post_backward(group: Any, callback: WeakMethod[Any]) -> Any:
+    """Call `callback` before a group is reduced, as long as the object of that method is alive."""
 
     def post_backward(*unused: Any) -> None:
-        if (alive := note()) is not None:
+        if (alive := callback()) is not None:
             alive(group)
         type(group).post_backward(group, *unused)
 

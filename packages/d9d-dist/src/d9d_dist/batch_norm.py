@@ -63,21 +63,21 @@ def _synchronized(kind: Any, group: dist.ProcessGroup) -> type[nn.Module]:
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002  (torch's name for it)
         if not (self.training or torch.is_grad_enabled()):
             return own_forward(self, input, *args, **kwargs)
-        statistics = _OverRanks(group, input)
+        statistics = _SynchronizedMode(group, input)
         with statistics:
             output = own_forward(self, input, *args, **kwargs)
         if isinstance(self, _BatchNorm) and self.training and not statistics.is_exact:
             raise UserError(
-                f"{kind.__name__} does not take the statistics of its whole input by one call of F.batch_norm, so they "
-                "cannot be taken over all data-parallel ranks; expected a batch norm of torch or one that calls "
-                "F.batch_norm(input, ...). Replace it by one, by a group norm, or put it into eval mode."
+                f"{kind.__name__} does not compute the statistics of its input by one call of F.batch_norm, so they "
+                "cannot be computed over all data-parallel ranks; expected a torch batch norm or one that calls "
+                "F.batch_norm(input, ...). Replace it by such a module or a group norm, or put it into eval mode."
             )
         return output
 
     return type(kind.__name__, (kind,), {"forward": torch.compiler.disable(forward), "__module__": kind.__module__})
 
 
-class _OverRanks(TorchFunctionMode):
+class _SynchronizedMode(TorchFunctionMode):
     """Computes `F.batch_norm` of a layer's input over all ranks of a group.
 
     Attributes:

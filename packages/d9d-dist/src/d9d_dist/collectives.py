@@ -131,7 +131,7 @@ def all_gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None) 
         if part.numel()
     ]
     for work in travels:
-        assert work is not None, "what is asynchronous gives its work"
+        assert work is not None, "an asynchronous collective returns its work"
         work.wait()
     return tensors
 
@@ -205,7 +205,7 @@ def even_parts(tensor: Tensor, num_parts: int, *, dim: int) -> tuple[Tensor, ...
     """
     if tensor.shape[dim] % num_parts:
         raise UserError(
-            f"got a tensor of shape {tuple(tensor.shape)} to share out to {num_parts} ranks on dim {dim}, whose size "
+            f"got a tensor of shape {tuple(tensor.shape)} to split over {num_parts} ranks on dim {dim}, whose size "
             f"is {tensor.shape[dim]}; expected a multiple of {num_parts}."
         )
     return tensor.tensor_split(num_parts, dim=dim)
@@ -226,13 +226,13 @@ def _check_all_to_all(
         return
     if send_sizes is None or receive_sizes is None:
         given = "receive_sizes" if send_sizes is None else "send_sizes"
-        raise UserError(f"got {given} alone; expected both send_sizes and receive_sizes, or neither for equal parts.")
+        raise UserError(f"got {given} only; expected both send_sizes and receive_sizes, or neither for equal sizes.")
     for name, sizes in (("send_sizes", send_sizes), ("receive_sizes", receive_sizes)):
         if len(sizes) != num_ranks:
             raise UserError(f"got {len(sizes)} {name} in a group of {num_ranks} ranks; expected one for each rank.")
     if sum(send_sizes) != tensor.shape[0]:
         raise UserError(
-            f"got send_sizes = {list(send_sizes)}, {sum(send_sizes)} rows in all, with a tensor of shape "
+            f"got send_sizes = {list(send_sizes)}, {sum(send_sizes)} rows in total, with a tensor of shape "
             f"{tuple(tensor.shape)}; expected {tensor.shape[0]} rows."
         )
 

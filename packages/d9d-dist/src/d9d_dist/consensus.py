@@ -150,6 +150,6 @@ def _describe_difference(name: str, digests: Sequence[str]) -> str:
     odd = [rank for rank, digest in enumerate(digests) if digest != usual]
     return (
         f"{name} is not the same on all {len(digests)} ranks: {name_ranks(odd)} differ{'' if odd[1:] else 's'} from "
-        f"rank {digests.index(usual)}; expected the same everywhere. Start all ranks with the same code, configuration "
+        f"rank {digests.index(usual)}; expected equal values. Start all ranks with the same code, configuration "
         "and arguments."
     )

@@ -85,7 +85,7 @@ class DistributedContext:
                 domain: self._groups.mesh(axes, device_type=self.device.type) for domain, axes in domains.items()
             }
         except BaseException as error:
-            self._leave(error)
+            self._abort(error)
             raise
 
     def __enter__(self) -> Self:
@@ -97,7 +97,7 @@ class DistributedContext:
         if error is None:
             self.close()
         else:
-            self._leave(error)
+            self._abort(error)
 
     @property
     def is_main_process(self) -> bool:
@@ -204,7 +204,7 @@ class DistributedContext:
         Raises:
             RuntimeError: On all other ranks, if the body raises on rank 0.
         """
-        yield from self._first(self.is_main_process)
+        yield from self._run_first(self.is_main_process)
 
     @contextmanager
     def local_main_process_first(self) -> Generator[None]:
@@ -213,9 +213,9 @@ class DistributedContext:
         Raises:
             RuntimeError: If the body raises on the first rank of a node: on all ranks except those whose body raised.
         """
-        yield from self._first(self.is_local_main_process)
+        yield from self._run_first(self.is_local_main_process)
 
-    def _first(self, goes_first: bool) -> Generator[None]:
+    def _run_first(self, goes_first: bool) -> Generator[None]:
         if not goes_first:
             self._wait_for_first(failed=False)
         try:
@@ -234,8 +234,8 @@ class DistributedContext:
         rank = int(first_failed)
         if rank < self.world_size and not failed:
             raise RuntimeError(
-                f"rank {rank} failed in what it does before the other ranks, so this rank stops too; the traceback of "
-                f"rank {rank} says why."
+                f"rank {rank} failed in code that it runs before the other ranks, so this rank stops too; see the "
+                f"traceback of rank {rank}."
             )
 
     def close(self) -> None:
@@ -244,7 +244,7 @@ class DistributedContext:
             dist.destroy_process_group()
         self._owns_process_group = False
 
-    def _leave(self, error: BaseException) -> None:
+    def _abort(self, error: BaseException) -> None:
         """Abort the process group, if this context started it; other ranks may be inside collectives."""
         if self._owns_process_group and dist.is_initialized():
             report_failure(error, rank=self.rank, world_size=self.world_size)
@@ -274,7 +274,7 @@ def _device(launch: Launch) -> torch.device:
     if launch.local_world_size > torch.accelerator.device_count():
         raise UserError(
             f"{launch.local_world_size} ranks on a node with {torch.accelerator.device_count()} accelerators; expected "
-            "at most one rank for each. Start fewer ranks, or set D9D_DEVICE=cpu to run them all on the CPU."
+            "at most one rank per accelerator. Start fewer ranks, or set D9D_DEVICE=cpu to run all ranks on the CPU."
         )
     device = torch.device(accelerator.type, launch.local_rank)
     torch.accelerator.set_device_index(device)
@@ -285,11 +285,11 @@ def _start_process_group(device: torch.device, launch: Launch, timeout: timedelt
     backend = dist.get_default_backend_for_device(device)
     if device.type != "cpu":
         backend = f"cpu:{dist.get_default_backend_for_device('cpu')},{device.type}:{backend}"
-    store = _meet(launch, timeout) if launch.has_launcher else dist.HashStore()
+    store = _rendezvous(launch, timeout) if launch.has_launcher else dist.HashStore()
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
 
 
-def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
+def _rendezvous(launch: Launch, timeout: timedelta) -> dist.Store:
     """Return the launcher's store, with a key prefix that is unique to this context.
 
     A process may build a context, close it and build another one. Without the prefix, the second would read the first

@@ -94,7 +94,7 @@ def parallelize_hsdp(
     replicate_beside_fsdp(
         module,
         mesh[tuple(name for name in names if name == shard_axis or mesh[name].size() > 1)],
-        _unfit_for_fsdp(module, _taken_by_fsdp(module)),
+        _unsupported_by_fsdp(module, _managed_by_fsdp(module)),
         compute_dtype=dtypes.compute,
         reduce_dtype=dtypes.reduce,
     )
@@ -160,7 +160,7 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Pre
         module.register_forward_pre_hook(partial(cast_inputs, dtypes.compute), prepend=True, with_kwargs=True)
 
 
-def _taken_by_fsdp(module: nn.Module) -> list[nn.Parameter]:
+def _managed_by_fsdp(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that FSDP of a module would manage, each once."""
     inner = {below for child in module.modules() if isinstance(child, FSDPModule) for below in child.modules()}
     left = inner | set(modules_apart(module))
@@ -168,7 +168,7 @@ def _taken_by_fsdp(module: nn.Module) -> list[nn.Parameter]:
     return list(dict.fromkeys(own))
 
 
-def _unfit_for_fsdp(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+def _unsupported_by_fsdp(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Return parameters that FSDP2 cannot shard: empty, 0-dim, of a less common trained dtype, or with `max_norm`."""
     written = {each for part in module.modules() if writes_to_rows(part) for each in part.parameters(recurse=False)}
     num_elements = Counter[torch.dtype]()
@@ -196,9 +196,9 @@ def _refuse_second_derivatives(module: nn.Module, args: Any, outputs: Any) -> No
 def _check_no_graph(gradient: torch.Tensor) -> None:
     if torch.is_grad_enabled():  # inside backward this means create_graph=True
         raise UserError(
-            "got a backward pass with create_graph=True through a module that parallelize_hsdp has sharded; expected "
-            "create_graph=False: FSDP frees the gathered parameters that gradients of gradients need. For a gradient "
-            "penalty replicate the module instead (parallelize_replicate)."
+            "got a backward pass with create_graph=True through a module sharded by parallelize_hsdp; expected "
+            "create_graph=False, because FSDP frees the gathered parameters that second derivatives need. For a "
+            "gradient penalty, replicate the module instead (parallelize_replicate)."
         )
 
 
@@ -206,8 +206,9 @@ def _check_no_fsdp(module: nn.Module) -> None:
     for name, submodule in module.named_modules():
         if isinstance(submodule, FSDPModule):
             raise UserError(
-                f"got a module whose submodule {name or 'itself'!r} is sharded already, by parallelize_hsdp or torch's "
-                "fully_shard; expected one that is not. Replicate it with parallelize_hsdp, over a mesh of both axes."
+                f"got a module whose submodule {name or 'itself'!r} is already sharded, by parallelize_hsdp or torch's "
+                "fully_shard; expected an unsharded module. Replicate it with parallelize_hsdp, over a mesh of both "
+                "axes."
             )
 
 

@@ -52,13 +52,13 @@ def _synchronized(kind: Any, group: dist.ProcessGroup) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() and not self.training:
             return kind.forward(self, *args, **kwargs)
-        with _OverRanks(group):
+        with _SynchronizedMode(group):
             return kind.forward(self, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": torch.compiler.disable(forward), "__module__": kind.__module__})
 
 
-class _OverRanks(TorchFunctionMode):
+class _SynchronizedMode(TorchFunctionMode):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
         self._group = group

@@ -53,7 +53,7 @@ def parallelize_experts(
     _check(module, shard)
     if mesh.size() == 1 and precision is None:
         return
-    _leave_other_axes(module)
+    _unwrap_replicated_parameters(module)
     if shard.size() > 1:
         distribute_parameters(module, shard, {}, default=Shard(0))
     owners = [submodule for submodule in module.modules() if submodule._parameters]
@@ -86,18 +86,18 @@ def _check(module: nn.Module, shard: DeviceMesh) -> None:
         is_whole = not isinstance(parameter, DTensor) or all(place.is_replicate() for place in parameter.placements)
         if not is_whole or set(axes_of(parameter)) - {"tp"}:
             raise UserError(
-                f"{name} is parallelised over ({', '.join(axes_of(parameter))}) already; expected experts to be whole "
-                "on every rank. Call parallelize_experts after parallelize_tensor, whose plan names no expert, and "
-                "before parallelize_hsdp."
+                f"{name} is already parallelized over ({', '.join(axes_of(parameter))}); expected unsharded experts "
+                "on every rank. Call parallelize_experts after parallelize_tensor, whose plan must not name experts, "
+                "and before parallelize_hsdp."
             )
     if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
         raise UserError(
-            "the experts are sharded already, by parallelize_hsdp or torch's fully_shard; expected parallelize_experts "
-            "to come first."
+            "the experts are already sharded, by parallelize_hsdp or torch's fully_shard; expected parallelize_experts "
+            "to be called first."
         )
 
 
-def _leave_other_axes(module: nn.Module) -> None:
+def _unwrap_replicated_parameters(module: nn.Module) -> None:
     """Make parameters that `parallelize_tensor` has replicated plain tensors again: experts use the tp ranks."""
     plain: dict[int, nn.Parameter] = {}
     for submodule in module.modules():

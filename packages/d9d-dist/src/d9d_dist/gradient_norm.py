@@ -120,7 +120,7 @@ def _group(parameters: Sequence[nn.Parameter]) -> list[_Part]:
         if place not in by_placement:
             part = _Part(*_splits(*place))
             by_placement[place] = parts.setdefault(part.name, part)
-            assert by_placement[place].groups == part.groups, "axes of one name have one process group"
+            assert by_placement[place].groups == part.groups, "axes of the same name have the same process group"
         if parameter.grad is not None:
             by_placement[place].gradients.append(_local_gradient(parameter, parameter.grad))
     return list(parts.values())
@@ -141,15 +141,15 @@ def _local_gradient(parameter: DTensor, gradient: torch.Tensor) -> torch.Tensor:
     if not isinstance(gradient, DTensor):
         raise UserError(
             f"got a plain tensor as the gradient of a parameter of shape {tuple(parameter.shape)} that is a DTensor; "
-            f"expected a DTensor with the placements {_show(parameter.placements)}: without them nobody knows which "
-            "elements these are. Make it one (DTensor.from_local)."
+            f"expected a DTensor with the placements {_show(parameter.placements)}, which determine the elements of "
+            "this rank. Convert it with DTensor.from_local."
         )
     if gradient.placements != parameter.placements:
         raise UserError(
             f"got a gradient with the placements {_show(gradient.placements)} for a parameter of shape "
             f"{tuple(parameter.shape)} with {_show(parameter.placements)}, on the axes "
-            f"({', '.join(axis_names(parameter.device_mesh))}); expected equal ones. If it is Partial, ranks have not "
-            "added it up yet: call GradientSync.finish(), or sync_gradients(model), before its norm is taken."
+            f"({', '.join(axis_names(parameter.device_mesh))}); expected equal placements. A Partial gradient is not"
+            " reduced yet: call GradientSync.finish(), or sync_gradients(model), before computing its norm."
         )
     return gradient.to_local()
 

@@ -79,7 +79,7 @@ class GradientSync:
         self._model, self._bucket_bytes, self._dtype = model, bucket_bytes, dtype
         self._buckets = self._plan(partial_parameters(model))
         planned = {id(slot.parameter) for bucket in self._buckets for slot in bucket.slots}
-        self._unplanned = [parameter for parameter in _spread_outside_fsdp(model) if id(parameter) not in planned]
+        self._unplanned = [parameter for parameter in _dtensors_outside_fsdp(model) if id(parameter) not in planned]
         self._unused = UnusedParameters(model)
         self._num_started = 0
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -129,8 +129,8 @@ class GradientSync:
         if slot.num_received > self.num_microbatches:
             raise UserError(
                 f"a parameter of shape {tuple(parameter.shape)} received gradient number {slot.num_received} of a step "
-                f"of num_microbatches = {self.num_microbatches}; expected GradientSync.finish() before the next step. "
-                "Call it, or set num_microbatches to the number of backward passes before it."
+                f"of num_microbatches = {self.num_microbatches}; expected GradientSync.finish() before the "
+                "next step. Call it, or set num_microbatches to the number of backward passes before each call."
             )
         if slot.num_received == self.num_microbatches:
             bucket.num_ready += 1
@@ -183,7 +183,7 @@ def _used_by_any(buckets: Sequence[Bucket]) -> list[list[bool]]:
     return [[id(slot) in used for slot in bucket.slots] for bucket in buckets]
 
 
-def _spread_outside_fsdp(model: nn.Module) -> Iterable[DTensor]:
+def _dtensors_outside_fsdp(model: nn.Module) -> Iterable[DTensor]:
     """Return the DTensor parameters that FSDP does not manage, each once."""
     modules = modules_outside_fsdp(model)
     parameters = (parameter for module in modules for parameter in module._parameters.values())

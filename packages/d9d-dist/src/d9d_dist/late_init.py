@@ -79,8 +79,8 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
                 initializer.fill(module, canonical_name(f"{module_name}."))
     if unset := initializer.unset():
         raise ValueError(
-            f"not set by any reset_parameters: {', '.join(unset)}. Give the module that owns each of them a method "
-            "reset_parameters(self) that fills it in place, such as through torch.nn.init."
+            f"not set by any reset_parameters: {', '.join(unset)}. Add to each module that owns one of them a method "
+            "reset_parameters(self) that initializes it in place, for example with torch.nn.init."
         )
 
 
@@ -95,7 +95,7 @@ class _Initializer:
         }
         self._slots: dict[Named, list[Slot]] = {}
         for module in model.modules():
-            for slot, named in self._own(module):
+            for slot, named in self._owned(module):
                 self._slots.setdefault(named, []).append(slot)
         self._is_distributed = any(named.is_distributed for named in self._slots)
         self._set: set[Named] = set()
@@ -116,15 +116,15 @@ class _Initializer:
                 raise
             except Exception:
                 # Some code works only on plain tensors, such as `.data = x`. An error on full tensors is re-raised.
-                missing = [named for _, named in self._own(module) if named.is_distributed and named not in whole]
+                missing = [named for _, named in self._owned(module) if named.is_distributed and named not in whole]
                 if not missing:
                     raise
             else:
                 return
             if unreachable := [named.name for named in missing if named in whole]:
                 raise UserError(
-                    f"{scope}reset_parameters reaches the sharded {unreachable[0]} through a reference that is no "
-                    "attribute of a module; expected self.<name>, where a full tensor can take its place."
+                    f"{scope}reset_parameters accesses the sharded {unreachable[0]} through a reference that is not an "
+                    "attribute of a module; expected self.<name>, so that a full tensor can replace it."
                 )
             whole += missing
 
@@ -141,7 +141,7 @@ class _Initializer:
         """
         assert isinstance(module, ModuleLateInit)
         placed = {named: self._full(named) for named in whole}
-        own = [(slot, named) for slot, named in self._own(module) if named.is_distributed and named not in placed]
+        own = [(slot, named) for slot, named in self._owned(module) if named.is_distributed and named not in placed]
         saved: dict[Named, torch.Tensor] = {}
 
         def save(named: Named) -> None:
@@ -152,7 +152,7 @@ class _Initializer:
         mode = FillByIndex(self._seed, scope, known, save)
         _seed_generators(stream_key(self._seed, scope))
         try:
-            self._put(placed)
+            self._register(placed)
             with mode:
                 module.reset_parameters()
             if replaced := [named for slot, named in own if slot.get() is not named.tensor]:
@@ -163,7 +163,7 @@ class _Initializer:
                 named.local.copy_(before)
             raise
         finally:
-            self._put({named: named.tensor for named in [*placed, *(named for _, named in own)]})
+            self._register({named: named.tensor for named in [*placed, *(named for _, named in own)]})
         self._set |= mode.written
         for named, value in values.items():
             assert isinstance(named.tensor, DTensor)
@@ -171,14 +171,14 @@ class _Initializer:
             if storage_key(value) not in known:
                 self._set.add(named)
 
-    def _own(self, module: nn.Module) -> Iterator[tuple[Slot, Named]]:
+    def _owned(self, module: nn.Module) -> Iterator[tuple[Slot, Named]]:
         for name in [*module._parameters, *module._buffers]:
             slot = Slot(module, name)
             tensor = slot.get()
             if tensor is not None and (named := self._known.get(storage_key(tensor))):
                 yield slot, named
 
-    def _put(self, tensors: Mapping[Named, torch.Tensor]) -> None:
+    def _register(self, tensors: Mapping[Named, torch.Tensor]) -> None:
         for named, tensor in tensors.items():
             for slot in self._slots[named]:
                 slot.put(tensor)
@@ -199,7 +199,7 @@ class _Initializer:
         value = next((tensor for tensor in held if tensor is not placed), placed)
         if value is None or value.shape != named.tensor.shape:
             raise UserError(
-                f"reset_parameters replaced {named.name}, which is sharded, of shape {tuple(named.tensor.shape)}, by "
+                f"reset_parameters replaced the sharded {named.name} of shape {tuple(named.tensor.shape)} by "
                 f"{'None' if value is None else f'a tensor of shape {tuple(value.shape)}'}; expected the same shape. "
                 "Build the parameter with its final shape in __init__."
             )

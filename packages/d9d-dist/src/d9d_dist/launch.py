@@ -76,7 +76,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         return Launch(device=variables.get("D9D_DEVICE"))
     if not 0 <= launch.rank < launch.world_size:
         raise UserError(
-            f"the launcher set rank = {launch.rank} in a world of {launch.world_size}; expected 0 <= rank < "
+            f"the launcher set rank = {launch.rank} and world size = {launch.world_size}; expected 0 <= rank < "
             "world size. "
             "Start the job with torchrun, or unset RANK and WORLD_SIZE to run a single process."
         )
@@ -93,11 +93,11 @@ def _read(variables: Mapping[str, str], names: Mapping[str, str]) -> Launch:
         except ValueError:
             raise UserError(f"environment variable {name} = {variables[name]!r}; expected an integer.") from None
     # Without local_world_size and num_nodes, assume one node.
-    values.setdefault("local_world_size", _divide_up(values["world_size"], values.get("num_nodes", 1)))
-    values.setdefault("num_nodes", _divide_up(values["world_size"], values["local_world_size"]))
+    values.setdefault("local_world_size", _ceil_div(values["world_size"], values.get("num_nodes", 1)))
+    values.setdefault("num_nodes", _ceil_div(values["world_size"], values["local_world_size"]))
     values.setdefault("local_rank", values["rank"] % values["local_world_size"])
     return Launch(**values, device=variables.get("D9D_DEVICE"), has_launcher=True)
 
 
-def _divide_up(count: int, parts: int) -> int:
+def _ceil_div(count: int, parts: int) -> int:
     return -(-count // max(parts, 1))

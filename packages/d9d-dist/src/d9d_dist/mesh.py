@@ -26,21 +26,27 @@ class MeshConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    pipeline_parallel: int = Field(1, description="Pipeline stages' ranks (axis pp).")
-    data_parallel_replicate: int = Field(1, description="Replicas of the parameters, each with its own samples.")
-    data_parallel_shard: int = Field(1, description="Ranks that share the parameters out, each with its own samples.")
-    context_parallel_shard: int = Field(1, description="Ranks that share a sequence and the parameters out.")
-    context_parallel_replicate: int = Field(1, description="Ranks that share a sequence out and hold equal parameters.")
-    tensor_parallel: int = Field(1, description="Ranks that share each layer's matrices out (axis tp).")
+    pipeline_parallel: int = Field(1, description="Number of ranks of a pipeline (axis pp).")
+    data_parallel_replicate: int = Field(
+        1, description="Number of replicas of the parameters, each with its own samples."
+    )
+    data_parallel_shard: int = Field(
+        1, description="Number of ranks that shard the parameters, each with its own samples."
+    )
+    context_parallel_shard: int = Field(1, description="Number of ranks that shard each sequence, and the parameters.")
+    context_parallel_replicate: int = Field(
+        1, description="Number of ranks that shard each sequence, with replicated parameters."
+    )
+    tensor_parallel: int = Field(1, description="Number of ranks that shard each layer's matrices (axis tp).")
     expert_parallel: int = Field(
-        1, description="Ranks that share experts out; divides dp x cp x tp, borrows its ranks."
+        1, description="Number of ranks that shard the experts; reuses the dp x cp x tp ranks."
     )
 
     @field_validator("*")
     @classmethod
     def _positive_or_rest(cls, degree: int) -> int:
         if degree < 1 and degree != -1:
-            raise ValueError(f"got {degree}; expected a positive number of ranks, or -1 for all that remain")
+            raise ValueError(f"got {degree}; expected a positive number of ranks, or -1 for all remaining ranks")
         return degree
 
     def resolve(self, world_size: int) -> Self:
@@ -60,8 +66,8 @@ class MeshConfig(BaseModel):
         known = prod(degree for degree in degrees.values() if degree != -1)
         if len(rest) > 1:
             raise UserError(
-                f"mesh.{' and mesh.'.join(rest)} are -1; expected at most one, which takes what the others leave. "
-                "Give all but one a number."
+                f"mesh.{' and mesh.'.join(rest)} are -1; expected at most one, which takes the remaining ranks. "
+                "Set a number for all but one."
             )
         if rest and world_size % known == 0:
             degrees[rest[0]] = world_size // known
@@ -72,7 +78,7 @@ class MeshConfig(BaseModel):
         if experts % expert_parallel:
             raise UserError(
                 f"mesh.expert_parallel = {expert_parallel}; expected a divisor of the {experts} ranks of a pipeline "
-                "stage (data x context x tensor parallel degrees), whose ranks the experts borrow. "
+                "stage (data x context x tensor parallel degrees), which expert parallelism reuses. "
                 f"Use one of {_divisors(experts)}, or -1 for all of them."
             )
         return self.model_copy(update={**degrees, "expert_parallel": expert_parallel})
@@ -129,14 +135,14 @@ def _describe_product(degrees: dict[str, int], known: int, world_size: int) -> s
     used = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree != 1) or "all degrees 1"
     if -1 in degrees.values():
         return (
-            f"mesh: {used} on {world_size} ranks; expected the known degrees' product, {known}, to divide "
+            f"mesh: {used} on {world_size} ranks; expected the product of the given degrees, {known}, to divide "
             f"{world_size}. Start a multiple of {known} ranks, or choose degrees whose product divides {world_size}."
         )
     rest, remainder = divmod(world_size, known // degrees["data_parallel_shard"])
     other = (
         f"choose degrees whose product is {world_size}"
         if remainder
-        else f"set mesh.data_parallel_shard = -1, which then takes what the other degrees leave: {rest}"
+        else f"set mesh.data_parallel_shard = -1, which then takes the remaining ranks: {rest}"
     )
     ranks = "1 rank" if known == 1 else f"{known} ranks"
     return (

@@ -42,7 +42,8 @@ def built_values(model: nn.Module, *, ignore_meta: bool = False) -> dict[str, to
     if empty:
         raise UserError(
             f"the model was built without values for {', '.join(empty)}; expected real tensors. Build it on the CPU, "
-            "and run lazy modules once; or choose late_init=True, which fills a model on `meta` by reset_parameters."
+            "and run lazy modules once; or set late_init=True, which initializes a model on `meta` with "
+            "reset_parameters."
         )
     return {name: tensor.detach() for name, tensor in found.items()}
 
@@ -169,7 +170,7 @@ def _check_no_overlap(model: nn.Module) -> None:
             if start < end:
                 raise UserError(
                     f"{first} and {second} are views of the same memory; expected separate tensors, or one tensor "
-                    "registered under both names. A layout of several ranks cannot keep overlapping views in step. "
+                    "registered under both names. Overlapping views cannot be kept equal on several ranks. "
                     "Register one of them, and compute the other in forward."
                 )
 
@@ -189,6 +190,7 @@ def _check_no_stale_reference(model: nn.Module, before: Mapping[int, str]) -> No
         raise UserError(
             "modules keep parameters in plain lists or dicts:\n"
             + "\n".join(lines)
-            + "\nOn several ranks the parameters are replaced by sharded ones, and these would stay behind untrained. "
-            "Use nn.ParameterList, nn.ParameterDict, or the attribute that the parameter is registered under."
+            + "\nOn several ranks sharded parameters replace the registered ones, and those in lists or dicts would "
+            "not be trained. Use nn.ParameterList, nn.ParameterDict, or access the parameter by its registered "
+            "attribute."
         )

@@ -86,7 +86,7 @@ def onload_tensor(offloaded: Offloaded) -> None:
         UserError: If the tensors are onloaded already.
     """
     if not offloaded._copies and offloaded.num_bytes:
-        raise UserError("these tensors have been brought back already; expected onload_tensor once for each offload.")
+        raise UserError("these tensors were already onloaded; expected one onload_tensor for each offload_tensor.")
     for storage, copy in offloaded._copies:
         storage.resize_(copy.nbytes)
         _bytes_of(storage).copy_(copy, non_blocking=True)
@@ -116,7 +116,7 @@ class ModuleOffloader:
             UserError: If the state is offloaded already.
         """
         if self._offloaded is not None:
-            raise UserError("got offload() of a module that is off-loaded already; call onload() in between.")
+            raise UserError("got offload() of a module that is already offloaded; call onload() first.")
         for module in self._module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -129,7 +129,7 @@ class ModuleOffloader:
             UserError: If the state is not offloaded.
         """
         if self._offloaded is None:
-            raise UserError("got onload() of a module that is not off-loaded; call offload() before.")
+            raise UserError("got onload() of a module that is not offloaded; call offload() first.")
         onload_tensor(self._offloaded)
         self._offloaded = None
 
@@ -148,11 +148,11 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     storage = local.untyped_storage()
     if local.numel() and not storage.nbytes():
-        raise UserError(f"got a tensor of shape {tuple(tensor.shape)} that is off-loaded already; bring it back first.")
+        raise UserError(f"got a tensor of shape {tuple(tensor.shape)} that is already offloaded; onload it first.")
     if not storage.resizable():
         raise UserError(
-            f"got a tensor of shape {tuple(tensor.shape)} whose memory torch does not own, such as a NumPy array's; "
-            "expected one whose memory can be freed. Clone it first."
+            f"got a tensor of shape {tuple(tensor.shape)} whose memory torch does not own, such as that of a NumPy "
+            "array; expected a tensor whose memory can be freed. Clone it first."
         )
     return storage
 

@@ -53,8 +53,8 @@ class StageInfo:
         total = num_layers + virtual_before + virtual_after
         if total < self.count:
             raise UserError(
-                f"{num_layers} layers (+ {virtual_before + virtual_after} virtual) cannot fill {self.count} pipeline "
-                f"stages; use at most {total} stages."
+                f"{num_layers} layers (+ {virtual_before + virtual_after} virtual) are too few for {self.count} "
+                f"pipeline stages; use at most {total} stages."
             )
         size, larger = divmod(total, self.count)
         start = self.index * size + min(self.index, larger)

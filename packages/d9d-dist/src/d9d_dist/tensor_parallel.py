@@ -68,8 +68,8 @@ def _match(module: nn.Module, plan: Mapping[str, TensorStyle]) -> dict[str, Tens
     absent = list(_absent(module))
     matched: dict[str, str] = {}
     for pattern in plan:
-        found = [name for name in names if _fits(name, pattern)]
-        if not found and not any(_fits(name, pattern) for name in absent):
+        found = [name for name in names if _matches(name, pattern)]
+        if not found and not any(_matches(name, pattern) for name in absent):
             raise UserError(
                 f"the tensor-parallel plan names {pattern!r}, which matches no submodule of {type(module).__name__}; "
                 f"it has {', '.join(_examples(names))}."
@@ -77,7 +77,7 @@ def _match(module: nn.Module, plan: Mapping[str, TensorStyle]) -> dict[str, Tens
         for name in found:
             if name in matched:
                 raise UserError(
-                    f"the tensor-parallel plan names {name} twice, by {matched[name]!r} and by {pattern!r}; "
+                    f"the tensor-parallel plan matches {name} twice, by {matched[name]!r} and by {pattern!r}; "
                     "expected one style for each submodule."
                 )
             matched[name] = pattern
@@ -89,14 +89,15 @@ def _check_splits(name: str, module: nn.Module, style: TensorStyle) -> None:
     split = style.placements()
     if split and not any(module._parameters.get(parameter) is not None for parameter in split):
         raise UserError(
-            f"{name} is a {type(module).__name__} without a parameter {' or '.join(split)} of its own, which "
-            f"{type(style).__name__} would split; expected a layer such as torch.nn.Linear. Name the layer itself."
+            f"{name} is a {type(module).__name__} without its own parameter {' or '.join(split)}, which "
+            f"{type(style).__name__} shards; expected a layer such as torch.nn.Linear. Name the layer itself in the "
+            "plan."
         )
     forward = vars(module).get("forward")
     if isinstance(forward, partial) and isinstance(getattr(forward.func, "__self__", None), TensorStyle):
         raise UserError(
-            f"{name} is tensor parallel already; expected parallelize_tensor to name each submodule once. Take it out "
-            "of this plan."
+            f"{name} is already tensor parallel; expected parallelize_tensor to name each submodule once. Remove it "
+            "from this plan."
         )
 
 
@@ -111,8 +112,8 @@ def _check_is_first(modules: Mapping[str, nn.Module], axis: str) -> None:
         }
         if isinstance(submodule, FSDPModule) or axes - {axis}:
             raise UserError(
-                f"{name or 'the module'} is data parallel already; expected parallelize_tensor to come first. Call it "
-                "before parallelize_hsdp, parallelize_fsdp and parallelize_replicate."
+                f"{name or 'the module'} is already data parallel; expected parallelize_tensor to be called first. "
+                "Call it before parallelize_hsdp, parallelize_fsdp and parallelize_replicate."
             )
 
 
@@ -124,7 +125,7 @@ def _absent(module: nn.Module) -> Iterator[str]:
                 yield f"{parent}.{name}".lstrip(".")
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -133,7 +134,7 @@ def _examples(names: list[str]) -> Iterator[str]:
     shown = [name for name in names if name]
     yield from shown[:8]
     if len(shown) > 8:
-        yield f"... ({len(shown)} in all)"
+        yield f"... ({len(shown)} in total)"
 
 
 def _style_above(name: str, styles: Mapping[str, TensorStyle]) -> TensorStyle:
@@ -168,7 +169,7 @@ def _placements(
             other_name, other = placements.setdefault(id(parameter), (full_name, placement))
             if other != placement:
                 raise UserError(
-                    f"{other_name} and {full_name} are one shared parameter, which the plan places as {other} and "
+                    f"{other_name} and {full_name} are one tied parameter, which the plan places as {other} and as "
                     f"{placement}; expected one placement."
                 )
     return {key: placement for key, (_, placement) in placements.items()}

@@ -88,7 +88,7 @@ class TensorRegion(TensorStyle):
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `TensorStyle.forward`."""
-        return inner(_enter(_first(args, self, module), self.input, mesh), *args[1:], **kwargs)
+        return inner(_redistribute_input(_first_arg(args, self, module), self.input, mesh), *args[1:], **kwargs)
 
 
 @final
@@ -119,7 +119,7 @@ class ColumnParallel(TensorStyle):
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `TensorStyle.forward`."""
-        features = inner(_enter(_first(args, self, module), self.input, mesh), *args[1:], **kwargs)
+        features = inner(_redistribute_input(_first_arg(args, self, module), self.input, mesh), *args[1:], **kwargs)
         return gather_from_axis(features, mesh, dim=-1, gradient="equal") if self.output == REPLICATE else features
 
 
@@ -146,7 +146,7 @@ class RowParallel(TensorStyle):
         bias = module._parameters.get("bias")
         if bias is not None:
             module._parameters["bias"] = bias * float(mesh.get_local_rank() == 0)  # ty: ignore[invalid-assignment]
-        return _leave(inner(*args, **kwargs), self.output, mesh)
+        return _redistribute_output(inner(*args, **kwargs), self.output, mesh)
 
 
 @final
@@ -191,21 +191,23 @@ class VocabParallelEmbedding(TensorStyle):
         """See `TensorStyle.check`."""
         if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
             raise UserError(
-                f"VocabParallelEmbedding got a {type(module).__name__}; expected a torch.nn.Embedding, with its own "
-                "forward: the lookup is replaced. Do what else it does in a module around it."
+                f"VocabParallelEmbedding got a {type(module).__name__}; expected a torch.nn.Embedding with torch's own "
+                "forward, because the lookup is replaced. Do other computations in a module around it."
             )
         options = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
         for name in options:
             value = getattr(module, name)
             if value is not None and value is not False:
-                raise UserError(f"VocabParallelEmbedding got an embedding with {name} = {value}; expected none.")
+                raise UserError(
+                    f"VocabParallelEmbedding got an embedding with {name} = {value}; expected it to be unset."
+                )
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `TensorStyle.forward`."""
-        ids = _first(args, self, module)
+        ids = _first_arg(args, self, module)
         weight_VD = module.weight
         assert isinstance(weight_VD, Tensor)
-        return _leave(embed_vocab_shard(ids, weight_VD, mesh), self.output, mesh)
+        return _redistribute_output(embed_vocab_shard(ids, weight_VD, mesh), self.output, mesh)
 
 
 @final
@@ -235,27 +237,27 @@ class VocabParallelHead(TensorStyle):
         if not isinstance(module, HasTokenLoss):
             raise UserError(
                 f"VocabParallelHead got a {type(module).__name__}; expected a module whose attribute token_loss "
-                "computes its losses (d9d_dist.HasTokenLoss). For a plain linear layer use "
+                "computes the losses (d9d_dist.HasTokenLoss). For a plain linear layer use "
                 "ColumnParallel(output=Replicate())."
             )
         present = module.token_loss
         if self.token_loss is None and _vocab_parallel_form(present) is None:
             raise UserError(
                 f"VocabParallelHead got a {type(module).__name__} whose token_loss is {present!r}; expected "
-                "token_cross_entropy, or a loss with a method vocab_parallel (d9d_dist.HasVocabParallelForm). Say how "
-                "your loss is computed over a split vocabulary: VocabParallelHead(token_loss=...)."
+                "token_cross_entropy, or a loss with a method vocab_parallel (d9d_dist.HasVocabParallelForm). Pass the "
+                "vocabulary-parallel form of your loss: VocabParallelHead(token_loss=...)."
             )
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """See `TensorStyle.prepare`."""
         assert isinstance(module, HasTokenLoss)
         make_loss = self.token_loss or _vocab_parallel_form(module.token_loss)
-        assert make_loss is not None, "check has refused it"
+        assert make_loss is not None, "check raises an error in this case"
         module.token_loss = make_loss(mesh)
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `TensorStyle.forward`."""
-        outputs = inner(_enter(_first(args, self, module), self.input, mesh), *args[1:], **kwargs)
+        outputs = inner(_redistribute_input(_first_arg(args, self, module), self.input, mesh), *args[1:], **kwargs)
         labels = args[1] if len(args) > 1 else kwargs.get("labels")
         return gather_from_axis(outputs, mesh, dim=-1, gradient="equal") if labels is None else outputs
 
@@ -266,16 +268,16 @@ def _vocab_parallel_form(loss: TokenLoss) -> Callable[[DeviceMesh], TokenLoss] |
     return loss.vocab_parallel if isinstance(loss, HasVocabParallelForm) else None
 
 
-def _first(args: tuple[Any, ...], style: TensorStyle, module: nn.Module) -> Any:
+def _first_arg(args: tuple[Any, ...], style: TensorStyle, module: nn.Module) -> Any:
     if not args:
         raise UserError(
-            f"{type(style).__name__} got a call of its {type(module).__name__} without positional arguments; expected "
-            "the activation to be the first one. Pass it by position."
+            f"{type(style).__name__}: the {type(module).__name__} was called without positional arguments; expected "
+            "the activation as the first one. Pass it by position."
         )
     return args[0]
 
 
-def _enter(x: Tensor, layout: Placement | None, mesh: DeviceMesh) -> Tensor:
+def _redistribute_input(x: Tensor, layout: Placement | None, mesh: DeviceMesh) -> Tensor:
     """Make an activation whole for layers that each compute a partial gradient of it."""
     if layout is None:
         return x
@@ -284,7 +286,7 @@ def _enter(x: Tensor, layout: Placement | None, mesh: DeviceMesh) -> Tensor:
     return copy_to_axis(x, mesh)
 
 
-def _leave(x: Tensor, layout: Placement, mesh: DeviceMesh) -> Tensor:
+def _redistribute_output(x: Tensor, layout: Placement, mesh: DeviceMesh) -> Tensor:
     """Sum over ranks; return the whole sum, or this rank's part of it."""
     if isinstance(layout, Shard):
         return reduce_scatter_to_axis(x, mesh, dim=layout.dim)

@@ -90,7 +90,7 @@ def join_trees(parts: Sequence[_Tree], spec: ShardSpec) -> _Tree:
         UserError: If there are no shards, or a shard does not match the spec; names the path.
     """
     if not parts:
-        raise UserError("got no parts to join; expected those of all ranks.")
+        raise UserError("got no parts to join; expected the parts of all ranks.")
     return _map(_join, spec, parts)
 
 
@@ -132,14 +132,14 @@ def _shard(path: KeyPath, spec: ShardOn | Whole, trees: Sequence[Any], *, rank: 
     if spec.stack:
         if length != size:
             raise UserError(
-                f"got {length} elements on dim {spec.dim} of {describe(node)} at {where(path)}, to give one to each of "
-                f"{size} shards (stack=True); expected {size}."
+                f"got {length} elements on dim {spec.dim} of {describe(node)} at {where(path)}, to split into "
+                f"{size} shards of one element (stack=True); expected {size}."
             )
         return node.select(spec.dim, rank)
     if even and length % size:
         raise UserError(
-            f"got the size {length} of {describe(node)} at {where(path)}, on dim {spec.dim}, to cut into {size} equal "
-            f"shards; expected a multiple of {size}. Use even=False to allow for unequal ones."
+            f"got the size {length} of {describe(node)} at {where(path)}, on dim {spec.dim}, to split into {size} "
+            f"equal shards; expected a multiple of {size}. Use even=False to allow unequal shards."
         )
     start, end = (length // size * at + min(at, length % size) for at in (rank, rank + 1))
     return node[start:end] if isinstance(node, list) else node.narrow(spec.dim, start, end - start)
@@ -172,12 +172,13 @@ def _check_part(path: KeyPath, spec: ShardOn | Whole, trees: Sequence[Any], *, i
         return
     if isinstance(node, list):
         if spec != ShardOn():
-            raise UserError(f"got {spec} for a list at {where(path)}; expected ShardOn(dim=0), which cuts the list.")
+            raise UserError(f"got {spec} for a list at {where(path)}; expected ShardOn(dim=0), which splits the list.")
         return
     if not isinstance(node, Tensor):
         raise UserError(
-            f"got {spec} for {describe(node)} at {where(path)}; expected a tensor or a list, or else Whole()."
+            f"got {spec} for {describe(node)} at {where(path)}; expected a tensor or a list. Use Whole() for other "
+            "values."
         )
     num_dims = node.ndim + (spec.stack and not is_whole)
     if not -num_dims <= spec.dim < num_dims:
-        raise UserError(f"got {spec} for {describe(node)} at {where(path)}; expected a dim that it has.")
+        raise UserError(f"got {spec} for {describe(node)} at {where(path)}; expected an existing dim.")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from d9d_dist import MeshConfig, UserError
 from d9d_dist.context_parallel import AllToAllAttention, sdpa_attention
-from d9d_dist.context_parallel.all_to_all import _copies_of_kv_heads
+from d9d_dist.context_parallel.all_to_all import _repeats_per_kv_head
 from d9d_dist.testing import run_ranks
 
 
@@ -50,13 +50,13 @@ def _scaled_and_plain() -> tuple[Tensor, Tensor]:
         return scaled.cpu(), (plain * factors.unsqueeze(-1)).cpu()
 
 
-def test_what_belongs_to_a_head_goes_with_it() -> None:
+def test_per_head_state_follows_its_head() -> None:
     for scaled, expected in run_ranks(_scaled_and_plain, world_size=2):
         torch.testing.assert_close(scaled, expected)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "local_kv_heads"), [(8, 4, 2), (4, 2, 1), (6, 1, 1)])
-def test_ranks_share_the_heads_out(heads: int, kv_heads: int, local_kv_heads: int) -> None:
+def test_heads_are_divided_over_ranks(heads: int, kv_heads: int, local_kv_heads: int) -> None:
     for shapes, num_exchanges in run_ranks(_calls, heads, kv_heads, world_size=2):
         assert shapes == [(1, 8, heads // 2, 3), (1, 8, local_kv_heads, 3), (1, 8, local_kv_heads, 3)]
         assert num_exchanges == 4
@@ -66,8 +66,10 @@ def test_ranks_share_the_heads_out(heads: int, kv_heads: int, local_kv_heads: in
     ("heads", "kv_heads", "num_ranks", "copies"),
     [(8, 4, 2, 1), (8, 4, 4, 1), (8, 2, 4, 2), (8, 2, 8, 4), (12, 3, 6, 2)],
 )
-def test_key_value_heads_are_copied_just_enough(heads: int, kv_heads: int, num_ranks: int, copies: int) -> None:
-    assert _copies_of_kv_heads(heads, kv_heads, num_ranks) == copies
+def test_key_value_heads_are_repeated_as_little_as_possible(
+    heads: int, kv_heads: int, num_ranks: int, copies: int
+) -> None:
+    assert _repeats_per_kv_head(heads, kv_heads, num_ranks) == copies
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_key_value_heads_are_copied_just_enough(heads: int, kv_heads: int, num_r
 def test_degrees_that_do_not_fit(heads: int, kv_heads: int, num_ranks: int, possible: str) -> None:
     message = (
         f"got {num_ranks} context-parallel ranks for {heads} query heads and {kv_heads} key/value heads; "
-        f"expected a degree of {possible} where heads are exchanged. Use one of them, or the method 'all_gather'"
+        f"expected a degree of {possible} for method 'all_to_all'. Use one of them, or the method 'all_gather'"
     )
     with pytest.raises(UserError, match=message):
-        _copies_of_kv_heads(heads, kv_heads, num_ranks)
+        _repeats_per_kv_head(heads, kv_heads, num_ranks)

@@ -48,7 +48,7 @@ def _error(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("sizes", [(4, 4, 8), (4, 2, 5), (3, 1, 16)])
 @pytest.mark.parametrize(("length", "key_length"), [(9, 9), (4, 9), (1, 7), (8, 9)])
-def test_against_each_query_by_itself(
+def test_equals_each_query_computed_alone(
     length: int, key_length: int, sizes: tuple[int, int, int], has_documents: bool
 ) -> None:
     documents = _documents(key_length) if has_documents else None
@@ -93,7 +93,7 @@ class _Operators(TorchDispatchMode):
         return out
 
 
-def test_whole_rows_cost_what_torch_costs() -> None:
+def test_full_sequences_cost_as_much_as_torch() -> None:
     q, k, v = _inputs(9, 9, (4, 2, 8), torch.float32)
     with _Operators() as ours:
         sdpa_attention(q, k, v)

@@ -37,7 +37,7 @@ CASES = [(CpuFlashKernel(), False), (MathKernel(), False), (MathKernel(), True)]
 
 
 @pytest.mark.parametrize("keys", [0, 3])
-def test_no_queries_are_no_trouble(keys: int) -> None:
+def test_empty_queries(keys: int) -> None:
     whole = _block(2, causal=False, keys=keys)
     block = replace(whole, q=whole.q[:, :, :0])
     kernel = default_kernel(block.q, has_documents=False)
@@ -86,7 +86,7 @@ def test_kernels_attend_and_differentiate(kernel: BlockKernel, has_documents: bo
     torch.testing.assert_close(grad_q, expected[0], rtol=1e-11, atol=1e-13)
 
 
-def test_a_query_that_sees_no_key_counts_nothing() -> None:
+def test_a_query_without_keys_contributes_nothing() -> None:
     block = _block(2, causal=False)
     lonely = replace(block, query_documents=torch.tensor([[7] + 5 * [1]] * 2), key_documents=torch.ones(2, 6))
     out, lse = MathKernel().forward(lonely)

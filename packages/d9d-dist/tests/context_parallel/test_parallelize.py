@@ -103,7 +103,7 @@ def _on_ranks(method: ContextMethod, cases: list[Case], length: int) -> list[lis
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.world_size(n)) for n in (4, 8))])
-def test_ranks_compute_what_one_process_does(method: ContextMethod, world_size: int, device: Device) -> None:
+def test_ranks_equal_one_process(method: ContextMethod, world_size: int, device: Device) -> None:
     length = 6 * world_size
     cases = [c for c in CASES if c.heads % world_size == 0 or method != "all_to_all"]
     ranks = run_ranks(_on_ranks, method, cases, length, world_size=world_size, device=device)
@@ -192,7 +192,7 @@ def test_a_model_trains_as_on_one_process(method: ContextMethod, world_size: int
             assert (gradients[name] - parameter.grad).norm() <= 1e-12 * parameter.grad.norm(), name
 
 
-def test_one_rank_is_left_as_it_is() -> None:
+def test_one_rank_leaves_the_attention_unchanged() -> None:
     with MeshConfig().build() as ctx:
         model = _Model()
         parallelize_context(model, ctx.mesh_for("batch")["cp"], method="ring")
@@ -268,13 +268,13 @@ def _messages() -> list[str]:
 
 
 def test_messages() -> None:
-    odd = "got 3 positions on this rank; expected an even number, .* Split rows by ContextSplit"
+    odd = "got 3 positions on this rank; expected an even number: .* Split the sequences with ContextSplit"
     expected = [
-        "no submodule of Linear is a HasAttention; expected .* attribute attention_function. Give your attention",
-        "got the attention function AllGatherAttention, which is context parallel already; .* Apply .* once",
+        "no submodule of Linear is a HasAttention; expected .* attribute attention_function. Add it to your attention",
+        "got the attention function AllGatherAttention, which is already context parallel; .* Apply .* once",
         "got the attention function .*_other_attention.* with method = 'ring'; expected sdpa_attention or one whose",
         "got the attention function .*_Declared.* with method = 'ring'; expected sdpa_attention or one whose is_",
-        "layers.2, a _Recurrence, reads from left to right, and 2 context-parallel ranks share each row out; expected",
+        "layers.2, a _Recurrence, reads from left to right, but 2 context-parallel ranks shard each sequence; expected",
         "the attention_function of layers.1 is the module _AttentionModule; expected a function",
         "got method = 'striped'; expected 'all_gather', 'all_to_all' or 'ring'",
         r"got a mesh with the axes \(pp, dp, cp, tp\); expected exactly one. Slice it: mesh\['cp'\]",

@@ -40,7 +40,7 @@ def _blocks() -> tuple[list[tuple[int, int, bool]], list[tuple[int, int, bool]]]
         return kernel.forwards, kernel.backwards
 
 
-def test_all_ranks_work_equally_long() -> None:
+def test_ranks_have_equal_work() -> None:
     for rank, (forwards, backwards) in enumerate(run_ranks(_blocks, world_size=4)):
         assert forwards == [(6, 6, True)] + rank * [(6, 3, False)] + (3 - rank) * [(3, 6, False)]
         assert backwards == forwards
@@ -65,7 +65,7 @@ def _traffic(dtype: torch.dtype) -> tuple[int, list[tuple[torch.dtype, int]]]:
         return saved[0], sent
 
 
-def test_what_is_kept_and_sent() -> None:
+def test_stored_and_sent_blocks() -> None:
     q, k, lse = 6 * 4 * 4, 6 * 2 * 4, 6 * 4
     for saved, sent in run_ranks(_traffic, torch.bfloat16, world_size=4):
         assert saved == 2 * q + 2 * k + lse
@@ -82,5 +82,5 @@ def _one_rank() -> float:
         return (out - RingAttention(mesh)(q, k, v)).abs().max().item()
 
 
-def test_kernels_give_the_same_on_one_rank() -> None:
+def test_kernels_agree_on_one_rank() -> None:
     assert all(error < 1e-14 for error in run_ranks(_one_rank, world_size=1))

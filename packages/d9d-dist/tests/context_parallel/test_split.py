@@ -82,7 +82,7 @@ def _gradients() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_gradients_go_through_join_and_split(world_size: int) -> None:
+def test_join_and_split_have_a_backward(world_size: int) -> None:
     for errors in run_ranks(_gradients, world_size=world_size):
         assert all(error < 1e-14 for error in errors)
 
@@ -117,11 +117,11 @@ def _messages() -> list[str]:
 
 def test_messages() -> None:
     expected = [
-        r"the tensor \['labels'\]\[0\] has length 9; expected a multiple of 4, two chunks for each of the 2 "
-        r"context-parallel ranks. Pad rows, with ignored labels, to 12\.",
-        r"the tensor has the shape \(9,\); expected a dim 1 of positions",
-        r"the tensor \['weight'\] has the shape \(8,\); expected a dim 1 of positions. Take it out",
-        r"the tensor has length 3; expected a multiple of 2: .* Join what `split` gave",
+        r"the tensor \['labels'\]\[0\] has length 9; expected a multiple of 4, for two chunks per rank of the 2 "
+        r"context-parallel ranks. Pad sequences, with ignored labels, to 12\.",
+        r"the tensor has the shape \(9,\); expected the sequence in dim 1",
+        r"the tensor \['weight'\] has the shape \(8,\); expected the sequence in dim 1. Do not pass it",
+        r"the tensor has length 3; expected a multiple of 2: .* Join the result of `split`",
         r"a row has length 6; expected a multiple of 4",
         r"got a mesh with the axes \(pp, dp, cp, tp\); expected exactly one. Slice it: mesh\['cp'\]",
     ]

@@ -61,7 +61,7 @@ def test_the_message_names_the_first_difference_the_place_and_the_rest() -> None
         assert_trees_close(moved, _tree())
 
 
-def test_a_long_list_is_cut() -> None:
+def test_a_long_list_is_shortened() -> None:
     with pytest.raises(AssertionError, match=r"^20 differences, .* First: 0: relative error 1; .*; 8 and 11 more\.$"):
         assert_trees_close([torch.full((2,), 2.0)] * 20, [torch.ones(2)] * 20)
 
@@ -71,17 +71,21 @@ def test_a_long_list_is_cut() -> None:
     [
         (torch.zeros(2, 3), torch.zeros(3, 2), r"0: got the shape \(2, 3\), expected \(3, 2\)"),
         (torch.tensor([1, 2]), torch.tensor([1, 3]), r"0: relative error 0.316; .* index \(1,\): got 2, expected 3"),
-        (torch.tensor([True]), torch.tensor([False]), "0: the reference is zero.*got True, expected False"),
+        (torch.tensor([True]), torch.tensor([False]), "0: the expected tensor is zero.*got True, expected False"),
         (1.5, 1.0, "0: relative error 0.5; got 1.5, expected 1.0"),
         ("a", "b", "0: got 'a', expected 'b'"),
         ("a", torch.ones(1), "0: got 'a', expected tensor"),
-        (torch.full((2,), 1e-11), torch.zeros(2), r"0: the reference is zero, and the norm here is 1\.41e-11"),
+        (
+            torch.full((2,), 1e-11),
+            torch.zeros(2),
+            r"0: the expected tensor is zero, the norm of the actual one is 1\.41e-11",
+        ),
         (torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan]), r"relative error nan; .* \(1,\): got nan"),
         (torch.tensor([1.0, math.inf]), torch.tensor([1.0, 2.0]), r"relative error inf; .* \(1,\): got inf"),
         (torch.tensor(2**62 + 1), torch.tensor(2**62), "got 4611686018427387905, expected 4611686018427387904"),
     ],
 )
-def test_tells_what_differs(actual: Any, expected: Any, message: str) -> None:
+def test_differences_are_described(actual: Any, expected: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         assert_trees_close([actual], [expected])
 
@@ -93,7 +97,7 @@ def test_rounding_around_zero_passes() -> None:
     assert difference.error == pytest.approx(2.0)
 
 
-def test_a_copy_does_not_follow_its_original() -> None:
+def test_a_copy_is_independent() -> None:
     weight = torch.ones(2, requires_grad=True)
     copy = full_tree({"weight": weight, "name": "x"})
     with torch.no_grad():
@@ -141,12 +145,12 @@ def test_parameters_and_gradients_have_the_names_of_the_model() -> None:
         assert_trees_close(got, (parameters, gradients))
 
 
-def test_rounding_is_measured_by_a_peer_and_by_the_largest_number_of_the_tree() -> None:
+def test_bound_uses_the_reference_and_the_largest_number_of_the_tree() -> None:
     exact = {"w": torch.tensor([4.0, 1.0], dtype=torch.float64), "zero": torch.zeros(2, dtype=torch.float64)}
     eps = torch.finfo(torch.float32).eps
     peer = {name: tensor.float() for name, tensor in exact.items()}
     assert_rounds_like({"w": peer["w"] + 32 * eps, "zero": peer["zero"] - 31 * eps}, exact, peer=peer)
-    with pytest.raises(AssertionError, match=r"zero: the error is 3\.93e-06, and the peer's 0$"):
+    with pytest.raises(AssertionError, match=r"zero: the error is 3\.93e-06, that of the reference implementation 0$"):
         assert_rounds_like({**peer, "zero": peer["zero"] + 33 * eps}, exact, peer=peer)
     far = {**peer, "w": peer["w"] + 0.5}
     assert_rounds_like({**peer, "w": peer["w"] - 3.9}, exact, peer=far)

@@ -52,7 +52,7 @@ def _has_dynamo() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def test_a_new_rank_has_what_optimizers_import_late() -> None:
+def test_a_new_rank_has_imported_the_lazy_modules_of_optimizers() -> None:
     with RankPool() as pool:
         assert pool.run(_has_dynamo, world_size=1) == [True]
 
@@ -123,7 +123,7 @@ def test_an_exit_is_a_failure() -> None:
         run_ranks(_exit)
 
 
-def test_ranks_that_fail_alike_are_shown_once() -> None:
+def test_equal_errors_of_ranks_are_shown_once() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_exit, world_size=2)
     assert str(caught.value).count("Traceback") == 1
@@ -136,7 +136,7 @@ def _closures() -> list[Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("function", _closures())
-def test_refuses_a_function_that_other_processes_cannot_find(function: Callable[[], Any]) -> None:
+def test_refuses_a_function_that_other_processes_cannot_import(function: Callable[[], Any]) -> None:
     with pytest.raises(TypeError, match="pass a function that is defined at the top level of a module"):
         run_ranks(function)
 
@@ -148,19 +148,19 @@ def _place() -> tuple[str, str | None, float]:
         return ctx.device.type, os.environ.get("D9D_DEVICE"), total.item()
 
 
-def test_ranks_run_where_they_are_asked_to(device: Device) -> None:
+def test_ranks_run_on_the_requested_device(device: Device) -> None:
     for kind, variable, total in run_ranks(_place, device=device):
         assert (kind == "cpu") == (device == "cpu")
         assert variable == ("cpu" if device == "cpu" else None)
         assert total == 2.0
 
 
-def test_refuses_more_ranks_than_accelerators_before_it_starts_any() -> None:
+def test_refuses_more_ranks_than_accelerators_before_starting_any() -> None:
     ranks = torch.accelerator.device_count() + 1
     assert not accelerators_for(ranks)
     message = (
-        f"got {ranks} ranks with device = 'accelerator' on a machine with {ranks - 1} accelerators; expected one for "
-        "each rank. Ask accelerators_for(world_size) first, and skip the test or run it on the CPU."
+        f"got {ranks} ranks with device = 'accelerator' on a machine with {ranks - 1} accelerators; expected one per "
+        "rank. Check accelerators_for(world_size) first, and skip the test or run it on the CPU."
     )
     with RankPool() as pool, pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         pool.run(_place, world_size=ranks, device="accelerator")
@@ -170,7 +170,7 @@ def _set_and_unset() -> str | None:
     return os.environ.get("D9D_DEVICE")
 
 
-def test_an_accelerator_call_clears_the_choice_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_run_overrides_the_cpu_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     with RankPool() as pool:
         assert pool.run(_set_and_unset, world_size=1) == ["cpu"]
         monkeypatch.setattr("d9d_dist.testing.pool.accelerators_for", lambda world_size: world_size == 1)
@@ -188,7 +188,7 @@ def _fails_to_connect() -> None:
     raise RuntimeError("Gloo connectFullMesh failed with [pair.cc] Connection closed by peer")
 
 
-def test_a_connection_that_gloo_lost_is_made_again_once(tmp_path: Path) -> None:
+def test_a_lost_gloo_connection_is_retried_once(tmp_path: Path) -> None:
     assert run_ranks(_fails_to_connect_once, str(tmp_path / "marker"), world_size=1)[0] != os.getpid()
     with pytest.raises(RankError, match=r"(?s)1 of 1 ranks failed.*connectFullMesh"):
         run_ranks(_fails_to_connect, world_size=1)
@@ -207,7 +207,7 @@ def _slow_to_tell(rank: int) -> None:
         raise
 
 
-def test_the_rank_that_failed_first_is_named_also_if_a_victim_is_heard_of_earlier() -> None:
+def test_the_first_failure_is_named_even_if_a_victim_reports_earlier() -> None:
     with pytest.raises(RankError, match=r"2 of 2 ranks failed; rank 1 was the first\.") as caught:
         run_ranks(_slow_to_tell, 1)
     assert caught.value.rank == 1

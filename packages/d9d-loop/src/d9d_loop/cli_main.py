@@ -34,7 +34,7 @@ def cli_main() -> Generator[None]:
         _say(str(stopped))
         raise
     except KeyboardInterrupt:
-        _say("interrupted. The same command continues from the last checkpoint.")
+        _say("interrupted. The same command resumes from the last checkpoint.")
         raise SystemExit(130) from None
 
 

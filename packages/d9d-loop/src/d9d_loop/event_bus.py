@@ -98,8 +98,8 @@ class Events:
             ]
             if not marked:
                 raise UserError(
-                    f"{type(subscriber).__name__} has no method that handles an event; expected at least one that is "
-                    "marked by @on_event(StepDone), or another kind of event."
+                    f"{type(subscriber).__name__} has no event handlers; expected at least one method "
+                    "decorated with @on_event(StepDone), or another kind of event."
                 )
             for _, method in marked:
                 for kind in method.kinds:
@@ -127,7 +127,7 @@ class Events:
         with self._phase(f"the handlers of {kind}"):
             for place, handler in enumerate(handlers):
                 try:
-                    with _looking_on(event), isolated_random(self._seed, kind, event.step, place, device=True):
+                    with _read_only(event), isolated_random(self._seed, kind, event.step, place, device=True):
                         handler(event)
                 except Exception as error:
                     error.add_note(f"raised by the handler {_name_of(handler)} of {kind}")
@@ -136,7 +136,7 @@ class Events:
 
 def _check_kind(kind: object) -> None:
     if not (isinstance(kind, type) and issubclass(kind, Event)):
-        raise UserError(f"got {kind!r} as a kind of event; expected a class such as StepDone.")
+        raise UserError(f"got {kind!r}; expected an event class such as StepDone.")
 
 
 def _name_of(handler: _Handler) -> str:
@@ -144,7 +144,7 @@ def _name_of(handler: _Handler) -> str:
 
 
 @contextmanager
-def _looking_on(event: Event) -> Generator[None]:
+def _read_only(event: Event) -> Generator[None]:
     """Disable gradients, restore the modes of the event's modules on exit, and refuse changes of its tensors.
 
     Raises:
@@ -167,6 +167,6 @@ def _looking_on(event: Event) -> Generator[None]:
     for name, version in versions.items():
         if values[name]._version != version:
             raise UserError(
-                f"{name} of {type(event).__name__} was changed in place; expected that handlers only look at it. Work "
+                f"{name} of {type(event).__name__} was changed in place; expected handlers to only read it. Work "
                 "on a copy: `.clone()`."
             )

@@ -59,8 +59,8 @@ class BatchTask(ABC):
             UserError: If the task does not override this method.
         """
         raise UserError(
-            f"{type(self).__name__} does not say how a batch is cut for context parallelism; expected a method "
-            "split_sequence(batch, split). Write one, or set the mesh's context-parallel degrees to 1."
+            f"{type(self).__name__} cannot split a batch for context parallelism; expected a method "
+            "split_sequence(batch, split). Implement it, or set the mesh's context-parallel degrees to 1."
         )
 
 
@@ -126,8 +126,8 @@ class InferenceTask(BatchTask):
             UserError: If the task does not override this method.
         """
         raise UserError(
-            f"{type(self).__name__} does not say how outputs are put together under context parallelism; expected a "
-            "method join_sequence(outputs, split). Write one, or set the mesh's context-parallel degrees to 1."
+            f"{type(self).__name__} cannot join outputs under context parallelism; expected a "
+            "method join_sequence(outputs, split). Implement it, or set the mesh's context-parallel degrees to 1."
         )
 
 

@@ -90,11 +90,11 @@ def _problem(model: type[BaseModel], values: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_an_unknown_key_is_answered_with_the_closest_one(values: dict[str, Any], message: str) -> None:
+def test_an_unknown_key_suggests_the_closest_one(values: dict[str, Any], message: str) -> None:
     assert _problem(TrainerConfig, {**JOB, **values}) == message
 
 
-def test_an_unknown_key_that_is_like_nothing_is_answered_with_all_keys() -> None:
+def test_an_unknown_key_without_a_close_match_lists_all_keys() -> None:
     assert _problem(Inner, {"qqq": 1}) == "qqq is not a configuration key; there are choice, untagged."
 
 
@@ -124,7 +124,7 @@ def test_an_unknown_key_that_is_like_nothing_is_answered_with_all_keys() -> None
         ),
     ],
 )
-def test_keys_are_known_in_dataclasses_unions_and_lists(values: dict[str, Any], message: str) -> None:
+def test_keys_are_found_in_dataclasses_unions_and_lists(values: dict[str, Any], message: str) -> None:
     assert _problem(Job, {"width": {"hidden": 1}, **values}) == message
 
 
@@ -174,11 +174,11 @@ def test_keys_are_known_in_dataclasses_unions_and_lists(values: dict[str, Any], 
         ({"whole": 13}, "whole = 13 brings bad luck; use another number."),
     ],
 )
-def test_a_wrong_value_is_answered_with_what_was_expected(values: dict[str, Any], message: str) -> None:
+def test_a_wrong_value_states_the_expected_one(values: dict[str, Any], message: str) -> None:
     assert _problem(Job, {"width": {"hidden": 1}, **values}) == message
 
 
-def test_a_choice_may_be_made_by_another_key_than_kind() -> None:
+def test_unions_may_be_discriminated_by_another_key_than_kind() -> None:
     class Left(Section):
         side: Literal["left"]
         size: int = 1
@@ -196,14 +196,14 @@ def test_a_choice_may_be_made_by_another_key_than_kind() -> None:
     assert _problem(Sides, {"at": {}}).startswith("at.side is missing; expected one of 'left', 'right'. ")
 
 
-def test_a_value_that_fits_no_member_of_a_union_is_explained_once_for_each() -> None:
+def test_a_value_that_fits_no_union_member_is_explained_per_member() -> None:
     assert _problems(Job, {"width": {"hidden": 1}, "whole": [1]}) == [
         f"whole = [1]; expected a valid {kind}. Change it in the configuration file, or with --whole VALUE."
         for kind in ("integer", "string")
     ]
 
 
-def test_a_long_value_is_shown_in_part() -> None:
+def test_a_long_value_is_truncated() -> None:
     message = _problem(TrainerConfig, {**BATCH, "steps": "a" * 100})
     assert message.startswith(f"steps = '{'a' * 56}...; expected a valid integer")
 
@@ -240,11 +240,11 @@ def test_a_missing_section_is_named_by_the_keys_it_needs() -> None:
     )
 
 
-def test_everything_that_is_wrong_is_listed_at_once() -> None:
+def test_all_errors_are_listed_at_once() -> None:
     assert _problems(TrainerConfig, {"stps": 1, "batch": {"global_size": 0}, "mesh": {"data_parallel_shard": 0}}) == [
         "steps is missing; set it in the configuration file, or with --steps VALUE.",
         "batch.global_size = 0; expected a number greater than 0. Change it in the configuration file, or with "
         "--batch.global_size VALUE.",
-        "mesh.data_parallel_shard: got 0; expected a positive number of ranks, or -1 for all that remain.",
+        "mesh.data_parallel_shard: got 0; expected a positive number of ranks, or -1 for all remaining ranks.",
         "stps is not a configuration key; did you mean steps?",
     ]

@@ -50,7 +50,7 @@ class Grown(Small):
     choice: Rate
 
 
-def test_every_key_is_one_entry() -> None:
+def test_every_key_has_one_entry() -> None:
     assert describe_fields(Job).splitlines() == [
         "usage: [FILE] [--section.key VALUE ...]",
         "",
@@ -87,7 +87,7 @@ def test_the_trainer_documents_every_key() -> None:
             assert key.description in text
 
 
-def test_the_table_leaves_out_what_is_known() -> None:
+def test_the_table_omits_known_fields() -> None:
     assert tabulate_fields(Grown, without=Small).splitlines() == [
         "| Key | Type | Default | What it is for |",
         "|---|---|---|---|",

@@ -35,19 +35,19 @@ class Top(Section):
     text: int | str = 1
 
 
-def test_names_every_key_but_those_of_sections_in_lists() -> None:
+def test_lists_every_key_except_those_in_lists() -> None:
     assert [key.name for key in all_keys(Top)] == [
         *("choice", "choice.kind", "choice.size", "choice.kind", "choice.b", "each", "by_name"),
         *("c", "c.name", "c.nested", "c.nested.kind", "c.nested.size", "text"),
     ]
 
 
-def test_tells_what_is_required() -> None:
+def test_required_keys_are_marked() -> None:
     assert {key.name: key.default for key in keys_of(C)} == {"name": None, "nested": "null"}
     assert {key.name: key.default for key in keys_of(B)} == {"kind": "b", "b": "1.0"}
 
 
-def test_takes_unions_apart() -> None:
+def test_union_members_are_listed() -> None:
     assert arms_of(Choice | None) == [A, B, type(None)]
     assert arms_of(list[A]) == [list[A]]
     assert sections_of(Choice | int) == [A, B]
@@ -73,7 +73,7 @@ def test_follows_a_location(location: tuple[str | int, ...], keys: tuple[str | i
     assert [key.name for key in place.siblings] == siblings
 
 
-def test_knows_what_a_section_holds() -> None:
+def test_nested_sections_are_listed() -> None:
     assert [key.name for key in locate(Top, ("c",)).below] == ["name", "nested"]
     assert [key.name for key in locate(Top, ("choice", "b")).below] == ["kind", "b"]
     assert locate(Top, ("choice", "b", "b")).below == ()

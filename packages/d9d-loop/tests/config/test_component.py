@@ -52,12 +52,12 @@ def _build(use: str, **arguments: Any) -> Any:
     return validate_config(Component, {"use": use, **arguments}).build("model")
 
 
-def test_arguments_become_what_their_annotations_say() -> None:
+def test_arguments_are_converted_to_their_annotations() -> None:
     made = _build(_HERE + "Maker", path="a/b", sizes={"width": "8"}, scale="0.5").made
     assert made == (Path("a/b"), Sizes(width=8), 0.5, None)
 
 
-def test_functions_without_annotations_get_what_is_in_the_file() -> None:
+def test_functions_without_annotations_get_raw_values() -> None:
     assert _build(_HERE + "untyped", value="8") == ("8", 3)
     assert _build("builtins:dict", a=1) == {"a": 1}
 
@@ -66,9 +66,9 @@ def _guess(size=3, shuffle=True, name="x", rate=0.5):  # noqa: ANN001, ANN202
     return size, shuffle, name, rate
 
 
-def test_arguments_without_annotations_are_what_their_defaults_are() -> None:
+def test_arguments_without_annotations_get_the_type_of_their_default() -> None:
     assert _build(_HERE + "_guess", size="8", shuffle="false", name="7", rate="1e-3") == (8, False, "7", 1e-3)
-    # A default may be narrower than what is meant.
+    # A default may have a narrower type than the argument.
     assert _build(_HERE + "_guess", size=0.5, shuffle="batches", name=None, rate=None) == (0.5, "batches", None, None)
 
 
@@ -82,26 +82,26 @@ class Inherits(Lazy):
     pass
 
 
-def test_what_a_class_inherits_can_be_named() -> None:
+def test_inherited_arguments_can_be_set() -> None:
     assert _build(_HERE + "Inherits.made", size="3") == (Inherits, 3)
 
 
-def test_what_is_within_a_class_can_be_named() -> None:
+def test_nested_classes_can_be_named() -> None:
     assert isinstance(_build(_HERE + "Maker.Inner"), Maker.Inner)
 
 
 @pytest.mark.parametrize(
     ("use", "arguments", "message"),
     [
-        ("nowhere.at.all:X", {}, r"^model\.use = 'nowhere\.at\.all:X': there is no module nowhere\. Install it"),
-        ("json.nothing:X", {}, r"there is no module json\.nothing\."),
-        (_HERE + "Makr", {}, r"there is no Makr in parts_of_a_test; did you mean Maker\?$"),
-        (_HERE + "zzzz", {}, r"there is no zzzz in parts_of_a_test\.$"),
+        ("nowhere.at.all:X", {}, r"^model\.use = 'nowhere\.at\.all:X': no module named nowhere\. Install it"),
+        ("json.nothing:X", {}, r"no module named json\.nothing\."),
+        (_HERE + "Makr", {}, r"no Makr in parts_of_a_test; did you mean Maker\?$"),
+        (_HERE + "zzzz", {}, r"no zzzz in parts_of_a_test\.$"),
         (_HERE + "CONSTANT", {}, r"is int; expected a class or a function\.$"),
         (
             _HERE + "Maker",
             {"path": "a"},
-            r"cannot be called with path: missing a required argument: 'sizes'\. It takes \(",
+            r"cannot be called with path: missing a required argument: 'sizes'\. Its signature is \(",
         ),
         (_HERE + "Maker.Inner", {"size": 1}, r"^model: .*Inner cannot be called with size: .*'size'"),
         (
@@ -121,12 +121,12 @@ def test_what_is_within_a_class_can_be_named() -> None:
         ),
     ],
 )
-def test_what_cannot_be_made_is_refused(use: str, arguments: dict[str, Any], message: str) -> None:
+def test_invalid_components_are_refused(use: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         _build(use, **arguments)
 
 
-def test_a_module_that_lacks_something_itself_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_errors_inside_a_module_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needy_component.py").write_text("import absent_library", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="absent_library"):
@@ -134,6 +134,6 @@ def test_a_module_that_lacks_something_itself_says_so(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("use", ["os.system", "a:b:c", "a b:c", ":x", ".:x", "a:b."])
-def test_a_path_has_one_form(use: str) -> None:
+def test_import_paths_have_one_form(use: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"use: got {use!r}; expected package.module:name")):
         _build(use)

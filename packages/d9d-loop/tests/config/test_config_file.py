@@ -32,21 +32,21 @@ def test_reads_every_format(tmp_path: Path, name: str, text: str) -> None:
     [
         ("absent.toml", None, r"absent\.toml cannot be read: .*No such file.*\. Check the path\."),
         ("job.ini", b"steps: 3", r"job\.ini: expected a \.toml, \.json or \.yaml file\."),
-        ("torn.toml", b"steps = [1, ", r"torn\.toml is not well formed: .*"),
-        ("torn.json", b'{"steps": ', r"torn\.json is not well formed: .*"),
-        ("torn.yaml", b"steps: [1, ", r"torn\.yaml is not well formed: .*line 1.*"),
+        ("torn.toml", b"steps = [1, ", r"torn\.toml cannot be parsed: .*"),
+        ("torn.json", b'{"steps": ', r"torn\.json cannot be parsed: .*"),
+        ("torn.yaml", b"steps: [1, ", r"torn\.yaml cannot be parsed: .*line 1.*"),
         ("list.json", b"[1]", r"list\.json holds list; expected sections and keys\."),
         ("list.yaml", b"- 1", r"list\.yaml holds list; expected sections and keys\."),
         ("binary.toml", b"\xff\xfe", r"binary\.toml cannot be read: .*decode.*\. Check the path\."),
-        ("twice.toml", b"a = 1\na = 2", r"twice\.toml is not well formed: .*"),
-        ("twice.json", b'{"x": {"a": 1, "a": 2}}', r"twice\.json is not well formed: the key a is there twice"),
-        ("twice.yaml", b"x:\n  a: 1\n  a: 2", r"twice\.yaml is not well formed: the key a is there twice.*line 3.*"),
-        ("number.yaml", b"3: 1", r"number\.yaml is not well formed: the key 3 is no text; put it in quotes.*"),
-        ("deep.json", b"[" * 100_000, r"deep\.json is not well formed: .*"),
-        ("deep.yaml", b"[" * 10_000, r"deep\.yaml is not well formed: .*"),
-        ("tag.yaml", b"a: !!python/object/apply:os.getcwd []", r"tag\.yaml is not well formed: tags are not allowed.*"),
-        ("str.yaml", b"a: !!str 1", r"str\.yaml is not well formed: tags are not allowed.*"),
-        ("alias.yaml", b"a: &x [1]\nb: *x", r"alias\.yaml is not well formed: anchors are not allowed.*line 1.*"),
+        ("twice.toml", b"a = 1\na = 2", r"twice\.toml cannot be parsed: .*"),
+        ("twice.json", b'{"x": {"a": 1, "a": 2}}', r"twice\.json cannot be parsed: the key a is duplicated"),
+        ("twice.yaml", b"x:\n  a: 1\n  a: 2", r"twice\.yaml cannot be parsed: the key a is duplicated.*line 3.*"),
+        ("number.yaml", b"3: 1", r"number\.yaml cannot be parsed: the key 3 is not a string; put it in quotes.*"),
+        ("deep.json", b"[" * 100_000, r"deep\.json cannot be parsed: .*"),
+        ("deep.yaml", b"[" * 10_000, r"deep\.yaml cannot be parsed: .*"),
+        ("tag.yaml", b"a: !!python/object/apply:os.getcwd []", r"tag\.yaml cannot be parsed: tags are not allowed.*"),
+        ("str.yaml", b"a: !!str 1", r"str\.yaml cannot be parsed: tags are not allowed.*"),
+        ("alias.yaml", b"a: &x [1]\nb: *x", r"alias\.yaml cannot be parsed: anchors are not allowed.*line 1.*"),
         ("include.toml", b"include = 3", r"include\.toml: include = 3; expected a list of files\."),
         ("items.toml", b"include = [3]", r"items\.toml: include = \[3\]; expected a list of files\."),
     ],
@@ -86,7 +86,7 @@ def _write(folder: Path, **files: str) -> None:
         (folder / name.replace("__", "/")).with_suffix(".toml").write_text(text, encoding="utf-8")
 
 
-def test_included_files_count_where_the_file_is_silent(tmp_path: Path) -> None:
+def test_a_file_overrides_its_included_files(tmp_path: Path) -> None:
     _write(
         tmp_path,
         job='include = ["bases/model.toml", "bases/long.toml"]\nmodel.layers = 4\nseeds = [1]',
@@ -113,7 +113,7 @@ def test_a_section_of_another_kind_is_replaced(tmp_path: Path) -> None:
 
 def test_a_file_that_includes_itself_is_refused(tmp_path: Path) -> None:
     _write(tmp_path, job='include = ["bases/base.toml"]', bases__base='include = ["../job.toml"]')
-    with pytest.raises(UserError, match=r"includes itself: .*job\.toml -> .*base\.toml -> .*job\.toml\. Take one"):
+    with pytest.raises(UserError, match=r"includes itself: .*job\.toml -> .*base\.toml -> .*job\.toml\. Remove one"):
         read_config_file(tmp_path / "job.toml")
 
 
@@ -130,7 +130,9 @@ def test_an_absent_include_is_named(tmp_path: Path) -> None:
         read_config_file(tmp_path / "job.toml")
 
 
-def test_a_relative_path_says_from_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_names_its_base_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=re.escape(f"No such file or directory. Check the path, from {tmp_path}.")):
+    with pytest.raises(
+        UserError, match=re.escape(f"No such file or directory. Check the path, relative to {tmp_path}.")
+    ):
         read_config_file("jobs/absent.toml")

@@ -33,7 +33,7 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     assert (config.steps, config.batch.global_size) == (7, 16)
 
 
-def test_overrides_are_of_every_kind() -> None:
+def test_overrides_support_every_type() -> None:
     config = _parse(
         *("--steps", "3", "--batch.global_size", "8", "--mesh.data_parallel_shard", "-1", "--logging.progress=false"),
         *("--optimizer.betas", "[0.5, 0.75]", "--checkpoint.keep_last", "null", "--run.folder", "a=b/c", "--seed="),
@@ -55,7 +55,7 @@ def test_another_kind_on_the_command_line_replaces_the_section_of_the_file(tmp_p
     assert _values(config.optimizer) == {**_values(SGDConfig()), "learning_rate": 0.3}
 
 
-def test_a_section_that_names_no_kind_is_of_the_default_one(tmp_path: Path) -> None:
+def test_a_section_without_kind_has_the_default_kind(tmp_path: Path) -> None:
     file = tmp_path / "job.json"
     file.write_text(json.dumps({**JOB, "optimizer": {"betas": [0.5, 0.75], "eps": 1e-6}}), encoding="utf-8")
     assert _parse(str(file), "--optimizer.kind", "sgd").optimizer == SGDConfig()
@@ -63,7 +63,7 @@ def test_a_section_that_names_no_kind_is_of_the_default_one(tmp_path: Path) -> N
     assert config == AdamWConfig(betas=(0.5, 0.75), eps=1e-6)
 
 
-def test_no_kind_is_added_where_the_command_line_names_none(tmp_path: Path) -> None:
+def test_no_kind_is_added_without_an_override(tmp_path: Path) -> None:
     class Sgd(TrainerConfig):
         optimizer: OptimizerConfig = SGDConfig()
 

@@ -86,7 +86,7 @@ def test_a_file_alone_starts_a_job(tmp_path: Path) -> None:
         [*command, "--model.use", "nowhere:net"], check=False, cwd=tmp_path, capture_output=True, text=True
     )
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith("d9d: model.use = 'nowhere:net': there is no module nowhere.")
+    assert wrong.stderr.startswith("d9d: model.use = 'nowhere:net': no module named nowhere.")
 
 
 def test_a_preset_is_checked_as_any_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_a_preset_is_checked_as_any_configuration(tmp_path: Path, monkeypatch: p
         preset_trainer(validate_config(PresetConfig, values))
 
 
-def test_parts_are_made_of_their_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_components_are_built_from_their_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     values = read_config_file(_write(tmp_path, "preset_of_parts")) | {"run": {"folder": str(tmp_path)}}
     trainer, steps = preset_trainer(validate_config(PresetConfig, values)), []
@@ -111,7 +111,7 @@ def test_parts_are_made_of_their_arguments(tmp_path: Path, monkeypatch: pytest.M
     assert steps == [1, 2]
 
 
-def test_optimizer_and_schedule_are_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_and_schedule_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     values = read_config_file(_write(tmp_path, "preset_of_providers")) | {"run": {"folder": str(tmp_path)}}
     values["optimizer_provider"] = {"use": "preset_of_providers:sgd", "lr": "0.25"}
@@ -136,7 +136,7 @@ def test_a_file_alone_is_an_inference_job(tmp_path: Path, monkeypatch: pytest.Mo
     assert [float(line) for line in result.file.read_text().splitlines()] == [3.0 * index for index in range(8)]
 
 
-def test_imports_find_what_is_beside_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_beside_the_preset_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "jobs").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["before"])

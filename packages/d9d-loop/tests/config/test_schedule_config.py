@@ -31,13 +31,13 @@ def test_every_name_is_a_schedule_that_exists(kind: str) -> None:
         ),
     ],
 )
-def test_a_name_alone_will_do(value: dict[str, object], expected: Schedule) -> None:
+def test_a_name_is_enough(value: dict[str, object], expected: Schedule) -> None:
     assert PipelineConfig.model_validate(value).schedule.build() == expected
 
 
-def test_a_number_of_stages_that_is_not_to_be_chosen_is_refused() -> None:
+def test_a_fixed_number_of_stages_cannot_be_set() -> None:
     config = ScheduleConfig.model_validate({"kind": "1f1b", "stages_per_rank": 2})
-    message = r"pipeline\.schedule\.stages_per_rank = 2; 1f1b has always 1\. Leave it out, or use one of looped_bfs"
+    message = r"pipeline\.schedule\.stages_per_rank = 2; 1f1b always has 1\. Remove it, or use one of looped_bfs"
     with pytest.raises(UserError, match=message):
         config.build()
 

@@ -21,7 +21,7 @@ class MyConfig(TrainerConfig):
 JOB = {"steps": 3, "batch": {"global_size": 8}, "text": {"folder": "here"}}
 
 
-def test_only_what_has_no_sensible_default_is_required() -> None:
+def test_only_fields_without_a_sensible_default_are_required() -> None:
     config = validate_config(TrainerConfig, {"steps": 3, "batch": {"global_size": 8}})
     assert config.run.dir == Path("runs/run")
     assert config.trackers == (JsonlTrackerConfig(),)
@@ -33,7 +33,7 @@ def test_is_frozen() -> None:
         config.text.length = 3  # ty: ignore[invalid-assignment]  (what is tested)
 
 
-def test_a_job_adds_sections_of_its_own() -> None:
+def test_a_job_may_add_sections() -> None:
     config = MyConfig.from_cli(None, ["--steps=3", "--batch.global_size=8", "--text.folder=here", "--text.length", "9"])
     assert (type(config), config.text) == (MyConfig, Text(folder=Path("here"), length=9))
     with pytest.raises(UserError, match=r"^text\.lenth is not a configuration key; did you mean text\.length\?$"):
@@ -46,7 +46,7 @@ def test_help_lists_own_sections(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  --text.folder Path (required)\n  --text.length int (default 8)" in capsys.readouterr().out
 
 
-def test_what_was_resolved_is_a_configuration_again(tmp_path: Path) -> None:
+def test_a_resolved_configuration_can_be_loaded(tmp_path: Path) -> None:
     values = {
         **JOB,
         "mesh": {"data_parallel_shard": -1},
@@ -82,6 +82,6 @@ def test_what_was_resolved_is_a_configuration_again(tmp_path: Path) -> None:
         ("lr_schedule", {"warmup_steps": -1}),
     ],
 )
-def test_refuses_values_without_sense(key: str, value: object) -> None:
+def test_refuses_invalid_values(key: str, value: object) -> None:
     with pytest.raises(UserError, match=rf"^{key}[a-z_.]* = .*; .*\. Change it in the configuration file"):
         validate_config(MyConfig, {**JOB, key: value})

@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import the streams that they share."""
+"""Make the shared streams importable for the tests of this folder."""
 
 import sys
 from pathlib import Path

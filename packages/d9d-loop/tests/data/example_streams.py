@@ -1,4 +1,4 @@
-"""Streams to test with, and what every stream must be able to do."""
+"""Example streams, and checks that every stream must pass."""
 
 import json
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from d9d_loop.data import DocumentStream, IndexedStream, SampleStream, TokenFile
 
 
 def through_json(state: JsonValue) -> JsonValue:
-    """A state as a checkpoint gives it back."""
+    """Return a state after a round trip through a checkpoint."""
     return json.loads(json.dumps(state))
 
 
 def entries_with_states(stream: SampleStream, count: int) -> tuple[list[Any], list[JsonValue]]:
-    """The first entries, taken one by one, and the state before each and after the last."""
+    """Return the first entries, taken one by one, and the state before each and after the last."""
     cursor = stream.cursor()
     entries, states = [], [through_json(cursor.state_dict())]
     for _ in range(count):
@@ -27,11 +27,11 @@ def entries_with_states(stream: SampleStream, count: int) -> tuple[list[Any], li
 
 
 def assert_resumes_anywhere(stream: SampleStream, count: int) -> list[Any]:
-    """From the state after any number of entries, the same ones follow, in portions of any size."""
+    """Check that the stream resumes after any number of entries, in portions of any size."""
     entries, states = entries_with_states(stream, count)
     assert stream.cursor().take(count) == entries
     cursor, taken, portion = stream.cursor(), 0, 2
-    while taken + portion <= count:  # however many are taken at a time, a place has one state
+    while taken + portion <= count:  # the state does not depend on the portions
         assert cursor.take(portion) == entries[taken : taken + portion]
         taken += portion
         assert through_json(cursor.state_dict()) == states[taken], taken
@@ -52,7 +52,7 @@ def write_tokens(folder: Path, documents: list[list[int]], *, vocab_size: int = 
 
 
 def numbered_documents(lengths: list[int]) -> list[list[int]]:
-    """Documents whose tokens say where they are: all different."""
+    """Return documents with unique tokens, which encode their position."""
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     return [list(range(start, start + length)) for start, length in zip(starts, lengths, strict=True)]
 
@@ -69,7 +69,7 @@ def document_stream(folder: Path, *, count: int = 40, longest: int = 30, max_len
 
 
 class CountedEpochs:
-    """An epoch of numbers that keeps its place: what a streamed dataset does."""
+    """Epoch of numbers that can save its position, like a streamed dataset."""
 
     def __init__(self, epoch: int, size: int = 11) -> None:
         self._epoch, self._size = epoch, size
@@ -90,5 +90,5 @@ class CountedEpochs:
 
 
 def lists_stream(count: int = 23, *, seed: int = 0) -> IndexedStream:
-    """Lists of different lengths."""
+    """Return lists of different lengths."""
     return IndexedStream([[number] * (1 + number * 7 % 13) for number in range(count)], seed=seed)

@@ -34,7 +34,7 @@ def test_one_rank_sees_the_whole_batch(ctx: DistributedContext) -> None:
 def _placed() -> dict[str, list[int]]:
     with MeshConfig(context_parallel_shard=-1).build() as ctx:
         placed = BatchPlacement(_Split(), ctx)(_batch())
-        with pytest.raises(UserError, match=r"_Whole does not say how a batch is cut for context parallelism"):
+        with pytest.raises(UserError, match=r"_Whole cannot split a batch for context parallelism"):
             BatchPlacement(_Whole(), ctx)(_batch())
         return {name: tensor[0].tolist() for name, tensor in placed.items()}
 

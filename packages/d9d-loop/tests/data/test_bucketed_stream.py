@@ -9,7 +9,7 @@ def test_resumes_anywhere() -> None:
     assert_resumes_anywhere(BucketedStream(lists_stream(), group_size=3, num_groups=4, seed=0), 40)
 
 
-def test_keeps_each_window_and_brings_like_lengths_together() -> None:
+def test_groups_similar_lengths_within_each_window() -> None:
     stream = lists_stream(200)
     plain = stream.cursor().take(192)
     bucketed = BucketedStream(stream, group_size=4, num_groups=24, seed=0).cursor().take(192)

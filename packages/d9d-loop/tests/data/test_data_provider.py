@@ -16,7 +16,7 @@ def test_a_dataset_is_a_provider() -> None:
     assert DatasetProvider(data).collate(data[:2]).tolist() == [0, 1]
 
 
-def test_only_plain_containers_are_known_to_draw_nothing() -> None:
+def test_only_plain_containers_are_assumed_to_draw_nothing() -> None:
     class Augmented(list[int]):
         def __getitem__(self, index: Any) -> Any:
             return random.random()  # noqa: S311 - no secret

@@ -13,7 +13,7 @@ def _draw() -> tuple[float, float, float]:
     return random.random(), torch.rand(()).item(), float(np.random.rand())  # noqa: S311
 
 
-def test_a_stream_follows_from_seed_and_position_and_leaves_no_trace() -> None:
+def test_random_streams_depend_on_seed_and_position_only() -> None:
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
@@ -32,7 +32,7 @@ def test_a_stream_follows_from_seed_and_position_and_leaves_no_trace() -> None:
         assert len(set(values)) == 4
 
 
-def test_a_position_has_a_stream_in_any_process() -> None:
+def test_a_position_has_the_same_stream_in_any_process() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     with position_random(1, position=8):
@@ -40,7 +40,7 @@ def test_a_position_has_a_stream_in_any_process() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     with position_random(1, position=9):
         assert _draw() != drawn
-    with position_random(0, position=0):  # puts back what is seeded in here
+    with position_random(0, position=0):  # restores the generators seeded in the body
         seed_data_random(1, position=8)
         assert _draw() == drawn
     assert torch.equal(torch.get_rng_state(), before)
@@ -51,13 +51,15 @@ def test_a_position_has_a_stream_in_any_process() -> None:
     [(random.random, "Python"), (np.random.rand, "NumPy"), (lambda: torch.rand(()), "torch")],
     ids=["python", "numpy", "torch"],
 )
-def test_what_is_drawn_though_nothing_should_be_is_found(draw: Callable[[], object], name: str) -> None:
+def test_undeclared_random_draws_are_detected(draw: Callable[[], object], name: str) -> None:
     check_draws_nothing(lambda: torch.rand((), generator=torch.Generator()))
-    with pytest.raises(UserError, match=f"drew random numbers from {name}; expected none, since the data provider has"):
+    with pytest.raises(
+        UserError, match=f"drew random numbers from {name}; expected none, because the data provider has"
+    ):
         check_draws_nothing(draw)
 
 
-def test_what_another_thread_draws_once_is_not_taken_for_it() -> None:
+def test_draws_of_other_threads_are_ignored() -> None:
     draws = iter([random.random, object])
 
     def read() -> None:

@@ -12,7 +12,7 @@ from d9d_loop.data.document import cut
 
 
 @given(num_tokens=st.integers(0, 50), max_length=st.integers(1, 20))
-def test_cuts_lose_no_neighbours(num_tokens: int, max_length: int) -> None:
+def test_splitting_loses_no_pair_of_neighbors(num_tokens: int, max_length: int) -> None:
     pairs = [(token, token + 1) for first, last in cut(num_tokens, max_length) for token in range(first, last)]
     assert pairs == [(token, token + 1) for token in range(num_tokens - 1)]
     assert all(0 < last - first <= max_length for first, last in cut(num_tokens, max_length))
@@ -36,14 +36,14 @@ def test_reads_a_part_of_a_document(tmp_path: Path) -> None:
     assert [stream.length(entry) for entry in entries[:3]] == [2, 4, 4]
 
 
-def test_documents_of_one_token_are_passed_over(tmp_path: Path) -> None:
+def test_documents_of_one_token_are_skipped(tmp_path: Path) -> None:
     file = write_tokens(tmp_path / "tokens", [[1], [2, 3], [4]])
     assert DocumentStream(file, max_length=4, seed=0).cursor().take(3) == [(1, 0, 1)] * 3
 
 
 def test_documents_of_one_token_alone_are_refused(tmp_path: Path) -> None:
     file = write_tokens(tmp_path / "tokens", [[1], [2]])
-    with pytest.raises(UserError, match="all 2 documents have one token, which leaves nothing to predict"):
+    with pytest.raises(UserError, match="all 2 documents have one token, so there is nothing to predict"):
         DocumentStream(file, max_length=4, seed=0)
 
 
@@ -54,7 +54,7 @@ def test_its_identity_is_that_of_the_tokens(tmp_path: Path) -> None:
     assert DocumentStream(one, max_length=5, seed=0).identity() != identities[0]
 
 
-def test_tokenises_on_the_way() -> None:
+def test_documents_are_tokenized_while_read() -> None:
     texts = IndexedStream(["abcdef", "x", "", "yz"], seed=0, shuffle=False)
     stream = TokenizedStream(
         texts, lambda text: torch.tensor([ord(character) for character in text]), max_length=3, window=3
@@ -65,9 +65,9 @@ def test_tokenises_on_the_way() -> None:
     assert [stream.length(entry) for entry in entries[:3]] == [3, 2, 1]
 
 
-def test_documents_that_all_come_to_nothing_are_an_error() -> None:
+def test_only_empty_documents_are_an_error() -> None:
     stream = TokenizedStream(lists_stream(), lambda _sample: [1], max_length=3)
-    with pytest.raises(UserError, match=r"6400 samples one after the other came to nothing; .* two tokens"):
+    with pytest.raises(UserError, match=r"6400 consecutive samples gave no documents; .* two tokens"):
         stream.cursor().take(1)
 
 

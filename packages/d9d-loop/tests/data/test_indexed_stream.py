@@ -29,8 +29,8 @@ def test_reads_and_measures_samples() -> None:
 
 
 @pytest.mark.parametrize("sample", [{"x": [1, 2]}, 3, torch.tensor(1.0)])
-def test_refuses_to_guess_a_length(sample: object) -> None:
-    with pytest.raises(UserError, match=r"of the type (dict|int|Tensor), whose length .* Pass length="):
+def test_refuses_an_unknown_length(sample: object) -> None:
+    with pytest.raises(UserError, match=r"of type (dict|int|Tensor) is unknown; .* Pass length="):
         IndexedStream([sample], seed=0).length(0)
 
 
@@ -39,7 +39,7 @@ def test_refuses_empty_data() -> None:
         IndexedStream([], seed=0)
 
 
-def test_its_identity_tells_other_orders_apart() -> None:
+def test_its_identity_distinguishes_orders() -> None:
     orders = [
         IndexedStream([0], seed=0),
         IndexedStream([0, 1], seed=0),

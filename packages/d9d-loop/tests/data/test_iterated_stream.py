@@ -13,7 +13,7 @@ def test_resumes_anywhere_over_the_edge_of_epochs() -> None:
     assert [entry[0] for entry in entries] == list(range(40))
 
 
-def test_transforms_only_what_is_read() -> None:
+def test_only_read_samples_are_transformed() -> None:
     stream = IteratedStream(CountedEpochs, name="numbers", transform=lambda element: {"x": element[0]})
     assert stream.cursor().take(2) == [[0], [1, 1]]
     assert stream.read([7, 7]) == {"x": 7}

@@ -29,8 +29,8 @@ def test_resumes_anywhere_over_phases_and_epochs() -> None:
 
 
 @pytest.mark.parametrize("unit", ["samples", "tokens"])
-def test_resumes_before_every_entry_with_shares_that_are_no_binary_fractions(unit: Any) -> None:
-    """What each source is behind by must come back to the last bit: over many resumes an error would add up."""
+def test_resumes_anywhere_with_shares_that_are_not_binary_fractions(unit: Any) -> None:
+    """The deficit of each source must be restored bit for bit: over many resumes errors would accumulate."""
     sources = {name: lists_stream(9, seed=seed) for seed, name in enumerate(("a", "b", "c"))}
     weights = [Phase({"a": 7, "b": 3, "c": 1.7}), Phase({"a": 0.3, "b": 1.1, "c": 2.9}, start=200, ramp=90)]
     mixture = MixtureStream(sources, weights=weights, unit=unit, temperature=1.3, seed=0)
@@ -49,21 +49,21 @@ def test_each_source_keeps_its_own_order() -> None:
         assert taken == IndexedStream(range(100), seed=source).cursor().take(len(taken))
 
 
-def test_shares_are_met_at_every_moment() -> None:
+def test_shares_hold_at_every_position() -> None:
     mixture = _mixture({"web": 5, "code": 2, "math": 1})
     counts = Counter[int]()
     for position, (source, _) in enumerate(mixture.cursor().take(2000), 1):
         counts[source] += 1
         for number, share in enumerate((5 / 8, 2 / 8, 1 / 8)):
-            assert abs(counts[number] - share * position) < 4  # drawn independently: some 20
+            assert abs(counts[number] - share * position) < 4  # independent draws would give about 20
 
 
-def test_ranks_do_not_fall_in_step_with_sources() -> None:
+def test_ranks_are_not_aligned_with_sources() -> None:
     sources = [source for source, _ in _mixture({"web": 1, "code": 1}).cursor().take(2000)]
     assert 0.4 < sum(sources[::2]) / 1000 < 0.6
 
 
-def test_temperature_makes_shares_more_alike() -> None:
+def test_temperature_flattens_shares() -> None:
     weights = {"web": 16, "code": 4, "math": 1}
     assert _mixture(weights).shares(0) == pytest.approx((16 / 21, 4 / 21, 1 / 21))
     assert _mixture(weights, temperature=2.0).shares(0) == pytest.approx((4 / 7, 2 / 7, 1 / 7))
@@ -91,7 +91,7 @@ def test_shares_of_tokens() -> None:
     assert tokens[0] / sum(tokens) == pytest.approx(0.5, abs=0.01)
 
 
-def test_counts_what_was_taken_of_each_source() -> None:
+def test_counts_samples_of_each_source() -> None:
     mixture = _mixture({"web": 3, "code": 1})
     cursor = mixture.cursor()
     sources = Counter(source for source, _ in cursor.take(70))
@@ -103,7 +103,7 @@ def test_counts_what_was_taken_of_each_source() -> None:
     assert mixture.counts(None)["web"] == SourceCount(0, 0)
 
 
-def test_samples_tell_their_source() -> None:
+def test_samples_contain_their_source() -> None:
     mixture = MixtureStream(
         {"a": IndexedStream([{"x": 1}], seed=0), "b": IndexedStream([[5]], seed=0)}, weights={"a": 1, "b": 1}, seed=0
     )
@@ -111,7 +111,7 @@ def test_samples_tell_their_source() -> None:
     assert mixture.read((1, 0)) == [5]
 
 
-def test_packed_rows_tell_the_source_of_each_position(tmp_path: Path) -> None:
+def test_packed_rows_contain_the_source_of_each_position(tmp_path: Path) -> None:
     files = [write_tokens(tmp_path / name, numbered_documents([n] * 9)) for name, n in (("a", 4), ("b", 6))]
     sources = {str(n): DocumentStream(file, max_length=12, seed=n) for n, file in enumerate(files)}
     packed = PackedStream(MixtureStream(sources, weights={"0": 1, "1": 1}, seed=0), row_length=12, window=9, seed=0)
@@ -139,7 +139,7 @@ def test_packed_rows_tell_the_source_of_each_position(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_refuses_what_makes_no_mixture(weights: Mapping[str, float] | list[Phase], message: str) -> None:
+def test_refuses_invalid_mixtures(weights: Mapping[str, float] | list[Phase], message: str) -> None:
     with pytest.raises(UserError, match=message):
         _mixture(weights)
 

@@ -21,18 +21,18 @@ def test_resumes_anywhere(tmp_path: Path) -> None:
     assert_resumes_anywhere(PackedStream(document_stream(tmp_path / "tokens"), row_length=12, window=16, seed=1), 60)
 
 
-def test_every_pair_of_neighbours_is_trained_on_once_an_epoch(tmp_path: Path) -> None:
+def test_every_pair_of_neighbors_is_trained_on_once_per_epoch(tmp_path: Path) -> None:
     lengths = some_lengths(40, seed=0, longest=30)
     num_parts = sum(-(-(length - 1) // 12) for length in lengths)
     packed = PackedStream(document_stream(tmp_path / "tokens"), row_length=12, window=num_parts, seed=1)
     pairs: list[tuple[int, int]] = []
     cursor = packed.cursor()
-    while len(pairs) < sum(lengths) - len(lengths):  # a token of each document is no label
+    while len(pairs) < sum(lengths) - len(lengths):  # the first token of each document is not a label
         row = packed.read(cursor.take(1)[0])
         counted = row["labels"] != -100
         pairs += list(zip(row["input_ids"][counted].tolist(), row["labels"][counted].tolist(), strict=True))
     assert len(set(pairs)) == len(pairs) == sum(lengths) - len(lengths)
-    assert all(label == token + 1 for token, label in pairs)  # tokens count up within a document
+    assert all(label == token + 1 for token, label in pairs)  # tokens increase by 1 within a document
     starts = {sum(lengths[:number]) for number in range(len(lengths))}
     assert not starts & {label for _, label in pairs}
 
@@ -49,7 +49,7 @@ def test_a_row_says_where_its_documents_are(lengths: list[int], spare: int) -> N
     assert "sources" not in row
 
 
-def test_rows_are_not_in_the_order_of_their_longest_document(tmp_path: Path) -> None:
+def test_rows_are_not_sorted_by_their_longest_document(tmp_path: Path) -> None:
     packed = PackedStream(document_stream(tmp_path / "tokens"), row_length=12, window=64, seed=1)
     firsts = [last - first for (_, first, last), *_ in packed.cursor().take(30)]
     assert firsts != sorted(firsts, reverse=True)

@@ -31,7 +31,7 @@ def test_lengths_are_rounded_up_and_further_dims_kept() -> None:
 
 
 def test_a_sequence_that_is_too_long_is_refused() -> None:
-    with pytest.raises(UserError, match="of length 5 is longer than 4; cut it, or raise length"):
+    with pytest.raises(UserError, match="of length 5 is longer than 4; truncate it, or increase length"):
         pad_sequences([torch.ones(5)], value=0, length=4)
 
 

@@ -16,7 +16,7 @@ def _write_until_killed(target: Path, connection: Connection) -> None:
     signal.pause()
 
 
-def test_what_a_killed_writer_left_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
+def test_leftovers_of_killed_writers_are_removed_and_running_ones_kept(tmp_path: Path) -> None:
     context = get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=_write_until_killed, args=(tmp_path / "one", theirs))
@@ -36,10 +36,10 @@ def test_what_a_killed_writer_left_is_removed_and_what_another_writes_is_not(tmp
     assert {path.name for path in tmp_path.iterdir()} == {"one", "another"}
 
 
-def test_what_another_machine_writes_stays(tmp_path: Path) -> None:
+def test_folders_of_other_machines_are_kept(tmp_path: Path) -> None:
     with mock.patch("socket.gethostname", return_value="elsewhere"):
         other = PartialFolder(tmp_path / "one")
-    os.close(other._descriptor)  # a lock of that machine is none here
+    os.close(other._descriptor)  # a lock of another machine is not visible here
     PartialFolder(tmp_path / "one").close()
     assert list(tmp_path.iterdir()) == [other.path]
 
@@ -54,9 +54,7 @@ def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_was_taken_away_before_it_was_locked_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_removed_before_its_lock_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([True])
 
     def take_away(_descriptor: int, _operation: int) -> None:

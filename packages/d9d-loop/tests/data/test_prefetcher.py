@@ -22,7 +22,7 @@ def test_prepares_items_in_order_and_ends() -> None:
     assert not _threads()
 
 
-def test_is_ahead_by_its_depth_and_no_more() -> None:
+def test_prefetches_at_most_its_depth() -> None:
     made: list[int] = []
     full = threading.Event()
 
@@ -35,7 +35,7 @@ def test_is_ahead_by_its_depth_and_no_more() -> None:
 
     prefetcher = Prefetcher(items(), prepare=lambda item: item, depth=3, device=CPU)
     assert next(prefetcher) == 0
-    assert full.wait(30)  # one was taken, three are ready, one waits for room
+    assert full.wait(30)  # one was taken, three are ready, one waits for space
     assert made == [0, 1, 2, 3, 4]
     prefetcher.close()
     assert not _threads()
@@ -54,7 +54,7 @@ def test_an_error_comes_after_the_items_before_it() -> None:
     prefetcher.close()
 
 
-def test_an_error_of_prepare_is_told() -> None:
+def test_an_error_of_prepare_is_raised() -> None:
     prefetcher = Prefetcher(iter([0]), prepare=lambda item: 1 // item, depth=1, device=CPU)
     with pytest.raises(ZeroDivisionError):
         next(prefetcher)
@@ -63,7 +63,7 @@ def test_an_error_of_prepare_is_told() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_copies_beside_the_computation() -> None:
+def test_copies_overlap_computation() -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     batches = [{"x": torch.full((1 << 20,), float(number))} for number in range(20)]

@@ -48,12 +48,12 @@ def test_epochs_and_seeds_differ() -> None:
             assert sum(x == y for x, y in zip(one, other, strict=True)) < 10
 
 
-def test_neighbours_are_torn_apart() -> None:
+def test_neighbors_are_separated() -> None:
     length = 10_000
     order = _epoch(SampleOrder(length, seed=0), length)
     distances = [abs(x - y) for x, y in pairwise(order)]
-    assert 0.3 < sum(distances) / len(distances) / length < 0.37  # a third, for random numbers
-    assert sum(distance == 1 for distance in distances) < 10  # two, for random numbers
+    assert 0.3 < sum(distances) / len(distances) / length < 0.37  # random permutations: a third
+    assert sum(distance == 1 for distance in distances) < 10  # random permutations: about two
 
 
 def test_is_the_same_on_every_machine() -> None:
@@ -78,12 +78,12 @@ def test_takes_constant_memory() -> None:
     count=st.integers(0, 700),
     shuffle=st.booleans(),
 )
-def test_many_at_a_time_are_the_same(*, length: int, seed: int, start: int, count: int, shuffle: bool) -> None:
+def test_batched_queries_agree(*, length: int, seed: int, start: int, count: int, shuffle: bool) -> None:
     order = SampleOrder(length, seed=seed, shuffle=shuffle)
     assert order.take(start, start + count) == [order[position] for position in range(start, start + count)]
 
 
-def test_many_at_a_time_over_the_edge_of_epochs() -> None:
+def test_batched_queries_cross_epochs() -> None:
     order = SampleOrder(1000, seed=2)
     assert order.take(900, 3300) == [order[position] for position in range(900, 3300)]
 
@@ -95,7 +95,7 @@ def test_refuses_lengths_out_of_range(length: int) -> None:
 
 
 def _chi_squared(counts: torch.Tensor) -> float:
-    """How many standard deviations the statistic is from its mean, were all cells equally likely."""
+    """Return the chi-squared statistic's deviation from its mean in standard deviations, for equally likely cells."""
     expected = counts.sum() / counts.numel()
     freedom = counts.numel() - 1
     return float(((counts - expected).square() / expected).sum() - freedom) / (2 * freedom) ** 0.5

@@ -28,7 +28,7 @@ from d9d_loop.data import (
 )
 
 GLOBAL_SIZE = 12
-SHARES = [  # (microbatch size, microbatches, ranks) of one global size
+SHARES = [  # (microbatch size, microbatches, ranks) with the same global size
     (12, 1, 1),
     (6, 1, 2),
     (2, 3, 2),
@@ -68,7 +68,7 @@ def streams(draw: st.DrawFn) -> SampleStream:
 
 
 def _plain(sample: Any) -> Any:
-    """A sample as something to compare."""
+    """Convert a sample to a comparable value."""
     return {key: value.tolist() for key, value in sample.items()} if isinstance(sample, dict) else sample
 
 
@@ -78,7 +78,7 @@ def _loader(stream: SampleStream, share: tuple[int, int, int], rank: int, **more
 
 
 def _steps(loaders: list[StreamLoader], count: int) -> list[Any]:
-    """The samples of steps in the global order, from what all ranks were given."""
+    """Return the samples of steps in the global order, merged from all ranks."""
     samples: list[Any] = []
     for _ in range(count):
         of_ranks = [next(loader) for loader in loaders]
@@ -95,7 +95,7 @@ def test_any_number_of_ranks_goes_on_with_the_global_order(
     total = sum(count for count, _ in cuts)
     expected = [_plain(stream.read(entry)) for entry in stream.cursor().take(total * GLOBAL_SIZE)]
     state, seen = None, []
-    for count, share in cuts:  # the job is interrupted after each, and goes on in another layout
+    for count, share in cuts:  # the job is interrupted after each, and resumes in another layout
         loaders = [_loader(stream, share, rank) for rank in range(share[2])]
         for loader in loaders:
             if state is not None:
@@ -192,7 +192,7 @@ def test_an_error_comes_at_its_step_and_leaves_nothing_running(num_workers: int)
     stream = IndexedStream(_BrokenAt7(), seed=0, shuffle=False)
     loader = _loader(stream, (2, 2, 1), 0, num_workers=num_workers)
     assert next(loader) == [[0, 1], [2, 3]]
-    for _ in range(2):  # asked again, it starts over with the same step
+    for _ in range(2):  # a second iterator starts at the same step
         with pytest.raises(
             DataError, match=r"sample 7 \(position 7 of the global order\) could not be read: OSError: the d"
         ):

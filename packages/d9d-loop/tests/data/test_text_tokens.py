@@ -19,7 +19,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_what_is_written_is_the_text(tmp_path: Path, tokenizer: Path) -> None:
+def test_tokens_decode_to_the_text(tmp_path: Path, tokenizer: Path) -> None:
     file = tokenize_text(["", *TEXTS, "größer ≠ 大"], tmp_path / "tokens", tokenizer=tokenizer)
     decoder = tokenizers.Tokenizer.from_file(str(tokenizer))
     end = decoder.token_to_id("<|endoftext|>")
@@ -29,7 +29,7 @@ def test_what_is_written_is_the_text(tmp_path: Path, tokenizer: Path) -> None:
     assert file.manifest.about["vocab_size"] == 300
 
 
-def test_without_an_end_token_empty_documents_are_left_out(tmp_path: Path, tokenizer: Path) -> None:
+def test_without_an_end_token_empty_documents_are_skipped(tmp_path: Path, tokenizer: Path) -> None:
     file = tokenize_text(["", "ab"], tmp_path / "tokens", tokenizer=tokenizer, end_token=None)
     assert len(file) == 1
 
@@ -69,44 +69,44 @@ def test_the_command_without_a_held_out_part(
     assert line["documents"] == len(TokenFile(tmp_path / "t")) == 15
 
 
-def test_texts_that_are_not_there_are_told(tmp_path: Path) -> None:
+def test_missing_texts_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing does not exist; expected a text file"):
         TextFiles([tmp_path / "nothing"]).files()
-    with pytest.raises(UserError, match=r"there are no files \*\*/\*\.txt in "):
+    with pytest.raises(UserError, match=r"no files match \*\*/\*\.txt in "):
         TextFiles([tmp_path]).files()
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"other": "x"}', '{"text": 1}'])
-def test_a_line_without_text_is_told(tmp_path: Path, line: str) -> None:
+def test_a_line_without_text_is_reported(tmp_path: Path, line: str) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "a"}\n' + line, encoding="utf-8")
     with pytest.raises(UserError, match=r"texts.jsonl, line 2: expected a JSON object with text in the field 'text'"):
         list(TextFiles([path]))
 
 
-def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"ab\xff")
-    with pytest.raises(UserError, match=r"a.txt is not text in UTF-8 \(byte 2\)"):
+    with pytest.raises(UserError, match=r"a.txt is not UTF-8 text \(byte 2\)"):
         list(TextFiles([tmp_path]))
 
 
-def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path: Path, tokenizer: Path) -> None:
+def test_an_unusable_tokenizer_is_reported(tmp_path: Path, tokenizer: Path) -> None:
     with pytest.raises(UserError, match=r"the tokenizer .*none.json does not exist"):
         tokenize_text(TEXTS, tmp_path / "tokens", tokenizer=tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(UserError, match=r"bad.json is no tokenizer.json"):
+    with pytest.raises(UserError, match=r"bad.json is not a tokenizer.json"):
         tokenize_text(TEXTS, tmp_path / "tokens", tokenizer=tmp_path / "bad.json")
-    with pytest.raises(UserError, match=r"has no token '</s>' to end documents with"):
+    with pytest.raises(UserError, match=r"has no end token '</s>'"):
         tokenize_text(TEXTS, tmp_path / "tokens", tokenizer=tokenizer, end_token="</s>")  # noqa: S106
-    with pytest.raises(UserError, match=r"tokenizer.json exists already; leave --train-vocab-size out"):
+    with pytest.raises(UserError, match=r"tokenizer.json already exists; omit --train-vocab-size"):
         main([str(tmp_path), "--output=x", f"--tokenizer={tokenizer}", "--train-vocab-size=300"])
     with pytest.raises(UserError, match=r"vocab_size = 256; expected at least 257"):
         train_tokenizer(TEXTS, vocab_size=256)
-    with pytest.raises(UserError, match=r"--held-out 1.0; expected a part from 0 to below 1"):
+    with pytest.raises(UserError, match=r"--held-out 1.0; expected a fraction from 0 to below 1"):
         main([str(tmp_path), "--output=x", f"--tokenizer={tokenizer}", "--held-out=1"])
 
 
-def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("d9d_loop.data.text_tokens.find_spec", lambda _name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'd9d-loop\[tokenizers\]'"):
         train_tokenizer(TEXTS, vocab_size=300)

@@ -25,7 +25,7 @@ def test_what_a_tokenizer_gives_may_be_a_tensor(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("org-bytes-*"))) == 1
 
 
-def test_what_is_there_is_not_made_again(tmp_path: Path) -> None:
+def test_an_existing_file_is_reused(tmp_path: Path) -> None:
     asked: list[bytes] = []
 
     def words(text: bytes) -> list[int]:
@@ -52,7 +52,7 @@ def test_anything_else_is_another_file(tmp_path: Path, other: dict[str, Any]) ->
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_ranks_that_ask_at_once_get_one_file(tmp_path: Path) -> None:
+def test_concurrent_ranks_get_one_file(tmp_path: Path) -> None:
     all_write = Barrier(3, timeout=30)
 
     def together(text: bytes) -> list[int]:
@@ -66,7 +66,7 @@ def test_ranks_that_ask_at_once_get_one_file(tmp_path: Path) -> None:
     assert [path.name.startswith("bytes-") for path in tmp_path.iterdir()] == [True]
 
 
-def test_nothing_is_left_of_what_failed(tmp_path: Path) -> None:
+def test_failed_writes_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no documents were written; expected at least one"):
         cached_token_file([b"", b""], tmp_path)
     with pytest.raises(UserError, match="document 0 has the tokens 101 to 111; expected 0 to 99"):

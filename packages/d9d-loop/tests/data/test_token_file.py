@@ -55,7 +55,7 @@ def test_goes_to_other_processes(tmp_path: Path) -> None:
     assert file[2]["tokens"].tolist() == [9, 10]
 
 
-def test_keeps_what_is_said_about_the_tokens(tmp_path: Path) -> None:
+def test_the_manifest_keeps_the_description(tmp_path: Path) -> None:
     with TokenFileWriter(tmp_path / "tokens", vocab_size=9, about={"tokenizer": "bytes"}) as writer:
         writer.append([1, 2])
     manifest = TokenFile(tmp_path / "tokens").manifest
@@ -67,7 +67,7 @@ def test_an_index_outside_is_an_error(tmp_path: Path) -> None:
         write_tokens(tmp_path / "tokens", DOCUMENTS)[3]
 
 
-def test_nothing_is_left_of_a_file_that_was_not_finished(tmp_path: Path) -> None:
+def test_unfinished_files_are_removed(tmp_path: Path) -> None:
     def write_half() -> None:
         with TokenFileWriter(tmp_path / "tokens", vocab_size=9) as writer:
             writer.append([1])
@@ -78,9 +78,9 @@ def test_nothing_is_left_of_a_file_that_was_not_finished(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     write_tokens(tmp_path / "tokens", DOCUMENTS)
-    with pytest.raises(UserError, match="tokens exists already; expected a new folder"):
+    with pytest.raises(UserError, match="tokens already exists; expected a new folder"):
         TokenFileWriter(tmp_path / "tokens", vocab_size=9)
 
 
@@ -93,29 +93,29 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
         ([[-1]], "document 0 has the tokens -1 to -1; expected 0 to 8"),
     ],
 )
-def test_refuses_what_cannot_be_read_again(tmp_path: Path, documents: list[list[int]], message: str) -> None:
+def test_refuses_tokens_that_cannot_be_read_again(tmp_path: Path, documents: list[list[int]], message: str) -> None:
     with pytest.raises(UserError, match=message):
         write_tokens(tmp_path / "tokens", documents, vocab_size=9)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("vocab_size", [0, 2**32 + 1])
-def test_refuses_a_vocabulary_of_no_size(tmp_path: Path, vocab_size: int) -> None:
+def test_refuses_an_empty_vocabulary(tmp_path: Path, vocab_size: int) -> None:
     with pytest.raises(UserError, match=f"vocab_size = {vocab_size}; expected 1 to 2"):
         TokenFileWriter(tmp_path / "tokens", vocab_size=vocab_size)
 
 
-def test_a_folder_without_a_manifest_is_none(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"manifest.json cannot be read \(No such file .*python -m d9d_loop.data"):
         TokenFile(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.bin"])
-def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path, name: str) -> None:
     write_tokens(tmp_path / "tokens", DOCUMENTS)
     path = tmp_path / "tokens" / name
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match=rf"{name} has \d+ bytes; expected \d+, as its manifest says"):
+    with pytest.raises(UserError, match=rf"{name} has \d+ bytes; expected \d+, as recorded in its manifest"):
         TokenFile(tmp_path / "tokens")
     path.unlink()
     with pytest.raises(UserError, match=rf"{name} is missing; expected it beside manifest.json"):
@@ -128,10 +128,13 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, name: str) -> None
         ({"dtype": "uint64"}, "dtype: Input should be 'uint16' or 'uint32'"),
         ({"format": "other"}, "format: Input should be 'd9d-tokens-1'"),
         ({"more": 1}, "more: Extra inputs are not permitted"),
-        ({"num_tokens": 7}, "tokens.bin has 12 bytes; expected 14, as its 3 documents of 7 uint16 tokens need"),
-        ({"dtype": "uint32"}, "tokens.bin has 12 bytes; expected 24"),
-        ({"num_documents": 2}, "documents.bin has 32 bytes; expected 24"),
-        ({"files": {}}, "tokens.bin has None bytes; expected 12"),
+        (
+            {"num_tokens": 7},
+            "records 12 bytes for tokens.bin; expected 14, as its 3 documents of 7 uint16 tokens require",
+        ),
+        ({"dtype": "uint32"}, "records 12 bytes for tokens.bin; expected 24"),
+        ({"num_documents": 2}, "records 32 bytes for documents.bin; expected 24"),
+        ({"files": {}}, "records None bytes for tokens.bin; expected 12"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -167,5 +170,5 @@ def test_verifying_finds_documents_that_do_not_follow_one_another(tmp_path: Path
     manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
     manifest["files"]["documents.bin"]["sha256"] = hashlib.sha256(offsets).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    with pytest.raises(UserError, match="document 1 is said to be tokens 5 to 4; expected it to begin at 5"):
+    with pytest.raises(UserError, match="document 1 has the token range 5 to 4; expected a range that starts at 5"):
         TokenFile(folder).verify()

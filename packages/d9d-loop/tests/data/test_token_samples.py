@@ -18,7 +18,7 @@ def test_windows_predict_each_token_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [0, 3])
 def test_there_are_tokens_for_a_window(tmp_path: Path, length: int) -> None:
-    with pytest.raises(UserError, match=f"length = {length} of 3 tokens; expected 1 to one fewer"):
+    with pytest.raises(UserError, match=f"length = {length} of 3 tokens; expected 1 to the number"):
         TokenWindows(write_tokens(tmp_path / "tokens", [[1, 2, 3]]), length=length)
 
 

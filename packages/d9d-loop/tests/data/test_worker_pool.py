@@ -18,7 +18,7 @@ from d9d_loop.resilience import StopSignals
 
 
 class _Numbers:
-    """Samples of which number 13 does something else."""
+    """Samples with a fault at index 13."""
 
     def __init__(self, at_13: str = "") -> None:
         self.at_13 = at_13
@@ -63,7 +63,7 @@ def _read(reader: SampleReader, jobs: list[ReadJob], num_workers: int, timeout: 
         pool.close()
 
 
-def test_reads_in_order_what_one_process_reads() -> None:
+def test_reads_in_the_order_of_one_process() -> None:
     expected = []
     for job in _jobs(7):
         with position_random(5, position=job.position):
@@ -86,17 +86,17 @@ def test_fewer_jobs_than_workers() -> None:
         ),
         (
             "is killed",
-            r"data worker 1 \(process \d+\) was killed by SIGKILL at sample 13 \(position 13 .* memory has run",
+            r"data worker 1 \(process \d+\) was killed by SIGKILL at sample 13 \(position 13 .* ran out of",
         ),
         ("exits", r"data worker 1 \(process \d+\) exited with 3 at sample 13 \(position 13 of the global order\)\.$"),
-        ("hangs", r"data worker 1 \(process \d+\) has taken more than 5 s for a batch, and is at sample 13 \(position"),
+        ("hangs", r"data worker 1 \(process \d+\) has taken more than 5 s for a batch; it is at sample 13 \(position"),
         (
             "cannot be sent",
-            r"the batch from sample 12 \(position 12 of the global order\) on cannot be sent to the train",
+            r"the batch from sample 12 \(position 12 of the global order\) on cannot be pickled for the train",
         ),
     ],
 )
-def test_a_misfortune_names_worker_and_sample(at_13: str, message: str) -> None:
+def test_an_error_names_worker_and_sample(at_13: str, message: str) -> None:
     timeout = 5.0 if at_13 == "hangs" else None
     with pytest.raises(DataError, match=message) as caught:
         _read(_reader(at_13), _jobs(8), 2, timeout)
@@ -106,7 +106,7 @@ def test_a_misfortune_names_worker_and_sample(at_13: str, message: str) -> None:
 
 def test_a_collate_function_that_fails_names_the_batch() -> None:
     with pytest.raises(
-        DataError, match=r"the 4 samples from sample 0 \(position 0 .*\) on could not be made a batch: Type"
+        DataError, match=r"the 4 samples from sample 0 \(position 0 .*\) on could not be collated: Type"
     ):
         _read(_reader(collate=str.join), _jobs(1), 1)
 
@@ -127,7 +127,7 @@ _JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, s
 
 
 class _Process:
-    """Samples that tell what the process that reads them is like."""
+    """Samples that describe the process that reads them."""
 
     def __len__(self) -> int:
         return 100
@@ -138,7 +138,7 @@ class _Process:
 
 def test_a_worker_collects_its_own_garbage_and_leaves_the_signals_of_a_job_to_the_job(ctx: DistributedContext) -> None:
     reader = SampleReader(IndexedStream(_Process(), seed=0), list)
-    with GarbageCollection(5), StopSignals(ctx) as stop:  # as in a job, which collects at set steps
+    with GarbageCollection(5), StopSignals(ctx) as stop:  # as in a job, which collects at fixed steps
         assert not gc.isenabled()
         pool = WorkerPool(reader, num_workers=1, seed=0)
         batches = pool.batches(_jobs(3))
@@ -157,8 +157,8 @@ def test_long_entries_are_shortened() -> None:
     assert job.describe(0).endswith("... (position 7 of the global order)")
 
 
-def test_data_that_cannot_be_sent_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_cannot_be_pickled_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     context = torch.multiprocessing.get_context("forkserver")
     monkeypatch.setattr("d9d_loop.data.worker_pool.multiprocessing.get_context", lambda: context)
-    with pytest.raises(UserError, match=r"cannot be sent to worker processes: .* top of a module"):
+    with pytest.raises(UserError, match=r"cannot be pickled for worker processes: .* top level of a module"):
         WorkerPool(_reader(collate=lambda samples: samples), num_workers=1, seed=0)

@@ -18,7 +18,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class _Net(nn.Module):
-    """Two layers, each of which may be on a stage of its own; what it drops shows whether it is in evaluation mode."""
+    """Two layers, which may be on separate stages; dropout shows whether the model is in evaluation mode."""
 
     def __init__(self, stage: StageInfo) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def _run(folder: str, weights: str, mesh: dict[str, int]) -> int:
     [
         (1, {}),
         (2, {"data_parallel_shard": 2}),
-        (3, {"data_parallel_replicate": 3}),  # of five parts, the last round has two
+        (3, {"data_parallel_replicate": 3}),  # five parts: the last round has two
         (4, {"data_parallel_shard": 2, "pipeline_parallel": 2}),
     ],
 )
@@ -121,9 +121,9 @@ def test_a_job_continues_with_what_is_missing(tmp_path: Path) -> None:
 def test_results_of_another_job_are_neither_mixed_nor_returned(tmp_path: Path) -> None:
     _inference(tmp_path, size=6).run()
     for other, difference in (
-        ({"seed": 3}, "seed was 0, and is 3"),
-        ({"batch_size": 3}, "batch_size was 2, and is 3"),
-        ({"size": 7}, "num_samples was 6, and is 7"),
+        ({"seed": 3}, "seed was 0, and now is 3"),
+        ({"batch_size": 3}, "batch_size was 2, and now is 3"),
+        ({"size": 7}, "num_samples was 6, and now is 7"),
     ):
         values = {"size": 6, **other}
         with pytest.raises(UserError, match=rf"holds results of another job(.*\n)*  {difference}\n"):
@@ -142,7 +142,7 @@ class _NotNumbers(_Sums):
 
 def test_a_task_that_does_not_give_one_result_each_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"^_Doubles\.results gave 4 results for a batch of 2 samples; expected one for"
+        UserError, match=r"^_Doubles\.results returned 4 results for a batch of 2 samples; expected one result per"
     ):
         Inference(_config(tmp_path), model=_Net, data=_data(6), task=_Doubles()).run()
     with pytest.raises(UserError, match=r"cannot be written as JSON: .*; NaN may be written as None\."):
@@ -209,7 +209,7 @@ def test_bad_jobs_are_refused_before_anything_starts(tmp_path: Path) -> None:
         _inference(tmp_path, size=0).run()
     with pytest.raises(UserError, match=r"weights = .*nowhere"):
         _inference(tmp_path, weights=str(tmp_path / "nowhere")).run()
-    with pytest.raises(UserError, match="does not say how outputs are put together under context parallelism"):
+    with pytest.raises(UserError, match="cannot join outputs under context parallelism"):
         _Sums().join_sequence(torch.ones(1), None)  # ty: ignore[invalid-argument-type]
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="part_sise is not a configuration key; did you mean part_size"):
@@ -245,7 +245,9 @@ def test_weights_that_the_function_loaded_are_used(tmp_path: Path, mesh: dict[st
 def test_weights_from_nowhere_are_refused(tmp_path: Path) -> None:
     provider = FunctionProvider(_Net, late_init=True)
     job = Inference(_config(tmp_path), model=provider, data=_data(3), task=_Sums())
-    message = "weights is not set, and FunctionProvider builds on `meta`, so the results would come from random values"
+    message = (
+        "weights is not set, and FunctionProvider builds on `meta`, so the results would be those of random weights"
+    )
     with pytest.raises(UserError, match=message):
         job.run()
     assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ def _write(results: ResultsFolder, part: int) -> None:
     results.write(part, [{"sample": index} for index in results.samples_of(part)])
 
 
-def test_parts_become_one_file_in_order_however_they_came(tmp_path: Path) -> None:
+def test_parts_are_joined_in_order(tmp_path: Path) -> None:
     results = _folder(tmp_path)
     assert results.num_parts == 3
     assert results.missing() == [0, 1, 2]
@@ -48,12 +48,12 @@ def test_parts_of_another_job_are_refused(tmp_path: Path, other: dict[str, int])
     _folder(tmp_path).missing()
     with pytest.raises(
         UserError,
-        match=r"holds results of another job.*:\n  (num_samples was 7|part_size was 3), and is .*\n.*--run\.name",
+        match=r"holds results of another job.*:\n  (num_samples was 7|part_size was 3), and now is .*\n.*--run\.name",
     ):
         _folder(tmp_path, **other).check()
 
 
-def test_nothing_is_there_at_first(tmp_path: Path) -> None:
+def test_no_results_at_first(tmp_path: Path) -> None:
     results = _folder(tmp_path / "new")
     results.check()
     assert not results.is_complete()

@@ -16,7 +16,7 @@ NUM_SAMPLES = 7
 
 
 class _Net(nn.Module):
-    """Random in training, so that a forward pass in the wrong mode shows."""
+    """Model with random training outputs, so that a forward in the wrong mode is detected."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_can_be_repeated(ctx: DistributedContext) -> None:
 
 def test_leaves_no_trace(ctx: DistributedContext) -> None:
     model = _Net().train()
-    model.norm.eval()  # frozen by a user
+    model.norm.eval()  # set to eval by a user
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     random = torch.get_rng_state()
     _evaluator(model, ctx)()
@@ -144,19 +144,19 @@ def _on_ranks(batch_size: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 3), (4, 3)])
 def test_ranks_share_the_samples_out(world_size: int, batch_size: int) -> None:
-    """Three batches: on two ranks one repeats a sample that does not count, on four one has nothing else."""
+    """Three batches: with two ranks one rank has an uncounted repeated sample, with four one rank has only that."""
     expected = pytest.approx(_expected(), rel=1e-9)
     assert run_ranks(_on_ranks, batch_size, world_size=world_size) == [expected] * world_size
 
 
 def _part(batch: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """What a context-parallel rank has of a batch; neither its values nor its weights are those of the others."""
+    """Return a context-parallel rank's part of a batch, with values and weights that differ between ranks."""
     return {"x": batch["x"] * (1.1, -0.7)[rank], "weight": batch["weight"].double() * (0.3, 0.6)[rank]}
 
 
 class _Split(_Weighted):
     def split_sequence(self, batch: dict[str, torch.Tensor], split: ContextSplit) -> dict[str, torch.Tensor]:
-        return _part(batch, int(split.positions(4)[0, 0]))  # the first position of a rank is its number
+        return _part(batch, int(split.positions(4)[0, 0]))  # the first position of a rank is its index
 
 
 def _on_context_parallel_ranks() -> dict[str, float]:

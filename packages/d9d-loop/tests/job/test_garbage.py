@@ -27,7 +27,7 @@ def _done(step: int) -> StepDone:
     return StepDone(step, torch.ones(()), torch.ones(()), 0.1, nullcontext)
 
 
-def test_garbage_is_collected_at_set_steps_only() -> None:
+def test_garbage_is_collected_only_at_fixed_steps() -> None:
     garbage, events = GarbageCollection(3), Events()
     events.subscribe(garbage)
     with garbage:
@@ -40,20 +40,20 @@ def test_garbage_is_collected_at_set_steps_only() -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_what_lives_at_the_beginning_is_not_looked_at_again() -> None:
+def test_initial_objects_are_frozen() -> None:
     with GarbageCollection(1):
         assert gc.get_freeze_count() > 0
 
 
-def test_what_was_frozen_before_stays_so() -> None:
+def test_previously_frozen_objects_stay_frozen() -> None:
     gc.freeze()
     frozen = gc.get_freeze_count()
     with GarbageCollection(1):
         pass
-    assert gc.get_freeze_count() > 0.9 * frozen  # but for what nobody refers to any more
+    assert gc.get_freeze_count() > 0.9 * frozen  # except objects without references
 
 
-def test_python_may_do_it() -> None:
+def test_python_may_collect_by_itself() -> None:
     garbage = GarbageCollection(None)
     with garbage:
         assert gc.isenabled()
@@ -65,7 +65,7 @@ def test_python_may_do_it() -> None:
         gc.enable()
 
 
-def test_what_was_switched_off_stays_so() -> None:
+def test_disabled_collection_stays_disabled() -> None:
     gc.disable()
     with GarbageCollection(1):
         pass

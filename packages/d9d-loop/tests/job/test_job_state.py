@@ -16,7 +16,7 @@ from d9d_state import CheckpointStore, StateError
 
 
 class _Job:
-    """All that is saved, in its first state."""
+    """All saved objects, in their initial state."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class _Job:
         self.largest.update(float(rank))
 
 
-def test_a_new_job_starts_at_step_0(tmp_path: Path, ctx: DistributedContext) -> None:
+def test_a_new_job_starts_at_step_zero(tmp_path: Path, ctx: DistributedContext) -> None:
     assert _Job(tmp_path / "new", ctx).state.restore() == Record(0, None, {}, None)
     assert not (tmp_path / "new").exists()
 
 
-def test_everything_comes_back(tmp_path: Path, ctx: DistributedContext) -> None:
+def test_the_whole_state_is_restored(tmp_path: Path, ctx: DistributedContext) -> None:
     job = _Job(tmp_path, ctx)
     job.work()
     record = Record(7, 0.1, {"loss": 1 / 3}, 12.5)
@@ -85,7 +85,7 @@ def test_a_loss_need_not_be_finite(tmp_path: Path, ctx: DistributedContext) -> N
     assert record.evaluation == {"perplexity": math.inf, "x": -math.inf}
 
 
-def test_people_can_read_the_record_and_the_configuration(tmp_path: Path, ctx: DistributedContext) -> None:
+def test_record_and_configuration_are_readable(tmp_path: Path, ctx: DistributedContext) -> None:
     _Job(tmp_path, ctx).state.save(Record(2, 0.5, {"loss": 0.25}, 3.0))
     info = CheckpointStore(tmp_path).newest()
     assert info is not None
@@ -98,7 +98,7 @@ def test_people_can_read_the_record_and_the_configuration(tmp_path: Path, ctx: D
     }
 
 
-def test_metrics_that_were_not_saved_start_anew(tmp_path: Path, ctx: DistributedContext) -> None:
+def test_metrics_without_saved_state_start_empty(tmp_path: Path, ctx: DistributedContext) -> None:
     job = _Job(tmp_path, ctx)
     job.work()
     job.state.save(Record(1))
@@ -119,7 +119,7 @@ def test_metrics_that_were_not_saved_start_anew(tmp_path: Path, ctx: Distributed
     assert added.compute() == 0
 
 
-def test_what_the_optimizer_changes_in_its_groups_comes_back(tmp_path: Path, ctx: DistributedContext) -> None:
+def test_parameter_group_changes_are_restored(tmp_path: Path, ctx: DistributedContext) -> None:
     job = _Job(tmp_path, ctx)
     job.work()
     job.optimizer.param_groups[0].update(lr=5.0, betas=(0.5, 0.6))
@@ -129,10 +129,10 @@ def test_what_the_optimizer_changes_in_its_groups_comes_back(tmp_path: Path, ctx
     other.state.restore()
     group = other.optimizer.param_groups[0]
     assert (group["betas"], group["weight_decay"]) == ((0.5, 0.6), 0.25)
-    assert group["lr"] == 1e-3  # the schedule's
+    assert group["lr"] == 1e-3  # set by the schedule
 
 
-def test_a_save_in_the_background_is_told_of_when_it_is_complete(tmp_path: Path, ctx: DistributedContext) -> None:
+def test_a_background_save_is_reported_when_complete(tmp_path: Path, ctx: DistributedContext) -> None:
     told: list[int] = []
     events = Events()
     events.on(CheckpointSaved, lambda event: told.append(event.step))
@@ -146,21 +146,21 @@ def test_a_save_in_the_background_is_told_of_when_it_is_complete(tmp_path: Path,
     assert [info.step for info in CheckpointStore(tmp_path).complete()] == [3, 2, 1]
 
 
-def test_a_job_is_not_started_anew_beside_damaged_checkpoints(tmp_path: Path, ctx: DistributedContext) -> None:
+def test_a_job_with_only_damaged_checkpoints_does_not_restart(tmp_path: Path, ctx: DistributedContext) -> None:
     _Job(tmp_path, ctx).state.save(Record(1))
     (tmp_path / "step-00000001" / "state.json").unlink()
     with pytest.raises(StateError, match=r"contains step-00000001, but none of them can be loaded; the log says why"):
         _Job(tmp_path, ctx).state.restore()
 
 
-def test_what_a_killed_save_left_is_removed(tmp_path: Path, ctx: DistributedContext) -> None:
+def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path, ctx: DistributedContext) -> None:
     (tmp_path / "step-00000004.partial").mkdir()
     assert _Job(tmp_path, ctx).state.restore().step == 0
     assert list(tmp_path.iterdir()) == []
 
 
 class _Frozen(_Job):
-    """A job that trains the bias alone."""
+    """A job that trains only the bias."""
 
     def __init__(self, folder: Path, ctx: DistributedContext, *, trainable_only: bool = True) -> None:
         super().__init__(folder, ctx, trainable_only=trainable_only)
@@ -179,7 +179,7 @@ def _saved_names(folder: Path) -> set[str]:
     return {name for name in info.tensors if name.startswith("model.")}
 
 
-def test_frozen_parameters_may_be_left_out(tmp_path: Path, ctx: DistributedContext) -> None:
+def test_frozen_parameters_may_be_omitted(tmp_path: Path, ctx: DistributedContext) -> None:
     job = _Frozen(tmp_path, ctx)
     assert job.restore().step == 0
     job.work()
@@ -204,31 +204,32 @@ def test_other_initial_weights_are_refused(tmp_path: Path, ctx: DistributedConte
     other = _Frozen(tmp_path, ctx)
     other.initial += 1e-3
     with pytest.raises(
-        UserError, match=r"step-00000001 has trainable parameters only, and the frozen ones .* the same initial_weights"
+        UserError,
+        match=r"step-00000001 has only trainable parameters, and the frozen parameters .* the same initial_weights",
     ):
         other.restore()
 
 
-def test_frozen_parameters_that_change_are_not_left_out(tmp_path: Path, ctx: DistributedContext) -> None:
+def test_changed_frozen_parameters_are_refused(tmp_path: Path, ctx: DistributedContext) -> None:
     job = _Frozen(tmp_path, ctx)
     job.restore()
     job.model.weight.data += 1
     for save in (job.state.prepare, lambda: job.state.save(Record(1))):
         with pytest.raises(
-            UserError, match=r"checkpoint.trainable_only = true, but .* are not what the job begins with"
+            UserError, match=r"checkpoint.trainable_only = true, but .* no longer have their initial values"
         ):
             save()
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_a_run_may_change_what_its_checkpoints_have(tmp_path: Path, ctx: DistributedContext) -> None:
+def test_a_run_may_change_trainable_only(tmp_path: Path, ctx: DistributedContext) -> None:
     job = _Frozen(tmp_path, ctx, trainable_only=False)
     job.restore()
     job.state.save(Record(1))
     assert _saved_names(tmp_path) == {"model.bias", "model.weight"}
     other = _Frozen(tmp_path, ctx)
     other.initial += 1
-    with pytest.raises(UserError, match="no checkpoint would bring them back"):
+    with pytest.raises(UserError, match="no checkpoint could restore them"):
         other.restore()
     less = _Frozen(tmp_path, ctx)
     assert less.restore().step == 1
@@ -253,7 +254,7 @@ def _restore(folder: Path) -> Seen:
 
 
 def _save(folder: Path) -> list[float]:
-    """The next random numbers."""
+    """Return the next random numbers."""
     with MeshConfig(data_parallel_shard=-1).build() as ctx:
         job = _Job(folder, ctx)
         job.work(rank=ctx.rank)
@@ -262,7 +263,7 @@ def _save(folder: Path) -> list[float]:
         return torch.rand(2).tolist()
 
 
-def test_every_rank_gets_its_own_back(tmp_path: Path) -> None:
+def test_every_rank_restores_its_own_state(tmp_path: Path) -> None:
     numbers = run_ranks(_save, tmp_path, world_size=2)
     assert run_ranks(_restore, tmp_path, world_size=2) == [
         (3, [0.1, 3.0], 0.0, numbers[0]),
@@ -270,7 +271,7 @@ def test_every_rank_gets_its_own_back(tmp_path: Path) -> None:
     ]
 
 
-def test_another_number_of_ranks_shares_out_what_was_gathered(tmp_path: Path) -> None:
+def test_metrics_are_redistributed_to_another_number_of_ranks(tmp_path: Path) -> None:
     numbers = run_ranks(_save, tmp_path, world_size=4)
     found: list[Seen] = [_restore(tmp_path), *run_ranks(_restore, tmp_path, world_size=2)]
     assert [totals for _, totals, _, _ in found] == [
@@ -280,5 +281,5 @@ def test_another_number_of_ranks_shares_out_what_was_gathered(tmp_path: Path) ->
     ]
     assert [largest for _, _, largest, _ in found] == [3.0, 2.0, 3.0]
     seen = [tuple(drawn) for _, _, _, drawn in found] + [tuple(drawn) for drawn in numbers]
-    # A seed of a rank, a step and nothing else: the first rank of one layout is the first rank of the other.
+    # The seed depends only on rank and step: rank 0 of one layout has that of rank 0 of the other.
     assert len(set(seen)) == len(seen) - 1

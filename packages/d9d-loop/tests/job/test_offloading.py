@@ -15,7 +15,7 @@ def _trained() -> tuple[nn.Linear, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def test_all_state_is_offloaded_for_the_body_and_then_as_it_was() -> None:
+def test_all_state_is_offloaded_for_the_body_and_then_restored() -> None:
     model, optimizer = _trained()
     tensors = [*model.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
     before, seen = [tensor.detach().clone() for tensor in tensors], []

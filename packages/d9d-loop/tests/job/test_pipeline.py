@@ -1,4 +1,4 @@
-"""Jobs of the Trainer over several stages, compared with one process: what a pipeline must not change."""
+"""Trainer jobs over several stages, compared with one process."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class _Net(nn.Module):
 
 
 class _Provider(ModelProvider):
-    """Some of its first layers are frozen; replicas are not FSDP's."""
+    """Some of the first layers are frozen; replicas do not use FSDP."""
 
     def __init__(self, frozen: int = 0) -> None:
         self.frozen = frozen
@@ -52,7 +52,7 @@ class _Regression(Task):
 
 
 class _Augmented:
-    """Samples that are made with random numbers, whose labels have to fit them."""
+    """Randomly generated samples with matching labels."""
 
     def __len__(self) -> int:
         return 8

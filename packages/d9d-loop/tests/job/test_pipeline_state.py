@@ -1,4 +1,4 @@
-"""What a job remembers, over several stages with a tied weight: evaluations, roll-backs and resumes equal one process.
+"""State of a job with several stages and a tied weight: evaluations, rollbacks and resumes equal one process.
 
 Numbers are random float64, so that no rounding is exact.
 """
@@ -23,7 +23,7 @@ Trace = dict[str, list[float]]
 
 
 class _Net(nn.Module):
-    """Its first and its last stage use one weight; the layer in the middle has a frozen bias."""
+    """The first and the last stage share a weight; the layer in the middle has a frozen bias."""
 
     def __init__(self, stage: StageInfo) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Provider(ModelProvider):
 
 
 class _Regression(Task):
-    """Is not finite on one sample the given number of times."""
+    """Task that is non-finite on one sample, a given number of times."""
 
     def __init__(self, num_bad: int = 0) -> None:
         self.num_bad = num_bad
@@ -132,7 +132,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
             {"pattern": "tied", "optimizer": {"kind": "adam", "learning_rate": 0.01}},
         ],
     },
-    # Groups that only the last stage has.
+    # Groups of the last stage only.
     "sgd": {
         "kind": "sgd",
         "learning_rate": 0.03,
@@ -146,13 +146,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 def _equal(found: Trace, expected: Trace) -> None:
     assert found.keys() == expected.keys()
     for name, values in found.items():
-        # Other ranks than rank 0 give no learning rate.
+        # Ranks other than 0 report no learning rate.
         assert values == pytest.approx(expected[name][: len(values)], rel=1e-9), name
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
-    """Every optimizer without an interruption."""
+    """Train every optimizer without an interruption."""
     runs: list[Run] = [(name, {"optimizer": optimizer}) for name, optimizer in OPTIMIZERS.items()]
     (traces,) = run_ranks(_train_each, tmp_path_factory.mktemp("one"), {}, runs, world_size=1)
     return dict(zip(OPTIMIZERS, traces, strict=True))
@@ -162,7 +162,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
 def test_evaluations_of_every_optimizer_equal_one_process(
     tmp_path: Path, one_process: dict[str, Trace], num_ranks: int
 ) -> None:
-    """An evaluation of averaged weights needs them at the tied head too, and the training weights back after it."""
+    """An evaluation swaps averaged weights into the tied head too, and restores the training weights."""
     runs: list[Run] = [(name, {"optimizer": optimizer}) for name, optimizer in OPTIMIZERS.items()]
     mesh = {"pipeline_parallel": num_ranks}
     for traces in run_ranks(_train_each, tmp_path, mesh, runs, world_size=num_ranks):
@@ -172,7 +172,7 @@ def test_evaluations_of_every_optimizer_equal_one_process(
 
 @pytest.mark.parametrize("later", [1, 2])
 def test_every_optimizer_resumes_with_stages(tmp_path: Path, one_process: dict[str, Trace], later: int) -> None:
-    """What is no tensor, such as counters, comes back on every stage; also with other stages than before."""
+    """Non-tensor state, such as counters, is restored on every stage, also with other stages than before."""
     first: list[Run] = [(name, {"optimizer": optimizer, "steps": 2}) for name, optimizer in OPTIMIZERS.items()]
     second: list[Run] = [(name, {"optimizer": optimizer}) for name, optimizer in OPTIMIZERS.items()]
     run_ranks(_train_each, tmp_path, {"pipeline_parallel": 2}, first, world_size=2)
@@ -181,8 +181,8 @@ def test_every_optimizer_resumes_with_stages(tmp_path: Path, one_process: dict[s
             _equal(trace, {key: values for key, values in one_process[name].items() if key[-1] in "34"})
 
 
-def test_a_roll_back_brings_the_tied_weight_back_on_every_stage(tmp_path: Path, one_process: dict[str, Trace]) -> None:
-    """The fourth step is not finite, nor when it is replayed: the job goes back by a step that was taken."""
+def test_a_rollback_restores_the_tied_weight_on_every_stage(tmp_path: Path, one_process: dict[str, Trace]) -> None:
+    """The fourth step is non-finite, also when it is replayed: the job rolls back past an applied step."""
     names = ("schedule free", "adamw", "muon")
     runs: list[Run] = [(name, {"optimizer": OPTIMIZERS[name], "num_bad": 2}) for name in names]
     for traces in run_ranks(_train_each, tmp_path, {"pipeline_parallel": 2}, runs, world_size=2):

@@ -72,7 +72,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def _refused(folder: Path, message: str, *, data: Any = DATA, model: Any = _linear, **more: Any) -> None:
-    """The Trainer refuses the job with exactly one message, and leaves nothing behind."""
+    """Check that the Trainer refuses the job with one message, and writes no files."""
     evaluation_data = more.pop("evaluation_data", None)
     before = _files(folder)
     trainer = Trainer(_config(folder, **more), model=model, data=data, evaluation_data=evaluation_data, task=_Nothing())
@@ -114,7 +114,7 @@ def test_the_mesh_must_make_up_the_world(tmp_path: Path, world: Callable[[int], 
 def test_a_schedule_has_to_exist_for_the_microbatches(tmp_path: Path, world: Callable[[int], None]) -> None:
     world(2)
     message = (
-        r"pipeline\.schedule: (.|\n)*microbatches(.|\n)* The step has 1 microbatches for each data-parallel rank "
+        r"pipeline\.schedule: (.|\n)*microbatches(.|\n)* A step has 1 microbatches per data-parallel rank "
         r"\(batch\.global_size / data-parallel ranks / batch\.microbatch_size\) and mesh\.pipeline_parallel = 2\."
     )
     _refused(tmp_path, message, mesh={"pipeline_parallel": 2}, pipeline={"schedule": "dualpipev"})
@@ -123,9 +123,9 @@ def test_a_schedule_has_to_exist_for_the_microbatches(tmp_path: Path, world: Cal
 def test_a_model_that_is_not_cut_into_stages_is_refused(tmp_path: Path, world: Callable[[int], None]) -> None:
     world(2)
     message = (
-        r"the 2 stages that the model provider builds do not make up its model:\n"
-        r"  weight is on the stages 0, 1, though the model does not tie it to anything\n(.|\n)*"
-        r"Let build\(stage\) make only the layers of its stage (.|\n)*"
+        r"the 2 stages that the model provider builds do not add up to its whole model:\n"
+        r"  weight is on the stages 0, 1, although the model does not tie it\n(.|\n)*"
+        r"build\(stage\) must build only the layers of its stage (.|\n)*"
     )
     _refused(tmp_path, message, mesh={"pipeline_parallel": 2})
 
@@ -136,8 +136,8 @@ def test_context_parallelism_needs_a_task_that_cuts_batches(
 ) -> None:
     world(2)
     message = (
-        r"the mesh has context-parallel ranks, but _Nothing does not say how they share out a batch; expected a "
-        r"method _Nothing\.split_sequence\(batch, split\)\. Write one, or set the context-parallel degrees to 1\."
+        r"the mesh has context-parallel ranks, but _Nothing cannot split a batch over them; expected a "
+        r"method _Nothing\.split_sequence\(batch, split\)\. Implement it, or set the context-parallel degrees to 1\."
     )
     _refused(tmp_path, message, mesh={degree: 2})
 
@@ -147,13 +147,13 @@ def test_context_parallelism_needs_a_task_that_cuts_batches(
     [
         (
             {"global_size": 6},
-            r"batch\.global_size = 6 cannot be shared out evenly to 4 data-parallel ranks; expected a "
+            r"batch\.global_size = 6 cannot be divided evenly over 4 data-parallel ranks; expected a "
             r"multiple of 4\. Use 4 or 8, or change the degrees\.",
         ),
         ({"global_size": 3}, r"batch\.global_size = 3 .*; expected a multiple of 4\. Use 4, or change the degrees\."),
         (
             {"global_size": 20, "microbatch_size": 3},
-            r"batch\.global_size = 20 cannot be shared out evenly to 4 data-parallel ranks x batch\.microbatch_size "
+            r"batch\.global_size = 20 cannot be divided evenly over 4 data-parallel ranks x batch\.microbatch_size "
             r"= 3; expected a multiple of 12\. Use 12 or 24, or change the degrees\.",
         ),
     ],
@@ -164,7 +164,7 @@ def test_batches_must_divide(tmp_path: Path, batch: dict[str, int], message: str
 
 
 def test_data_must_not_be_empty(tmp_path: Path) -> None:
-    message = r"the {} are empty; expected at least one sample\. Check where they are read from\."
+    message = r"the {} are empty; expected at least one sample\. Check the path of the data\."
     _refused(tmp_path, message.format("training data"), data=[])
     _refused(tmp_path, message.format("evaluation data"), evaluation_data=[])
 
@@ -174,19 +174,19 @@ def test_the_run_folder_may_not_be_under_a_file(tmp_path: Path) -> None:
     where = re.escape(str(tmp_path / "runs"))
     _refused(
         tmp_path,
-        rf"run folder {where}/run: {where} is a file, not a folder\. Choose another one with --run\.folder, or change "
-        r"permissions\.",
+        rf"run folder {where}/run: {where} is a file, not a folder\. Choose another folder with --run\.folder, or "
+        r"change permissions\.",
     )
 
 
 def test_the_run_folder_must_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.F_OK and Path(path).exists())
     where = re.escape(str(tmp_path))
-    _refused(tmp_path, rf"run folder {where}/runs/run: {where} may not be written to\. Choose another one .*")
+    _refused(tmp_path, rf"run folder {where}/runs/run: {where} is not writable\. Choose another folder .*")
 
 
 def test_a_folder_that_may_not_be_looked_into_counts_as_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the system calls of a user say who has no right to search a folder above the run's."""
+    """Simulate a user without permission to search a parent of the run folder."""
 
     def exists(path: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(path))
@@ -195,7 +195,7 @@ def test_a_folder_that_may_not_be_looked_into_counts_as_absent(tmp_path: Path, m
     monkeypatch.setattr(Path, "exists", exists)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) == tmp_path and mode == os.F_OK)
     trainer = Trainer(_config(tmp_path / "locked"), model=_linear, data=DATA, task=_Nothing())
-    with pytest.raises(UserError, match=rf"^run folder {inside}/run: {tmp_path} may not be written to\."):
+    with pytest.raises(UserError, match=rf"^run folder {inside}/run: {tmp_path} is not writable\."):
         trainer.train()
 
 
@@ -218,8 +218,8 @@ def test_a_run_may_not_have_done_more_steps(tmp_path: Path) -> None:
     where = re.escape(str(tmp_path / "runs" / "run"))
     _refused(
         tmp_path,
-        rf"steps = 3, but the run in {where} has done 5 already\. Use --steps 5 or more to continue it, or --run\.name "
-        r"for a new run\.",
+        rf"steps = 3, but the run in {where} has already completed 5\. Use --steps 5 or more to continue it, or "
+        r"--run\.name for a new run\.",
     )
 
 
@@ -231,8 +231,8 @@ def test_a_run_may_have_done_all_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "shuffle", "message"),
     [
-        ({"seed": 5}, True, r"data\.indexed\.seed was 0, and is 5\n.* or --run\.name for a new run\."),
-        ({}, False, r"data\.indexed\.shuffle was true, and is false\n"),
+        ({"seed": 5}, True, r"data\.indexed\.seed was 0, and now is 5\n.* or --run\.name for a new run\."),
+        ({}, False, r"data\.indexed\.shuffle was true, and now is false\n"),
     ],
 )
 def test_a_run_keeps_the_order_of_its_samples(
@@ -251,8 +251,8 @@ def test_a_run_keeps_the_order_of_its_samples(
 def test_a_run_keeps_its_data(tmp_path: Path) -> None:
     _save_checkpoint(tmp_path, 2)
     message = (
-        r"the run in .* was started with other training data, or another order of them:\n"
-        r"  data\.indexed\.samples was 8, and is 9\n"
+        r"the run in .* was started with other training data, or in another order:\n"
+        r"  data\.indexed\.samples was 8, and now is 9\n"
     )
     with pytest.raises(UserError, match=message):
         plan_job(
@@ -304,7 +304,7 @@ def test_initial_weights_are_checked_through_the_mapper(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "message", "evaluates"),
     [
-        ({"keep_every": 150}, "checkpoint.keep_every = 150 is no multiple of checkpoint.every = 100", False),
+        ({"keep_every": 150}, "checkpoint.keep_every = 150 is not a multiple of checkpoint.every = 100", False),
         ({"keep_every": 200, "keep_last": None}, "checkpoint.keep_last is null, which keeps every checkpoint", False),
         ({"keep_best": 1, "keep_last": None}, "checkpoint.keep_last is null, which keeps every checkpoint", True),
         ({"keep_best": 1}, "checkpoint.keep_best = 1 by 'loss', but there are no evaluation data", False),
@@ -313,7 +313,7 @@ def test_initial_weights_are_checked_through_the_mapper(tmp_path: Path) -> None:
             "checkpoint.keep_best = 1 by 'x', but evaluations give loss; expected",
             True,
         ),
-        ({"keep_best": 1, "every": 150}, "checkpoint.every = 150 is no multiple of evaluation.every = 100", True),
+        ({"keep_best": 1, "every": 150}, "checkpoint.every = 150 is not a multiple of evaluation.every = 100", True),
     ],
 )
 def test_reasons_to_keep_checkpoints_must_be_able_to_hold(

@@ -64,13 +64,13 @@ def test_traces_and_a_summary_are_written_by_all_ranks(tmp_path: Path) -> None:
         ({}, 0, []),
         ({"first_step": 1, "steps": 1}, 0, [1]),
         ({"first_step": 2, "steps": 1, "every": 2}, 0, [2, 4, 6]),
-        ({"first_step": 2, "steps": 1, "every": 2}, 3, [4, 6, 8]),  # of a job that was resumed
+        ({"first_step": 2, "steps": 1, "every": 2}, 3, [4, 6, 8]),  # in a resumed job
         ({"first_step": 2, "steps": 3}, 3, []),
-        ({"first_step": 5, "steps": 9, "every": 20}, 0, [6]),  # the job ends within
-        ({"first_step": 7, "steps": 2}, 0, []),  # and before
+        ({"first_step": 5, "steps": 9, "every": 20}, 0, [6]),  # the job ends within a profile
+        ({"first_step": 7, "steps": 2}, 0, []),  # the job ends before a profile
     ],
 )
-def test_rows_of_steps_begin_where_they_are_to(
+def test_profiles_start_at_the_configured_steps(
     tmp_path: Path, config: dict[str, int], first_step: int, profiled: list[int]
 ) -> None:
     _train(tmp_path, ProfileConfig.model_validate(config), first_step=first_step)
@@ -93,12 +93,12 @@ def _summary_and_products(folder: Path) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("back_to", "again", "expected"),
     [
-        (4, (5, 6, 7), ("# Steps 5 to 7", 3)),  # right to where the row began
-        (5, (6, 7), ("# Steps 6 to 7", 2)),  # within it
-        (2, (3, 4, 5, 6, 7), ("# Steps 5 to 7", 3)),  # before it
+        (4, (5, 6, 7), ("# Steps 5 to 7", 3)),  # rollback to the start of the profile
+        (5, (6, 7), ("# Steps 6 to 7", 2)),  # rollback within the profile
+        (2, (3, 4, 5, 6, 7), ("# Steps 5 to 7", 3)),  # rollback to before the profile
     ],
 )
-def test_going_back_within_a_row_leaves_out_what_does_not_count(
+def test_a_rollback_during_a_profile_discards_steps(
     tmp_path: Path, ctx: DistributedContext, back_to: int, again: tuple[int, ...], expected: tuple[str, int]
 ) -> None:
     config = ProfileConfig.model_validate({"first_step": 5, "steps": 3})
@@ -110,7 +110,7 @@ def test_going_back_within_a_row_leaves_out_what_does_not_count(
         _go(profiler, 8)
 
 
-def test_a_job_that_leaves_within_a_row_writes_what_there_is(tmp_path: Path, ctx: DistributedContext) -> None:
+def test_a_profile_ended_early_is_written(tmp_path: Path, ctx: DistributedContext) -> None:
     config = ProfileConfig.model_validate({"first_step": 2, "steps": 5})
     with Profiler(config, tmp_path, ctx, num_steps=9) as profiler:
         _go(profiler, 1, 2, 3)
@@ -128,6 +128,6 @@ def test_an_error_leaves_no_profile_and_nothing_running(tmp_path: Path, ctx: Dis
     with pytest.raises(KeyError):
         _fail_within_a_row(Profiler(config, tmp_path, ctx, num_steps=9))
     assert _profiled(tmp_path) == []
-    with Profiler(config, tmp_path, ctx, num_steps=2) as profiler:  # a profiler that is running refuses another
+    with Profiler(config, tmp_path, ctx, num_steps=2) as profiler:  # two profilers cannot run at once
         _go(profiler, 1, 2)
     assert _profiled(tmp_path) == ["step-00000002"]

@@ -21,14 +21,14 @@ def _draw(*, visible: bool = True, bar: bool = True) -> str:
     return terminal.getvalue()
 
 
-def test_a_terminal_gets_a_bar_with_values(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_shows_a_bar_with_values(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = _draw()
     assert "2/4" in drawn
     assert "loss=2.5, learning_rate=1e-05" in drawn
     assert capsys.readouterr().out == "held-out loss 3\n"
 
 
-def test_without_a_bar_there_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_bar_lines_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert _draw(bar=False) == ""
     assert capsys.readouterr().out == "step 1/4:  loss 2.5  learning_rate 1e-05\nheld-out loss 3\n"
 
@@ -40,6 +40,6 @@ def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr() == ("", "")
 
 
-def test_other_processes_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_processes_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert _draw(visible=False) == ""
     assert capsys.readouterr().out == ""

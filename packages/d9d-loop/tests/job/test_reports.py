@@ -16,7 +16,7 @@ from d9d_metrics import Sum, read_metrics
 
 
 class _Time:
-    """Stands still unless it is told to pass."""
+    """Clock that advances only on request."""
 
     now = 100.0
 
@@ -46,7 +46,7 @@ def _outcome(step: int, *, weight: float = 6.0) -> StepOutcome:
 
 
 class _Run:
-    """A job whose steps take two seconds each."""
+    """Simulate a job whose steps take two seconds each."""
 
     def __init__(self, config: TrainerConfig, ctx: DistributedContext, time: _Time, step: int = 0) -> None:
         self.config, self.time = config, time
@@ -78,9 +78,7 @@ class _Run:
         return lines
 
 
-def test_reports_the_first_and_the_last_step_and_every_few_between(
-    tmp_path: Path, ctx: DistributedContext, time: _Time
-) -> None:
+def test_reports_the_first_the_last_and_every_nth_step(tmp_path: Path, ctx: DistributedContext, time: _Time) -> None:
     run = _Run(_config(tmp_path), ctx, time)
     with run.reports:
         run.steps(10)
@@ -104,9 +102,7 @@ def test_keeps_the_resolved_configuration(tmp_path: Path, ctx: DistributedContex
         assert json.loads(file.read_text(encoding="utf-8")) == {"steps": 10}
 
 
-def test_forgets_what_came_after_the_step_it_continues_from(
-    tmp_path: Path, ctx: DistributedContext, time: _Time
-) -> None:
+def test_values_after_the_resumed_step_are_discarded(tmp_path: Path, ctx: DistributedContext, time: _Time) -> None:
     first = _Run(_config(tmp_path), ctx, time)
     with first.reports:
         first.steps(7)
@@ -117,7 +113,7 @@ def test_forgets_what_came_after_the_step_it_continues_from(
     assert [line["step"] for line in second.lines()] == [1, 3, 6, 9, 10]
 
 
-def test_evaluations_and_checkpoints_take_no_training_time(
+def test_evaluations_and_checkpoints_do_not_count_as_training_time(
     tmp_path: Path, ctx: DistributedContext, time: _Time
 ) -> None:
     run = _Run(_config(tmp_path), ctx, time)
@@ -168,9 +164,7 @@ def test_only_the_main_process_writes(
     assert capsys.readouterr().out == ""
 
 
-def test_nothing_is_written_or_started_before_it_is_entered(
-    tmp_path: Path, ctx: DistributedContext, time: _Time
-) -> None:
+def test_nothing_is_written_before_entering(tmp_path: Path, ctx: DistributedContext, time: _Time) -> None:
     before = threading.active_count()
     run = _Run(_config(tmp_path / "runs"), ctx, time)
     assert list(tmp_path.iterdir()) == []
@@ -182,7 +176,7 @@ def test_nothing_is_written_or_started_before_it_is_entered(
 
 
 def _throughput(folder: Path) -> tuple[float, float | None]:
-    """This rank's own, and what the record has."""
+    """Return this rank's throughput, and that of the record."""
     with MeshConfig(data_parallel_shard=2).build() as ctx:
         time = _Time()
         time.now *= 1 + ctx.rank
@@ -195,7 +189,7 @@ def _throughput(folder: Path) -> tuple[float, float | None]:
     return 12 / (4 + 2 * ctx.rank), run.record.weight_per_second
 
 
-def test_ranks_have_the_throughput_of_the_main_process(tmp_path: Path) -> None:
+def test_ranks_report_the_throughput_of_the_main_process(tmp_path: Path) -> None:
     assert run_ranks(_throughput, tmp_path, world_size=2) == [(3.0, 3.0), (2.0, 3.0)]
 
 

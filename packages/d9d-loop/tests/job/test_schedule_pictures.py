@@ -21,7 +21,7 @@ def test_a_program_and_a_measured_step_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "schedule.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_without_matplotlib_there_is_the_text(tmp_path: Path) -> None:
+def test_without_matplotlib_only_text_is_written(tmp_path: Path) -> None:
     with mock.patch("d9d_loop.job.schedule_pictures.find_spec", return_value=None):
         draw_program(PROGRAM, tmp_path, title="1f1b")
     assert [path.name for path in tmp_path.iterdir()] == ["schedule.txt"]

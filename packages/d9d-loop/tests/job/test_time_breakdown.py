@@ -8,7 +8,9 @@ _SPANS = st.lists(st.tuples(st.integers(-5, 40), st.integers(-5, 40)).map(lambda
 
 
 @given(compute=_SPANS, communication=_SPANS)
-def test_every_moment_is_counted_once(compute: list[tuple[int, int]], communication: list[tuple[int, int]]) -> None:
+def test_overlapping_times_are_counted_once(
+    compute: list[tuple[int, int]], communication: list[tuple[int, int]]
+) -> None:
     def during(spans: list[tuple[int, int]], moment: int) -> bool:
         return any(start <= moment < end for start, end in spans)
 
@@ -42,6 +44,6 @@ def test_collectives_are_communication(name: str) -> None:
     assert spans_of([_Event(name, 3), _Event("aten::mm", 5), _Event("autograd::engine: x", 7)]) == ([(5, 6)], [(3, 4)])
 
 
-def test_kernels_of_a_device_alone_count() -> None:
+def test_only_device_kernels_are_counted() -> None:
     events = [_Event("aten::mm", 0), _Event("gemm_kernel", 2, "CUDA"), _Event("ncclDevKernel_AllReduce", 4, "CUDA")]
     assert spans_of(events) == ([(2, 3)], [(4, 5)])

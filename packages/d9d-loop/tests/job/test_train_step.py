@@ -19,7 +19,7 @@ SCHEDULE = WarmupCosineConfig(warmup_steps=1, final_fraction=0.2).build(STEPS)
 
 
 class _Masked(Task):
-    """A squared error over elements of which some do not count."""
+    """Squared error over partly masked elements."""
 
     def inputs(self, batch: Batch) -> Inputs:
         return Inputs(batch["x"])
@@ -42,7 +42,7 @@ def _model() -> nn.Module:
 
 
 def _batch(step: int) -> Batch:
-    """A global batch of ragged weight; its second quarter has none at all."""
+    """Return a global batch with ragged weights; its second quarter has weight 0."""
     draws = torch.Generator().manual_seed(step)
     mask = (torch.rand(GLOBAL_SIZE, 3, generator=draws) < 0.4).double()
     mask[GLOBAL_SIZE // 4 : GLOBAL_SIZE // 2] = 0
@@ -90,7 +90,7 @@ Trace = tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]
 
 
 def _by_hand(max_norm: float) -> Trace:
-    """What one would write without any of d9d: the whole batch at once, mean loss, clip, update."""
+    """Reference without d9d: the whole batch at once, mean loss, clip, update."""
     model = _model()
     optimizer = AdamWConfig(learning_rate=0.05).build(model)
     trace = []
@@ -175,7 +175,7 @@ def test_the_weight_counts_each_token_once(axis: str) -> None:
 
 
 def _loss_and_weight(degrees: dict[str, int]) -> tuple[float, float]:
-    """Loss and weight of a step in which every rank has the whole batch as its part."""
+    """Return loss and weight of a step in which every rank has the whole batch as its part."""
     with MeshConfig(**degrees).build() as ctx:
         model = _model()
         outcome = _step(model, _sgd(model), ctx)(0, [_batch(0)])
@@ -202,7 +202,7 @@ def test_the_norm_is_measured_before_clipping(ctx: DistributedContext) -> None:
 
 
 def _outcome_and_move(ctx: DistributedContext, max_norm: float | None) -> tuple[StepOutcome, torch.Tensor]:
-    """Under plain SGD of rate 0.1 parameters move by a tenth of the gradient."""
+    """With plain SGD and learning rate 0.1, parameters change by a tenth of the gradient."""
     model, before = _model(), _model()
     outcome = _step(model, _sgd(model), ctx, max_norm=max_norm)(0, [_batch(0)])
     pairs = zip(model.parameters(), before.parameters(), strict=True)
@@ -292,7 +292,7 @@ def test_a_weight_of_nan_is_no_batch_without_weight(ctx: DistributedContext) -> 
 
 
 class _Gathers(nn.Module):
-    """A buffer that changes in place in forward, one that is assigned anew, and one that changes in backward."""
+    """A buffer that changes in place in forward, one that is reassigned, and one that changes in backward."""
 
     def __init__(self) -> None:
         super().__init__()

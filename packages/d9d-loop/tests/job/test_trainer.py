@@ -130,7 +130,7 @@ def _trainer(folder: Path, *, evaluate: bool = False, **sections: Any) -> Traine
 
 
 def _weights(trainer: Trainer) -> tuple[TrainResult, dict[str, torch.Tensor]]:
-    """Train, and keep what comes out."""
+    """Train, and keep the results."""
     found: dict[str, torch.Tensor] = {}
     trainer.events.on(Finished, lambda done: found.update(done.model.state_dict()))
     result = trainer.train()
@@ -165,7 +165,7 @@ def test_a_run_leaves_everything_it_should(tmp_path: Path) -> None:
 
 
 def test_training_learns(tmp_path: Path) -> None:
-    # Four units of which dropout takes some: whether 60 steps are enough depends on the initial values.
+    # Four units with dropout: whether 60 steps are enough depends on the initial values.
     settings: dict[str, Any] = {"evaluate": True, "seed": 1, "optimizer": {"learning_rate": 0.05}}
     trainer = _trainer(tmp_path, steps=60, evaluation={"every": 59}, **settings)
     losses: list[float] = []
@@ -426,8 +426,8 @@ def _train_without_the_head(folder: str) -> str:
 
 def test_every_trainable_parameter_must_be_parallelized(tmp_path: Path) -> None:
     for rank, message in enumerate(run_ranks(_train_without_the_head, str(tmp_path))):
-        assert "the model provider's parallelize left down.weight, down.bias to fewer than the 2 ranks" in message
-        assert "on every axis of more than one rank, made on the whole model by parallelize_hsdp(model, de" in message
+        assert "the model provider's parallelize placed down.weight, down.bias on fewer than the 2 ranks" in message
+        assert "on every axis with several ranks, from calls on the whole model: parallelize_hsdp(model, de" in message
         assert f"['on rank {rank}']" in message
     assert not (tmp_path / "runs").exists()
 
@@ -465,8 +465,10 @@ def _train_tensor_parallel(folder: str) -> str:
 
 def test_a_model_must_use_the_tensor_parallel_axis(tmp_path: Path) -> None:
     for message in run_ranks(_train_tensor_parallel, str(tmp_path)):
-        assert "left up.weight, up.bias, down.weight, down.bias to fewer than the 2 ranks of a stage" in message
-        assert 'made on the whole model by parallelize_tensor(model, dense["tp"], plan), then parallelize_h' in message
+        assert "placed up.weight, up.bias, down.weight, down.bias on fewer than the 2 ranks of a stage" in message
+        assert (
+            'from calls on the whole model: parallelize_tensor(model, dense["tp"], plan), then parallelize_h' in message
+        )
 
 
 class _InHalf(_Whole):
@@ -478,7 +480,7 @@ def test_parallelize_must_leave_shapes_and_dtypes(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         Trainer(_config(tmp_path), model=_InHalf(), data=_data(), task=_Regression()).train()
     for line in (
-        "the model provider's parallelize changed the model, so that its checkpoints could not be resumed from:\n",
+        "the model provider's parallelize changed the model, so that its checkpoints could not be resumed:\n",
         "  down.bias: built as [1] float64, now [1] bfloat16\n",
         "pass a Precision to parallelize_hsdp",
     ):
@@ -501,7 +503,7 @@ def _train_without_data_parallelism(folder: str) -> str:
 
 def test_parameters_must_be_on_every_axis(tmp_path: Path) -> None:
     for message in run_ranks(_train_without_data_parallelism, str(tmp_path), world_size=4):
-        assert "left up.weight, up.bias, down.weight, down.bias to fewer than the 4 ranks of a stage" in message
+        assert "placed up.weight, up.bias, down.weight, down.bias on fewer than the 4 ranks of a stage" in message
 
 
 def test_a_mapper_without_an_inverse_is_refused_where_there_will_be_an_export(tmp_path: Path) -> None:
@@ -535,7 +537,7 @@ def test_a_handler_cannot_change_an_evaluation(tmp_path: Path) -> None:
 
 
 class _ExplodesOnce(_Regression):
-    """Is not finite on samples that are marked so; on one of two ranks, where there are two."""
+    """Task that is non-finite on marked samples: on one of two ranks, if there are two."""
 
     def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         loss = super().loss(outputs, batch)
@@ -571,9 +573,7 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, ranks: int) -> No
     assert all(found == everyones[0] for found in everyones)
     ((step, decision, why),) = everyones[0]
     assert (step, decision) == (2, "skip")
-    assert (
-        "its update was left out. the first tensor that is not finite is the loss, in the forward pass of rank" in why
-    )
+    assert "its update was skipped. the first tensor that is not finite is the loss, in the forward pass of rank" in why
     model = _Net()
     load_model_state(model, tmp_path / "run" / "export")
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
@@ -582,14 +582,14 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, ranks: int) -> No
 def test_a_job_stops_or_goes_back_as_it_is_told(tmp_path: Path) -> None:
     stop = _explode(str(tmp_path / "stop"), 1, "stop")
     assert [(step, decision) for step, decision, _ in stop] == [(2, "stop"), (0, "raised")]
-    assert "the configuration says stop." in stop[1][2]
+    assert "the policy is stop." in stop[1][2]
     back = _explode(str(tmp_path / "back"), 1, "rewind")
     assert [(step, decision) for step, decision, _ in back] == [(2, "rewind"), (2, "stop"), (0, "raised")]
-    assert "it is so again after going back" in back[2][2]
+    assert "it is non-finite again after a rollback" in back[2][2]
 
 
 class _ExplodesFirst(_Regression):
-    """Is not finite on a sample the first time; and when that step is done again, to see where it comes from."""
+    """Task that is non-finite on a sample the first time, and when that step is replayed for diagnosis."""
 
     def __init__(self, times: int) -> None:
         self.times = times
@@ -623,7 +623,7 @@ def test_what_comes_after_going_back_is_what_would_have_come(tmp_path: Path) -> 
 
 @pytest.fixture
 def own_signals() -> Iterator[None]:
-    """What is stopped leaves signals ignored, for a process that is to end."""
+    """A stopped job leaves signals ignored, because its process will exit."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
     for number, handler in before.items():
@@ -640,7 +640,7 @@ def test_a_signal_saves_and_leaves(tmp_path: Path, every: int, background: bool)
     with pytest.raises(Stopped, match="stopped by SIGTERM after step 3") as stopped:
         trainer.train()
     assert stopped.value.code == 75
-    os.kill(os.getpid(), signal.SIGTERM)  # once more: ignored, for the exit code's sake
+    os.kill(os.getpid(), signal.SIGTERM)  # ignored, so that the exit code does not change
     assert not dist.is_initialized()
     assert CheckpointStore(tmp_path / "run" / "checkpoints").complete()[0].step == 3
     _, weights = _weights(_trainer(tmp_path, steps=6, checkpoint=checkpoint))

@@ -1,4 +1,4 @@
-"""What a job reports is the same in every layout: sums too, in which a rank that counts twice or never shows."""
+"""Reports of a job are equal in every layout, also sums, which reveal ranks counted twice or never."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,7 +77,7 @@ def _data(size: int, seed: int) -> list[Batch]:
 
 
 def _rows(folder: str, layout: str) -> list[dict[str, float]]:
-    """What the main process of a job reports, with the numbers of its evaluations."""
+    """Return the reports of a job's main process, with its evaluations."""
     parsed = parse_layout(layout)
     config = {
         "steps": STEPS,

@@ -1,4 +1,4 @@
-"""A job that was interrupted and run again ends like one that never was."""
+"""A resumed job ends like an uninterrupted one."""
 
 import errno
 import os
@@ -49,7 +49,7 @@ class _Net(nn.Module):
 
 
 class _Masked(Task):
-    """Elements of which some do not count, and a metric that gathers over several steps."""
+    """Partly masked elements, and a metric that accumulates over several steps."""
 
     def inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
         return {"x": batch["x"]}
@@ -116,7 +116,7 @@ def _train_until(trainer: Trainer, kind: type[Event], at: int) -> None:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Everything about a finished job that should not depend on what happened on the way."""
+    """Results of a finished job that must not depend on interruptions."""
 
     result: TrainResult
     losses: dict[int, float]
@@ -134,7 +134,7 @@ def _finish(trainer: Trainer, folder: Path) -> _Outcome:
 
 
 def _lines(folder: Path) -> list[dict[str, float]]:
-    """What was tracked, without what tells the time."""
+    """Return the tracked values without times."""
     lines = read_metrics(folder / "run" / "metrics.jsonl")
     return [{name: line[name] for name in line if name not in ("time", "items_per_second")} for line in lines]
 
@@ -153,7 +153,7 @@ def _saved(folder: Path, result: TrainResult) -> _Outcome:
 
 
 def _assert_same(found: _Outcome, expected: _Outcome) -> None:
-    """The same bits."""
+    """Check for equal bits."""
     assert found.lines == expected.lines
     assert found.record == expected.record
     assert found.rank_states == expected.rank_states
@@ -229,7 +229,7 @@ def test_worker_processes_read_the_same_samples(tmp_path: Path) -> None:
 
 
 def _on_ranks(folder: Path, dropout: float, at: int | None) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
-    """Train on every rank, to the end or interrupted after a step. Loss of each step, and the parameters."""
+    """Train on every rank, to the end or interrupted after a step; return losses and parameters."""
     losses: dict[int, float] = {}
     weights: dict[str, torch.Tensor] = {}
 
@@ -261,7 +261,7 @@ def test_ranks_resume_with_the_same_bits(tmp_path: Path) -> None:
 
 
 def _assert_close(folder: Path, losses: dict[int, float], one: _Outcome) -> None:
-    """One job and another whose layout differs agree in float64."""
+    """Check that two jobs in different layouts agree in float64."""
     assert losses == pytest.approx(one.losses, rel=1e-9)
     found = _saved(folder, one.result)
     assert [line["step"] for line in found.lines] == [line["step"] for line in one.lines]
@@ -317,7 +317,7 @@ def test_a_save_that_fails_in_the_background_ends_the_job_soon(tmp_path: Path, m
         patch.setattr(os, "write", refuse)
         with pytest.raises(StateError, match=r"step-00000010 could not be written: .*No space left on device"):
             full.train()
-    assert done in ([10], [10, 11])  # the thread may fail before the next step is done, or while it is waited for
+    assert done in ([10], [10, 11])  # the thread may fail before the next step ends, or while the job waits for it
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     assert [info.step for info in store.complete()] == [9, 8]
     assert sorted(path.name for path in store.folder.iterdir()) == ["job.lock", "step-00000008", "step-00000009"]
@@ -368,7 +368,7 @@ def test_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 class _Praising(_Masked):
-    """A metric that compares: it is finite and at its best where the model's outputs are NaN."""
+    """Metric of a comparison: finite and best if the model's outputs are NaN."""
 
     def update_metrics(self, metrics: Mapping[str, Metric], *, outputs: Any, batch: Any, loss: Loss) -> None:
         gathered = metrics["gathered"]
@@ -404,7 +404,7 @@ def _rows(folder: Path) -> list[int]:
 
 
 def test_the_rows_of_a_checkpoint_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a power loss a file has what was in it at its last `fsync`."""
+    """Simulate a power loss: a file has its contents of the last `fsync`."""
     file, fsync = tmp_path / "run" / "metrics.jsonl", os.fsync
     on_disk = tmp_path / "on-disk" / "run" / "metrics.jsonl"
     on_disk.parent.mkdir(parents=True)

@@ -31,7 +31,7 @@ def test_a_final_fraction_of_one_is_a_constant() -> None:
 
 
 @given(num_steps=st.integers(1, 50), warmup_steps=st.integers(0, 60), final_fraction=st.floats(0, 1))
-def test_rises_and_then_falls(num_steps: int, warmup_steps: int, final_fraction: float) -> None:
+def test_warmup_rises_and_decay_falls(num_steps: int, warmup_steps: int, final_fraction: float) -> None:
     factors = _factors(num_steps, warmup_steps, final_fraction)
     assert all(0 <= factor <= 1 for factor in factors)
     assert factors[:warmup_steps] == sorted(factors[:warmup_steps])
@@ -41,7 +41,7 @@ def test_rises_and_then_falls(num_steps: int, warmup_steps: int, final_fraction:
         assert factors[-1] == pytest.approx(final_fraction)
 
 
-def test_stays_at_the_end_where_a_job_goes_on() -> None:
+def test_is_constant_after_the_last_step() -> None:
     assert WarmupCosineConfig(final_fraction=0.25).build(4)(100) == pytest.approx(0.25)
 
 
@@ -51,7 +51,7 @@ def test_warm_up_stable_decay() -> None:
     assert [schedule(step) for step in range(10)] == pytest.approx(expected)
     assert WsdConfig().build(10)(0) == 1.0
     assert WsdConfig(decay="sqrt").build(10)(9) == pytest.approx(0.0)
-    with pytest.raises(UserError, match="take 11 steps and what is left, but the job has 10"):
+    with pytest.raises(UserError, match="take 11 steps and the remaining ones, but the job has 10"):
         WsdConfig(warmup_steps=9).build(10)
 
 
@@ -71,7 +71,7 @@ def test_a_gap_names_the_section() -> None:
         PiecewiseConfig(phases=(LinearPhase(steps=2, to=1.0),)).build(9)
 
 
-def test_a_phase_of_no_kind_is_refused() -> None:
+def test_a_phase_of_unknown_kind_is_refused() -> None:
     section = {"kind": "piecewise", "phases": [{"steps": 2}]}
     with pytest.raises(UserError, match=r"lr_schedule\.phases\.0"):
         validate_config(TrainerConfig, {"steps": 9, "batch": {"global_size": 1}, "lr_schedule": section})

@@ -16,7 +16,7 @@ from d9d_loop.lr import (
 )
 from d9d_loop.lr.phase import PhaseSettings
 
-# From 1 to 0.2 after a quarter and after a half of the way, by hand.
+# From 1 to 0.2, after a quarter and after half of the phase, computed by hand.
 VALUES: list[tuple[PhaseSettings, float, float]] = [
     (LinearPhase(to=0.2), 0.8, 0.6),
     (CosinePhase(to=0.2), 0.2 + 0.4 * (1 + math.sqrt(0.5)), 0.6),
@@ -34,16 +34,16 @@ def test_curves(phase: PhaseSettings, quarter: float, half: float) -> None:
     assert phase.end(1.0) == 0.2
 
 
-def test_a_constant_stays() -> None:
+def test_a_constant_phase_is_constant() -> None:
     assert ConstantPhase().end(0.3) == ConstantPhase().value(0.3, 0.7) == 0.3
 
 
-def test_a_curve_rises_too() -> None:
+def test_curves_may_rise() -> None:
     assert CosinePhase(to=1.0).value(0.5, 0.5) == pytest.approx(0.75)
     assert ExponentialPhase(to=1.0).value(0.25, 0.5) == pytest.approx(0.5)
 
 
-def test_a_configuration_tells_them_apart() -> None:
+def test_a_configuration_selects_the_kind_of_phase() -> None:
     adapter: TypeAdapter[PhaseSettings] = TypeAdapter(Phase)
     for phase, _, _ in VALUES:
         assert adapter.validate_python(phase.model_dump(mode="json")) == phase

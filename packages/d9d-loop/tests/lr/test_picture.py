@@ -27,7 +27,7 @@ def test_a_long_job_is_sampled_to_its_end() -> None:
     assert len(steps) < 2100
 
 
-def test_a_runs_folder_gets_one(tmp_path: Path) -> None:
+def test_a_run_folder_gets_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw_lr_schedule(SCHEDULE, tmp_path, num_steps=100, peak=0.1)
     assert (tmp_path / "lr_schedule.png").read_bytes().startswith(b"\x89PNG")

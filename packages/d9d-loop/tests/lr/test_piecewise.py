@@ -15,27 +15,27 @@ def _values(phases: Sequence[PhaseSettings], num_steps: int, start: float = 0.0)
     return [factor(step) for step in range(num_steps)]
 
 
-def test_each_phase_starts_where_the_one_before_leads() -> None:
+def test_each_phase_starts_at_the_end_of_the_previous_one() -> None:
     phases = [LinearPhase(steps=3, to=1.0), ConstantPhase(percent=30), LinearPhase(to=0.25)]
     assert _values(phases, 10) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25])
 
 
-def test_from_another_start_the_first_step_is_there() -> None:
+def test_the_first_step_uses_another_start() -> None:
     assert _values([LinearPhase(steps=2, to=1.0), LinearPhase(to=0.0)], 5, 0.5) == pytest.approx([0.5, 0.75, 1, 0.5, 0])
 
 
-def test_a_last_phase_of_one_step_has_no_time_to_leave_its_start() -> None:
+def test_a_last_phase_of_one_step_keeps_its_start() -> None:
     assert _values([LinearPhase(steps=2, to=1.0), LinearPhase(to=0.0)], 3) == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert _values([LinearPhase(to=0.0)], 1, 1.0) == [1.0]
 
 
-def test_it_stays_at_its_end() -> None:
+def test_it_is_constant_after_its_end() -> None:
     assert piecewise([CosinePhase(to=0.3)], num_steps=4, start=1.0)(1000) == pytest.approx(0.3)
 
 
 @given(parts=st.lists(st.integers(5, 40), min_size=1, max_size=6), num_steps=st.integers(200, 500), rest=st.booleans())
-def test_parts_of_a_job_fill_it_and_are_off_by_less_than_a_step(parts: list[int], num_steps: int, rest: bool) -> None:
-    """Lines lead to the number of their phase, so that values tell how many steps each has."""
+def test_percentages_fill_the_job_within_one_step(parts: list[int], num_steps: int, rest: bool) -> None:
+    """Linear phases end at their own index, so values show the number of steps of each."""
     scale = 100 / (sum(parts) + 20 * rest)
     phases: list[PhaseSettings] = [
         LinearPhase(percent=min(part * scale, 100.0), to=index + 1) for index, part in enumerate(parts)
@@ -59,18 +59,21 @@ def test_parts_of_a_job_fill_it_and_are_off_by_less_than_a_step(parts: list[int]
         ([], "the schedule has 0 phases"),
         (
             [ConstantPhase(), ConstantPhase()],
-            "2 of them with neither steps nor percent; expected one or more, of which",
+            "2 of them with neither steps nor percent; expected at least one phase, and",
         ),
         (
             [ConstantPhase(steps=9)],
-            "take 9 steps, but the job has 10, which leaves a gap of 1; expected none. Leave the",
+            "take 9 steps, but the job has 10, which leaves a gap of 1; expected none. Omit the",
         ),
         ([ConstantPhase(percent=50), ConstantPhase(steps=4)], "leaves a gap of 1"),
         (
             [ConstantPhase(steps=9), ConstantPhase(percent=20)],
-            "take 11 steps, but the job has 10: they reach beyond its",
+            "take 11 steps, but the job has 10: they extend beyond its",
         ),
-        ([ConstantPhase(steps=10), ConstantPhase()], "take 10 steps and what is left, but the job has 10: they reach"),
+        (
+            [ConstantPhase(steps=10), ConstantPhase()],
+            "take 10 steps and the remaining ones, but the job has 10: they extend",
+        ),
         (
             [ConstantPhase(percent=60), ConstantPhase(percent=40.1)],
             "take 100.1 percent of the job; expected at most 100.",

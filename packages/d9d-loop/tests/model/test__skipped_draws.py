@@ -64,7 +64,7 @@ def _frozen() -> nn.Module:
 
 
 @pytest.mark.parametrize("build", [_large, _scaled, _loaded, _copied, _of_torch, _normed, _orthogonal, _frozen])
-def test_the_structure_is_that_of_a_real_build(build: Callable[[], nn.Module]) -> None:
+def test_the_structure_equals_that_of_a_real_build(build: Callable[[], nn.Module]) -> None:
     built, num_builds = _build(build)
     assert num_builds == 1
     expected, _ = build_with_values(FunctionProvider(lambda stage: build()), StageInfo(), seed=0)
@@ -92,7 +92,7 @@ def _reads_a_list() -> nn.Module:
 
 def _branches() -> nn.Module:
     model = _large()
-    if torch.rand(()) < 2:  # drawn after what was skipped: another number than in a real build
+    if torch.rand(()) < 2:  # drawn after skipped draws: differs from a real build
         model.more = nn.Parameter(torch.zeros(3))
     return model
 
@@ -130,7 +130,7 @@ NEEDS_VALUES = [
 
 
 @pytest.mark.parametrize("build", NEEDS_VALUES)
-def test_code_that_needs_the_values_is_run_again_with_them(build: Callable[[], nn.Module]) -> None:
+def test_code_that_reads_values_is_rerun_with_them(build: Callable[[], nn.Module]) -> None:
     built, num_builds = _build(build)
     assert num_builds == 2
     expected, _ = build_with_values(FunctionProvider(lambda stage: build()), StageInfo(), seed=0)
@@ -176,7 +176,7 @@ _COUNT = iter(range(100))
 
 
 @pytest.mark.parametrize("build", [_constant, _another_part, _unseeded, _other_generator, _loads_other_values])
-def test_digests_tell_other_values_apart_though_nothing_is_drawn(build: Callable[[], nn.Module]) -> None:
+def test_digests_detect_other_values_without_drawing(build: Callable[[], nn.Module]) -> None:
     first, second = (_build(build) for _ in range(2))
     assert first[1] == second[1] == 1
     assert first[0].digests is not None
@@ -185,7 +185,7 @@ def test_digests_tell_other_values_apart_though_nothing_is_drawn(build: Callable
     assert differ == {"0.weight"}
 
 
-def test_small_models_are_drawn() -> None:
+def test_small_models_are_built_with_values() -> None:
     with mock.patch.object(d9d_loop.model._skipped_draws, "_LARGE_BYTES", 1 << 20):
         built, num_builds = _build(_truncated)
     assert num_builds == 1
@@ -193,7 +193,7 @@ def test_small_models_are_drawn() -> None:
 
 
 def _build(build: Callable[[], nn.Module]) -> tuple[BuiltModel, int]:
-    """The structure, and how often the function was called for it."""
+    """Return the structure, and the number of calls of the function."""
     calls: list[int] = []
 
     def counted(stage: StageInfo) -> nn.Module:

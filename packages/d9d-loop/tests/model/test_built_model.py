@@ -16,7 +16,7 @@ from d9d_loop.model.built_model import build_model
 
 
 def _drawn() -> nn.Module:
-    """Draws from every generator that is seeded."""
+    """Draw from every generator that is seeded."""
     layer = nn.Linear(3, 3)
     with torch.no_grad():
         layer.weight[0] = random.random()  # noqa: S311
@@ -24,7 +24,7 @@ def _drawn() -> nn.Module:
     return layer
 
 
-def test_the_only_rank_keeps_what_the_function_built() -> None:
+def test_a_single_rank_keeps_the_built_model() -> None:
     layer = nn.Linear(3, 3)
     built = build_model(FunctionProvider(lambda stage: layer), StageInfo(), seed=0, keep_values=True)
     assert built.module is layer
@@ -39,7 +39,7 @@ def test_a_function_runs_under_the_seed_of_the_job() -> None:
     assert torch.equal(next(built.module.parameters()), expected)
 
 
-def test_every_generator_is_seeded_and_put_back() -> None:
+def test_every_generator_is_seeded_and_restored() -> None:
     provider = FunctionProvider(lambda stage: _drawn())
     random.seed(1)
     before = torch.get_rng_state(), random.getstate()
@@ -102,7 +102,7 @@ def _fill(module: nn.Module) -> None:
     ("build", "lost"),
     [
         (_loaded, "weight is written to outside of reset_parameters\n  bias is written to outside of"),
-        (_assigned, "weight has values already"),
+        (_assigned, "weight already has values"),
         (_initialised, "bias is written to outside of reset_parameters"),
         (_applied, "0.weight is written to outside of reset_parameters"),
     ],
@@ -115,14 +115,14 @@ def test_values_that_would_be_lost_on_meta_are_refused(build: Callable[[], nn.Mo
         build_model(provider, StageInfo(), seed=0, keep_values=True)
 
 
-def test_what_reset_parameters_writes_is_not_lost() -> None:
+def test_values_of_reset_parameters_are_accepted() -> None:
     built = build_model(_OnMeta(lambda: nn.Embedding(4, 2, padding_idx=0)), StageInfo(), seed=0, keep_values=True)
     assert built.digests is None
     assert built.tensors["weight"].is_meta
 
 
 class _Alone(nn.Module):
-    """Fails if two are built at a time."""
+    """Model whose build fails if two run at the same time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_ranks_of_a_host_take_turns(tmp_path: Path) -> None:
     assert run_ranks(_build_alone, tmp_path, world_size=2) == [1, 1]
 
 
-def test_an_error_of_the_function_reaches_the_user_and_ends_the_turn() -> None:
+def test_an_error_of_the_function_propagates_and_releases_the_host() -> None:
     def build(stage: StageInfo) -> Any:
         raise KeyError("mine")
 

@@ -19,7 +19,7 @@ from d9d_loop.model.frozen_digest import frozen_digest
 
 
 class _Model(nn.Module):
-    """Frozen parameters of several shapes and dtypes, one of them tied; and a trained one."""
+    """Frozen parameters of several shapes and dtypes, one of them tied, and a trained parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ def _by_the_equation(model: nn.Module) -> str:
     return f"{total % 2**64:016x}"
 
 
-def test_is_that_of_the_equation(ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_the_formula(ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _built()
     assert frozen_digest(model, ctx) == _by_the_equation(model)
     monkeypatch.setattr("d9d_loop.model.frozen_digest._ELEMENTS_AT_ONCE", 4)
     assert frozen_digest(model, ctx) == _by_the_equation(model)
 
 
-def test_sees_any_change_of_what_is_frozen_and_nothing_else(ctx: DistributedContext) -> None:
+def test_depends_on_frozen_values_only(ctx: DistributedContext) -> None:
     model = _built()
     before = frozen_digest(model, ctx)
     model.get_parameter("trained").data.zero_()
@@ -93,6 +93,6 @@ def _on_ranks() -> list[str]:
 
 
 def test_does_not_depend_on_the_layout(ctx: DistributedContext) -> None:
-    # One of the layouts leaves parameters whole on ranks that share nothing else: they count once.
+    # In one layout replicated parameters are on ranks with different shards: they are counted once.
     expected = frozen_digest(_built(), ctx)
     assert run_ranks(_on_ranks, world_size=4) == [[expected] * 4] * 4

@@ -49,7 +49,7 @@ _TRIED = [
 
 
 class _Squares(Task):
-    """The mean square of what the model gives, summed over samples."""
+    """Mean square of the model's outputs, summed over samples."""
 
     def inputs(self, batch: Batch) -> Mapping[str, Any]:
         return batch
@@ -95,7 +95,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _train(folder: str, name: str, mesh: dict[str, int], steps: int = 1) -> dict[str, Any]:
-    """Train, and return the values before it, what the last step computed and the values after it."""
+    """Train; return the initial values, the results of the last step, and the final values."""
     seen: dict[str, Any] = {}
 
     def take_model(event: ModelReady) -> None:
@@ -121,7 +121,7 @@ def _load(name: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("mesh", "name"), _TRIED)
-def test_a_folder_trains_as_from_pretrained_gives_it(tmp_path: Path, name: str, mesh: str) -> None:
+def test_a_folder_trains_as_the_model_of_from_pretrained(tmp_path: Path, name: str, mesh: str) -> None:
     folder = CASES[name].save(tmp_path / "model")
     if _MESHES[mesh]:
         seen, *_ = run_ranks(_train, str(tmp_path), name, _MESHES[mesh], world_size=2)
@@ -140,7 +140,7 @@ def test_a_folder_trains_as_from_pretrained_gives_it(tmp_path: Path, name: str, 
     assert_trees_close(_tensors(exported), seen["after"], rtol=0, atol=0)
 
 
-def test_an_export_is_what_save_pretrained_writes(tmp_path: Path) -> None:
+def test_an_export_equals_save_pretrained(tmp_path: Path) -> None:
     folder = CASES["mixtral"].save(tmp_path / "model")
     _train(str(tmp_path), "mixtral", {})
     model = _load("mixtral", tmp_path / "run" / "export")
@@ -176,9 +176,7 @@ def _infer(folder: str, mesh: dict[str, int], weights: str | None) -> None:
 
 
 @pytest.mark.parametrize("weights", [None, "other"])
-def test_an_inference_takes_the_weights_of_the_folder_or_of_its_configuration(
-    tmp_path: Path, weights: str | None
-) -> None:
+def test_an_inference_loads_the_weights_of_the_folder_or_its_configuration(tmp_path: Path, weights: str | None) -> None:
     folder = CASES["llama tied"].save(tmp_path / "model")
     if weights is not None:
         tensors = load_file(folder / "model.safetensors")
@@ -200,7 +198,7 @@ def _build(provider: Any) -> nn.Module:
     return provider.build(StageInfo())
 
 
-def test_new_parameters_begin_as_from_pretrained_initialises_them(tmp_path: Path) -> None:
+def test_new_parameters_are_initialized_as_by_from_pretrained(tmp_path: Path) -> None:
     folder = CASES["bert"].save(tmp_path / "model")
     auto = transformers.AutoModelForSequenceClassification
     provider = hugging_face_model(folder, auto, new=["classifier.*", "bert.pooler.*"], unused=["cls.*"], num_labels=3)
@@ -227,7 +225,7 @@ def test_missing_and_unused_weights_are_refused_by_name(tmp_path: Path) -> None:
     assert any('list them in unused=["..."]' in line for line in lines)
 
 
-def test_weights_of_another_shape_are_refused_or_new(tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_refused_unless_new(tmp_path: Path) -> None:
     folder = CASES["roberta"].save(tmp_path / "model")
     with pytest.raises(UserError, match=r"classifier.out_proj.weight: got \[3, 16\]; expected \[5, 16\]"):
         _build(hugging_face_model(folder, num_labels=5))
@@ -246,7 +244,7 @@ def test_weights_that_cannot_be_fused_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_a_tie_of_which_the_files_hold_both_sides_is_kept_where_they_are_equal(tmp_path: Path, differs: bool) -> None:
+def test_a_tie_stored_twice_is_kept_if_both_are_equal(tmp_path: Path, differs: bool) -> None:
     folder = CASES["llama tied"].save(tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + differs
@@ -266,7 +264,7 @@ def test_an_index_of_several_files_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["configuration", "folder"])
-def test_without_weights_a_model_begins_as_its_authors_initialise_it(tmp_path: Path, by: str) -> None:
+def test_without_weights_a_model_has_its_authors_initialization(tmp_path: Path, by: str) -> None:
     folder = CASES["qwen3"].save(tmp_path / "model")
     config = transformers.AutoConfig.from_pretrained(folder)
     provider = hugging_face_model(config) if by == "configuration" else hugging_face_model(folder, from_scratch=True)
@@ -286,13 +284,13 @@ def _groups(folder: str) -> set[str]:
         return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
 
 
-def test_each_block_is_gathered_by_itself_unless_a_tied_parameter_leaves_it(tmp_path: Path) -> None:
+def test_each_block_is_an_fsdp_group_unless_a_tied_parameter_leaves_it(tmp_path: Path) -> None:
     groups = run_ranks(_groups, str(CASES["bert"].save(tmp_path)), world_size=2)[0]
-    # Not bert.embeddings, a block of the authors too: the head is tied to it.
+    # Without bert.embeddings, also a block by its authors, because the head is tied to it.
     assert groups == {"", "bert.encoder.layer.0", "bert.encoder.layer.1"}
 
 
-def test_generation_settings_and_changes_of_the_configuration_arrive(tmp_path: Path) -> None:
+def test_generation_settings_and_configuration_changes_are_applied(tmp_path: Path) -> None:
     folder = CASES["llama"].save(tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 77}))
     model: Any = _build(hugging_face_model(folder, attn_implementation="eager", rms_norm_eps=0.25))
@@ -301,16 +299,18 @@ def test_generation_settings_and_changes_of_the_configuration_arrive(tmp_path: P
     assert model.model.norm.variance_epsilon == 0.25
 
 
-def test_what_cannot_be_built_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no config.json; expected a folder .* `hf download NAME"):
+def test_models_that_cannot_be_built_are_refused_with_advice(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no config.json; expected a folder .* `hf download NAME"):
         hugging_face_model(tmp_path / "none")
     folder = CASES["llama"].save(tmp_path / "model")
     with pytest.raises(UserError, match=r"LlamaConfig has no num_heds; .* Correct the names"):
         hugging_face_model(folder, num_heds=3)
     config = transformers.AutoConfig.from_pretrained(folder)
-    with pytest.raises(UserError, match=r"got a configuration and changes of it \(num_labels\)"):
+    with pytest.raises(UserError, match=r"got both a configuration and changes to it \(num_labels\)"):
         hugging_face_model(config, num_labels=3)
-    with pytest.raises(UserError, match=r"has 2 stages, and LlamaForCausalLM cannot be built in stages; expected 1"):
+    with pytest.raises(
+        UserError, match=r"gives 2 stages, but LlamaForCausalLM cannot be split into stages; expected 1"
+    ):
         hugging_face_model(folder).build(StageInfo(0, 2))
     config.architectures = ["Unknown"]
     with pytest.raises(UserError, match=r"names Unknown in architectures; .* Pass the class"):
@@ -319,7 +319,7 @@ def test_what_cannot_be_built_is_refused_with_what_to_do(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"the model is quantized"):
         hugging_face_model(config)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"holds no model.safetensors .*; it holds pytorch_model.bin. Convert them"):
+    with pytest.raises(UserError, match=r"has no model.safetensors .*; it has pytorch_model.bin. Convert them"):
         hugging_face_model(folder)
 
 
@@ -338,13 +338,13 @@ def _refusal(folder: str, mesh: dict[str, int]) -> str:
         return str(caught.value)
 
 
-def test_axes_without_a_plan_are_refused(tmp_path: Path) -> None:
+def test_unsupported_axes_are_refused(tmp_path: Path) -> None:
     folder = str(CASES["llama"].save(tmp_path))
     names = {"tensor_parallel": "mesh.tensor_parallel", "context_parallel_shard": "the context-parallel degree"}
     for axis, name in names.items():
         for message in run_ranks(_refusal, folder, {axis: 2}, world_size=2):
             assert message.startswith(
-                f"{name} = 2, and LlamaForCausalLM has no plan for it; expected 1. Shard the model"
+                f"{name} = 2, but LlamaForCausalLM does not support it; expected 1. Shard the model"
             )
 
 
@@ -360,5 +360,5 @@ def test_weights_that_leave_a_tensor_without_values_are_refused(tmp_path: Path, 
         data=_samples("roberta"),
         task=_Squares(),
     )
-    with pytest.raises(UserError, match=r"has no values for classifier.dense.bias, .* built without them"):
+    with pytest.raises(UserError, match=r"has no values for classifier.dense.bias, .* the build does not set them"):
         trainer.train()

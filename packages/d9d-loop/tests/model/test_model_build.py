@@ -25,7 +25,7 @@ class _Squares(Task):
 
 
 class _Author(nn.Module):
-    """Initialised the way authors do it: in `__init__`, from loops, NumPy-free draws and loaded values."""
+    """Initialized as authors do: in `__init__`, in loops, from torch's random numbers and loaded values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def _config(folder: Path, mesh: dict[str, int]) -> TrainerConfig:
 
 
 def _started(folder: Path, mesh: dict[str, int], build: Callable[[StageInfo], nn.Module]) -> dict[str, Any]:
-    """What a job starts from, and what it prints."""
+    """Return the initial values of a job, and its output."""
     found: dict[str, Any] = {}
 
     def take(ready: ModelReady) -> None:
@@ -129,7 +129,7 @@ def _of_rank(stage: StageInfo) -> nn.Module:
 
 
 def test_ranks_that_built_other_structures_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="the structure of the model is not the same on all 2 ranks"):
+    with pytest.raises(RankError, match="the structure of the model differs between the 2 ranks"):
         run_ranks(_started, tmp_path, {"data_parallel_shard": 2}, _of_rank, world_size=2)
 
 

@@ -22,7 +22,7 @@ def test_a_function_is_a_provider_with_all_defaults(ctx: DistributedContext) -> 
     assert provider.export_files() == {}
 
 
-def test_only_build_must_be_written() -> None:
+def test_only_build_is_required() -> None:
     with pytest.raises(TypeError, match=r"abstract method '?build"):
         ModelProvider()  # ty: ignore[abstract-class-instantiation]  (what is tested)
 

@@ -26,7 +26,7 @@ _MOVES: dict[str, Callable[[Tensor, Tensor], list[Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", _MOVES)
-def test_the_mapper_moves_values_as_the_code_did(name: str) -> None:
+def test_the_mapper_equals_the_recorded_code(name: str) -> None:
     a, b = torch.randn(4, 6), torch.randn(4, 6)
     infos = {"a": TensorInfo.of(a), "b": TensorInfo.of(b)}
     recorded = [RecordedTensor.named(key, info) for key, info in infos.items()]
@@ -44,7 +44,7 @@ def test_the_mapper_moves_values_as_the_code_did(name: str) -> None:
         assert torch.equal(got[str(index)].to(value.dtype), value)
 
 
-def test_moves_without_loss_have_an_inverse() -> None:
+def test_lossless_moves_have_an_inverse() -> None:
     recorded = {key: RecordedTensor.named(key, TensorInfo((4, 6), torch.float32)) for key in "abc"}
     joined = torch.cat([torch.stack([recorded["a"], recorded["b"]]), recorded["c"][None]], dim=0)
     inverse = recorded_mapper("abc", {"joined": joined}).inverse()
@@ -53,17 +53,17 @@ def test_moves_without_loss_have_an_inverse() -> None:
         assert torch.equal(value, values["abc".index(key)])
 
 
-def test_what_nothing_needs_is_dropped() -> None:
+def test_unused_tensors_are_dropped() -> None:
     recorded = RecordedTensor.named("a", TensorInfo((4, 6), torch.float32))
     first, _ = recorded.chunk(2)
     mapper = recorded_mapper(["a", "b"], {"first": first})
     assert (set(mapper.inputs), set(mapper.outputs)) == ({"a", "b"}, {"first"})
 
 
-def test_computed_values_are_refused_where_they_are_needed_only() -> None:
+def test_computed_values_are_refused_only_if_needed() -> None:
     recorded = RecordedTensor.named("a", TensorInfo((4, 6), torch.float32))
     computed = recorded * 2
-    computed.normal_()  # changes nothing that is stored
+    computed.normal_()  # does not change stored tensors
     assert recorded_mapper(["a"], {"b": recorded}).outputs == {"b"}
     with pytest.raises(UserError, match=r"converted by aten.mul.Tensor \(b\); expected operations that only move"):
         recorded_mapper(["a"], {"b": computed.t()})
@@ -73,7 +73,7 @@ def test_computed_values_are_refused_where_they_are_needed_only() -> None:
     ("view", "operation"),
     [(lambda a: a.expand(2, 4, 6), r"aten.expand.default"), (lambda a: a[:, ::2], r"a slice of step 2")],
 )
-def test_other_views_are_refused_where_they_are_needed(view: Callable[[Tensor], Tensor], operation: str) -> None:
+def test_other_views_are_refused_if_needed(view: Callable[[Tensor], Tensor], operation: str) -> None:
     recorded = RecordedTensor.named("a", TensorInfo((4, 6), torch.float32))
     with pytest.raises(UserError, match=rf"converted by {operation} \(b\)"):
         recorded_mapper(["a"], {"b": view(recorded)})
@@ -87,7 +87,7 @@ def test_writes_to_stored_values_are_refused() -> None:
         recorded.zero_()
 
 
-def test_a_value_that_is_needed_twice_is_refused() -> None:
+def test_a_value_used_twice_is_refused() -> None:
     recorded = RecordedTensor.named("a", TensorInfo((4, 6), torch.float32))
     with pytest.raises(UserError, match=r"cannot be written as a state mapper: .* more than once"):
         recorded_mapper(["a"], {"b": recorded, "c": recorded})

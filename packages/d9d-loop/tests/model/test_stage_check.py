@@ -15,7 +15,7 @@ class _Pair(NamedTuple):
 
 
 class _Net(nn.Module):
-    """Layers and a head that may be tied to the first of them; `fault` is what its stages do wrong."""
+    """Layers and a head that may be tied to the first layer; `fault` selects an error of the stages."""
 
     def __init__(self, stage: StageInfo, fault: str = "") -> None:
         super().__init__()
@@ -73,12 +73,12 @@ def test_what_the_model_ties_may_be_on_several_stages() -> None:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("left out", "layers.2.weight is on no stage"),
+        ("left out", "layers.2.weight is not on any stage"),
         ("renamed", "extra is on a stage, but not in the whole model"),
         ("another size", r"layers.2.weight is \[5, 4\] on stage 1, and \[4, 4\] in the whole model"),
-        ("buffers", "the persistent buffer table is on the stages 0, 1, and a checkpoint keeps one"),
+        ("buffers", "the persistent buffer table is on the stages 0, 1, but a checkpoint stores only one"),
         ("tied and frozen", "layers.0.weight is frozen on some of the stages 0, 1 and trained on others"),
-        ("tied in name only", "layers.0.weight is on the stages 0, 1, though the model does not tie it to anything"),
+        ("tied in name only", "layers.0.weight is on the stages 0, 1, although the model does not tie it"),
     ],
 )
 def test_stages_that_do_not_make_up_the_model_are_refused(fault: str, message: str) -> None:
@@ -89,8 +89,8 @@ def test_stages_that_do_not_make_up_the_model_are_refused(fault: str, message: s
 def test_a_stage_that_does_not_take_what_comes_is_refused() -> None:
     model, stages = _stages("returns a pair")
     message = (
-        r"stage 1 of 2 does not take what stage 0 returns, \(float32\[3, 4\], float32\[3, 4\]\): TypeError: (.|\n)*"
-        r"Let each stage return what the next one's forward takes"
+        r"stage 1 of 2 does not accept what stage 0 returns, \(float32\[3, 4\], float32\[3, 4\]\): TypeError: (.|\n)*"
+        r"Each stage must return the only positional argument of the next"
     )
     with pytest.raises(UserError, match=message):
         check_chain(model, stages, _inputs(), (0, 1))

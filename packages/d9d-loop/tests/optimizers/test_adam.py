@@ -29,5 +29,5 @@ def _steps(make: Callable[..., Optimizer], **settings: object) -> torch.Tensor:
         (LocalSGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     ],
 )
-def test_takes_torchs_steps(ours: type[Optimizer], theirs: type[Optimizer], settings: dict[str, object]) -> None:
+def test_updates_equal_torch(ours: type[Optimizer], theirs: type[Optimizer], settings: dict[str, object]) -> None:
     torch.testing.assert_close(_steps(ours, **settings), _steps(theirs, **settings), rtol=1e-14, atol=1e-14)

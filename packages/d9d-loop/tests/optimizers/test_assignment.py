@@ -25,7 +25,7 @@ NAMED = [
         max_size=4,
     )
 )
-def test_every_parameter_is_in_exactly_one_group(selectors: list[Selector]) -> None:
+def test_every_parameter_is_in_one_group(selectors: list[Selector]) -> None:
     groups = assign(NAMED, selectors, whole=False)
     assert len(groups) == len(selectors) + 1
     assert sorted(name for group in groups for name, _ in group) == sorted(name for name, _ in NAMED)
@@ -35,7 +35,7 @@ def test_every_parameter_is_in_exactly_one_group(selectors: list[Selector]) -> N
             assert (first.index(True) + 1 if True in first else 0) == number
 
 
-def test_what_a_message_says_of_a_pattern_that_matches_nothing() -> None:
+def test_message_for_a_pattern_without_matches() -> None:
     message = (
         "the optimizer's group with pattern = 'nrom' of vectors matches no trainable parameter; expected at least one "
         "of layers.0.norm, layers.0.up, layers.0.down, layers.1.norm, layers.1.up, layers.1.down, layers.2.norm, "
@@ -45,8 +45,8 @@ def test_what_a_message_says_of_a_pattern_that_matches_nothing() -> None:
         assign(NAMED, [Selector("nrom", "vectors")])
 
 
-def test_what_a_message_says_of_a_group_that_comes_too_late() -> None:
+def test_message_for_a_group_after_others_took_its_parameters() -> None:
     with pytest.raises(
-        UserError, match=r"group with pattern = 'norm' gets no parameter, since groups before it take all"
+        UserError, match=r"group with pattern = 'norm' gets no parameter, because earlier groups match all"
     ):
         assign(NAMED, [Selector("", "vectors"), Selector("norm", "any")])

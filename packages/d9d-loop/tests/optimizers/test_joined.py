@@ -17,7 +17,7 @@ def _step(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def test_each_takes_its_own_steps() -> None:
+def test_each_optimizer_updates_its_parameters() -> None:
     model = nn.Linear(2, 3)
     twin = copy.deepcopy(model)
     optimizer = _joined(model)
@@ -38,7 +38,7 @@ def test_each_takes_its_own_steps() -> None:
     assert torch.equal(model.weight, twin.weight)
 
 
-def test_its_state_dict_continues_it() -> None:
+def test_its_state_dict_can_be_loaded() -> None:
     model = nn.Linear(2, 3)
     optimizer = _joined(model)
     _step(model, optimizer)
@@ -52,8 +52,8 @@ def test_its_state_dict_continues_it() -> None:
     assert torch.equal(model.bias, twin.bias)
 
 
-def test_it_takes_no_group_later() -> None:
-    with pytest.raises(TypeError, match="takes no more groups; give them to one of the optimizers"):
+def test_add_param_group_is_refused() -> None:
+    with pytest.raises(TypeError, match="does not support add_param_group; add the group to one of its"):
         _joined(nn.Linear(2, 3)).add_param_group({"params": []})
 
 

@@ -1,4 +1,4 @@
-"""Every optimizer takes the same steps in every layout, and continues from a checkpoint as if it had never stopped."""
+"""Every optimizer makes the same updates in every layout, and resumes from a checkpoint with the same bits."""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ Result = dict[str, dict[str, Tensor]]
 
 
 class _Leaves(nn.Module):
-    """A norm's weight, a matrix whose rows no 4 ranks share out evenly, and a stack of matrices."""
+    """A norm's weight, a matrix whose rows are not divisible by 4 ranks, and a stack of matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _Leaves(nn.Module):
 
 
 class _Model(nn.Module):
-    """Never called: gradients are given."""
+    """Not called: tests set the gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class _Model(nn.Module):
 
 
 def _model(ctx: DistributedContext, dtype: torch.dtype, seed: int = 0) -> nn.Module:
-    """All values are a function of seed, name and index."""
+    """Initialize all values as a function of seed, name and index."""
     with torch.device("meta"):
         model = _Model().to(dtype)
     dense = ctx.mesh_for("dense")
@@ -85,7 +85,7 @@ def _model(ctx: DistributedContext, dtype: torch.dtype, seed: int = 0) -> nn.Mod
 
 
 class _Gradients:
-    """Models whose values serve as gradients, each made once."""
+    """Build models whose values serve as gradients, each once."""
 
     def __init__(self, ctx: DistributedContext) -> None:
         self._ctx = ctx
@@ -103,7 +103,7 @@ class _Gradients:
 
 
 class _Training:
-    """Steps along gradients that are given: those of step s are the initial values of seed s."""
+    """Run steps with given gradients: those of step s are the initial values of seed s."""
 
     def __init__(self, ctx: DistributedContext, kind: str, gradients: _Gradients) -> None:
         self.ctx, self.kind, self._gradients = ctx, kind, gradients

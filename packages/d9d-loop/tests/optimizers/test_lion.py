@@ -3,8 +3,8 @@ import torch
 from d9d_loop.optimizers import Lion
 
 
-def test_follows_the_paper() -> None:
-    """Algorithm 2 of arXiv:2302.06675, one element at a time."""
+def test_updates_equal_the_paper() -> None:
+    """Compute algorithm 2 of arXiv:2302.06675, one element at a time."""
     draws = torch.Generator().manual_seed(0)
     start = torch.randn(7, generator=draws, dtype=torch.float64)
     gradients = torch.randn(5, 7, generator=draws, dtype=torch.float64)
@@ -22,7 +22,7 @@ def test_follows_the_paper() -> None:
         assert abs(found - w) < 1e-13
 
 
-def test_factors_are_not_rounded_to_the_dtype_of_the_weights() -> None:
+def test_factors_are_not_rounded_to_the_weight_dtype() -> None:
     draws = torch.Generator().manual_seed(1)
     start, gradient = (torch.randn(4096, generator=draws).bfloat16() for _ in range(2))
     weight = start.clone().requires_grad_()

@@ -26,7 +26,7 @@ CASES: list[tuple[tuple[int, ...], tuple[Placement, Placement]]] = [
 
 
 def _indices(tensor: Tensor) -> Tensor:
-    """All global indices by the rules, in chunks that fit no run."""
+    """Return all global indices by the formula, in chunks that do not align with runs."""
     parts = [
         global_indices(rule, begin, min(begin + 5, count), torch.device("cpu"))
         for count, rule in index_rules(tensor)
@@ -48,12 +48,12 @@ def _check() -> None:
             assert torch.equal(whole_of(part, tensor), full), (shape, placements)
 
 
-def test_every_element_knows_where_it_is() -> None:
+def test_every_element_has_its_global_index() -> None:
     run_ranks(_check, world_size=4)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 0), (2, 3, 4)], ids=str)
-def test_a_plain_tensor_is_all_of_itself(shape: tuple[int, ...]) -> None:
+def test_a_plain_tensor_is_a_full_box(shape: tuple[int, ...]) -> None:
     tensor = torch.arange(math.prod(shape)).view(shape)
     assert torch.equal(_indices(tensor), tensor.flatten())
     assert torch.equal(own_part(tensor, tensor), tensor)

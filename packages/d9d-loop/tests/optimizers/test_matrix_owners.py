@@ -9,7 +9,7 @@ from d9d_loop.optimizers.groupwise import local_part
 from d9d_loop.optimizers.local_box import own_part
 from d9d_loop.optimizers.matrix_owners import map_matrices
 
-# Of matrices with too few rows for all ranks, stacks, and more matrices than ranks.
+# Matrices with too few rows for all ranks, stacks, and more matrices than ranks.
 CASES: list[tuple[tuple[int, ...], tuple[Placement, Placement]]] = [
     ((4, 6), (Replicate(), Shard(0))),
     ((1, 6), (Replicate(), Shard(0))),
@@ -25,7 +25,7 @@ CASES: list[tuple[tuple[int, ...], tuple[Placement, Placement]]] = [
 
 
 def _check() -> list[int]:
-    """Positions of the matrices that this rank computed with."""
+    """Return the positions of the matrices that this rank computed."""
     with MeshConfig(data_parallel_shard=-1).build():
         mesh = init_device_mesh("cpu", (2, 2))
         draws = torch.Generator().manual_seed(0)
@@ -44,8 +44,8 @@ def _check() -> list[int]:
         return computed[: -len(CASES)]
 
 
-def test_every_matrix_is_whole_and_most_have_one_owner() -> None:
+def test_matrices_are_full_and_mostly_owned_by_one_rank() -> None:
     computed = run_ranks(_check, world_size=4)
     owners = [sum(index in ranks for ranks in computed) for index in range(len(CASES))]
-    # Every replica has an owner; what two axes split is computed by all, and a stack's matrices each where they are.
+    # Every replica has an owner. All ranks compute matrices sharded over two axes; stacked matrices stay in place.
     assert owners == [2, 2, 2, 2, 4, 4, 0, 4, 2, 2]

@@ -10,7 +10,7 @@ from d9d_loop.optimizers.muon import Scale
 
 
 def _reference(x: Tensor, num_iterations: int) -> Tensor:
-    """The quintic on singular values: what the iteration does to a matrix, by the definition of it."""
+    """Apply the quintic polynomial of the iteration to singular values."""
     u, s, vt = torch.linalg.svd(x / x.norm(), full_matrices=False)
     for _ in range(num_iterations):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
@@ -18,14 +18,14 @@ def _reference(x: Tensor, num_iterations: int) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (3, 8), (8, 3), (1, 5)], ids=str)
-def test_follows_the_quintic_of_singular_values(shape: tuple[int, int]) -> None:
+def test_singular_values_follow_the_quintic(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for num_iterations in (1, 5):
         found = orthogonalize(x, num_iterations=num_iterations)
         torch.testing.assert_close(found, _reference(x, num_iterations), rtol=1e-9, atol=1e-9)
 
 
-def test_a_stack_is_taken_apart() -> None:
+def test_a_stack_is_updated_per_matrix() -> None:
     stack = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = orthogonalize(stack)
     assert found.shape == stack.shape
@@ -38,8 +38,8 @@ def test_a_stack_is_taken_apart() -> None:
 
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_takes_torchs_steps(scale: Scale, nesterov: bool) -> None:
-    """torch orthogonalises in bfloat16, so float32 is compared, which does so here too."""
+def test_updates_equal_torch(scale: Scale, nesterov: bool) -> None:
+    """torch orthogonalizes in bfloat16, as d9d does for float32, so float32 is compared."""
     draws = torch.Generator().manual_seed(0)
     ours, theirs = (
         [
@@ -62,7 +62,7 @@ def test_takes_torchs_steps(scale: Scale, nesterov: bool) -> None:
 
 def test_vectors_are_refused() -> None:
     message = re.escape(
-        "Muon updates matrices, but got bias [3]. Give them to another optimizer; in a configuration: [["
+        "Muon updates matrices, but got bias [3]. Use another optimizer for them; in a configuration: [["
     )
     with pytest.raises(UserError, match=message):
         Muon(nn.Linear(2, 3).named_parameters())

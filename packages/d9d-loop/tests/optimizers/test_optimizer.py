@@ -26,7 +26,7 @@ def test_builds_adamw_that_decays_matrices_only() -> None:
         assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.1, 0.2), 1e-3)
 
 
-def test_leaves_frozen_parameters_and_empty_groups_out() -> None:
+def test_skips_frozen_parameters_and_empty_groups() -> None:
     model = nn.Linear(2, 3)
     model.weight.requires_grad_(False)
     (group,) = AdamWConfig().build(model).param_groups
@@ -38,7 +38,7 @@ def _model() -> nn.Sequential:
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[tuple[list[str], float, float]]:
-    """Names, learning rate and decay of each group."""
+    """Return names, learning rate and weight decay of each group."""
     return [(group.get("param_names", []), group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
 
 
@@ -61,7 +61,7 @@ def test_groups_have_their_own_settings() -> None:
     ]
 
 
-def test_vectors_decay_where_that_is_asked_for() -> None:
+def test_vectors_decay_if_configured() -> None:
     names = ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]
     assert _members(AdamWConfig(decays="all").build(_model())) == [(names, 1e-3, 0.1)]
 
@@ -87,7 +87,7 @@ def test_groups_have_their_own_optimizers() -> None:
         assert isinstance(owner, kind)
 
 
-def test_a_pattern_has_to_match_in_a_whole_model_only() -> None:
+def test_a_pattern_must_match_only_in_a_whole_model() -> None:
     config = AdamWConfig(groups=(GroupConfig(pattern="nrom"),))
     for refuse in (config.build, config.check):
         with pytest.raises(
@@ -101,7 +101,7 @@ def test_a_pattern_has_to_match_in_a_whole_model_only() -> None:
         AdamWConfig(groups=(GroupConfig(pattern="^2"),)).build(model)
 
 
-def test_a_stage_may_have_nothing_for_an_optimizer() -> None:
+def test_a_stage_may_have_no_parameters_for_an_optimizer() -> None:
     stage = nn.LayerNorm(3)
     config = MuonConfig(groups=(GroupConfig(of="vectors", optimizer=SGDConfig()), GroupConfig(pattern="head")))
     assert _members(config.build(stage, whole=False)) == [(["weight", "bias"], 0.01, 0.0)]
@@ -127,26 +127,26 @@ def test_a_configuration_file_names_any_of_them() -> None:
     ("section", "message"),
     [
         ({"kind": "adamm"}, "optimizer.kind = 'adamm'; expected one of 'adamw', 'adam', 'sgd', 'muon', 'lion', "),
-        ({"groups": [{"pattern": "("}]}, "optimizer.groups.0: pattern = '(' is no regular expression: missing ), "),
+        ({"groups": [{"pattern": "("}]}, "optimizer.groups.0: pattern = '(' is not a regular expression: missing ), "),
         (
             {"groups": [{"learning_rate": 1, "optimizer": {}}]},
-            "optimizer.groups.0: learning_rate and weight_decay belong into optimizer, where the group has one",
+            "optimizer.groups.0: learning_rate and weight_decay must be set in the group's optimizer",
         ),
         ({"kind": "sgd", "nesterov": True}, "optimizer: nesterov = true, but momentum = 0; expected momentum above 0."),
     ],
 )
-def test_mistakes_are_explained(section: dict[str, Any], message: str) -> None:
+def test_errors_are_explained(section: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         validate_config(TrainerConfig, {"steps": 1, "batch": {"global_size": 1}, "optimizer": section})
 
 
-def test_python_gets_pydantics_errors() -> None:
+def test_python_callers_get_pydantic_errors() -> None:
     with pytest.raises(ValidationError, match="betas"):
         AdamWConfig(betas=(2.0, 0.5))
 
 
 def _train(*, local: bool) -> tuple[dict[str, torch.Tensor], bool]:
-    """Three steps on parameters of which some have a smaller part, or none, on the last rank."""
+    """Run three steps on parameters with a smaller or an empty shard on the last rank."""
     with MeshConfig(data_parallel_shard=-1).build() as ctx:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 1))
@@ -168,7 +168,7 @@ def _train_both() -> tuple[tuple[dict[str, torch.Tensor], bool], ...]:
     return first, _train(local=False)
 
 
-def test_sharded_parameters_are_updated_as_torch_does_and_states_stay_distributed() -> None:
+def test_sharded_updates_equal_torch_and_states_stay_distributed() -> None:
     for (ours, has_distributed_states), (theirs, _) in run_ranks(_train_both, world_size=2):
         assert_trees_close(ours, theirs, rtol=1e-6)
         assert has_distributed_states

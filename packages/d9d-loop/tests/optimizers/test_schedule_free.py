@@ -8,7 +8,7 @@ from d9d_loop.optimizers import LocalAdamW, ScheduleFreeAdamW, evaluation_weight
 
 
 def _reference(start: Tensor, gradients: Tensor, lrs: list[float]) -> tuple[Tensor, Tensor]:
-    """Algorithm 1 of arXiv:2405.15682 as it is written, for betas (0.9, 0.8), eps 1e-3, wd 0.2; the last y and x."""
+    """Compute algorithm 1 of arXiv:2405.15682 for betas (0.9, 0.8), eps 1e-3, wd 0.2; return the last y and x."""
     x, z, v, weight_sum, largest = start, start, torch.zeros_like(start), 0.0, 0.0
     for t, (g, lr) in enumerate(zip(gradients, lrs, strict=True), 1):
         y = 0.1 * z + 0.9 * x
@@ -38,7 +38,7 @@ def _train(lrs: list[float]) -> tuple[nn.Linear, ScheduleFreeAdamW, tuple[Tensor
 @pytest.mark.parametrize(
     "lrs", [[0.1] * 5, [0.0, 0.05, 0.1, 0.1, 0.05]], ids=["constant", "warm-up from 0, and a fall"]
 )
-def test_follows_the_paper(lrs: list[float]) -> None:
+def test_updates_equal_the_paper(lrs: list[float]) -> None:
     model, optimizer, (y, x) = _train(lrs)
     torch.testing.assert_close(model.weight.detach(), y, rtol=1e-12, atol=1e-12)
     before = model.weight.detach().clone()
@@ -48,7 +48,7 @@ def test_follows_the_paper(lrs: list[float]) -> None:
     assert torch.equal(model.weight, before)
 
 
-def test_weights_come_back_after_an_error_and_before_the_first_step() -> None:
+def test_training_weights_are_restored_after_an_error() -> None:
     model, optimizer, _ = _train([0.1])
     before = model.weight.detach().clone()
     with pytest.raises(KeyError), evaluation_weights(model, optimizer):
@@ -59,20 +59,20 @@ def test_weights_come_back_after_an_error_and_before_the_first_step() -> None:
         assert torch.equal(model.weight, before)
 
 
-def test_a_step_on_the_result_is_refused() -> None:
+def test_a_step_on_evaluation_weights_is_refused() -> None:
     model, optimizer, _ = _train([0.1])
     with evaluation_weights(model, optimizer), pytest.raises(AssertionError, match="outside of evaluation_weights"):
         optimizer.step()
 
 
-def test_other_optimizers_evaluate_what_they_train() -> None:
+def test_other_optimizers_evaluate_their_training_weights() -> None:
     model = nn.Linear(2, 2)
     with evaluation_weights(model, LocalAdamW(model.parameters())):
         pass
 
 
 def _outputs_around_an_evaluation() -> tuple[Tensor, Tensor, Tensor]:
-    """Of training, evaluation, and training, where FSDP keeps the gathered parameters after forward."""
+    """Return losses of training, evaluation and training again, while FSDP keeps parameters gathered after forward."""
     with MeshConfig(data_parallel_shard=-1).build() as ctx:
         torch.manual_seed(0)
         model = nn.Linear(4, 4, bias=False)
@@ -92,7 +92,7 @@ def _outputs_around_an_evaluation() -> tuple[Tensor, Tensor, Tensor]:
             return before, inside, model(x).clone()
 
 
-def test_what_fsdp_gathered_is_not_used_again() -> None:
+def test_gathered_parameters_are_not_reused() -> None:
     for before, inside, after in run_ranks(_outputs_around_an_evaluation, world_size=2):
         assert torch.equal(before, after)
         assert not torch.allclose(before, inside)

@@ -14,7 +14,7 @@ def _named(dtype: torch.dtype, size: int = 40) -> list[tuple[str, Tensor]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_without_rounding_it_is_torchs(dtype: torch.dtype) -> None:
+def test_without_rounding_updates_equal_torch(dtype: torch.dtype) -> None:
     ours, theirs = _named(dtype), _named(dtype)
     settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2}
     mine = StochasticAdamW(ours, **settings)  # ty: ignore[invalid-argument-type]
@@ -32,8 +32,8 @@ def test_without_rounding_it_is_torchs(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("average_dtype", [torch.float32, torch.bfloat16])
-def test_small_updates_arrive_on_average(average_dtype: torch.dtype) -> None:
-    """Steps of a tenth of the last bit: to nearest, none of them would move a weight."""
+def test_small_updates_are_unbiased(average_dtype: torch.dtype) -> None:
+    """Steps of a tenth of the last bit: rounded to nearest, no step would change a weight."""
     num, steps, lr = 20_000, 20, 2.0**-11
     weight = torch.ones(num, 1, dtype=torch.bfloat16, requires_grad=True)
     nearest = torch.ones(num, 1, dtype=torch.bfloat16, requires_grad=True)
@@ -47,7 +47,7 @@ def test_small_updates_arrive_on_average(average_dtype: torch.dtype) -> None:
     moved = (weight.double() - 1).mean().item()
     # A step moves by lr; the last bit is 2^-7, so that a weight's variance grows by at most 2^-7 lr in a step.
     sigma = (2.0**-7 * lr * steps / num) ** 0.5
-    bias = 0.0 if average_dtype == torch.float32 else 0.01 * lr * steps  # of the root of a rounded average
+    bias = 0.0 if average_dtype == torch.float32 else 0.01 * lr * steps  # from the square root of a rounded moment
     assert abs(moved - lr * steps) < 4 * sigma + bias
     state = optimizer.state[weight]
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == average_dtype
@@ -55,7 +55,7 @@ def test_small_updates_arrive_on_average(average_dtype: torch.dtype) -> None:
     assert state["exp_avg"].double().mean().item() == pytest.approx(-gradient_mean, rel=2e-3)
 
 
-def test_parameters_and_seeds_have_their_own_numbers() -> None:
+def test_random_bits_depend_on_parameter_and_seed() -> None:
     results = []
     for seed in (0, 0, 1):
         named = [(name, torch.ones(1000, 1, dtype=torch.bfloat16, requires_grad=True)) for name in ("a", "b")]
@@ -70,7 +70,7 @@ def test_parameters_and_seeds_have_their_own_numbers() -> None:
 
 
 def test_parameters_without_names_are_refused() -> None:
-    with pytest.raises(UserError, match="got parameters without names, on which depends what is drawn; expected"):
+    with pytest.raises(UserError, match="got parameters without names, which its random numbers depend on; expected"):
         StochasticAdamW(nn.Linear(2, 2).parameters())
 
 

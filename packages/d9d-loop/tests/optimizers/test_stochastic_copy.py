@@ -21,7 +21,7 @@ def test_it_is_unbiased_within_4_sigma(value: float) -> None:
     source = torch.full((NUM,), value)
     copied = _copied(source).double()
     exact = source[0].double().item()
-    # The two neighbours in bfloat16, by cutting the bits off.
+    # The two neighbors in bfloat16, by truncation of the bits.
     low = (source[:1].view(torch.int32) & -0x10000).view(torch.float32).double().item()
     high = ((source[:1].view(torch.int32) & -0x10000) + 0x10000).view(torch.float32).double().item()
     assert set(copied.unique().tolist()) == {low, high}
@@ -30,18 +30,18 @@ def test_it_is_unbiased_within_4_sigma(value: float) -> None:
     assert abs(copied.mean().item() - exact) < 4 * sigma
 
 
-def test_what_bfloat16_can_hold_is_kept() -> None:
+def test_representable_values_are_kept() -> None:
     exact = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf]).bfloat16()
     for values in (exact, special):
         assert torch.equal(_copied(values.float()).view(torch.int16), values.view(torch.int16))
-    # NaNs of which rounding could make something else: all bits set, and one that is cut off.
+    # NaNs that rounding could change: all bits set, and only truncated bits set.
     nans = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
     for step in range(10):
         assert _copied(nans.repeat(100), step=step).isnan().all()
 
 
-def test_draws_depend_on_seed_step_and_name_alone() -> None:
+def test_draws_depend_only_on_seed_step_and_name() -> None:
     values = torch.full((1000,), 1.001)
     first = _copied(values)
     assert torch.equal(first, _copied(values))
@@ -49,7 +49,7 @@ def test_draws_depend_on_seed_step_and_name_alone() -> None:
         assert 100 < (first != _copied(values, **other)).sum() < 500  # ty: ignore[invalid-argument-type]
 
 
-def test_memory_of_any_order_is_written() -> None:
+def test_any_memory_layout_is_written() -> None:
     values = torch.randn(30, 20, generator=torch.Generator().manual_seed(0))
     target = torch.empty(20, 30, dtype=torch.bfloat16).T
     stochastic_copy_(target, values.T.contiguous().T, seed=0, step=0, name="w")

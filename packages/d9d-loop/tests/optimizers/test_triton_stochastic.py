@@ -1,6 +1,6 @@
-"""The kernels against torch's operators: on an accelerator, and on the CPU through Triton's interpreter.
+"""Kernels compared with torch operators: on an accelerator, and on the CPU through Triton's interpreter.
 
-The interpreter is chosen when Triton is imported, so it has a process of its own, which runs the tests of this file.
+Triton selects the interpreter at import, so a separate process runs the tests of this file.
 """
 
 import os
@@ -59,7 +59,7 @@ def _noise(rule: IndexRule, number: int, device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_a_copy_draws_and_rounds_as_torchs_operators(rule: IndexRule, device: torch.device) -> None:
+def test_a_copy_equals_torch_operators(rule: IndexRule, device: torch.device) -> None:
     from d9d_loop.optimizers import _triton_stochastic  # noqa: PLC0415  (after the interpreter was chosen)
 
     source = torch.randn(SIZE, generator=torch.Generator().manual_seed(0)).to(device)
@@ -75,18 +75,18 @@ def test_a_copy_draws_and_rounds_as_torchs_operators(rule: IndexRule, device: to
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("average_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_adamw_on_bfloat16_is_that_of_torchs_operators(
+def test_adamw_on_bfloat16_equals_torch_operators(
     rule: IndexRule, average_dtype: torch.dtype, device: torch.device
 ) -> None:
     _check_adamw(rule, torch.bfloat16, average_dtype, device)
 
 
-def test_adamw_on_float32_is_that_of_torchs_operators(device: torch.device) -> None:
+def test_adamw_on_float32_equals_torch_operators(device: torch.device) -> None:
     _check_adamw(RULES[0], torch.float32, torch.float32, device)
 
 
 def _check_adamw(rule: IndexRule, dtype: torch.dtype, average_dtype: torch.dtype, device: torch.device) -> None:
-    """At most a few values may be off, by one unit in the last place, where the last bit of a float32 decided."""
+    """A few values may differ by one unit in the last place, where the last bit of a float32 decides."""
     from d9d_loop.optimizers import _triton_stochastic  # noqa: PLC0415
 
     draws = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What the tests of faults share is found by its name, in the ranks too."""
+"""Make the shared modules of the fault tests importable, also in the ranks."""
 
 import sys
 from pathlib import Path

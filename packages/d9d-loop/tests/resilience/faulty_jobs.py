@@ -1,4 +1,4 @@
-"""Real jobs of the Trainer in which a rank does something bad, or something bad is done to it."""
+"""Trainer jobs in which a fault occurs on one rank."""
 
 import multiprocessing
 import os
@@ -49,7 +49,7 @@ _SIGNALS = {
 
 
 def trains(place: Place, fault: str, culprit: int, **sections: Any) -> None:
-    """A job of two ranks; something happens to one of them in step 3."""
+    """Run a job of two ranks with a fault on one of them in step 3."""
     own = _Fault(fault if place.rank == culprit else "nothing", place)
     trainer = _trainer(own, **sections)
     trainer.events.on(StepDone, own.on_step)
@@ -67,7 +67,7 @@ def trains(place: Place, fault: str, culprit: int, **sections: Any) -> None:
 
 
 def takes_long(place: Place, step_seconds: float) -> None:
-    """A job whose handlers take longer, one after the other, than a step may; those at its end each."""
+    """Run a job whose handlers together exceed the step timeout, and whose final handlers each exceed it."""
     timeouts = {"startup_seconds": 40, "step_seconds": step_seconds}
     nothing = _Fault("nothing", place)
     trainer = _trainer(nothing, export=True, resilience={"timeouts": timeouts})
@@ -84,7 +84,7 @@ def takes_long(place: Place, step_seconds: float) -> None:
 
 
 def infers(place: Place, culprit: int) -> None:
-    """An inference of two ranks without collectives in their forward passes; one of them is stopped after two parts."""
+    """Run an inference of two ranks without collectives in forward; one rank is stopped after two parts."""
     fault = _Fault("is stopped" if place.rank == culprit else "nothing", place)
     inference = _inference(fault, _Samples(fault), part_size=2)
     inference.events.on(PartWritten, lambda event: fault.strike() if event.step == 4 else None)
@@ -93,7 +93,7 @@ def infers(place: Place, culprit: int) -> None:
 
 
 def infers_slowly(place: Place, culprit: int) -> None:
-    """One part of three batches, each in its time, though all of them take longer; the other rank has none."""
+    """Run one part of three batches, each within the timeout but not all together; the other rank has no part."""
     fault = _Fault("is slow" if place.rank == culprit else "nothing", place)
     with cli_main():
         _inference(fault, [_Samples(fault)[index] for index in range(3)], part_size=3).run()
@@ -122,13 +122,13 @@ class _Outputs(InferenceTask):
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """What goes wrong on this rank; from when it does, the time until ranks end is taken."""
+    """Fault of this rank; the time from the fault to the exit of the ranks is measured."""
 
     name: str
     place: Place
 
     def strikes(self, name: str, *, when: bool = True) -> bool:
-        """Whether this is the fault of that name, and its time has come."""
+        """Return True if this fault has the given name and is due."""
         if self.name != name or not when:
             return False
         self.place.fault_is_now()
@@ -145,15 +145,15 @@ class _Fault:
     def strike(self) -> None:
         self.raises("event handler", when=True)
         if self.strikes("disk is full"):
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then what writes too much gets an error
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit then raises an error
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
         if self.name in _SIGNALS:
-            if self.name != "is asked twice":  # of which the second time counts
+            if self.name != "is asked twice":  # for two signals, the second one counts
                 self.place.fault_is_now()
             os.kill(os.getpid(), _SIGNALS[self.name])
 
     def ask_again(self, event: CheckpointStarted) -> None:
-        """In the save that the first signal asked for, which takes long."""
+        """Occurs in the slow save that the first signal requested."""
         if event.step > BAD_STEP:
             time.sleep(0.5)
             self.place.fault_is_now()
@@ -176,7 +176,7 @@ class _Model(nn.Module):
         if self.fault.name == "is slow" and x.device.type != "meta":
             time.sleep(1.2)
         y = self.linear(x)
-        if self.fault.strikes("gradient is NaN", when=self.num_calls >= BAD_STEP):  # also when the step is done again
+        if self.fault.strikes("gradient is NaN", when=self.num_calls >= BAD_STEP):  # also when the step is replayed
             y.register_hook(lambda gradient: gradient * torch.nan)
         return y
 
@@ -228,8 +228,8 @@ def _trainer(fault: _Fault, **more: Any) -> Trainer:
 
 
 def restarted() -> list[tuple[int, list[int]]]:
-    """A job that torchrun restarts, because a rank was killed; each rank's steps in all, and those of its last life."""
-    multiprocessing.current_process().daemon = False  # may have children, as the pool's rank may not
+    """Run a job that torchrun restarts after a kill; return each rank's total steps and those after the restart."""
+    multiprocessing.current_process().daemon = False  # allows child processes, unlike a rank of the pool
     with tempfile.TemporaryDirectory(prefix="d9d-elastic-") as folder:
         launch = LaunchConfig(
             min_nodes=1,
@@ -247,7 +247,7 @@ def restarted() -> list[tuple[int, list[int]]]:
 
 
 def _life(folder: str) -> tuple[int, list[int]]:
-    """In a process that torchrun's agent forked."""
+    """Run in a process forked by torchrun's agent."""
     os.environ["D9D_DEVICE"] = "cpu"
     torch.set_num_threads(1)
     nothing = _Fault("nothing", Place(Path(folder), int(os.environ["RANK"])))

@@ -1,4 +1,4 @@
-"""Loops of collectives, as short as can be, in which a rank does something bad at a step."""
+"""Minimal loops of collectives with a fault on one rank at a step."""
 
 import ctypes
 import os
@@ -22,26 +22,26 @@ TIMEOUTS = Timeouts(startup=timedelta(seconds=40), step=timedelta(seconds=1))
 
 
 def watched(place: Place, fault: str, culprit: int, timeouts: Timeouts = TIMEOUTS) -> None:
-    """Steps under the watchdog, of which one never ends."""
+    """Run steps under the watchdog; one never ends."""
     with MeshConfig(data_parallel_shard=-1).build(timeouts=timeouts) as ctx, HangWatchdog(ctx) as watchdog:
         for step in range(1, BAD_STEP + 2):
             watchdog.beat(step)
             if step == BAD_STEP:
-                time.sleep(0.5)  # the watchdog has looked at least once, as it has in any job that takes a second
+                time.sleep(0.5)  # the watchdog has polled at least once, as in any job longer than a second
             if step == BAD_STEP and ctx.rank == culprit:
                 do(fault, place)
             dist.all_reduce(torch.ones(()))
 
 
 def watched_patiently(place: Place, fault: str, culprit: int) -> None:
-    """As above, but ranks have the time to exit by themselves on any machine, however loaded."""
+    """Like `hangs`, but ranks have enough time to exit by themselves, on any loaded machine."""
     patient = Timeouts(startup=timedelta(seconds=40), step=timedelta(seconds=40))
-    with mock.patch.object(d9d_loop.resilience.hang_watchdog, "_LEAVE_SECONDS", 40.0):
+    with mock.patch.object(d9d_loop.resilience.hang_watchdog, "_EXIT_SECONDS", 40.0):
         watched(place, fault, culprit, patient)
 
 
 def watched_victim_of_itself(place: Place, culprit: int) -> None:
-    """As above, but the others do not leave when their collective fails."""
+    """Like the loop above, but the other ranks do not exit when their collective fails."""
     with MeshConfig(data_parallel_shard=-1).build(timeouts=TIMEOUTS) as ctx, HangWatchdog(ctx) as watchdog:
         watchdog.beat(1)
         dist.barrier()
@@ -53,10 +53,10 @@ def watched_victim_of_itself(place: Place, culprit: int) -> None:
 
 
 def watched_failing_late(place: Place) -> None:
-    """Rank 1 hangs; what rank 0 waits for fails at about the time at which that is found."""
+    """Rank 1 hangs; the collective of rank 0 fails at about the time at which the hang is detected."""
     with MeshConfig(data_parallel_shard=-1).build(timeouts=TIMEOUTS) as ctx, HangWatchdog(ctx) as watchdog:
         watchdog.beat(1)
-        time.sleep(1.3 * TIMEOUTS.step.total_seconds())  # as the first step may, in which kernels are made
+        time.sleep(1.3 * TIMEOUTS.step.total_seconds())  # as in a first step, which compiles kernels
         dist.barrier()
         watchdog.beat(2)
         if ctx.rank == 1:
@@ -66,7 +66,7 @@ def watched_failing_late(place: Place) -> None:
 
 
 def unwatched(place: Place, fault: str, culprit: int) -> None:
-    """Steps without a watchdog."""
+    """Run steps without a watchdog."""
     with MeshConfig(data_parallel_shard=-1).build(timeouts=TIMEOUTS) as ctx:
         dist.barrier()
         if ctx.rank == culprit:
@@ -75,7 +75,7 @@ def unwatched(place: Place, fault: str, culprit: int) -> None:
 
 
 def do(fault: str, place: Place) -> None:
-    """Something bad to this process."""
+    """Apply a fault to this process."""
     place.fault_is_now()
     match fault:
         case "is killed":

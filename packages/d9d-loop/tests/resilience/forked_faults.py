@@ -1,4 +1,4 @@
-"""Jobs whose ranks are forked from a warm process and then fail in one way or another; says how each of them ended."""
+"""Jobs whose ranks are forked from a warm process and then fail; reports how each rank ended."""
 
 import atexit
 import ctypes
@@ -26,18 +26,18 @@ import torch.distributed as dist
 from d9d_dist.testing import RankPool
 
 _PARENT_DIES = 1  # PR_SET_PDEATHSIG
-_SECONDS = 40.0  # for a whole job
+_SECONDS = 40.0  # timeout of a whole job
 _AFTER_OTHERS = 0.3  # seconds for which a rank may outlive all others, if nothing else ends it
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """How a rank ended.
+    """Outcome of a rank.
 
     Attributes:
         code: Its exit code; minus the number of the signal that killed it.
-        errors: What it wrote to the standard error.
-        seconds: How long after the fault, if there was one.
+        errors: Its stderr.
+        seconds: Seconds between the fault and the exit, if there was a fault.
     """
 
     code: int
@@ -47,13 +47,13 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of a rank of such a job: its folder, which all ranks share, and its rank."""
+    """Shared folder and rank of a process of the job."""
 
     folder: Path
     rank: int
 
     def fault_is_now(self) -> None:
-        """Start the clock of `Rank.seconds`, unless it runs already."""
+        """Start the clock of `Rank.seconds`, unless it is running."""
         with suppress(FileExistsError), (self.folder / "fault").open("x") as file:
             file.write(str(time.monotonic()))
 
@@ -61,14 +61,14 @@ class Place:
 def run_forked(
     job: Callable[..., None], *arguments: Any, world_size: int = 2, unwaited: int | None = None, **named: Any
 ) -> list[Rank]:
-    """Call `job(place, *arguments, **named)` on every rank, under a launcher that holds the store.
+    """Call `job(place, *arguments, **named)` on every rank, under a launcher that hosts the store.
 
     Args:
-        job: At the top level of a module; it and its arguments are pickled.
-        arguments: By position.
-        named: And by name.
+        job: Function at the top level of a module; it and its arguments are pickled.
+        arguments: Positional arguments.
+        named: Keyword arguments.
         world_size: Number of ranks.
-        unwaited: A rank that is killed when all others have ended.
+        unwaited: Rank that is killed after all others have ended.
     """
     (ended,) = _warm_process().run(
         _launch, partial(job, **named), arguments, world_size, unwaited, world_size=1, timeout=_SECONDS + 60
@@ -78,7 +78,7 @@ def run_forked(
 
 @cache
 def _warm_process() -> RankPool:
-    """A process of its own: one that has gone backward once cannot be forked for it any more."""
+    """Return a separate process: a process cannot be forked after it ran a backward pass."""
     pool = RankPool()
     atexit.register(pool.close)
     return pool
@@ -131,7 +131,7 @@ def _errors(folder: Path, rank: int) -> str:
 def _be_rank(
     job: Callable[..., None], arguments: tuple[Any, ...], place: Place, world_size: int, port: int
 ) -> NoReturn:
-    """In the child only."""
+    """Run a rank, in the child process."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PARENT_DIES, signal.SIGKILL)
@@ -149,12 +149,12 @@ def _be_rank(
             "D9D_DEVICE": "cpu",
         }
         os.environ.update({name: str(value) for name, value in variables.items()})
-        # The pool's rank handles it in native code; a job starts without.
+        # A rank of the pool handles it in native code; a job starts without a handler.
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        multiprocessing.current_process().daemon = False  # may have data workers, as the pool's rank may not
-        multiprocessing.set_start_method("fork", force=True)  # workers that need not import torch once more
+        multiprocessing.current_process().daemon = False  # allows data workers, unlike a rank of the pool
+        multiprocessing.set_start_method("fork", force=True)  # forked workers need not import torch again
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-        sys.__stderr__ = sys.stderr  # the fork server's is not ours
+        sys.__stderr__ = sys.stderr  # replaces that of the fork server
         torch.set_num_threads(1)
         job(place, *arguments)
         code = 0
@@ -163,6 +163,6 @@ def _be_rank(
     except BaseException:
         resource.setrlimit(
             resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-        )  # it may be the fault
+        )  # an exception may be the fault
         os.write(2, traceback.format_exc().encode())
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Loops that are asked to stop by signals."""
+"""Loops that are stopped by signals."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from d9d_loop.resilience import Stopped, StopSignals
 
 
 def stops(place: Place, signals: dict[int, tuple[int, str]], every: int) -> None:
-    """Ranks get signals before the end of steps; each says after which step it stops, and which signal it heard of."""
+    """Ranks get signals before the end of steps; return the step at which each stops, and the agreed signal."""
     with MeshConfig(data_parallel_shard=-1).build() as ctx:
         with StopSignals(ctx, every=every) as stop:
             for step in range(1, 100):
@@ -29,18 +29,18 @@ def stops(place: Place, signals: dict[int, tuple[int, str]], every: int) -> None
 
 
 def saves_for_ever(place: Place, grace: float | None, second: str | None) -> None:
-    """A save that never ends, as when a disk hangs; a second signal after half a second."""
+    """Simulate a save that never ends, with a second signal after half a second."""
     with MeshConfig(data_parallel_shard=-1).build() as ctx:
         limit = None if grace is None else timedelta(seconds=grace)
         with StopSignals(ctx, grace=limit, repeat=timedelta(seconds=0.3)) as stop:
             dist.barrier()
             place.fault_is_now()
             os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)  # at once: the same once more
+            os.kill(os.getpid(), signal.SIGTERM)  # immediately: counts as the same signal
             while stop.agreed() is None:
                 dist.barrier()
             if second is not None:
-                # A child sends it while the main thread is in native code, where no handler of Python's runs.
+                # A child process sends it while the main thread is in native code, where no Python handler runs.
                 child = os.fork()
                 if child == 0:
                     time.sleep(0.5)

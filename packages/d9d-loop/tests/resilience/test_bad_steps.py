@@ -39,7 +39,7 @@ def _steps(
     first: int = 1,
     **config: Any,
 ) -> tuple[StepGuard, list[BadStep | None], list[bool]]:
-    """Scripted losses; the guard, what it said after each step, and whether the parameters moved."""
+    """Run scripted losses; return the guard, its decisions, and whether the parameters changed in each step."""
     model = _model()
     guard = StepGuard(build(model), config=BadStepConfig(**config), ctx=ctx)
     if state is not None:
@@ -72,25 +72,23 @@ def _decisions(verdicts: list[BadStep | None]) -> list[str | None]:
 
 @pytest.fixture(params=["on host, foreach", "on device, fused", "on device, foreach"])
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Build:
-    """An optimizer, with or without kernels that take a flag, and where it is decided, as an accelerator would."""
+    """Return an optimizer with or without kernels that take a flag; decide on host or device."""
     monkeypatch.setattr(bad_steps, "_is_on_host", lambda _device: "on host" in request.param)
     return _fused if "fused" in request.param else _foreach
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(_NAN, 1.0), (1.0, _NAN), (1.0, _INF), (-_INF, 1.0)])
-def test_a_step_that_is_not_finite_changes_nothing(
-    build: Build, loss: float, norm: float, ctx: DistributedContext
-) -> None:
+def test_a_non_finite_step_changes_nothing(build: Build, loss: float, norm: float, ctx: DistributedContext) -> None:
     _, verdicts, moved = _steps([1.0, loss, 1.0], ctx, build=build, norms=[1.0, norm, 1.0])
     assert moved == [True, False, True]
     assert verdicts[0] is verdicts[2] is None
     assert verdicts[1] is not None
     assert (verdicts[1].step, verdicts[1].kind, verdicts[1].decision) == (2, "non-finite", "skip")
-    assert verdicts[1].why == f"step 2: loss {loss:g}, gradient norm {norm:g} is not finite; its update was left out."
+    assert verdicts[1].why == f"step 2: loss {loss:g}, gradient norm {norm:g} is not finite; its update was skipped."
 
 
-def test_what_is_left_out_is_as_if_it_had_not_been(build: Build, ctx: DistributedContext) -> None:
-    """Moments and the count of steps too: they decide how the next update moves."""
+def test_a_skipped_step_has_no_effect(build: Build, ctx: DistributedContext) -> None:
+    """Moments and step counts must not change either: they determine the next update."""
     results = []
     for losses in ([1.0, _NAN, 1.0], [1.0, 1.0]):
         torch.manual_seed(0)
@@ -104,7 +102,7 @@ def test_what_is_left_out_is_as_if_it_had_not_been(build: Build, ctx: Distribute
         assert torch.equal(skipped, never)
 
 
-def test_too_many_in_a_row_stop_the_job(ctx: DistributedContext) -> None:
+def test_too_many_consecutive_skips_stop_the_job(ctx: DistributedContext) -> None:
     losses = [_NAN, _NAN, 1.0, _NAN, _NAN, _NAN]
     _, verdicts, _ = _steps(losses, ctx, max_in_a_row=3)
     assert _decisions(verdicts) == ["skip", "skip", None, "skip", "skip", "stop"]
@@ -112,14 +110,14 @@ def test_too_many_in_a_row_stop_the_job(ctx: DistributedContext) -> None:
     assert verdicts[-1].why.endswith("it is the 3th in a row, so the job stops.")
 
 
-def test_stopping_is_a_choice_and_leaves_the_parameters(ctx: DistributedContext) -> None:
+def test_the_policy_stop_leaves_the_parameters(ctx: DistributedContext) -> None:
     _, verdicts, moved = _steps([_NAN], ctx, non_finite="stop")
     assert verdicts[0] is not None
     assert verdicts[0].decision == "stop"
     assert moved == [False]
 
 
-def test_going_back_is_tried_once_for_a_step(ctx: DistributedContext) -> None:
+def test_a_step_is_rolled_back_once(ctx: DistributedContext) -> None:
     model = _model()
     guard = StepGuard(_foreach(model), config=BadStepConfig(non_finite="rewind"), ctx=ctx)
     verdicts, _ = _go_on(guard, model, [1.0, 1.0, _NAN])
@@ -129,15 +127,15 @@ def test_going_back_is_tried_once_for_a_step(ctx: DistributedContext) -> None:
     verdicts, _ = _go_on(guard, model, [1.0, _NAN], first=2)
     assert verdicts[-1] is not None
     assert verdicts[-1].decision == "stop"
-    assert "it is so again after going back" in verdicts[-1].why
+    assert "it is non-finite again after a rollback" in verdicts[-1].why
 
 
-def test_going_back_has_an_end(ctx: DistributedContext) -> None:
+def test_the_number_of_rollbacks_is_limited(ctx: DistributedContext) -> None:
     _, verdicts, _ = _steps([_NAN, _NAN, _NAN], ctx, non_finite="rewind", max_rewinds=2)
     assert _decisions(verdicts) == ["rewind", "rewind", "stop"]
 
 
-def test_a_spike_is_left_out(build: Build, ctx: DistributedContext) -> None:
+def test_a_spike_is_skipped(build: Build, ctx: DistributedContext) -> None:
     losses = [*_CALM, 9.0, 1.0, 9.0]
     guard, verdicts, moved = _steps(losses, ctx, build=build, spike="skip", spike_after=4)
     assert moved == [True] * 5 + [False, True, False]
@@ -155,7 +153,7 @@ def test_a_spike_is_reported_by_default_and_may_be_ignored(ctx: DistributedConte
     assert _steps([*_CALM, 9.0], ctx, spike_after=4, spike="ignore")[1] == [None] * 6
 
 
-def test_after_going_back_from_a_spike_it_and_the_step_before_are_left_out(ctx: DistributedContext) -> None:
+def test_after_a_rollback_the_spike_and_the_step_before_are_skipped(ctx: DistributedContext) -> None:
     model = _model()
     guard = StepGuard(_foreach(model), config=BadStepConfig(spike="rewind", spike_after=4), ctx=ctx)
     verdicts, _ = _go_on(guard, model, [*_CALM, 9.0])
@@ -167,7 +165,7 @@ def test_after_going_back_from_a_spike_it_and_the_step_before_are_left_out(ctx: 
     assert verdicts == [None] * 5
 
 
-def test_resumed_it_decides_as_if_it_had_not_stopped(ctx: DistributedContext) -> None:
+def test_a_resumed_guard_makes_the_same_decisions(ctx: DistributedContext) -> None:
     config: dict[str, Any] = {"spike": "skip", "spike_after": 4, "spike_window": 6, "max_in_a_row": 3}
     choice = random.Random(0)  # noqa: S311 - no secret
     decisions: set[str] = set()

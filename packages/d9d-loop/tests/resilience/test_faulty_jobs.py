@@ -1,4 +1,4 @@
-"""Whatever a rank of a job of the Trainer does, all ranks end in time, and say which rank it was and why."""
+"""For any fault of a rank of a Trainer job, all ranks end in time, and name the rank and the cause."""
 
 import re
 from typing import Any
@@ -17,7 +17,7 @@ STEP_SECONDS = 3.0
 def _run(
     fault: str, culprit: int, *, unwaited: int | None = None, resilience: dict[str, Any] | None = None, **sections: Any
 ) -> list[Rank]:
-    """How the ranks of a job with a fault ended: all of them within the time limit of a step, and 2 seconds."""
+    """Return the outcomes of the ranks of a faulty job, all within the step timeout plus 2 seconds."""
     timeouts = {"startup_seconds": 40, "step_seconds": STEP_SECONDS}
     resilience = {"timeouts": timeouts, **(resilience or {})}
     ended = run_forked(trains, fault, culprit, unwaited=unwaited, resilience=resilience, **sections)
@@ -54,7 +54,7 @@ def _is_in_time(rank: Rank) -> bool:
         ("event handler raises", {}, "KeyError: 'in the event handler'"),
     ],
 )
-def test_what_a_rank_raises_is_named_on_the_others(fault: str, sections: dict[str, Any], expected: str) -> None:
+def test_an_error_of_a_rank_is_named_on_the_others(fault: str, sections: dict[str, Any], expected: str) -> None:
     ended = _run(fault, 1, **sections)
     assert [rank.code for rank in ended] == [1, 1]
     assert re.search(expected, ended[1].errors), ended[1].errors
@@ -66,7 +66,7 @@ def test_a_handler_is_named() -> None:
     assert re.search("raised by the handler _Fault.on_step of StepDone", ended[0].errors)
 
 
-def test_a_full_disk_ends_all_ranks_with_the_rank_that_has_it() -> None:
+def test_a_full_disk_ends_all_ranks_and_names_the_rank() -> None:
     ended = _run("disk is full", 1)
     assert [rank.code for rank in ended] == [1, 1]
     for rank in ended:
@@ -91,7 +91,7 @@ def test_a_rank_that_is_stopped_is_named() -> None:
     assert re.search(r"Rank 1 is missing: (it does not answer; )?its process \d+ on \S+ is stopped\.", ended[0].errors)
 
 
-def test_handlers_have_time_limits_of_their_own() -> None:
+def test_handlers_have_their_own_timeouts() -> None:
     ended = run_forked(takes_long, 2.0)
     assert [rank.code for rank in ended] == [0, 0], ended
 
@@ -109,28 +109,28 @@ def test_a_rank_that_has_nothing_to_infer_waits_for_all_batches_of_another() -> 
     assert [rank.code for rank in run_forked(infers_slowly, 0)] == [0, 0]
 
 
-def test_a_rank_that_is_asked_to_stop_twice_does_so_and_is_named() -> None:
+def test_a_second_stop_signal_ends_the_rank_and_names_it() -> None:
     ended = _run("is asked twice", 1, resilience={"stop": {"repeat_seconds": 0.3}})
     assert ended[1].code == 128 + 15
-    assert "rank 1 ends without saving: a second signal came (SIGTERM)" in ended[1].errors
+    assert "rank 1 exits without saving: a second signal was received (SIGTERM)" in ended[1].errors
     assert ended[0].code in (1, ExitCode.PEER_LOST), ended[0]
     assert re.search(r"[Rr]ank 1 (failed before this rank|is lost): its process \d+ on \S+ is gone", ended[0].errors)
 
 
-def test_once_all_is_saved_another_signal_does_not_change_the_exit_code() -> None:
+def test_a_signal_after_the_save_does_not_change_the_exit_code() -> None:
     ended = _run("is asked again when it leaves", 1)
     assert [rank.code for rank in ended] == [ExitCode.STOPPED] * 2, ended
     assert "stopped by SIGTERM after step 4, which is saved" in ended[0].errors
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_told_by_all() -> None:
+def test_a_non_finite_gradient_on_one_rank_is_reported_by_all() -> None:
     ended = _run("gradient is NaN", 1, resilience={"bad_steps": {"non_finite": "stop"}})
     assert [rank.code for rank in ended] == [1, 1]
     where = r"BadStepError: step 3: .* the gradient of \w+ of 'linear', in the backward pass of rank 1\."
     assert all(re.search(where, rank.errors) for rank in ended), ended
 
 
-def test_a_tracker_that_is_down_is_named_and_costs_nothing() -> None:
+def test_a_tracker_that_is_down_is_named_without_delay() -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard, which is optional")
     ended = _run("tracker is down", 0, trackers=[{"kind": "tensorboard"}])
     assert [rank.code for rank in ended] == [0, 0], ended
@@ -138,7 +138,7 @@ def test_a_tracker_that_is_down_is_named_and_costs_nothing() -> None:
     assert "the tensorboard tracker did not receive all values" in ended[0].errors
 
 
-def test_a_job_that_torchrun_restarts_goes_on_by_itself() -> None:
+def test_a_job_restarted_by_torchrun_resumes() -> None:
     with RankPool() as pool:
         (lives,) = pool.run(restarted, world_size=1, timeout=120)
     assert lives == [(6, [5, 6]), (6, [5, 6])]

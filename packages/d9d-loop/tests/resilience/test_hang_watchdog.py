@@ -8,7 +8,7 @@ from d9d_loop.resilience import ExitCode
 
 
 def _reports(ended: list[Rank], culprit: int) -> list[str]:
-    """What survivors say before their stacks."""
+    """Return the report of surviving ranks, before their stacks."""
     survivors = [rank for number, rank in enumerate(ended) if number != culprit]
     assert {rank.code for rank in survivors} == {ExitCode.HANG}, ended
     assert all("Thread 0x" in rank.errors and "all_reduce" in rank.errors for rank in survivors)
@@ -16,7 +16,7 @@ def _reports(ended: list[Rank], culprit: int) -> list[str]:
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_a_rank_that_computes_for_ever_is_named_with_its_line(culprit: int) -> None:
+def test_a_rank_in_an_endless_loop_is_named_with_its_line(culprit: int) -> None:
     ended = run_forked(watched, "sleeps", culprit, world_size=3)
     waiting = ", ".join(str(rank) for rank in range(3) if rank != culprit)
     for report in _reports(ended, culprit):
@@ -29,22 +29,22 @@ def test_a_rank_that_computes_for_ever_is_named_with_its_line(culprit: int) -> N
     assert "time.sleep" in ended[culprit].errors or "in do" in ended[culprit].errors
 
 
-def test_what_fails_because_of_a_hang_ends_by_its_report() -> None:
+def test_an_error_caused_by_a_hang_shows_the_report() -> None:
     ended = run_forked(watched_failing_late)
     assert [rank.code for rank in ended] == [ExitCode.HANG] * 2
     assert all("no progress for" in rank.errors and "in a step, step 2" in rank.errors for rank in ended)
 
 
-def test_a_rank_whose_process_is_stopped_is_named_with_it() -> None:
+def test_a_rank_whose_process_is_stopped_is_named() -> None:
     ended = run_forked(watched, "is stopped", 1, world_size=3, unwaited=1)
     for report in _reports(ended, 1):
         assert re.search(r"Rank 1 is missing: (it does not answer; )?its process \d+ on \S+ is stopped\.", report)
 
 
-def test_a_rank_whose_interpreter_is_locked_is_named_and_ends_too() -> None:
+def test_a_rank_that_holds_the_gil_is_named_and_exits() -> None:
     ended = run_forked(watched, "holds the interpreter", 1)
     (report,) = _reports(ended, 1)
-    assert re.search(r"Rank 1 is missing: it does not answer; its process \d+ on \S+ holds the lock of the", report)
+    assert re.search(r"Rank 1 is missing: it does not answer; its process \d+ on \S+ holds the GIL", report)
     assert ended[1].code == 1
     assert "in do" in ended[1].errors  # its stacks
 
@@ -57,13 +57,13 @@ def test_victims_of_a_rank_that_died_name_it(fault: str) -> None:
         assert re.search(r"Rank 1 failed before this rank: its process \d+ on \S+ is gone\.", victim.errors), victim
 
 
-def test_who_does_not_leave_when_a_rank_died_is_ended() -> None:
+def test_a_rank_that_does_not_exit_after_a_death_is_ended() -> None:
     ended = run_forked(watched_victim_of_itself, 1)
     assert ended[0].code == ExitCode.PEER_LOST
     assert re.search(r"rank 1 is lost: its process \d+ on \S+ is gone\.", ended[0].errors)
 
 
-def test_who_waits_for_a_rank_that_raised_learns_why() -> None:
+def test_a_rank_that_waits_for_a_failed_rank_names_the_error() -> None:
     ended = run_forked(watched_patiently, "raises", 0)
     assert "KeyError: 'the culprit'" in ended[0].errors
     assert "Rank 0 failed before this rank: KeyError: 'the culprit'" in ended[1].errors

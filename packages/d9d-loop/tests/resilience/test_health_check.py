@@ -12,7 +12,7 @@ _SMALL = HealthConfig(matrix_size=65, memory_mib=1, message_mib=1)
 _RANK = RankHealth(0, "a", "cpu", 0.01, 0.01, 0.01, 0.01, ())
 
 
-def test_nothing_is_done_if_nobody_wants_it(ctx: DistributedContext) -> None:
+def test_disabled_checks_do_nothing(ctx: DistributedContext) -> None:
     assert check_health(HealthConfig(enabled=False), ctx=ctx) is None
 
 
@@ -35,7 +35,7 @@ def test_a_device_that_miscalculates_is_named(ctx: DistributedContext, monkeypat
         return product
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", wrong)
-    with pytest.raises(HealthError, match=r"- rank 0 \(cpu of .*\): computing gives wrong values\nStart the job"):
+    with pytest.raises(HealthError, match=r"- rank 0 \(cpu of .*\): computing returned wrong values\nStart the job"):
         check_health(_SMALL, ctx=ctx)
 
 
@@ -74,7 +74,7 @@ def test_all_ranks_name_the_one_that_fails() -> None:
     assert "computing failed: out of memory" in messages[0]
 
 
-def test_what_is_slow_is_named_with_its_machine(ctx: DistributedContext, caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_ranks_are_named_with_their_machine(ctx: DistributedContext, caplog: pytest.LogCaptureFixture) -> None:
     ranks = [dataclasses.replace(_RANK, rank=rank, host=host) for rank, host in enumerate("aabb")]
     assert not find_slow(ranks, factor=3)
     ranks[2] = dataclasses.replace(ranks[2], link_seconds=0.05, all_reduce_seconds=0.05)

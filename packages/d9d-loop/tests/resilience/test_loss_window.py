@@ -13,12 +13,10 @@ _CONFIG = BadStepConfig(spike_window=10, spike_after=4, spike_deviations=3)
 
 
 @given(st.lists(st.tuples(st.floats(-10, 10), st.integers(1, 3)), min_size=1, max_size=40), st.integers(0, 40))
-def test_the_limit_is_the_equation_on_what_was_known_two_steps_before(
-    drawn: list[tuple[float, int]], resumed_at: int
-) -> None:
+def test_the_limit_equals_the_formula_of_two_steps_before(drawn: list[tuple[float, int]], resumed_at: int) -> None:
     window, step, known = LossWindow(_CONFIG), 0, list[tuple[int, float]]()
     for count, (loss, gap) in enumerate(drawn):
-        step += gap  # the losses of steps that were left out are not there
+        step += gap  # skipped steps have no losses
         losses = [each for earlier, each in known if earlier < step - 1][-10:]
         assert window.limit(step) == pytest.approx(_reference(losses), abs=1e-9)
         window.add(step, loss)
@@ -41,7 +39,7 @@ def _reference(losses: list[float]) -> float:
     return (middle + 3 * deviation).item()
 
 
-def test_nothing_is_a_spike_if_nobody_asks() -> None:
+def test_no_spikes_if_ignored() -> None:
     window = LossWindow(BadStepConfig(spike="ignore", spike_after=1))
     for step in range(1, 6):
         window.add(step, 1.0)

@@ -12,7 +12,7 @@ from d9d_loop.resilience.non_finite import Watch, _order
 
 
 class _Spoil(torch.autograd.Function):
-    """Passes its input on; its gradient is not finite."""
+    """Identity with a non-finite gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def _find(ctx: DistributedContext, faults: dict[int, str], *, x: float = 1.0, fa
     return find_non_finite(model, _replay(model, torch.full((2, 4), x), factor=factor), ctx=ctx)
 
 
-def test_nothing_is_found_where_everything_is_finite(ctx: DistributedContext) -> None:
+def test_finite_steps_have_no_finding(ctx: DistributedContext) -> None:
     assert _find(ctx, {}) is None
 
 
@@ -71,14 +71,14 @@ def test_nothing_is_found_where_everything_is_finite(ctx: DistributedContext) ->
         ({}, 1.0, float("inf"), "the loss, in the forward pass of rank 0"),
     ],
 )
-def test_the_first_place_is_found(
+def test_the_first_non_finite_tensor_is_found(
     faults: dict[int, str], x: float, factor: float, expected: str, ctx: DistributedContext
 ) -> None:
     found = _find(ctx, faults, x=x, factor=factor)
     assert str(found) == f"the first tensor that is not finite is {expected}"
 
 
-def test_a_parameter_that_is_not_finite_is_found_before_what_it_spoils(ctx: DistributedContext) -> None:
+def test_a_non_finite_parameter_is_found_before_its_consequences(ctx: DistributedContext) -> None:
     model = _model({})
     with torch.no_grad():
         dict(model.named_parameters())["2.inner.weight"][1, 1] = torch.nan
@@ -87,7 +87,7 @@ def test_a_parameter_that_is_not_finite_is_found_before_what_it_spoils(ctx: Dist
     assert (found.module, found.tensor) == ("2.inner", "weight")
 
 
-def test_nothing_is_left_behind(ctx: DistributedContext) -> None:
+def test_no_hooks_remain(ctx: DistributedContext) -> None:
     model = _model({})
     find_non_finite(model, _replay(model, torch.ones(2, 4)), ctx=ctx)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -113,14 +113,12 @@ def _find_on_ranks(fault: str, culprits: list[int], shard: bool) -> str:
     ],
 )
 @pytest.mark.parametrize("shard", [False, True])
-def test_the_rank_is_found_whose_gradient_all_ranks_get(
-    fault: str, culprits: list[int], expected: str, shard: bool
-) -> None:
+def test_the_rank_of_a_reduced_gradient_is_found(fault: str, culprits: list[int], expected: str, shard: bool) -> None:
     messages = run_ranks(_find_on_ranks, fault, culprits, shard, world_size=3)
     assert messages == [f"the first tensor that is not finite is {expected}"] * 3
 
 
-def test_stages_pass_on_forward_to_later_and_backward_to_earlier_ones() -> None:
+def test_stages_are_ordered_in_forward_and_backward() -> None:
     def found(phase: Any, stage: int, number: int) -> NonFinite:
         return NonFinite((0,), "", "", phase, stage, number)
 

@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 from d9d_dist import DistributedContext, MeshConfig, parallelize_hsdp
 from d9d_dist.testing import run_ranks
 from d9d_loop.resilience import ReplicaError, check_buffers, check_replicas
-from d9d_loop.resilience.replica_check import _checksum, _odd_ones
+from d9d_loop.resilience.replica_check import _checksum, _describe_minority
 
 
 @given(st.binary(min_size=1, max_size=70), st.integers(0, 8 * 70 - 1))
-def test_a_checksum_is_the_sum_it_says_and_knows_every_bit(data: bytes, bit: int) -> None:
+def test_a_checksum_depends_on_every_bit(data: bytes, bit: int) -> None:
     words = [int.from_bytes(data[start : start + 8], "little") for start in range(0, len(data) // 8 * 8, 8)]
     rest = int.from_bytes(data[len(words) * 8 :], "little")
     expected = sum((2 * (index + 1) + 1) * word for index, word in enumerate(words)) + rest
@@ -25,16 +25,16 @@ def test_a_checksum_is_the_sum_it_says_and_knows_every_bit(data: bytes, bit: int
     assert int(_checksum(torch.frombuffer(changed, dtype=torch.uint8))) != int(_checksum(tensor))
 
 
-def test_a_checksum_takes_any_dtype_and_layout() -> None:
+def test_a_checksum_supports_any_dtype_and_layout() -> None:
     for tensor in (torch.randn(3, 5, dtype=torch.bfloat16), torch.randn(()), torch.randn(6, 4).t(), torch.empty(0)):
         assert _checksum(tensor).shape == ()
         assert torch.equal(_checksum(tensor), _checksum(tensor.contiguous()))
 
 
-def test_who_differs_from_most() -> None:
-    assert _odd_ones({0: 5, 2: 5, 4: 7}) == "rank 4 differs from rank 0"
-    assert _odd_ones({0: 5, 2: 7, 4: 7, 6: 7, 8: 6}) == "ranks 0, 8 differ from rank 2"
-    assert _odd_ones({1: 5, 3: 7}) == "ranks 1, 3 have 2 different values"
+def test_the_minority_is_described() -> None:
+    assert _describe_minority({0: 5, 2: 5, 4: 7}) == "rank 4 differs from rank 0"
+    assert _describe_minority({0: 5, 2: 7, 4: 7, 6: 7, 8: 6}) == "ranks 0, 8 differ from rank 2"
+    assert _describe_minority({1: 5, 3: 7}) == "ranks 1, 3 have 2 different values"
 
 
 def test_one_process_has_no_replicas(ctx: DistributedContext) -> None:
@@ -82,16 +82,16 @@ def test_one_flipped_bit_is_found_and_named_on_every_rank(
 ) -> None:
     messages = run_ranks(_flipped, where, culprit, replicate, world_size=4)
     assert len(set(messages)) == 1
-    assert messages[0].startswith(f"replicas are not equal after step 2:\n{expected}Go back")
+    assert messages[0].startswith(f"replicas differ after step 2:\n{expected}Resume from")
     assert len(re.findall("^- ", messages[0], re.MULTILINE)) == 1
 
 
-def test_equal_replicas_and_different_shards_are_fine() -> None:
+def test_equal_replicas_and_different_shards_pass() -> None:
     assert run_ranks(_flipped, "nowhere", 0, 2, world_size=4) == [""] * 4
 
 
 class Counts(nn.Module):
-    """Buffers that forward updates: one from the data, one alike on all ranks, and a cache."""
+    """Buffers updated by forward: one from the data, one equal on all ranks, and a cache."""
 
     num_calls: torch.Tensor
     average: torch.Tensor
@@ -123,7 +123,7 @@ def _ran_on(same_data: bool) -> str:
 def test_a_buffer_that_forward_updates_from_its_own_microbatch_is_named() -> None:
     assert run_ranks(_ran_on, True, world_size=4) == [""] * 4
     for message in run_ranks(_ran_on, False, world_size=4):
-        assert message.startswith("buffers are not equal on all ranks after step 1, because forward updates them from")
+        assert message.startswith("buffers differ between ranks after step 1, because forward updates them from")
         assert "- 0.average: ranks 0, 2 have 2 different values\n" in message
         assert "num_calls" not in message
         assert "cache" not in message

@@ -12,7 +12,7 @@ from d9d_dist import DistributedContext, UserError
 from d9d_loop.resilience import ExitCode, Stopped, StopSignals
 
 
-def test_one_process_hears_at_once_and_forgets_afterwards(ctx: DistributedContext) -> None:
+def test_one_process_gets_the_signal_at_once_and_restores_handlers(ctx: DistributedContext) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals(ctx) as stop:
         assert stop.agreed() is None
@@ -28,7 +28,7 @@ def test_only_the_signals_asked_for_are_caught(ctx: DistributedContext) -> None:
         assert {number: signal.getsignal(number) for number in before} == before
 
 
-def test_another_thread_catches_nothing_and_fails_at_nothing(ctx: DistributedContext) -> None:
+def test_another_thread_installs_no_handlers(ctx: DistributedContext) -> None:
     heard: list[signal.Signals | None] = []
 
     def work() -> None:
@@ -41,7 +41,7 @@ def test_another_thread_catches_nothing_and_fails_at_nothing(ctx: DistributedCon
     assert heard == [None]
 
 
-def test_processes_that_are_forked_meanwhile_have_signals_of_their_own(ctx: DistributedContext) -> None:
+def test_forked_processes_have_the_previous_handlers(ctx: DistributedContext) -> None:
     fork = multiprocessing.get_context("fork")
     stays, goes = (fork.Process(target=time.sleep, args=(60,), daemon=True) for _ in range(2))
     with StopSignals(ctx) as stop:
@@ -51,21 +51,21 @@ def test_processes_that_are_forked_meanwhile_have_signals_of_their_own(ctx: Dist
         goes.join(30)
         assert goes.exitcode == -signal.SIGTERM
         assert stop.agreed() is None
-    # Here already: nobody waits for the one that still has what it inherited.
+    # Restored before the fork returns: a child with inherited handlers would never be waited for.
     assert stays.is_alive()
     stays.kill()
     stays.join(30)
 
 
-def test_steps_between_questions_are_positive(ctx: DistributedContext) -> None:
+def test_every_must_be_positive(ctx: DistributedContext) -> None:
     with pytest.raises(UserError, match="got every = 0; expected a positive number of steps"):
         StopSignals(ctx, every=0)
 
 
-def test_to_be_stopped_is_an_exit_code_of_its_own() -> None:
+def test_stopped_jobs_have_their_own_exit_code() -> None:
     stopped = Stopped(signal.SIGTERM, step=7)
     assert stopped.code == ExitCode.STOPPED == 75
-    assert str(stopped) == "stopped by SIGTERM after step 7, which is saved. The same command continues."
+    assert str(stopped) == "stopped by SIGTERM after step 7, which is saved. The same command resumes the job."
 
 
 @pytest.mark.parametrize(
@@ -85,15 +85,15 @@ def test_all_ranks_stop_after_one_step(signals: dict[int, tuple[int, str]], ever
 @pytest.mark.parametrize(
     ("grace", "second", "why", "code"),
     [
-        (0.5, None, r"the grace period is over \(SIGTERM\)", 143),
-        (None, "SIGUSR1", r"a second signal came \(SIGUSR1\)", 138),
+        (0.5, None, r"the grace period ended \(SIGTERM\)", 143),
+        (None, "SIGUSR1", r"a second signal was received \(SIGUSR1\)", 138),
     ],
 )
-def test_what_never_ends_ends_by_a_second_signal_or_after_the_grace_period(
+def test_a_blocked_process_ends_by_a_second_signal_or_the_grace_period(
     grace: float | None, second: str | None, why: str, code: int
 ) -> None:
     ended = run_forked(saves_for_ever, grace, second)
     for rank in ended:
         assert rank.code == code, rank
-        assert f"ends without saving: {why}".replace("\\", "") in rank.errors
+        assert f"exits without saving: {why}".replace("\\", "") in rank.errors
         assert "in saves_for_ever" in rank.errors  # its stacks

@@ -31,7 +31,7 @@ class _Mlp(ModelProvider):
 
 
 class _OnlyTheFirstLayer(_Mlp):
-    """Averages the gradients of its last layer, which is a mean for a sum."""
+    """Bug: averages the gradients of its last layer instead of summing."""
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"]
@@ -43,7 +43,7 @@ class _OnlyTheFirstLayer(_Mlp):
         parallelize_hsdp(model, dense, shard_axis="dp_cp_shard")
 
 
-def test_layouts_that_are_right_pass() -> None:
+def test_correct_layouts_pass() -> None:
     assert_same_as_one_process(_Mlp(), BATCH, task=_Regression(), layouts=["dp_shard=2,microbatch=2", "dp_replicate=4"])
 
 

@@ -40,6 +40,6 @@ def check_part(length: int) -> None:
     """
     if length % 2:
         raise UserError(
-            f"got {length} positions on this rank; expected an even number, two equal chunks of each row. "
-            "Split rows by ContextSplit."
+            f"got {length} positions on this rank; expected an even number: two equal chunks of each sequence. "
+            "Split the sequences with ContextSplit."
         )

@@ -40,9 +40,9 @@ class AllGatherAttention:
         """
         check_part(q_BLHK.shape[1])
         num_ranks, size = self._mesh.size(), q_BLHK.shape[1] // 2
-        k_BSGK, v_BSGK = self._whole_rows(torch.cat((k_BSGK, v_BSGK), dim=2)).chunk(2, dim=2)
+        k_BSGK, v_BSGK = self._gather_sequence(torch.cat((k_BSGK, v_BSGK), dim=2)).chunk(2, dim=2)
         if documents_BS is not None:
-            documents_BS = self._whole_rows(documents_BS)
+            documents_BS = self._gather_sequence(documents_BS)
         attended = []
         for q_chunk, chunk in zip(
             q_BLHK.chunk(2, dim=1), rank_chunks(self._mesh.get_local_rank(), num_ranks), strict=True
@@ -52,6 +52,6 @@ class AllGatherAttention:
             attended.append(self._attention(q_chunk, k_BSGK[:, :end], v_BSGK[:, :end], documents_BS=documents))
         return torch.cat(attended, dim=1)
 
-    def _whole_rows(self, x: Tensor) -> Tensor:
+    def _gather_sequence(self, x: Tensor) -> Tensor:
         gathered = gather_from_axis(x, self._mesh, dim=1, gradient="partial")
         return to_natural_order(gathered, self._mesh.size(), dim=1)

@@ -42,7 +42,7 @@ class AllToAllAttention:
         """
         check_part(q_BLHK.shape[1])
         num_ranks = self._mesh.size()
-        num_copies = _copies_of_kv_heads(q_BLHK.shape[2], k_BSGK.shape[2], num_ranks)
+        num_copies = _repeats_per_kv_head(q_BLHK.shape[2], k_BSGK.shape[2], num_ranks)
         if num_copies > 1:
             k_BSGK = k_BSGK.repeat_interleave(num_copies, dim=2)
             v_BSGK = v_BSGK.repeat_interleave(num_copies, dim=2)
@@ -53,18 +53,20 @@ class AllToAllAttention:
         if documents_BS is not None:
             gathered = gather_from_axis(documents_BS, self._mesh, dim=1, gradient="equal")
             documents_BS = to_natural_order(gathered, num_ranks, dim=1)
-        attended_BSHK = self._attention_of_own_heads(q_BSHK.shape[2])(q_BSHK, k_BSGK, v_BSGK, documents_BS=documents_BS)
+        attended_BSHK = self._attention_for_local_heads(q_BSHK.shape[2])(
+            q_BSHK, k_BSGK, v_BSGK, documents_BS=documents_BS
+        )
         attended_BSHK = to_rank_order(attended_BSHK, num_ranks, dim=1)
         return all_to_all_reshard(attended_BSHK, self._mesh, scatter_dim=1, gather_dim=2)
 
-    def _attention_of_own_heads(self, num_heads: int) -> Attention:
+    def _attention_for_local_heads(self, num_heads: int) -> Attention:
         if not isinstance(self._attention, AttentionOfHeads):
             return self._attention
         first = self._mesh.get_local_rank() * num_heads
         return self._attention.of_heads(slice(first, first + num_heads))
 
 
-def _copies_of_kv_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
+def _repeats_per_kv_head(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
     """Return how often to repeat each key/value head so that each rank has those of its query heads."""
     fitting = [
         degree
@@ -74,7 +76,7 @@ def _copies_of_kv_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> in
     if num_ranks not in fitting:
         raise UserError(
             f"got {num_ranks} context-parallel ranks for {num_heads} query heads and {num_kv_heads} key/value heads; "
-            f"expected a degree of {', '.join(map(str, fitting))} where heads are exchanged. Use one of them, or the "
+            f"expected a degree of {', '.join(map(str, fitting))} for method 'all_to_all'. Use one of them, or the "
             "method 'all_gather' or 'ring'."
         )
     return max(1, num_ranks // num_kv_heads)

@@ -88,7 +88,7 @@ class CpuFlashKernel:
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """See `BlockKernel.forward`."""
-        assert block.query_documents is None, "this kernel takes no documents"
+        assert block.query_documents is None, "this kernel does not support document masks"
         return _flash_cpu(block.q, block.k, block.v, 0.0, block.causal)
 
     def backward(
@@ -104,7 +104,7 @@ class FlashKernel:
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """See `BlockKernel.forward`."""
-        assert block.query_documents is None, "this kernel takes no documents"
+        assert block.query_documents is None, "this kernel does not support document masks"
         out_BHLK, lse_BHL, *_ = _flash(block.q, block.k, block.v, 0.0, block.causal)
         return out_BHLK, lse_BHL
 

@@ -59,8 +59,8 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
     only_axis(mesh, example="cp")
     if isinstance(attention, AllGatherAttention | AllToAllAttention | RingAttention):
         raise UserError(
-            f"got the attention function {type(attention).__name__}, which is context parallel already; expected one "
-            "for whole rows. Apply context parallelism once."
+            f"got the attention function {type(attention).__name__}, which is already context parallel; expected one "
+            "for full sequences. Apply context parallelism once."
         )
     if mesh.size() == 1:
         return attention
@@ -73,8 +73,8 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
             if not is_standard_sdpa(attention):
                 raise UserError(
                     f"got the attention function {attention!r} with method = 'ring'; expected sdpa_attention or one "
-                    "whose is_standard_sdpa is true, which the ring computes by kernels of its own. Use 'all_gather' "
-                    "or 'all_to_all' for other functions."
+                    "whose is_standard_sdpa is true, because the ring uses its own kernels. Use 'all_gather' or "
+                    "'all_to_all' for other functions."
                 )
             return RingAttention(mesh)
         case _:
@@ -102,29 +102,30 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
     """
     only_axis(mesh, example="cp")
     if mesh.size() > 1:
-        _check_rows_may_be_split(module, mesh.size())
+        _check_supports_sequence_sharding(module, mesh.size())
     found = {name: each for name, each in module.named_modules() if isinstance(each, HasAttention)}
     if not found and not any(isinstance(each, RequiresFullSequence) for each in module.modules()):
         raise UserError(
-            f"no submodule of {type(module).__name__} is a HasAttention; expected at least one that attends by its "
-            "attribute attention_function. Give your attention module one, e.g. sdpa_attention."
+            f"no submodule of {type(module).__name__} is a HasAttention; expected at least one, with the "
+            "attribute attention_function. Add it to your attention module, for example sdpa_attention."
         )
     for name, each in found.items():
         if isinstance(each.attention_function, nn.Module):
             raise UserError(
                 f"the attention_function of {name or 'the module'} is the module "
-                f"{type(each.attention_function).__name__}; expected a function, which can be replaced without losing "
-                "parameters."
+                f"{type(each.attention_function).__name__}; expected a function, because replacing a module would lose "
+                "its parameters."
             )
     forms = [context_parallel_attention(each.attention_function, mesh, method=method) for each in found.values()]
     for each, form in zip(found.values(), forms, strict=True):
         each.attention_function = form
 
 
-def _check_rows_may_be_split(module: nn.Module, num_ranks: int) -> None:
+def _check_supports_sequence_sharding(module: nn.Module, num_ranks: int) -> None:
     for name, each in module.named_modules():
         if isinstance(each, RequiresFullSequence) and each.full_sequence_reason is not None:
             raise UserError(
-                f"{name or 'the module'}, a {type(each).__name__}, {each.full_sequence_reason}, and {num_ranks} "
-                "context-parallel ranks share each row out; expected one. Change that, or use other parallelism."
+                f"{name or 'the module'}, a {type(each).__name__}, {each.full_sequence_reason}, but {num_ranks} "
+                "context-parallel ranks shard each sequence; expected one. Set the degree to 1, or use other "
+                "parallelism."
             )

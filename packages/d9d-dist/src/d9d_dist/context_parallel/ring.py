@@ -67,14 +67,14 @@ class _RingAttention(torch.autograd.Function):
         kv = [k_BSGK.contiguous(), v_BSGK.contiguous()]
         merged: MergedBlocks | None = None
         for pair in _pairs(ring.mesh, q_BLHK.shape[1]):
-            next_kv = None if pair.is_last else _send_on(kv, ring.mesh, tag=0)
+            next_kv = None if pair.is_last else _send_to_next(kv, ring.mesh, tag=0)
             out_BHLK, lse_BHL = ring.kernel.forward(_block(pair, q_BLHK, kv, ring))
             if merged is None:
                 merged = MergedBlocks(out_BHLK, lse_BHL)
             else:
                 merged.add(out_BHLK, lse_BHL, queries=pair.queries)
             kv = kv if next_kv is None else next_kv.wait()
-        assert merged is not None, "a ring has ranks"
+        assert merged is not None, "the ring has at least one rank"
         out_BHLK = merged.out_BHLK.to(q_BLHK.dtype)
         ctx.save_for_backward(q_BLHK, k_BSGK, v_BSGK, out_BHLK, merged.lse_BHL)
         ctx.ring = ring
@@ -90,7 +90,7 @@ class _RingAttention(torch.autograd.Function):
         grad_q_BLHK = torch.zeros_like(q_BLHK, dtype=lse_BHL.dtype)
         next_grad_kv: _Arrival | None = None
         for pair in _pairs(ring.mesh, q_BLHK.shape[1]):
-            next_kv = None if pair.is_last else _send_on(kv, ring.mesh, tag=0)
+            next_kv = None if pair.is_last else _send_to_next(kv, ring.mesh, tag=0)
             block_grads = ring.kernel.backward(
                 _block(pair, q_BLHK, kv, ring),
                 grad_BHLK=grad_BHLK[:, :, pair.queries],
@@ -106,9 +106,9 @@ class _RingAttention(torch.autograd.Function):
                 for whole, part in zip(grad_kv, block_grad_kv, strict=True):
                     whole[:, pair.keys] += part
             del block_grads, block_grad_q, block_grad_kv
-            next_grad_kv = _send_on(grad_kv, ring.mesh, tag=2)
+            next_grad_kv = _send_to_next(grad_kv, ring.mesh, tag=2)
             kv = kv if next_kv is None else next_kv.wait()
-        assert next_grad_kv is not None, "a ring has ranks"
+        assert next_grad_kv is not None, "the ring has at least one rank"
         grad_k_BSGK, grad_v_BSGK = (grad.to(k_BSGK.dtype) for grad in next_grad_kv.wait())
         return grad_q_BLHK.to(q_BLHK.dtype), grad_k_BSGK, grad_v_BSGK, None
 
@@ -160,7 +160,7 @@ class _Arrival:
         return self._received
 
 
-def _send_on(tensors: list[Tensor], mesh: DeviceMesh, *, tag: int) -> _Arrival:
+def _send_to_next(tensors: list[Tensor], mesh: DeviceMesh, *, tag: int) -> _Arrival:
     """Start to send contiguous tensors to the next rank and to receive the previous rank's. The first tag is `tag`."""
     group, rank, num_ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     received = [torch.empty_like(tensor) for tensor in tensors]

@@ -109,7 +109,7 @@ class ContextSplit:
         if _size(leaf, dim, path) % 2:
             raise UserError(
                 f"{_name(path)} has length {leaf.shape[dim]}; expected a multiple of 2: each rank holds two equal "
-                "chunks of a row. Join what `split` gave."
+                "chunks of a sequence. Join the result of `split`."
             )
         return to_natural_order(gather_from_axis(leaf, self._mesh, dim=dim, gradient=gradient), num_ranks, dim=dim)
 
@@ -118,8 +118,8 @@ class ContextSplit:
         size, rest = divmod(length, num_chunks)
         if rest:
             raise UserError(
-                f"{of} has length {length}; expected a multiple of {num_chunks}, two chunks for each of the "
-                f"{self._mesh.size()} context-parallel ranks. Pad rows, with ignored labels, to "
+                f"{of} has length {length}; expected a multiple of {num_chunks}, for two chunks per rank of the "
+                f"{self._mesh.size()} context-parallel ranks. Pad sequences, with ignored labels, to "
                 f"{(size + 1) * num_chunks}."
             )
         return size
@@ -132,7 +132,7 @@ def _name(path: KeyPath) -> str:
 def _size(tensor: Tensor, dim: int, path: KeyPath) -> int:
     if not -tensor.ndim <= dim < tensor.ndim:
         raise UserError(
-            f"{_name(path)} has the shape {tuple(tensor.shape)}; expected a dim {dim} of positions. "
-            "Take it out of what is split, or give it that dim."
+            f"{_name(path)} has the shape {tuple(tensor.shape)}; expected the sequence in dim {dim}. "
+            "Do not pass it to `split`, or add that dim."
         )
     return tensor.shape[dim]

@@ -89,12 +89,12 @@ def _run(call: Call) -> Outcome:
             dist.barrier()  # no rank leaves while a peer may still need it
     except BaseException:  # (report every exception, including SystemExit)
         return Outcome(error=traceback.format_exc())
-    _forget_process_groups()
+    _clear_process_groups()
     torch.set_default_dtype(torch.float32)
     return Outcome(result=result)
 
 
-def _forget_process_groups() -> None:
+def _clear_process_groups() -> None:
     """Destroy the process group, and clear DTensor's caches, whose entries refer to meshes of that group."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -127,7 +127,9 @@ def assert_rounds_like(actual: Any, exact: Any, *, peer: Any, multiple: float = 
         error, peers_error = ((each[path] - tensor).abs().max().item() for each in (ours, theirs))
         bound = multiple * max(rounding, peers_error)
         # The assertion fails for a NaN.
-        assert error <= bound, f"{'.'.join(path)}: the error is {error:.3g}, and the peer's {peers_error:.3g}"
+        assert error <= bound, (
+            f"{'.'.join(path)}: the error is {error:.3g}, that of the reference implementation {peers_error:.3g}"
+        )
 
 
 def differences(actual: Any, expected: Any, *, rtol: float = 1e-9, atol: float = 1e-12) -> Iterator[Difference]:
@@ -195,7 +197,11 @@ def _compare_tensors(
     flat = int(deviation.flatten().argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), actual.shape)) if actual.ndim else ()
     error = distance / norm if norm else float("inf")
-    reason = f"relative error {error:.3g}" if norm else f"the reference is zero, and the norm here is {distance:.3g}"
+    reason = (
+        f"relative error {error:.3g}"
+        if norm
+        else f"the expected tensor is zero, the norm of the actual one is {distance:.3g}"
+    )
     return Difference(path, reason, error, index, actual[index].item(), expected[index].item())
 
 

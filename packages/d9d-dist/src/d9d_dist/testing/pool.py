@@ -38,7 +38,7 @@ _LOG_TAIL_CHARACTERS = 8_000
 _VICTIM = (
     "failed before this rank: "  # note that `DistributedContext` adds to the error of a rank that did not fail first
 )
-_GLOO_DID_NOT_CONNECT = "Gloo connectFullMesh failed"
+_GLOO_CONNECT_ERROR = "Gloo connectFullMesh failed"
 
 
 Device = Literal["cpu", "accelerator"]
@@ -56,7 +56,7 @@ class RankError(AssertionError):
         self.rank = rank
 
 
-class _MeetingError(RankError):
+class _RendezvousError(RankError):
     """Gloo could not connect the ranks before the function ran; happens on busy machines, and the run is retried."""
 
 
@@ -118,19 +118,19 @@ class RankPool:
         if device == "accelerator" and not accelerators_for(world_size):
             raise UserError(
                 f"got {world_size} ranks with device = 'accelerator' on a machine with "
-                f"{torch.accelerator.device_count()} accelerators; expected one for each rank. "
-                "Ask accelerators_for(world_size) first, and skip the test or run it on the CPU."
+                f"{torch.accelerator.device_count()} accelerators; expected one per rank. "
+                "Check accelerators_for(world_size) first, and skip the test or run it on the CPU."
             )
         calls = self._calls(function, args, world_size, device)
         try:
             return self._run(calls, timeout)
-        except _MeetingError:
+        except _RendezvousError:
             return self._run(calls, timeout)
 
     def _run(self, calls: Sequence[Call], timeout: float) -> list[Any]:
         """Run one call per rank."""
         world_size = len(calls)
-        self._grow(world_size)
+        self._start_workers(world_size)
         workers = self._workers[:world_size]
         for worker in workers:
             worker.log.write_bytes(b"")
@@ -161,7 +161,7 @@ class RankPool:
         name = getattr(function, "__qualname__", "<no name>")
         if "<" in name or inspect.getmodule(function) is None:
             raise TypeError(
-                f"got the function {name}, which other processes cannot find by name; "
+                f"got the function {name}, which other processes cannot import by name; "
                 "pass a function that is defined at the top level of a module."
             )
         arguments = pickle.dumps(args)
@@ -171,7 +171,7 @@ class RankPool:
             for rank in range(world_size)
         ]
 
-    def _grow(self, world_size: int) -> None:
+    def _start_workers(self, world_size: int) -> None:
         Path(self._folder.name).mkdir(exist_ok=True)
         while len(self._workers) < world_size:
             ours, theirs = self._context.Pipe()
@@ -200,8 +200,8 @@ class RankPool:
         if failed:
             # A rank whose error has a note about another rank's failure is a victim, even if its error arrived first.
             failed.sort(key=lambda rank: _VICTIM in (outcomes[rank].error or ""))
-            gloo_failed = all(_GLOO_DID_NOT_CONNECT in (outcomes[rank].error or "") for rank in failed)
-            kind = _MeetingError if gloo_failed else RankError
+            gloo_failed = all(_GLOO_CONNECT_ERROR in (outcomes[rank].error or "") for rank in failed)
+            kind = _RendezvousError if gloo_failed else RankError
             raise kind(_describe_failures(workers, outcomes, failed), rank=failed[0])
         return [pickle.loads(outcomes[rank].result or b"") for rank in range(len(workers))]  # noqa: S301  (our own ranks)
 

@@ -36,7 +36,9 @@ class _StrictLoader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for place, (key, (key_node, _)) in enumerate(zip(keys, node.value, strict=True)):
             if not isinstance(key, str):
-                raise ConstructorError(None, None, f"the key {key!r} is no text; put it in quotes", key_node.start_mark)
+                raise ConstructorError(
+                    None, None, f"the key {key!r} is not a string; put it in quotes", key_node.start_mark
+                )
             if key in keys[:place]:
-                raise ConstructorError(None, None, f"the key {key} is there twice", key_node.start_mark)
+                raise ConstructorError(None, None, f"the key {key} is duplicated", key_node.start_mark)
         return super().construct_mapping(node, deep)

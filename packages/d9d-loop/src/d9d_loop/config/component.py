@@ -31,12 +31,12 @@ class Component(Section):
 
     use: str = Field(
         pattern=_IMPORT_PATH,
-        description="What to call, as package.module:name; other keys are its arguments.",
+        description="Class or function to call, as package.module:name; the other keys are its arguments.",
     )
 
     @field_validator("use", mode="before")
     @classmethod
-    def _names_something(cls, value: Any) -> Any:
+    def _check_import_path(cls, value: Any) -> Any:
         if isinstance(value, str) and not re.match(_IMPORT_PATH, value):
             raise UserError(f"got {value!r}; expected package.module:name, such as my_project.models:Decoder")
         return value
@@ -66,14 +66,14 @@ class Component(Section):
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise  # the module exists, but one of its own imports is missing
             raise UserError(
-                f"{key}.use = {self.use!r}: there is no module {error.name}. Install it, or start the job in the "
-                "folder that holds it."
+                f"{key}.use = {self.use!r}: no module named {error.name}. Install it, or start the job in the "
+                "folder that contains it."
             ) from None
         for name in path.split("."):
             if getattr(found, name, _MISSING) is _MISSING:
                 close = get_close_matches(name, dir(found), n=1)
                 hint = f"; did you mean {close[0]}?" if close else "."
-                raise UserError(f"{key}.use = {self.use!r}: there is no {name} in {module_name}{hint}")
+                raise UserError(f"{key}.use = {self.use!r}: no {name} in {module_name}{hint}")
             found = getattr(found, name)
         if not callable(found):
             raise UserError(f"{key}.use = {self.use!r} is {type(found).__name__}; expected a class or a function.")
@@ -89,8 +89,8 @@ class Component(Section):
             signature.bind(**given)
         except TypeError as error:
             raise UserError(
-                f"{key}: {self.use} cannot be called with {', '.join(given) or 'no arguments'}: {error}. It takes "
-                f"{signature.replace(return_annotation=inspect.Signature.empty)}."
+                f"{key}: {self.use} cannot be called with {', '.join(given) or 'no arguments'}: {error}. Its signature "
+                f"is {signature.replace(return_annotation=inspect.Signature.empty)}."
             ) from None
         hints = _hints(factory)
         return {

@@ -10,7 +10,7 @@ from d9d_dist import UserError
 
 _Values = dict[str, Any]
 
-_TELLS_KINDS_APART = ("kind", "use")
+_DISCRIMINATORS = ("kind", "use")
 """Discriminator keys: their value determines the other keys of a section."""
 
 
@@ -34,7 +34,7 @@ def read_config_file(file: str | Path) -> _Values:
 def _read(path: Path, included_by: Sequence[Path]) -> _Values:
     if path.resolve() in included_by:
         chain = " -> ".join(str(one) for one in [*included_by, path.resolve()])
-        raise UserError(f"configuration file {path} includes itself: {chain}. Take one include out.")
+        raise UserError(f"configuration file {path} includes itself: {chain}. Remove one include.")
     values = _parse(path, included_by)
     names = values.pop("include", [])
     values.pop("$schema", None)  # used by editors only
@@ -49,7 +49,7 @@ def _read(path: Path, included_by: Sequence[Path]) -> _Values:
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> _Values:
     """Merge two configurations: values of `over` win, and it replaces sections whose `kind` or `use` differs."""
-    if any(key in base and key in over and base[key] != over[key] for key in _TELLS_KINDS_APART):
+    if any(key in base and key in over and base[key] != over[key] for key in _DISCRIMINATORS):
         return dict(over)
     merged = dict(base)
     for key, value in over.items():
@@ -66,7 +66,7 @@ def _parse(path: Path, included_by: Sequence[Path]) -> _Values:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        where = "" if path.is_absolute() else f", from {Path.cwd()}"
+        where = "" if path.is_absolute() else f", relative to {Path.cwd()}"
         where += f", which {included_by[-1]} includes" if included_by else ""
         raise UserError(f"configuration file {path} cannot be read: {why}. Check the path{where}.") from None
     try:
@@ -74,21 +74,21 @@ def _parse(path: Path, included_by: Sequence[Path]) -> _Values:
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
-        raise UserError(f"configuration file {path} is not well formed: {error}") from None
+        raise UserError(f"configuration file {path} cannot be parsed: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"configuration file {path} holds {type(values).__name__}; expected sections and keys.")
     return values
 
 
 def _parse_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_without_repeats)
+    return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> _Values:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> _Values:
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)} is there twice")
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)} is duplicated")
     return values
 
 

@@ -85,24 +85,24 @@ def file_schema(model: type[BaseModel]) -> dict[str, Any]:
 
     No top-level key is required, because included files and the command line may supply it.
     """
-    schema = _without_one_of(model.model_json_schema())
+    schema = _replace_one_of(model.model_json_schema())
     schema.pop("required", None)
     include = {
         "type": "array",
         "items": {"type": "string"},
-        "description": "Files whose keys count where this one is silent.",
+        "description": "Configuration files to include; keys of this file override theirs.",
     }
     schema["properties"] = {"$schema": {"type": "string"}, "include": include, **schema["properties"]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def _without_one_of(schema: Any) -> Any:
+def _replace_one_of(schema: Any) -> Any:
     """Replace `oneOf` with `anyOf`: a section that omits `kind` may match several members of a union."""
     if isinstance(schema, list):
-        return [_without_one_of(each) for each in schema]
+        return [_replace_one_of(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {"anyOf" if key == "oneOf" else key: _without_one_of(value) for key, value in schema.items()}
+    return {"anyOf" if key == "oneOf" else key: _replace_one_of(value) for key, value in schema.items()}
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:

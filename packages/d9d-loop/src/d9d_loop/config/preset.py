@@ -19,28 +19,28 @@ from d9d_loop.job.trainer import Trainer
 class PresetConfig(TrainerConfig):
     """Configuration of a training job that also names its model, task and data."""
 
-    model: Component = Field(description="Makes the model provider.")
-    task: Component = Field(description="Makes the task.")
-    dataset: Component = Field(description="Makes the training data: a dataset, or a data provider.")
-    evaluation_dataset: Component | None = Field(None, description="Makes the held-out data.")
-    collate: Component | None = Field(None, description="Makes the function that makes a batch of samples.")
+    model: Component = Field(description="Builds the model provider.")
+    task: Component = Field(description="Builds the task.")
+    dataset: Component = Field(description="Builds the training data: a dataset, or a data provider.")
+    evaluation_dataset: Component | None = Field(None, description="Builds the evaluation data.")
+    collate: Component | None = Field(None, description="Builds the collate function.")
     optimizer_provider: Component | None = Field(
-        None, description="Makes what builds the optimizer, in the place of `optimizer`."
+        None, description="Builds the optimizer provider, which replaces `optimizer`."
     )
     lr_schedule_provider: Component | None = Field(
-        None, description="Makes the learning rate's factor by step, in the place of `lr_schedule`."
+        None, description="Builds the learning rate schedule, a function of the step, which replaces `lr_schedule`."
     )
-    subscribers: tuple[Component, ...] = Field((), description="Make objects whose methods handle events.")
+    subscribers: tuple[Component, ...] = Field((), description="Build objects whose methods handle events.")
 
 
 class InferencePresetConfig(InferenceConfig):
     """Configuration of an inference job that also names its model, task and data."""
 
-    model: Component = Field(description="Makes the model provider.")
-    task: Component = Field(description="Makes the inference task.")
-    dataset: Component = Field(description="Makes the data.")
-    collate: Component | None = Field(None, description="Makes the function that makes a batch of samples.")
-    subscribers: tuple[Component, ...] = Field((), description="Make objects whose methods handle events.")
+    model: Component = Field(description="Builds the model provider.")
+    task: Component = Field(description="Builds the inference task.")
+    dataset: Component = Field(description="Builds the data.")
+    collate: Component | None = Field(None, description="Builds the collate function.")
+    subscribers: tuple[Component, ...] = Field((), description="Build objects whose methods handle events.")
 
 
 def preset_trainer(config: PresetConfig) -> Trainer:

@@ -42,18 +42,18 @@ class ScheduleConfig(BaseModel):
 
     kind: Kind = Field("1f1b", description="Which schedule.")
     stages_per_rank: PositiveInt | None = Field(
-        None, description="Stages on each rank, where the schedule leaves it open; by default 2, and 1 for zb1p."
+        None, description="Stages per rank, for schedules that allow a choice; by default 2, and 1 for zb1p."
     )
 
     warmup: Literal["short", "long"] | None = Field(
         None,
-        description="Forwards before the first backward, of zb1p with several stages on a rank: short holds fewer "
-        "activations, long hides transfers better; by default short.",
+        description="Warm-up forwards of zb1p with several stages per rank: short holds fewer in-flight "
+        "activations, long overlaps transfers better; by default short.",
     )
     max_activations: PositiveInt | None = Field(
         None,
-        description="Largest number of (stage, microbatch) pairs whose activations a rank holds at a time, of 1f1b, "
-        "interleaved_1f1b and zb1p; by default as many as the schedule needs not to wait.",
+        description="Maximum number of in-flight activations of a rank, in (stage, microbatch) pairs, of 1f1b, "
+        "interleaved_1f1b and zb1p; by default as many as the schedule needs to run without stalls.",
     )
 
     def build(self) -> Schedule:
@@ -73,8 +73,8 @@ class ScheduleConfig(BaseModel):
             schedule = _FIXED[self.kind](**options)
             if self.stages_per_rank not in (None, schedule.stages_per_rank):
                 raise UserError(
-                    f"pipeline.schedule.stages_per_rank = {self.stages_per_rank}; {self.kind} has always "
-                    f"{schedule.stages_per_rank}. Leave it out, or use one of {', '.join(_LOOPED)}."
+                    f"pipeline.schedule.stages_per_rank = {self.stages_per_rank}; {self.kind} always has "
+                    f"{schedule.stages_per_rank}. Remove it, or use one of {', '.join(_LOOPED)}."
                 )
             return schedule
         return _LOOPED[self.kind](self.stages_per_rank or (1 if self.kind == "zb1p" else 2), **options)
@@ -83,7 +83,7 @@ class ScheduleConfig(BaseModel):
         """Check that the schedule is one of `kinds`, which have the option `name`."""
         if self.kind not in kinds:
             raise UserError(
-                f"pipeline.schedule.{name} = {value}; {self.kind} does not have this option. Leave it out, or use one "
+                f"pipeline.schedule.{name} = {value}; {self.kind} does not have this option. Remove it, or use one "
                 f"of {', '.join(kinds)}."
             )
 

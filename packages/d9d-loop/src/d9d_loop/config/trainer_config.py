@@ -47,8 +47,8 @@ class JobConfig(Section):
 class RunConfig(Section):
     """Output folder of a job."""
 
-    folder: Path = Field(Path("runs"), description="Folder of all runs.")
-    name: str = Field("run", min_length=1, description="Name of this run: its folder within the folder of all runs.")
+    folder: Path = Field(Path("runs"), description="Folder that contains all runs.")
+    name: str = Field("run", min_length=1, description="Name of this run, and of its folder.")
 
     @property
     def dir(self) -> Path:
@@ -59,20 +59,22 @@ class RunConfig(Section):
 class BatchConfig(Section):
     """Global batch size and microbatch size."""
 
-    global_size: PositiveInt = Field(description="Samples of one optimizer step, over all ranks.")
+    global_size: PositiveInt = Field(description="Samples per optimizer step, over all ranks.")
     microbatch_size: PositiveInt | None = Field(
-        None, description="Samples of one forward pass on one rank; by default all of a rank's samples at once."
+        None, description="Samples per forward pass on one rank; by default all samples of the rank."
     )
 
 
 class DataConfig(Section):
     """Sample order and data workers."""
 
-    shuffle: bool = Field(True, description="Whether each epoch has a random order of its own.")
-    num_workers: int = Field(0, ge=0, description="Processes that read samples; 0 reads in the training process.")
-    prefetch: PositiveInt = Field(2, description="Steps that workers keep ready.")
+    shuffle: bool = Field(True, description="Shuffle the samples again in each epoch.")
+    num_workers: int = Field(
+        0, ge=0, description="Number of data worker processes; 0 reads samples in the training process."
+    )
+    prefetch: PositiveInt = Field(2, description="Number of steps that workers read ahead.")
     worker_timeout: PositiveFloat | None = Field(
-        600.0, description="Seconds that a worker may take for a batch; null for any time."
+        600.0, description="Timeout of a worker for one batch, in seconds; null disables it."
     )
 
 
@@ -80,7 +82,7 @@ class GradientConfig(Section):
     """Gradient clipping before the optimizer step."""
 
     max_norm: PositiveFloat | None = Field(
-        None, description="Largest global norm; larger gradients are scaled down. Null only measures the norm."
+        None, description="Clip gradients to this global norm. Null computes the norm without clipping."
     )
 
 
@@ -90,21 +92,21 @@ class CheckpointConfig(Section):
     every: PositiveInt = Field(100, description="Steps between checkpoints; the last step is always saved.")
     background: bool = Field(
         True,
-        description="Whether training goes on while a checkpoint is written, from a copy in host memory. The last one "
-        "is always waited for.",
+        description="Write checkpoints in the background, from a copy in host memory. The job waits for the last "
+        "checkpoint.",
     )
     trainable_only: bool = Field(
         False,
-        description="Whether parameters that are not trained are left out. A resumed job begins with the same initial "
-        "weights, or without them the same seed, and refuses others.",
+        description="Save only trainable parameters. A resumed job must start from the same initial "
+        "weights, or without initial weights from the same seed; others are refused.",
     )
-    keep_last: PositiveInt | None = Field(2, description="Newest checkpoints to keep; all of them if null.")
+    keep_last: PositiveInt | None = Field(2, description="Number of newest checkpoints to keep; null keeps all.")
     keep_every: PositiveInt | None = Field(
-        None, description="Keep those whose step is a multiple of this, a multiple of `every`; none of them if null."
+        None, description="Keep checkpoints at multiples of this step, itself a multiple of `every`; null keeps none."
     )
-    keep_best: int = Field(0, ge=0, description="Checkpoints with the best evaluation to keep.")
-    best_by: str = Field("loss", description="Which value of the evaluation says how good a checkpoint is.")
-    higher_is_better: bool = Field(False, description="Whether a larger value is a better one.")
+    keep_best: int = Field(0, ge=0, description="Number of checkpoints with the best evaluation to keep.")
+    best_by: str = Field("loss", description="Value of the evaluation that ranks checkpoints.")
+    higher_is_better: bool = Field(False, description="A larger value of `best_by` is better.")
 
     @property
     def retention(self) -> Retention:
@@ -121,19 +123,21 @@ class EvaluationConfig(Section):
     """Interval and number of samples of evaluations. Has no effect without evaluation data."""
 
     every: PositiveInt = Field(100, description="Steps between evaluations; the last step is always evaluated.")
-    num_samples: PositiveInt | None = Field(None, description="How many samples, evenly spaced; all of them if null.")
+    num_samples: PositiveInt | None = Field(
+        None, description="Number of samples, evenly spaced over the data; null uses all."
+    )
 
 
 class PipelineConfig(Section):
     """Pipeline schedule. Has no effect if the mesh has one pipeline rank."""
 
     schedule: PipelineScheduleConfig = Field(
-        ScheduleConfig.model_validate({}), description="In which order ranks compute; see the gallery of schedules."
+        ScheduleConfig.model_validate({}), description="The pipeline schedule; see the gallery of schedules."
     )
     draw: bool = Field(
         True,
-        description="Whether to draw the schedule, as `schedule.png` before the first step and, measured in the "
-        "second, as `schedule_measured.png`.",
+        description="Plot the schedule, as `schedule.png` before the first step and, as measured in the "
+        "second step, as `schedule_measured.png`.",
     )
 
 
@@ -141,10 +145,10 @@ class LoggingConfig(Section):
     """Tracking interval, progress bar and drawings."""
 
     every: PositiveInt = Field(10, description="Steps between tracked values; the first and last step are tracked too.")
-    progress: bool = Field(True, description="Whether to draw a progress bar, where there is a terminal.")
+    progress: bool = Field(True, description="Show a progress bar if the output is a terminal.")
     draw_lr_schedule: bool = Field(
         False,
-        description="Whether to draw the learning rate of all steps before the first, as `lr_schedule.png`.",
+        description="Plot the learning rate of all steps as `lr_schedule.png`, before the first step.",
     )
 
 
@@ -153,21 +157,21 @@ class HostConfig(Section):
 
     collect_garbage_every: PositiveInt | None = Field(
         50,
-        description="Steps between collections of Python's cyclic garbage, on all ranks together; null: as it comes.",
+        description="Steps between Python garbage collections, on all ranks at once; null: Python's own policy.",
     )
 
 
 class TrainerConfig(JobConfig):
     """Configuration of a training job."""
 
-    steps: PositiveInt = Field(description="Optimizer steps of the whole job, those before a resume included.")
+    steps: PositiveInt = Field(description="Total number of optimizer steps, including those before a resume.")
     batch: BatchConfig
     seed: int = Field(0, ge=0, description="Seed of initial weights, sample order and dropout.")
     run: RunConfig = RunConfig()
     mesh: MeshConfig = MeshConfig.model_validate({})
     pipeline: PipelineConfig = PipelineConfig.model_validate({})
     data: DataConfig = DataConfig()
-    optimizer: Annotated[OptimizerConfig, Field(description="The optimizer and its hyper-parameters.")] = AdamWConfig()
+    optimizer: Annotated[OptimizerConfig, Field(description="The optimizer and its hyperparameters.")] = AdamWConfig()
     lr_schedule: Annotated[LrScheduleConfig, Field(description="The learning rate over steps.")] = WarmupCosineConfig()
     gradients: GradientConfig = GradientConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -176,8 +180,10 @@ class TrainerConfig(JobConfig):
     host: HostConfig = HostConfig()
     profile: ProfileConfig = ProfileConfig.model_validate({})
     resilience: ResilienceConfig = ResilienceConfig.model_validate({})
-    trackers: tuple[TrackerConfig, ...] = Field((JsonlTrackerConfig(),), description="Where values are tracked.")
-    initial_weights: Path | None = Field(
-        None, description="Folder in the Hugging Face layout to start from, instead of random weights."
+    trackers: tuple[TrackerConfig, ...] = Field(
+        (JsonlTrackerConfig(),), description="Trackers that receive the metrics."
     )
-    export: bool = Field(True, description="Whether to write the trained model to `export/` in the run's folder.")
+    initial_weights: Path | None = Field(
+        None, description="Folder in the Hugging Face layout with the initial weights; null: random weights."
+    )
+    export: bool = Field(True, description="Write the trained model to `export/` in the run folder.")

@@ -22,24 +22,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         UserError: If an input file or an option value is invalid.
     """
-    parser = argparse.ArgumentParser(prog="python -m d9d_loop.data", description="Make a token file of text.")
-    parser.add_argument("paths", type=Path, nargs="+", help="text files, .jsonl files, and folders of such")
+    parser = argparse.ArgumentParser(prog="python -m d9d_loop.data", description="Write text as a token file.")
+    parser.add_argument("paths", type=Path, nargs="+", help="text files, .jsonl files, and folders of these")
     parser.add_argument("--output", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of a model")
-    parser.add_argument("--train-vocab-size", type=int, help="train the tokenizer first, with so many tokens")
-    parser.add_argument("--pattern", default="**/*.txt", help="which files of a folder; default: %(default)s")
+    parser.add_argument("--train-vocab-size", type=int, help="train the tokenizer first, with this vocabulary size")
+    parser.add_argument("--pattern", default="**/*.txt", help="glob pattern of files in a folder; default: %(default)s")
     parser.add_argument("--field", default="text", help="field of a .jsonl line that holds text; default: %(default)s")
     end = parser.add_mutually_exclusive_group()
-    end.add_argument("--end-token", default=END_TOKEN, help="token put after each document; default: %(default)s")
-    end.add_argument("--no-end-token", action="store_const", dest="end_token", const=None, help="put nothing there")
+    end.add_argument("--end-token", default=END_TOKEN, help="token appended to each document; default: %(default)s")
+    end.add_argument("--no-end-token", action="store_const", dest="end_token", const=None, help="append no token")
     parser.add_argument(
-        "--held-out", type=float, default=0.0, help="part of the documents for OUTPUT/held_out, the rest OUTPUT/train"
+        "--held-out",
+        type=float,
+        default=0.0,
+        help="fraction of the documents for OUTPUT/held_out; the rest is OUTPUT/train",
     )
     options = parser.parse_args(arguments)
     documents = TextFiles(options.paths, pattern=options.pattern, field=options.field)
     part: float = options.held_out
     if not 0 <= part < 1:
-        raise UserError(f"--held-out {part}; expected a part from 0 to below 1.")
+        raise UserError(f"--held-out {part}; expected a fraction from 0 to below 1.")
     if options.train_vocab_size is not None:
         _train(documents, options.tokenizer, vocab_size=options.train_vocab_size, end_token=options.end_token)
     kinds = {"train": False, "held_out": True} if part else {"": False}
@@ -54,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _train(documents: TextFiles, path: Path, *, vocab_size: int, end_token: str | None) -> None:
     if path.exists():
         raise UserError(
-            f"the tokenizer {path} exists already; leave --train-vocab-size out to use it, or name another."
+            f"the tokenizer {path} already exists; omit --train-vocab-size to use it, or name another path."
         )
     trained = train_tokenizer(documents, vocab_size=vocab_size, end_token=end_token or END_TOKEN)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -74,9 +74,7 @@ class DatasetProvider(DataProvider):
             UserError: If the dataset is empty.
         """
         if len(self._samples) == 0:
-            raise UserError(
-                "the training data are empty; expected at least one sample. Check where they are read from."
-            )
+            raise UserError("the training data are empty; expected at least one sample. Check the path of the data.")
         return IndexedStream(self._samples, seed=seed, shuffle=self._shuffle)
 
     def evaluation(self) -> Samples | SampleStream | None:

@@ -54,8 +54,8 @@ def check_draws_nothing(read: Callable[[], object]) -> None:
     drawn = _drawn_by(read) and _drawn_by(read)
     if drawn:
         raise UserError(
-            f"reading a batch drew random numbers from {' and '.join(drawn)}; expected none, since the data provider "
-            "has draws = False. Set it to True, so that what samples draw follows from their position."
+            f"reading a batch drew random numbers from {' and '.join(drawn)}; expected none, because the data provider "
+            "has draws = False. Set it to True, so that a sample's random numbers depend on its position."
         )
 
 

@@ -55,8 +55,8 @@ class DocumentStream(SampleStream):
         manifest = file.manifest
         if manifest.num_tokens == manifest.num_documents:  # no document is empty, so each has one token
             raise UserError(
-                f"all {manifest.num_documents} documents have one token, which leaves nothing to predict; expected "
-                "longer ones. Check how they were written."
+                f"all {manifest.num_documents} documents have one token, so there is nothing to predict; expected "
+                "longer documents. Check how they were written."
             )
         self._file, self._max_length = file, max_length
         self._order = SampleOrder(len(file), seed=seed, shuffle=shuffle)
@@ -157,7 +157,7 @@ class TokenizedStream(SampleStream):
     ) -> None:
         _check_max_length(max_length)
         if window < 1:
-            raise UserError(f"window = {window}; expected at least 1 sample to tokenise at a time.")
+            raise UserError(f"window = {window}; expected at least 1 sample to tokenize at a time.")
         self._stream, self._tokenize, self._max_length = stream, tokenize, max_length
         self.is_endless = stream.is_endless
         self._name, self._window = name, window

@@ -9,7 +9,7 @@ from d9d_loop.data.sample_reader import ReadJob
 from d9d_loop.data.sample_stream import Cursor, SampleStream
 from d9d_loop.data.samples import Samples
 
-_EMPTY = "the evaluation data are empty; expected at least one sample. Check where they are read from."
+_EMPTY = "the evaluation data are empty; expected at least one sample. Check the path of the data."
 
 
 def check_evaluation_data(data: Samples | SampleStream, *, num_samples: int | None) -> None:

@@ -85,8 +85,8 @@ def measured_length(sample: Any) -> int:
     if isinstance(sample, list | tuple | str | bytes) or (isinstance(sample, Tensor) and sample.dim()):
         return len(sample)
     raise UserError(
-        f"a sample is of the type {type(sample).__name__}, whose length is not known; expected a tensor or a list, or "
-        "a function that tells. Pass length=... to the stream that the samples come from."
+        f"the length of a sample of type {type(sample).__name__} is unknown; expected a tensor or a list, or "
+        "a function. Pass length=... to the stream that returns the samples."
     )
 
 

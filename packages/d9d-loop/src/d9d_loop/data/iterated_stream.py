@@ -124,7 +124,7 @@ class _IteratedCursor(Cursor):
             if self._is_new:
                 raise UserError(
                     f"epoch {self._epoch} of the data {self._name!r} has no elements; expected at least one. Check "
-                    "where they are read from."
+                    "their source."
                 )
             self._epoch, self._is_new, self._loaded = self._epoch + 1, True, None
             self._data = self._open(self._epoch)

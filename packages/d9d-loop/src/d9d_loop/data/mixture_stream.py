@@ -217,20 +217,20 @@ def _shares(weights: Sequence[float], temperature: float) -> tuple[float, ...]:
 
 def _check_phases(phases: Sequence[Phase], sources: Mapping[str, SampleStream]) -> None:
     if not phases or phases[0].start != 0 or phases[0].ramp != 0:
-        raise UserError("the first phase of a mixture must have start = 0 and ramp = 0: there is nothing before it.")
+        raise UserError("the first phase of a mixture must have start = 0 and ramp = 0, because no phase precedes it.")
     for phase in phases:
         if unknown := sorted(phase.weights.keys() - sources.keys()):
-            raise UserError(f"weights for {', '.join(unknown)}; expected some of the sources {', '.join(sources)}.")
+            raise UserError(f"weights for {', '.join(unknown)}; expected names of sources: {', '.join(sources)}.")
         if not all(isfinite(weight) and weight >= 0 for weight in phase.weights.values()) or not any(
             phase.weights.values()
         ):
             raise UserError(
-                f"weights {dict(phase.weights)}; expected none below 0, and at least one above. Leave a source out to "
-                "take nothing of it."
+                f"weights {dict(phase.weights)}; expected none below 0, and at least one above 0. Omit a source to "
+                "exclude it."
             )
     for phase, following in pairwise(phases):
         if phase.ramp < 0 or following.ramp < 0 or phase.start + phase.ramp > following.start:
             raise UserError(
                 f"a phase from {phase.start} on with a ramp of {phase.ramp} is followed by one from {following.start} "
-                "on; expected phases in order, each after the ramp of the one before. Change their starts."
+                "on; expected phases in order, each after the ramp of the previous phase. Change their starts."
             )

@@ -78,7 +78,8 @@ class PackedStream(SampleStream):
         if max(lengths) > self._row_length:
             raise UserError(
                 f"a document of length {max(lengths)} does not fit into a row of length {self._row_length}; expected "
-                "none longer. Give the documents max_length = row_length, which cuts them without losing a token."
+                "shorter documents. Set max_length = row_length for the documents, which splits them without losing a "
+                "token."
             )
         rows = best_fit_decreasing(lengths, self._row_length)
         packed = [tuple([entries[item] for item in row]) for row in rows]

@@ -43,7 +43,7 @@ def pad_sequences(
     """
     longest = max(map(len, sequences))
     if length is not None and longest > length:
-        raise UserError(f"a sequence of length {longest} is longer than {length}; cut it, or raise length.")
+        raise UserError(f"a sequence of length {longest} is longer than {length}; truncate it, or increase length.")
     padded_length = -(-(longest if length is None else length) // multiple_of) * multiple_of
     batch = sequences[0].new_full((len(sequences), padded_length, *sequences[0].shape[1:]), value)
     for row, sequence in zip(batch, sequences, strict=True):
@@ -82,8 +82,8 @@ class PaddingCollate:
         for sample in samples:
             if missing := sorted(self.values.keys() - sample.keys()):
                 raise UserError(
-                    f"a sample has no {', '.join(missing)}, only {', '.join(sample)}; expected every key that is to be "
-                    "padded. Change the values of the collate function, or the samples."
+                    f"a sample has no {', '.join(missing)}, only {', '.join(sample)}; expected every key to "
+                    "pad. Change the values of the collate function, or the samples."
                 )
         others = [key for key in samples[0] if key not in self.values]
         batch: dict[str, Any] = default_collate([{key: sample[key] for key in others} for sample in samples])

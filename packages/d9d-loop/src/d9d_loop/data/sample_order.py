@@ -35,7 +35,7 @@ class SampleOrder:
 
     def __init__(self, num_samples: int, *, seed: int, shuffle: bool = True) -> None:
         if not 0 < num_samples <= _LARGEST:
-            raise UserError(f"got {num_samples} samples; expected 1 to 2^62. Check where the data are read from.")
+            raise UserError(f"got {num_samples} samples; expected 1 to 2^62. Check the path of the data.")
         self._num_samples = num_samples
         self._seed = seed
         self._shuffle = shuffle

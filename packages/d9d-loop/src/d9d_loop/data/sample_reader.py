@@ -71,7 +71,7 @@ class SampleReader:
             return self._collate(samples)
         except Exception as error:
             raise DataError(
-                f"the {len(samples)} samples from {job.describe(0)} on could not be made a batch: {_describe(error)}"
+                f"the {len(samples)} samples from {job.describe(0)} on could not be collated: {_describe(error)}"
             ) from error
 
 

@@ -34,7 +34,7 @@ class ShardedSamples:
             raise UserError(f"shard = {shard} of num_shards = {num_shards}; expected 0 to {num_shards - 1}.")
         total = len(samples)
         if not total:
-            raise UserError("the data are empty; expected at least one sample. Check where they are read from.")
+            raise UserError("the data are empty; expected at least one sample. Check the path of the data.")
         self._samples = samples
         if layout == "round_robin":
             self._real = range(shard, total, num_shards)
@@ -60,5 +60,5 @@ class ShardedSamples:
             IndexError: If the index is negative or not below the length.
         """
         if not 0 <= index < self._length:
-            raise IndexError(f"sample {index} of a share of {self._length}")
+            raise IndexError(f"sample {index} of a shard of {self._length}")
         return self._samples[self._real[index] if index < len(self._real) else self._padding]

@@ -46,12 +46,12 @@ class TextFiles:
         files: list[Path] = []
         for path in self.paths:
             if not path.exists():
-                raise UserError(f"{path} does not exist; expected a text file, a .jsonl file, or a folder of such.")
+                raise UserError(f"{path} does not exist; expected a text file, a .jsonl file, or a folder of these.")
             inside = sorted(file for file in path.glob(self.pattern) if file.is_file()) if path.is_dir() else [path]
             files += inside
         if not files:
             paths = ", ".join(map(str, self.paths))
-            raise UserError(f"there are no files {self.pattern} in {paths}; choose others with --pattern.")
+            raise UserError(f"no files match {self.pattern} in {paths}; choose another --pattern.")
         return files
 
     def __iter__(self) -> Iterator[str]:
@@ -68,7 +68,7 @@ class TextFiles:
                     yield text
             except UnicodeDecodeError as error:
                 raise UserError(
-                    f"{file} is not text in UTF-8 (byte {error.start}); convert it, or leave it out with --pattern."
+                    f"{file} is not UTF-8 text (byte {error.start}); convert it, or exclude it with --pattern."
                 ) from None
 
     def _lines(self, file: Path) -> Iterator[str]:
@@ -80,8 +80,8 @@ class TextFiles:
                     text = None
                 if not isinstance(text, str):
                     raise UserError(
-                        f"{file}, line {number}: expected a JSON object with text in the field {self.field!r}. Name "
-                        "another one with --field, or correct the line."
+                        f"{file}, line {number}: expected a JSON object with text in the field {self.field!r}. Choose "
+                        "another field with --field, or correct the line."
                     )
                 if text:
                     yield text
@@ -168,25 +168,25 @@ def _read_tokenizer(path: Path) -> "Tokenizer":
 
     if not path.is_file():
         raise UserError(
-            f"the tokenizer {path} does not exist; expected the tokenizer.json of a model. Name another one with "
+            f"the tokenizer {path} does not exist; expected the tokenizer.json of a model. Name another file with "
             "--tokenizer, or train one with --train-vocab-size."
         )
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
-        raise UserError(f"{path} is no tokenizer.json: {error}") from None
+        raise UserError(f"{path} is not a tokenizer.json: {error}") from None
 
 
 def _token_id(tokenizer: "Tokenizer", token: str, path: Path) -> int:
     number = tokenizer.token_to_id(token)
     if number is None:
         raise UserError(
-            f"the tokenizer {path} has no token {token!r} to end documents with; name one that it has with "
-            "--end-token, or none with --no-end-token."
+            f"the tokenizer {path} has no end token {token!r}; name one of its tokens with "
+            "--end-token, or use --no-end-token."
         )
     return number
 
 
 def _check_installed() -> None:
     if find_spec("tokenizers") is None:
-        raise ModuleNotFoundError("tokenizing needs tokenizers: pip install 'd9d-loop[tokenizers]'")
+        raise ModuleNotFoundError("tokenizing needs the package tokenizers: pip install 'd9d-loop[tokenizers]'")

@@ -133,15 +133,15 @@ class TokenFile:
             if (digest := _digest(self._folder / name)) != record.sha256:
                 raise UserError(
                     f"{self._folder / name} is damaged: its SHA-256 digest is {digest[:16]}..., expected "
-                    f"{record.sha256[:16]}... Copy or write it again."
+                    f"{record.sha256[:16]}... Copy or write the file again."
                 )
         before = 0
         for document in range(len(self)):
             start, stop = self.bounds(document)
             if start != before or stop <= start:
                 raise UserError(
-                    f"{self._folder / DOCUMENTS}: document {document} is said to be tokens {start} to {stop}; expected "
-                    f"it to begin at {before} and to have a token. Write it again."
+                    f"{self._folder / DOCUMENTS}: document {document} has the token range {start} to {stop}; expected "
+                    f"a range that starts at {before} and is not empty. Write the file again."
                 )
             before = stop
 
@@ -157,16 +157,16 @@ class TokenFile:
         record = manifest.files.get(name)
         if record is None or record.bytes != implied:
             raise UserError(
-                f"{self._folder / MANIFEST} says that {name} has {None if record is None else record.bytes} bytes; "
+                f"{self._folder / MANIFEST} records {None if record is None else record.bytes} bytes for {name}; "
                 f"expected {implied}, as its {manifest.num_documents} documents of {manifest.num_tokens} "
-                f"{manifest.dtype} tokens need. Write it again."
+                f"{manifest.dtype} tokens require. Write the file again."
             )
         if not path.is_file():
             raise UserError(f"{path} is missing; expected it beside {MANIFEST}. Copy the whole folder.")
         if (found := path.stat().st_size) != implied:
             raise UserError(
-                f"{path} has {found} bytes; expected {implied}, as its manifest says. It was cut short or written "
-                "over: copy or write it again."
+                f"{path} has {found} bytes; expected {implied}, as recorded in its manifest. It was truncated or "
+                "overwritten: copy or write it again."
             )
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -185,7 +185,7 @@ def _read_manifest(folder: Path) -> TokenManifest:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise UserError(
-            f"{path}: {where}: {first['msg']}; expected the manifest of a token file. Write it again."
+            f"{path}: {where}: {first['msg']}; expected the manifest of a token file. Write the file again."
         ) from None
 
 

@@ -39,7 +39,7 @@ class TokenFileWriter:
     def __init__(self, folder: str | Path, *, vocab_size: int, about: Mapping[str, JsonValue] | None = None) -> None:
         self._folder, self._about = Path(folder), dict(about or {})
         if self._folder.exists():
-            raise UserError(f"{folder} exists already; expected a new folder. Remove it, or choose another one.")
+            raise UserError(f"{folder} already exists; expected a new folder. Remove it, or choose another folder.")
         if not 0 < vocab_size <= 1 << 32:
             raise UserError(f"vocab_size = {vocab_size}; expected 1 to 2^32.")
         self._vocab_size = vocab_size
@@ -64,7 +64,7 @@ class TokenFileWriter:
         # A list, because array(code, bytes) would reinterpret the bytes.
         values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
         if not values:
-            raise UserError(f"document {self._num_documents} has no tokens; expected at least one. Leave it out.")
+            raise UserError(f"document {self._num_documents} has no tokens; expected at least one. Omit the document.")
         if min(values) < 0 or max(values) >= self._vocab_size:
             raise UserError(
                 f"document {self._num_documents} has the tokens {min(values)} to {max(values)}; expected 0 to "

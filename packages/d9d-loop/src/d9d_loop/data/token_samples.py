@@ -29,7 +29,7 @@ class TokenWindows:
     def __init__(self, file: TokenFile, *, length: int) -> None:
         if not 1 <= length < file.manifest.num_tokens:
             raise UserError(
-                f"length = {length} of {file.manifest.num_tokens} tokens; expected 1 to one fewer than there are."
+                f"length = {length} of {file.manifest.num_tokens} tokens; expected 1 to the number of tokens minus 1."
             )
         self._file, self._length = file, length
 
@@ -72,7 +72,9 @@ class PackedSamples:
             start, stop = file.bounds(document)
             parts += [(start + first, start + last) for first, last in cut(stop - start, row_length)]
         if not parts:
-            raise UserError("no document has two tokens, so there is nothing to predict; check how they were written.")
+            raise UserError(
+                "no document has two tokens, so there is nothing to predict; check how the documents were written."
+            )
         rows = best_fit_decreasing([last - first for first, last in parts], row_length)
         self._rows = [[parts[item] for item in row] for row in rows]
         self._file, self._row_length, self._pad_token = file, row_length, pad_token

@@ -84,8 +84,8 @@ class WindowCursor(Cursor):
         self._num_empty = 0 if arranged else self._num_empty + 1
         if self._num_empty == _MOST_EMPTY:
             raise UserError(
-                f"{_MOST_EMPTY * self._size} samples one after the other came to nothing; expected documents of two "
-                "tokens or more. Check what the samples are made into."
+                f"{_MOST_EMPTY * self._size} consecutive samples gave no documents; expected documents of two "
+                "tokens or more. Check how the samples are converted."
             )
         return arranged
 

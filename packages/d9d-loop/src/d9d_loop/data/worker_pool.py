@@ -60,8 +60,8 @@ class WorkerPool:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             self.close()
             raise UserError(
-                f"the data, or their collate function, cannot be sent to worker processes: {error}. Expected functions "
-                "and classes at the top of a module. Move them there, or use data.num_workers = 0."
+                f"the data or their collate function cannot be pickled for worker processes: {error}. Expected "
+                "functions and classes at the top level of a module. Move them there, or use data.num_workers = 0."
             ) from error
 
     def batches(self, jobs: Iterable[ReadJob]) -> Iterator[Any]:
@@ -126,8 +126,8 @@ class _Worker:
         ready = wait([self._connection, self._process.sentinel], timeout)
         if not ready:
             raise DataError(
-                f"{self._describe()} has taken more than {timeout:g} s for a batch, and is at {self._at()}. Check what "
-                "it waits for, or allow more time."
+                f"{self._describe()} has taken more than {timeout:g} s for a batch; it is at {self._at()}. Check what "
+                "it waits for, or increase the timeout."
             )
         if self._connection not in ready:
             raise self._died()
@@ -154,7 +154,7 @@ class _Worker:
         self._process.join(_PATIENCE)
         code = self._process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
-        hint = " Often memory has run out: use fewer workers." if code == -signal.SIGKILL else ""
+        hint = " It probably ran out of memory: use fewer workers." if code == -signal.SIGKILL else ""
         return DataError(f"{self._describe()} {how} at {self._at()}.{hint}")
 
     def _describe(self) -> str:
@@ -192,7 +192,7 @@ def _work(connection: Connection, sample: Any, reader: SampleReader, seed: int) 
         try:
             connection.send(result)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            message = f"the batch from {job.describe(0)} on cannot be sent to the training process: {error}"
+            message = f"the batch from {job.describe(0)} on cannot be pickled for the training process: {error}"
             connection.send(_Failed(message, traceback.format_exc()))
         except BrokenPipeError:
             return

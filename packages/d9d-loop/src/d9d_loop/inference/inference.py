@@ -143,9 +143,9 @@ class Inference:
         self._results.check()
         if self._weights is None and self._provider.late_init:
             raise UserError(
-                f"weights is not set, and {type(self._provider).__name__} builds on `meta`, so the results would come "
-                "from random values. Set --weights to a folder, or late_init = False if the model is built with its "
-                "values."
+                f"weights is not set, and {type(self._provider).__name__} builds on `meta`, so the results would be "
+                "those of random weights. Set --weights to a folder, or late_init = False if the build sets the "
+                "weights."
             )
         size = min(config.batch_size, len(self._data))
         plan = plan_model(
@@ -256,8 +256,8 @@ class _PartForward:
                     found = self._task.results(whole, some[number])
                     if len(found) != sizes[start + number]:
                         raise UserError(
-                            f"{type(self._task).__name__}.results gave {len(found)} results for a batch of "
-                            f"{sizes[start + number]} samples; expected one for each, in their order."
+                            f"{type(self._task).__name__}.results returned {len(found)} results for a batch of "
+                            f"{sizes[start + number]} samples; expected one result per sample, in order."
                         )
                     results.extend(found)
 

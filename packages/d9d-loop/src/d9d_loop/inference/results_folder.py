@@ -60,9 +60,9 @@ class ResultsFolder:
             return
         if lines := list(differences(json.loads(self._plan.read_text(encoding="utf-8")), self._identity, "")):
             raise UserError(
-                f"{self.folder} holds results of another job, which cannot become one with these:\n"
+                f"{self.folder} holds results of another job, which cannot be combined with these:\n"
                 + "\n".join(lines)
-                + "\nChange that back, or use --run.name for a new run."
+                + "\nRestore these values, or use --run.name for a new run."
             )
 
     def is_complete(self) -> bool:
@@ -92,8 +92,8 @@ class ResultsFolder:
             lines = [f"{json.dumps(result, allow_nan=False)}\n" for result in results]
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"a result of the samples {self.samples_of(part)} cannot be written as JSON: {error}. Expected numbers "
-                "that are finite, text, lists and dictionaries of them; NaN may be written as None."
+                f"a result of the samples {self.samples_of(part)} cannot be written as JSON: {error}. Expected finite "
+                "numbers, text, lists and dictionaries of them; NaN may be written as None."
             ) from None
         _write(self._part(part), "".join(lines))
 

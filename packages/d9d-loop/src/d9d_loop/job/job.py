@@ -265,7 +265,7 @@ def run_job(job: Job) -> TrainResult | Stopped:
                 _evaluate(job)
             every = config.resilience.replicas.every
             if every is not None and record.step % every == 0:
-                with job.reports.not_training(), job.watchdog.phase("the check of replicas"):
+                with job.reports.not_training(), job.watchdog.phase("the replica check"):
                     check_replicas(job.pipeline.model, job.optimizer, step=record.step, ctx=job.ctx)
             if plan.is_saved_after(record.step):
                 background = config.checkpoint.background and not is_last
@@ -329,12 +329,12 @@ def _origin_of(job: Job, bad: BadStep, batches: list[Any]) -> str:
     """Run a non-finite step again, and describe the first non-finite tensor. Collective."""
     with isolated_random(job.plan.config.seed, "replay", bad.step, device=True):
         found = find_non_finite(job.pipeline.model, partial(job.step.replay, batches), ctx=job.ctx)
-    origin = f" {found}." if found else " Done again, everything is finite."
-    return origin + (" Parameters had been updated once more by then." if bad.step < job.record.step else "")
+    origin = f" {found}." if found else " In a second run of the step everything is finite."
+    return origin + (" Another update was applied before the second run." if bad.step < job.record.step else "")
 
 
 def _roll_back(job: Job) -> None:
-    with job.watchdog.phase("going back to a checkpoint"):
+    with job.watchdog.phase("the rollback to a checkpoint"):
         restored = job.state.rewind()
     job.guard.on_rollback()
     job.record.take(restored)

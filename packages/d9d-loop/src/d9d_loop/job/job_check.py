@@ -21,7 +21,7 @@ from d9d_state import CheckpointInfo, CheckpointStore, JsonValue, StateError, St
 def check_data(data: Samples, what: str) -> None:
     """Raise `UserError` if a dataset is empty; `what` names it in the message, e.g. "evaluation data"."""
     if len(data) == 0:
-        raise UserError(f"the {what} are empty; expected at least one sample. Check where they are read from.")
+        raise UserError(f"the {what} are empty; expected at least one sample. Check the path of the data.")
 
 
 def check_writable(folder: Path) -> None:
@@ -31,9 +31,9 @@ def check_writable(folder: Path) -> None:
     while not os.access(existing, os.F_OK):
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        reason = "may not be written to" if existing.is_dir() else "is a file, not a folder"
+        reason = "is not writable" if existing.is_dir() else "is a file, not a folder"
         raise UserError(
-            f"run folder {folder}: {existing} {reason}. Choose another one with --run.folder, or change permissions."
+            f"run folder {folder}: {existing} {reason}. Choose another folder with --run.folder, or change permissions."
         )
 
 
@@ -44,7 +44,7 @@ def export_mapper_of(provider: ModelProvider, model: nn.Module) -> StateMapper |
         return mapper and mapper.inverse()
     except ValueError as error:
         raise UserError(
-            f"export = true, but the provider's state mapper has no inverse: {error} Give it one, or use "
+            f"export = true, but the provider's state mapper has no inverse: {error} Add an inverse, or use "
             "--export false."
         ) from None
 
@@ -57,7 +57,7 @@ def microbatch_size_of(config: TrainerConfig, dp_size: int) -> int:
         what = f"{dp_size} data-parallel ranks" + ("" if size is None else f" x batch.microbatch_size = {size}")
         below, above = total // unit * unit, (total // unit + 1) * unit
         raise UserError(
-            f"batch.global_size = {total} cannot be shared out evenly to {what}; expected a multiple of {unit}. "
+            f"batch.global_size = {total} cannot be divided evenly over {what}; expected a multiple of {unit}. "
             f"Use {f'{below} or ' if below else ''}{above}, or change the degrees."
         )
     return total // dp_size if size is None else size
@@ -72,13 +72,14 @@ def check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> No
     checkpoint = config.checkpoint
     if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.every:
         raise UserError(
-            f"checkpoint.keep_every = {checkpoint.keep_every} is no multiple of checkpoint.every = {checkpoint.every}, "
-            "so most of those steps have no checkpoint; expected a multiple. Change one of them."
+            f"checkpoint.keep_every = {checkpoint.keep_every} is not a multiple of checkpoint.every = "
+            f"{checkpoint.every}, so most of those steps have no checkpoint; expected a multiple. Change one of the "
+            "two."
         )
     if checkpoint.keep_last is None and (checkpoint.keep_every is not None or checkpoint.keep_best):
         raise UserError(
             "checkpoint.keep_last is null, which keeps every checkpoint; expected a number beside keep_every or "
-            "keep_best. Set it, or leave them out."
+            "keep_best. Set it, or remove them."
         )
     if checkpoint.keep_best == 0:
         return
@@ -92,8 +93,8 @@ def check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> No
         )
     if checkpoint.every % config.evaluation.every:
         raise UserError(
-            f"checkpoint.every = {checkpoint.every} is no multiple of evaluation.every = {config.evaluation.every}, so "
-            "checkpoints would be judged by older evaluations; expected a multiple where keep_best is set."
+            f"checkpoint.every = {checkpoint.every} is not a multiple of evaluation.every = {config.evaluation.every}, "
+            "so checkpoints would be ranked by older evaluations; expected a multiple if keep_best is set."
         )
 
 
@@ -117,16 +118,16 @@ def check_checkpoint(config: TrainerConfig, model: nn.Module, *, data_identity: 
     check_same_model(info, model, trainable_only=trainable_only)
     if info.step > config.steps:
         raise UserError(
-            f"steps = {config.steps}, but the run in {config.run.dir} has done {info.step} already. "
+            f"steps = {config.steps}, but the run in {config.run.dir} has already completed {info.step}. "
             f"Use --steps {info.step} or more to continue it, or --run.name for a new run."
         )
     state: Any = info.state
     lines = list(differences(state["data_identity"], data_identity, "data"))
     if lines:  # some samples would be skipped and others repeated
         raise UserError(
-            f"the run in {config.run.dir} was started with other training data, or another order of them:\n"
+            f"the run in {config.run.dir} was started with other training data, or in another order:\n"
             + "\n".join(lines)
-            + "\nWhich samples it has seen follows from that. Use the same data and seed, or --run.name for a new run."
+            + "\nThese determine which samples it has read. Use the same data and seed, or --run.name for a new run."
         )
     return trainable_only or config.checkpoint.trainable_only
 
@@ -145,7 +146,7 @@ def differences(before: JsonValue, now: JsonValue, name: str) -> Iterator[str]:
         for key in dict.fromkeys([*before, *now]):
             yield from differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
     elif before != now:
-        yield f"  {name} was {json.dumps(before)}, and is {json.dumps(now)}"
+        yield f"  {name} was {json.dumps(before)}, and now is {json.dumps(now)}"
 
 
 def check_metric_names(task: Task) -> None:

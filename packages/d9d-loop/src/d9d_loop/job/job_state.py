@@ -181,7 +181,7 @@ class JobState:
         self.store.wait()
         if not self.store.complete():
             raise StateError(
-                "there is no checkpoint to go back to; expected one. Set checkpoint.every to fewer steps, or the "
+                "there is no checkpoint to roll back to; expected one. Set checkpoint.every to fewer steps, or set the "
                 "policy for bad steps to skip or stop."
             )
         # A checkpoint stores only group values that had changed. Values changed after it are reset to their built ones.
@@ -256,9 +256,9 @@ class JobState:
             return
         if frozen_digest(self._model, self._ctx) != self._frozen_digest:
             raise UserError(
-                "checkpoint.trainable_only = true, but parameters that do not require gradients are not what the job "
-                "begins with, and no checkpoint would bring them back; expected the values of initial_weights, or "
-                "those of the seed. Name the initial_weights that the run began with, do not change them in handlers "
+                "checkpoint.trainable_only = true, but frozen parameters no longer have their initial "
+                "values, and no checkpoint could restore them; expected the values of initial_weights, or "
+                "those of the seed. Use the initial_weights that the run started from, do not change them in handlers "
                 "or in the optimizer, or set checkpoint.trainable_only to false."
             )
         self._is_digest_checked = True

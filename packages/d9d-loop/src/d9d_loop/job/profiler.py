@@ -21,11 +21,13 @@ _TOP_OPERATORS = 15
 class ProfileConfig(Section):
     """Selection of the steps to profile, and options of the traces."""
 
-    first_step: PositiveInt | None = Field(None, description="The first step to profile; null profiles none.")
-    steps: PositiveInt = Field(2, description="How many steps in a row.")
-    every: PositiveInt | None = Field(None, description="Steps from one such row to the next; null: one row only.")
-    record_shapes: bool = Field(False, description="Whether traces tell the shapes of operators' arguments.")
-    profile_memory: bool = Field(False, description="Whether traces tell allocations.")
+    first_step: PositiveInt | None = Field(None, description="First step to profile; null disables the profiler.")
+    steps: PositiveInt = Field(2, description="Number of consecutive steps per profile.")
+    every: PositiveInt | None = Field(
+        None, description="Steps from the start of one profile to the next; null: one profile."
+    )
+    record_shapes: bool = Field(False, description="Record the shapes of operator arguments.")
+    profile_memory: bool = Field(False, description="Record memory allocations.")
 
     def begins_after(self, step: int) -> bool:
         """Return True if step `step + 1` is the first of a range of profiled steps."""
@@ -63,27 +65,27 @@ class Profiler:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Write the completed steps of the current range (collective), or after an error discard them."""
         if error is None and self._running is not None and self._step >= self._first_step:
-            self._end_range()
-        self._discard_range()
+            self._end_profile()
+        self._discard_profile()
 
     @on_event(DataReady, StepDone)
     def step(self, event: DataReady | StepDone) -> None:
         """Write a range that ends with this step (collective), and start one that begins with the next step."""
         self._step = event.step
         if self._running is not None and event.step == self._last_step:
-            self._end_range()
-        self._begin_range()
+            self._end_profile()
+        self._begin_profile()
 
     def on_rollback(self, step: int) -> None:
         """Discard the recorded steps after a rollback to `step`; restart the range if it includes the next step."""
         self._step = step
         is_inside = self._running is not None and self._first_step <= step + 1
-        self._discard_range()
+        self._discard_profile()
         if is_inside:
             self._start(step + 1, self._last_step)
-        self._begin_range()
+        self._begin_profile()
 
-    def _begin_range(self) -> None:
+    def _begin_profile(self) -> None:
         if self._running is None and self._config.begins_after(self._step) and self._step < self._num_steps:
             self._start(self._step + 1, min(self._step + self._config.steps, self._num_steps))
 
@@ -99,7 +101,7 @@ class Profiler:
         )
         self._running.start()
 
-    def _end_range(self) -> None:
+    def _end_profile(self) -> None:
         assert self._running is not None
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -107,7 +109,7 @@ class Profiler:
         self._write(self._running)
         self._running = None
 
-    def _discard_range(self) -> None:
+    def _discard_profile(self) -> None:
         if self._running is not None:
             self._running.stop()
             self._running = None
@@ -137,8 +139,9 @@ def _summary(ranks: list[TimeBreakdown], operators: str, *, first_step: int, las
     lines = [
         f"# Steps {first_step} to {last_step}",
         "",
-        "Milliseconds of each rank, as a profiler sees them, which slows a CPU down. What overlaps counts once.",
-        "Exposed is communication while nothing computes; idle is neither: waiting for data, the host, another rank.",
+        "Milliseconds per rank; profiling slows a CPU down. Overlapping times are counted once.",
+        "Exposed: communication without overlapping computation. Idle: neither, for example waiting for data, host or "
+        "ranks.",
         "",
         "| rank | total | compute | communication | exposed | idle |",
         "|---:|---:|---:|---:|---:|---:|",

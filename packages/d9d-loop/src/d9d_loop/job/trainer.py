@@ -121,7 +121,7 @@ class Trainer:
         try:
             self.events.emit(Failed(0 if job is None else job.record.step, error))
         except Exception as another:
-            error.add_note(f"besides, {another!r} was " + "; ".join(getattr(another, "__notes__", ())))
+            error.add_note(f"in addition, {another!r} was " + "; ".join(getattr(another, "__notes__", ())))
 
 
 def _data_provider(
@@ -136,6 +136,7 @@ def _data_provider(
     if evaluation_data is not None or collate is not None:
         what = "evaluation_data" if evaluation_data is not None else "collate"
         raise UserError(
-            f"got {what} beside a {type(data).__name__}; expected it from that. Override its method, or pass a dataset."
+            f"got {what} together with a {type(data).__name__}, which provides it. Override its method, or pass a "
+            "dataset."
         )
     return data

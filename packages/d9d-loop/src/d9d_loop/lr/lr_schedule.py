@@ -20,7 +20,7 @@ class WarmupCosineConfig(Section):
     """Linear warm-up, then cosine decay (Loshchilov, Hutter, arXiv:1608.03983) to a fraction of the peak."""
 
     kind: Literal["warmup_cosine"] = "warmup_cosine"
-    warmup_steps: int = Field(0, ge=0, description="Steps until the peak; 0 starts at the peak.")
+    warmup_steps: int = Field(0, ge=0, description="Number of steps until the peak; 0 starts at the peak.")
     final_fraction: float = Field(0.1, ge=0, le=1, description="Fraction of the peak at the last step.")
 
     def build(self, num_steps: int) -> LrSchedule:
@@ -45,9 +45,11 @@ class WsdConfig(Section):
     """Warm-up, stable, decay (Hu et al., arXiv:2404.06395): only the decay depends on the length of the job."""
 
     kind: Literal["wsd"] = "wsd"
-    warmup_steps: int = Field(0, ge=0, description="Steps until the peak; 0 starts at the peak.")
-    decay_percent: float = Field(20.0, gt=0, le=100, description="Part of the job, at its end, that decays.")
-    decay: Literal["linear", "cosine", "sqrt"] = Field("sqrt", description="By which curve.")
+    warmup_steps: int = Field(0, ge=0, description="Number of steps until the peak; 0 starts at the peak.")
+    decay_percent: float = Field(
+        20.0, gt=0, le=100, description="Length of the decay at the end of the job, in percent of all steps."
+    )
+    decay: Literal["linear", "cosine", "sqrt"] = Field("sqrt", description="Shape of the decay.")
     final_fraction: float = Field(0.0, ge=0, le=1, description="Fraction of the peak at the last step.")
 
     def build(self, num_steps: int) -> LrSchedule:
@@ -68,8 +70,8 @@ class PiecewiseConfig(Section):
     """A sequence of phases. Each phase starts at the value where the previous one ended."""
 
     kind: Literal["piecewise"] = "piecewise"
-    start: NonNegativeFloat = Field(0.0, description="Factor of the peak learning rate on the first step.")
-    phases: tuple[Phase, ...] = Field(min_length=1, description="What happens, in order; one may leave its length out.")
+    start: NonNegativeFloat = Field(0.0, description="Factor of the peak learning rate at the first step.")
+    phases: tuple[Phase, ...] = Field(min_length=1, description="Phases in order; one of them may omit its length.")
 
     def build(self, num_steps: int) -> LrSchedule:
         """Return the schedule for a job of `num_steps` steps.

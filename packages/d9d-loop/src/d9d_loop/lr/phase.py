@@ -14,9 +14,9 @@ from d9d_loop.config.section import Section
 class PhaseSettings(Section, ABC):
     """Base class of phases. The length is a number of steps or a percentage; with neither, the remaining steps."""
 
-    steps: PositiveInt | None = Field(None, description="Its length in steps.")
+    steps: PositiveInt | None = Field(None, description="Length of the phase in steps.")
     percent: Annotated[float, Field(gt=0, le=100)] | None = Field(
-        None, description="Its length as a part of all steps of the job; neither this nor steps: what is left."
+        None, description="Length in percent of all steps of the job; without this and steps: the remaining steps."
     )
 
     @validator(mode="after")
@@ -44,7 +44,7 @@ class PhaseSettings(Section, ABC):
 class _Leading(PhaseSettings, ABC):
     """Phase that ends at the factor `to`; its curve is `start + (to - start) (1 - left(progress))`."""
 
-    to: NonNegativeFloat = Field(description="Factor of the peak learning rate that it leads to.")
+    to: NonNegativeFloat = Field(description="Factor of the peak learning rate at the end of the phase.")
 
     @final
     def end(self, start: float) -> float:
@@ -138,7 +138,7 @@ class ExponentialPhase(PhaseSettings):
     """Exponential change: the same ratio between any two consecutive steps."""
 
     kind: Literal["exponential"] = "exponential"
-    to: PositiveFloat = Field(description="Factor of the peak learning rate that it leads to.")
+    to: PositiveFloat = Field(description="Factor of the peak learning rate at the end of the phase.")
 
     def end(self, start: float) -> float:
         """Return `to`.
@@ -147,9 +147,7 @@ class ExponentialPhase(PhaseSettings):
             UserError: If `start` is 0, because no ratio leads from 0 to another value.
         """
         if start == 0:
-            raise UserError(
-                "an exponential phase starts at 0; expected a number above 0. Put a linear phase before it."
-            )
+            raise UserError("an exponential phase starts at 0; expected a start above 0. Put a linear phase before it.")
         return self.to
 
     def value(self, start: float, progress: float) -> float:

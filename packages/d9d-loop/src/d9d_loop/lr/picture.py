@@ -34,7 +34,7 @@ def plot_lr_schedule(
         try:
             from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("pictures need matplotlib: pip install 'd9d-loop[plot]'") from error
+            raise ModuleNotFoundError("plots need matplotlib: pip install 'd9d-loop[plot]'") from error
         figure = Figure(figsize=(8.0, 3.2), dpi=150, layout="constrained")
         _draw_on(figure.subplots(), schedule, num_steps=num_steps, peak=peak, title=title)
         figure.savefig(target)

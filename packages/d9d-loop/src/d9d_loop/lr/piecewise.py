@@ -50,20 +50,20 @@ def _ends(phases: Sequence[PhaseSettings], num_steps: int) -> list[int]:
     if not phases or len(open_phases) > 1:
         raise UserError(
             f"the schedule has {len(phases)} phases, {len(open_phases)} of them with neither steps nor percent; "
-            "expected one or more, of which one at most takes what the others leave. Give the others a length."
+            "expected at least one phase, and at most one without a length. Set a length for the others."
         )
     lengths = _lengths(phases, num_steps)
     left = num_steps - sum(lengths)
     if left < 0 or (left == 0 and open_phases):
         raise UserError(
-            f"the phases of the schedule take {sum(lengths)} steps{' and what is left' if open_phases else ''}, but "
-            f"the job has {num_steps}: they reach beyond its end; expected {'fewer' if open_phases else num_steps}. "
-            "Shorten one."
+            f"the phases of the schedule take {sum(lengths)} steps{' and the remaining ones' if open_phases else ''}, "
+            f"but the job has {num_steps}: they extend beyond its end; expected "
+            f"{'fewer' if open_phases else num_steps}. Shorten a phase."
         )
     if left > 0 and not open_phases:
         raise UserError(
             f"the phases of the schedule take {sum(lengths)} steps, but the job has {num_steps}, which leaves a gap of "
-            f"{left}; expected none. Leave the length of one phase out: it takes what is left."
+            f"{left}; expected none. Omit the length of one phase: it takes the remaining steps."
         )
     for index in open_phases:
         lengths[index] = left
@@ -74,7 +74,7 @@ def _check_percents(phases: Sequence[PhaseSettings]) -> None:
     total = math.fsum(phase.percent for phase in phases if phase.percent is not None)
     if total > 100 * (1 + 1e-9):
         raise UserError(
-            f"the phases of the schedule take {total:g} percent of the job; expected at most 100. Shorten one."
+            f"the phases of the schedule take {total:g} percent of the job; expected at most 100. Shorten a phase."
         )
 
 

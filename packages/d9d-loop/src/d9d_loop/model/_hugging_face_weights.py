@@ -99,8 +99,8 @@ def _load_recorded(
             )
     except RuntimeError as error:
         raise UserError(
-            f"the weights in {folder} cannot be converted to those of {model_class.__name__}; expected what its "
-            f"from_pretrained takes. {model_class.__name__}.from_pretrained(folder) reports why. ({error})"
+            f"the weights in {folder} cannot be converted to those of {model_class.__name__}; expected a folder that "
+            f"from_pretrained loads. {model_class.__name__}.from_pretrained(folder) reports why. ({error})"
         ) from error
 
 
@@ -171,11 +171,11 @@ def _refuse_differences(report: Mapping[str, Any], what: str, *, new: Sequence[s
     }
     missing = sorted(_unmatched(report["missing_keys"] - shapes.keys(), new))
     sections = {
-        'in the model, but not in the files; list them in new=["..."] to begin with initial values': missing,
+        'in the model, but not in the files; list them in new=["..."] to initialize them': missing,
         'in the files, but not in the model; list them in unused=["..."] to ignore them': sorted(
             _unmatched(report["unexpected_keys"], unused)
         ),
-        'of another shape in the files; list them in new=["..."] to begin with initial values': [
+        'of another shape in the files; list them in new=["..."] to initialize them': [
             shapes[name] for name in sorted(_unmatched(shapes, new))
         ],
     }

@@ -80,7 +80,7 @@ def build_model(provider: ModelProvider, stage: StageInfo, *, seed: int, keep_va
         module, values = build_with_values(provider, stage, seed=seed)
         tensors = _on_meta(module)
         return BuiltModel(module, tensors, frozenset(tensors.keys() - values.keys()), {})
-    with _turn_of_host():
+    with _one_rank_per_host():
         module, digests = _build_and_digest(provider, stage, seed=seed)
         move_to_meta(module)
     tensors = _on_meta(module)
@@ -134,7 +134,7 @@ def report_different_values(model: BuiltModel, ctx: DistributedContext) -> None:
         print(
             f"d9d: {name_ranks(ranks)} built other values than rank 0 for "
             f"{', '.join(names)}; the values of rank 0 are used. Draw them from torch's default generator, which is "
-            "seeded alike on every rank."
+            "seeded equally on every rank."
         )
 
 
@@ -160,14 +160,14 @@ def _build_on_meta(provider: ModelProvider, stage: StageInfo) -> nn.Module:
     with torch.device("meta"), _Writes() as writes:
         module = provider.build(stage)
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    lost = [f"  {name} has values already" for name, tensor in tensors if not tensor.is_meta]
+    lost = [f"  {name} already has values" for name, tensor in tensors if not tensor.is_meta]
     lost += [f"  {name} is written to outside of reset_parameters" for name, tensor in tensors if writes.lost(tensor)]
     if lost:
         raise UserError(
             "the model is built on `meta`, and values that its constructor sets would be lost:\n"
             + "\n".join(lost)
-            + "\nSet late_init = False (of the provider, or of FunctionProvider) to train from the values that the "
-            "model is built with, or set them in reset_parameters of the module that owns them."
+            + "\nSet late_init = False (of the provider, or of FunctionProvider) to train from the values that "
+            "the build sets, or set them in reset_parameters of the module that owns them."
         )
     return module
 
@@ -219,7 +219,7 @@ def _on_meta(module: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _turn_of_host() -> Generator[None]:
+def _one_rank_per_host() -> Generator[None]:
     """Hold a file lock, so that the ranks of a job build one after another on this host.
 
     The launcher's address and port select one of 256 lock files. The files are never deleted, because that would be a

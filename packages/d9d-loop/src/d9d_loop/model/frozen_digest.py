@@ -41,14 +41,14 @@ def frozen_digest(model: nn.Module, ctx: DistributedContext) -> str:
         first_rank = min(dist.get_process_group_ranks(ctx.group_for("batch", "dp", "cp", "tp")))
     tensors = model_tensors(model)
     for name in tensors.keys() - model_tensors(model, trainable_only=True).keys():
-        if _counts_here(tensors[name], ctx, first_rank):
+        if _is_counted_on_this_rank(tensors[name], ctx, first_rank):
             total += _name_factor(name.removeprefix("model.")) * _checksum(tensors[name])
     if ctx.world_size > 1:
         dist.all_reduce(total)
     return f"{total.item() % 2**64:016x}"
 
 
-def _counts_here(tensor: Tensor, ctx: DistributedContext, first_rank: int) -> bool:
+def _is_counted_on_this_rank(tensor: Tensor, ctx: DistributedContext, first_rank: int) -> bool:
     """Return whether this rank adds its shard of a tensor to the digest, among the ranks with the same shard.
 
     A `DTensor` is counted on the mesh that contains the stage's first rank, at coordinate 0 of every axis on which it

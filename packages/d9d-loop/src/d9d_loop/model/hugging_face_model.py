@@ -67,13 +67,13 @@ def hugging_face_model(
         config = source
         if config_changes:
             raise UserError(
-                f"got a configuration and changes of it ({', '.join(config_changes)}); expected one of them. Set the "
-                "values in the configuration."
+                f"got both a configuration and changes to it ({', '.join(config_changes)}); expected one of them. Set "
+                "the values in the configuration."
             )
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(
-            "the model is quantized (config.quantization_config), and quantized weights are not read; expected float "
-            "weights. Use the folder that it was quantized from, or write one with model.dequantize()."
+            "the model is quantized (config.quantization_config); expected float "
+            "weights. Use the unquantized folder, or write one with model.dequantize()."
         )
     return _HuggingFaceModel(
         config,
@@ -126,7 +126,7 @@ class _HuggingFaceModel(ModelProvider):
     def build(self, stage: StageInfo) -> nn.Module:
         if stage.count > 1:
             raise UserError(
-                f"mesh.pipeline_parallel has {stage.count} stages, and {self._class.__name__} cannot be built in "
+                f"mesh.pipeline_parallel gives {stage.count} stages, but {self._class.__name__} cannot be split into "
                 "stages; expected 1. Set it to 1 and shard with mesh.data_parallel_shard, or write a ModelProvider."
             )
         model = self._build_whole() if self._folder is None else self._build_for(self._folder)
@@ -180,14 +180,14 @@ def _read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> 
 
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"{folder} holds no config.json; expected a folder that save_pretrained wrote. Models are not downloaded: "
+            f"{folder} has no config.json; expected a folder written by save_pretrained. Models are not downloaded: "
             "run `hf download NAME --local-dir FOLDER` first."
         )
     config_class = getattr(model_class, "config_class", None) or AutoConfig
     config, unknown = config_class.from_pretrained(folder, return_unused_kwargs=True, **changes)
     if unknown:
         raise UserError(
-            f"{type(config).__name__} has no {', '.join(unknown)}; expected values of {folder / 'config.json'}, or "
+            f"{type(config).__name__} has no {', '.join(unknown)}; expected keys of {folder / 'config.json'}, or "
             "arguments of hugging_face_model. Correct the names."
         )
     return config
@@ -196,10 +196,10 @@ def _read_config(folder: Path, model_class: Any, changes: Mapping[str, Any]) -> 
 def _check_weights(folder: Path) -> None:
     if not any((folder / name).is_file() for name in _WEIGHTS):
         others = sorted(file.name for file in folder.glob("*.bin"))
-        found = f"it holds {', '.join(others)}. Convert" if others else "Download the weights, or convert"
+        found = f"it has {', '.join(others)}. Convert" if others else "Download the weights, or convert"
         raise UserError(
-            f"{folder} holds no {' or '.join(_WEIGHTS)}; {found} them with from_pretrained(...).save_pretrained(...), "
-            "or set from_scratch=True to begin with random values."
+            f"{folder} has no {' or '.join(_WEIGHTS)}; {found} them with from_pretrained(...).save_pretrained(...), "
+            "or set from_scratch=True to start from random values."
         )
 
 
@@ -233,7 +233,7 @@ def _refuse_axes(name: str, ctx: DistributedContext) -> None:
     for key, degree in degrees.items():
         if degree > 1:
             raise UserError(
-                f"{key} = {degree}, and {name} has no plan for it; expected 1. Shard the model with "
+                f"{key} = {degree}, but {name} does not support it; expected 1. Shard the model with "
                 "mesh.data_parallel_shard instead, or write a ModelProvider."
             )
 

@@ -92,8 +92,8 @@ def _values_of(provider: ModelProvider, whole: BuiltModel, *, seed: int) -> Mapp
     if expected != found:
         names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
         raise UserError(
-            f"the function built another model when it was called again: {', '.join(names)} differ in name, shape or "
-            "dtype; expected the same structure each time. Let it depend on its arguments and the seed only."
+            f"the function built a different model in a second call: {', '.join(names)} differ in name, shape or "
+            "dtype; expected the same structure in each call. It must depend only on its arguments and the seed."
         )
     return values
 
@@ -107,5 +107,6 @@ def _synchronize(stage: nn.Module, group: dist.ProcessGroup, ctx: DistributedCon
     names = synchronize_batch_norm(stage, group)
     if names and ctx.is_main_process:
         print(
-            f"d9d: {len(names)} batch norms ({names[0]}, ...) take statistics over {group.size()} data-parallel ranks."
+            f"d9d: {len(names)} batch norms ({names[0]}, ...) compute statistics over {group.size()} data-parallel "
+            "ranks."
         )

@@ -36,9 +36,9 @@ def check_unchanged(model: nn.Module, built: Mapping[str, TensorInfo]) -> None:
     ]
     if lines:
         raise UserError(
-            "the model provider's parallelize changed the model, so that its checkpoints could not be resumed from:\n"
+            "the model provider's parallelize changed the model, so that its checkpoints could not be resumed:\n"
             + "\n".join(lines)
-            + "\nDo that in build, or, to compute in another dtype, pass a Precision to parallelize_hsdp."
+            + "\nChange the model in build; to compute in another dtype, pass a Precision to parallelize_hsdp."
         )
 
 
@@ -64,14 +64,14 @@ def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
     if written:
         raise UserError(
             f"the model provider's parallelize sharded {', '.join(written)}, whose max_norm writes to the weight in "
-            "forward; expected whole copies. Shard with parallelize_hsdp, which leaves such embeddings whole."
+            "forward; expected replicated embeddings. Shard with parallelize_hsdp, which replicates such embeddings."
         )
     if alone:
         tensor_parallel = 'parallelize_tensor(model, dense["tp"], plan), then ' if ctx.size("dense", "tp") > 1 else ""
         raise UserError(
-            f"the model provider's parallelize left {', '.join(alone)} to fewer than the {num_ranks} ranks of a stage, "
-            "so their gradients would not be summed over all; expected DTensors on every axis of more than one rank, "
-            f"made on the whole model by {tensor_parallel}"
+            f"the model provider's parallelize placed {', '.join(alone)} on fewer than the {num_ranks} ranks of a "
+            "stage, so their gradients would not be summed over all ranks; expected DTensors on every axis with "
+            f"several ranks, from calls on the whole model: {tensor_parallel}"
             'parallelize_hsdp(model, dense["dp_replicate", "dp_cp_shard", "cp_replicate"], shard_axis="dp_cp_shard").'
         )
 
@@ -90,8 +90,8 @@ def check_experts_are_shared_out(stages: Iterable[nn.Module], ctx: DistributedCo
     here = any("ep_shard" in _axes(parameter) for stage in stages for parameter in stage.parameters())
     if not any(gather_json(here)):
         raise UserError(
-            f"mesh.expert_parallel = {num_ranks}, but the model provider's parallelize shares no experts out; expected "
-            "parallelize_moe(model, ctx) of d9d_moe in it. Call it, or set the degree to 1."
+            f"mesh.expert_parallel = {num_ranks}, but the model provider's parallelize shards no experts; expected a "
+            "call of parallelize_moe(model, ctx) of d9d_moe. Add it, or set the degree to 1."
         )
 
 

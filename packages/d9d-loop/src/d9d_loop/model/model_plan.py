@@ -65,7 +65,7 @@ class ModelPlan:
         if empty := sorted(kept & self.built.without_values):
             raise UserError(
                 f"{key} = {folder} has no values for {', '.join(empty)}, and the model was built without them; "
-                "expected all weights of the model. Choose the folder that the model is built for."
+                "expected all weights of the model. Choose a folder with weights of this model."
             )
         return replace(self, weights=folder, load_mapper=mapper)
 
@@ -103,15 +103,15 @@ def plan_model(
     if cuts_sequences and not can_split:
         name = type(task).__name__
         raise UserError(
-            f"the mesh has context-parallel ranks, but {name} does not say how they share out a batch; expected a "
-            f"method {name}.split_sequence(batch, split). Write one, or set the context-parallel degrees to 1."
+            f"the mesh has context-parallel ranks, but {name} cannot split a batch over them; expected a "
+            f"method {name}.split_sequence(batch, split). Implement it, or set the context-parallel degrees to 1."
         )
     num_ranks = mesh.pipeline_parallel
     try:
         program = build(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches)
     except UserError as error:
         raise UserError(
-            f"pipeline.schedule: {error} The step has {num_microbatches} microbatches for each data-parallel rank "
+            f"pipeline.schedule: {error} A step has {num_microbatches} microbatches per data-parallel rank "
             "(batch.global_size / data-parallel ranks / batch.microbatch_size) and mesh.pipeline_parallel = "
             f"{num_ranks}."
         ) from None

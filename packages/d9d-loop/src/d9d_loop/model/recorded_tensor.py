@@ -124,7 +124,7 @@ def recorded_mapper(sources: Iterable[str], targets: Mapping[str, Tensor]) -> St
             used twice, because mappers cannot copy values.
     """
     recorded = {name: tensor for name, tensor in targets.items() if isinstance(tensor, RecordedTensor)}
-    assert len(recorded) == len(targets), "other tensors are not made of named ones"
+    assert len(recorded) == len(targets), "every tensor must be derived from named tensors"
     for name, tensor in recorded.items():
         for move in (move for level in _levels([tensor]) for move in level):
             if isinstance(move.mapper, str):

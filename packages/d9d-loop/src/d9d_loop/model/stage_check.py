@@ -38,7 +38,7 @@ def check_parts(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, tupl
     whole, tied = _shapes(model), _tied_names(model)
     parts = [_shapes(stage) for stage in stages]
     found = {name: shape for part in parts for name, shape in part.items()}
-    lines = [f"  {name} is on no stage" for name in whole if name not in found]
+    lines = [f"  {name} is not on any stage" for name in whole if name not in found]
     lines += [f"  {name} is on a stage, but not in the whole model" for name in found if name not in whole]
     lines += [
         f"  {name} is {list(part[name])} on stage {index}, and {list(whole[name])} in the whole model"
@@ -47,7 +47,7 @@ def check_parts(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, tupl
         if name in whole and part[name] != whole[name]
     ]
     lines += [
-        f"  {name} is on the stages {', '.join(map(str, indices))}, though the model does not tie it to anything"
+        f"  {name} is on the stages {', '.join(map(str, indices))}, although the model does not tie it"
         for name, indices in shared.items()
         if name not in tied
     ]
@@ -58,15 +58,16 @@ def check_parts(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, tupl
     ]
     buffers = shared_names([_persistent_buffers(stage) for stage in stages])
     lines += [
-        f"  the persistent buffer {name} is on the stages {', '.join(map(str, indices))}, and a checkpoint keeps one"
+        f"  the persistent buffer {name} is on the stages {', '.join(map(str, indices))}, but a checkpoint stores only "
+        "one of them"
         for name, indices in buffers.items()
     ]
     if lines:
         raise UserError(
-            f"the {len(stages)} stages that the model provider builds do not make up its model:\n"
+            f"the {len(stages)} stages that the model provider builds do not add up to its whole model:\n"
             + "\n".join(lines)
-            + "\nLet build(stage) make only the layers of its stage (stage.layers(n)), under their names in the whole "
-            "model; what it ties has the name of the first of its places, wherever it is used. Buffers that follow "
+            + "\nbuild(stage) must build only the layers of its stage (stage.layers(n)), under their names in the "
+            "whole model. A tied parameter has the name of its first use on every stage. Buffers computed "
             "from sizes need not be persistent."
         )
     return shared
@@ -116,9 +117,9 @@ def check_chain(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, s
                 payload = (stage(*payload, **shared),)
             except Exception as error:
                 raise UserError(
-                    f"stage {index} of {len(stages)} does not take {given}, {_show(payload)}: {type(error).__name__}: "
-                    f"{error}\nThe whole model takes the same inputs. Let each stage return what the next one's "
-                    "forward takes as its only positional argument; keyword arguments go to every stage."
+                    f"stage {index} of {len(stages)} does not accept {given}, {_show(payload)}: "
+                    f"{type(error).__name__}: {error}\nThe whole model accepts the same inputs. Each stage must return "
+                    "the only positional argument of the next stage's forward; keyword arguments go to every stage."
                 ) from error
             if index + 1 < len(stages) and stage_ranks[index] != stage_ranks[index + 1]:
                 check_can_be_sent(payload[0])

@@ -73,12 +73,13 @@ def assign(named: Named, selectors: Sequence[Selector], *, whole: bool = True) -
 def _explain(named: Named, selector: Selector) -> str:
     if any(selector.chooses(name, parameter) for name, parameter in named):
         return (
-            f"the optimizer's group with {selector} gets no parameter, since groups before it take all of its; "
-            "expected at least one. Put it before them, or leave it out."
+            f"the optimizer's group with {selector} gets no parameter, because earlier groups match all of them; "
+            "expected at least one. Move it before them, or remove it."
         )
     names = [name for name, _ in named]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (
         f"the optimizer's group with {selector} matches no trainable parameter; expected at least one of "
-        f"{', '.join(names[:_SHOWN])}{more}. Correct the pattern, which is searched in these names, or leave it out."
+        f"{', '.join(names[:_SHOWN])}{more}. Correct the pattern, which is searched in these names, or remove the "
+        "group."
     )

@@ -33,14 +33,14 @@ def evaluation_weights(model: nn.Module, optimizer: Optimizer) -> Generator[None
         yield
         return
     try:
-        _forget_gathered(model)
+        _free_gathered_parameters(model)
         with optimizer.evaluation_weights():
             yield
     finally:
-        _forget_gathered(model)
+        _free_gathered_parameters(model)
 
 
-def _forget_gathered(model: nn.Module) -> None:
+def _free_gathered_parameters(model: nn.Module) -> None:
     """Free unsharded parameters that FSDP may have kept, since FSDP does not notice changes of their shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

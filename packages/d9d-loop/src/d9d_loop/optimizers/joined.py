@@ -65,7 +65,9 @@ class JoinedOptimizer(Optimizer):
             TypeError: If called after the constructor.
         """
         if "optimizers" in vars(self):
-            raise TypeError("a JoinedOptimizer takes no more groups; give them to one of the optimizers it is made of.")
+            raise TypeError(
+                "a JoinedOptimizer does not support add_param_group; add the group to one of its optimizers."
+            )
         super().add_param_group(param_group)
 
     @contextmanager

@@ -33,25 +33,27 @@ def map_matrices(compute: Compute, parts: Sequence[Tensor], likes: Sequence[Tens
     Yields:
         Pairs of an index into `parts` and this rank's shard of the result, in any order.
     """
-    dealt: dict[tuple[DeviceMesh, int, torch.dtype], list[int]] = defaultdict(list)
+    assigned: dict[tuple[DeviceMesh, int, torch.dtype], list[int]] = defaultdict(list)
     for index, (part, like) in enumerate(zip(parts, likes, strict=True)):
         axes = _splitting_axes(like)
         if len(axes) == 1 and _plain_dim(like, axes[0]) is not None:
             assert isinstance(like, DTensor)
-            dealt[like.device_mesh, axes[0], part.dtype].append(index)
+            assigned[like.device_mesh, axes[0], part.dtype].append(index)
         elif axes:
             yield index, own_part(compute(whole_of(part, like)), like)
         else:
             yield index, compute(part)
-    for (mesh, axis, _), indices in dealt.items():
+    for (mesh, axis, _), indices in assigned.items():
         size = mesh.size(axis)
         for begin in range(0, len(indices), size):
             batch = indices[begin : begin + size]
-            results = _deal(compute, [parts[i] for i in batch], [likes[i] for i in batch], mesh=mesh, axis=axis)
+            results = _compute_on_owners(
+                compute, [parts[i] for i in batch], [likes[i] for i in batch], mesh=mesh, axis=axis
+            )
             yield from zip(batch, results, strict=True)
 
 
-def _deal(
+def _compute_on_owners(
     compute: Compute, parts: Sequence[Tensor], likes: Sequence[Tensor], *, mesh: DeviceMesh, axis: int
 ) -> list[Tensor]:
     """Apply a function to at most `axis size` matrices, one per rank. Two all-to-alls over the axis."""

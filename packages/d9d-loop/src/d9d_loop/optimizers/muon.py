@@ -131,6 +131,6 @@ def _check_matrices(group: Mapping[str, Any]) -> None:
     wrong = [f"{name} {list(p.shape)}" for name, p in zip(names, group["params"], strict=True) if p.ndim < 2]
     if wrong:
         raise UserError(
-            f"Muon updates matrices, but got {', '.join(wrong)}. Give them to another optimizer; in a configuration: "
+            f"Muon updates matrices, but got {', '.join(wrong)}. Use another optimizer for them; in a configuration: "
             '[[optimizer.groups]] with of = "vectors" and optimizer = { kind = "adamw" }.'
         )

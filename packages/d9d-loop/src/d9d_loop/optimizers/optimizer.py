@@ -39,10 +39,14 @@ class GroupConfig(Section):
     """Overrides for the parameters that match a pattern. The first group that matches a parameter applies."""
 
     pattern: str = Field("", description="Regular expression, searched in parameter names; '' matches all.")
-    of: Dims = Field("any", description="Kind of parameters; vectors are all that are no matrix: norms, biases.")
-    learning_rate: PositiveFloat | None = Field(None, description="Peak learning rate; null uses the optimizer's.")
+    of: Dims = Field(
+        "any", description="Restrict to matrices or to vectors: norms, biases and other parameters below 2 dims."
+    )
+    learning_rate: PositiveFloat | None = Field(
+        None, description="Peak learning rate of the group; null: that of the optimizer."
+    )
     weight_decay: NonNegativeFloat | None = Field(
-        None, description="Weight decay, also of vectors; null uses the optimizer's."
+        None, description="Weight decay of the group, also of its vectors; null: that of the optimizer."
     )
     optimizer: "OptimizerConfig | None" = Field(None, description="Another optimizer for the group.")
 
@@ -52,10 +56,10 @@ class GroupConfig(Section):
             re.compile(self.pattern)
         except re.error as error:
             raise UserError(
-                f"pattern = {self.pattern!r} is no regular expression: {error}. Escape what it takes literally with \\."
+                f"pattern = {self.pattern!r} is not a regular expression: {error}. Escape literal characters with \\."
             ) from None
         if self.optimizer is not None and (self.learning_rate is not None or self.weight_decay is not None):
-            raise UserError("learning_rate and weight_decay belong into optimizer, where the group has one of its own.")
+            raise UserError("learning_rate and weight_decay must be set in the group's optimizer, if it has one.")
         return self
 
 
@@ -252,7 +256,7 @@ class ScheduleFreeAdamWConfig(OptimizerSettings):
         (0.9, 0.999),
         description="Interpolation between iterate and average, and decay of the second moment.",
     )
-    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the denominator, for numerical stability.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Construct a Schedule-Free AdamW optimizer."""

@@ -123,8 +123,8 @@ def _names_of(group: Mapping[str, Any]) -> dict[Tensor, str]:
         return {}
     if "param_names" not in group:
         raise UserError(
-            "StochasticAdamW got parameters without names, on which depends what is drawn; expected "
-            "model.named_parameters(), or groups of pairs of name and parameter."
+            "StochasticAdamW got parameters without names, which its random numbers depend on; expected "
+            "model.named_parameters(), or groups of (name, parameter) pairs."
         )
     names = {
         parameter: canonical_name(name) for name, parameter in zip(group["param_names"], group["params"], strict=True)
@@ -137,6 +137,6 @@ def _names_of(group: Mapping[str, Any]) -> dict[Tensor, str]:
     if wrong:
         raise UserError(
             f"StochasticAdamW got {', '.join(wrong)}; expected torch.bfloat16, or torch.float32 and torch.float64, "
-            "which it does not round. Convert them with model.to(torch.bfloat16)."
+            "which are not rounded. Convert them with model.to(torch.bfloat16)."
         )
     return names

@@ -38,7 +38,7 @@ def stochastic_copy_(target: Tensor, source: Tensor, *, seed: int, step: int, na
     if target.dtype != torch.bfloat16 or source.dtype != torch.float32 or target.shape != source.shape:
         raise UserError(
             f"stochastic_copy_ got a target of {_describe(target)} and a source of {_describe(source)}; expected "
-            "torch.bfloat16 and torch.float32 of one shape. Convert the source with .float()."
+            "torch.bfloat16 and torch.float32 of the same shape. Convert the source with .float()."
         )
     key, part = stream_key(seed, name, step), local_part(target)
     flat, values, begin = part.contiguous().view(-1), local_part(source).reshape(-1), 0

@@ -59,9 +59,9 @@ class StepGuard:
         self._is_on_host = ctx.device.type == "cpu"  # results need no synchronization
         self._losses = LossWindow(config)
         self._pending: list[_Measured] = []
-        self._left_out: set[int] = set()  # steps whose update is skipped after a rollback
-        self._rewound_from: set[int] = set()
-        self._in_a_row = self._num_rewinds = 0
+        self._skipped_on_replay: set[int] = set()  # steps whose update is skipped after a rollback
+        self._rolled_back_from: set[int] = set()
+        self._in_a_row = self._num_rollbacks = 0
 
     def step(self, step: int, *, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
         """Run the optimizer step, unless it is a bad one.
@@ -78,35 +78,35 @@ class StepGuard:
             0-dim bool tensor on the device: True if the update was applied.
         """
         limit = self._losses.limit(step)
-        is_left_out = step in self._left_out
+        is_skipped = step in self._skipped_on_replay
         if self._is_on_host:
-            taken = self._step_on_host(step, loss.item(), grad_norm.item(), limit=limit, is_left_out=is_left_out)
+            taken = self._step_on_host(step, loss.item(), grad_norm.item(), limit=limit, is_skipped=is_skipped)
             return torch.tensor(taken)
-        return self._step_on_device(step, loss, grad_norm, limit=limit, is_left_out=is_left_out)
+        return self._step_on_device(step, loss, grad_norm, limit=limit, is_skipped=is_skipped)
 
-    def _step_on_host(self, step: int, loss: float, grad_norm: float, *, limit: float, is_left_out: bool) -> bool:
+    def _step_on_host(self, step: int, loss: float, grad_norm: float, *, limit: float, is_skipped: bool) -> bool:
         non_finite, spike = not (math.isfinite(loss) and math.isfinite(grad_norm)), loss > limit
         if self._ctx.world_size > 1:
             bad = torch.tensor([non_finite, spike], dtype=torch.float32)
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
             non_finite, spike = map(bool, bad.tolist())
-        self._pending.append(_Measured(step, lambda: [non_finite, spike, loss, grad_norm], is_left_out))
-        taken = not (is_left_out or non_finite or (spike and self._spikes_are_left_out))
+        self._pending.append(_Measured(step, lambda: [non_finite, spike, loss, grad_norm], is_skipped))
+        taken = not (is_skipped or non_finite or (spike and self._skips_spikes))
         if taken:
             self._optimizer.step()
         return taken
 
     def _step_on_device(
-        self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, *, limit: float, is_left_out: bool
+        self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, *, limit: float, is_skipped: bool
     ) -> torch.Tensor:
         # NaN > limit is False, so non-finite values have a flag of their own.
         bad = torch.stack([~(torch.isfinite(loss) & torch.isfinite(grad_norm)), loss > limit]).to(torch.float32)
         if self._ctx.world_size > 1:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        gate = (bad if self._spikes_are_left_out else bad[:1]).amax()
-        values = _on_its_way(torch.stack([*bad.double(), loss.double(), grad_norm.double()]))
-        self._pending.append(_Measured(step, values, is_left_out))
-        if is_left_out:
+        gate = (bad if self._skips_spikes else bad[:1]).amax()
+        values = _copy_to_host_async(torch.stack([*bad.double(), loss.double(), grad_norm.double()]))
+        self._pending.append(_Measured(step, values, is_skipped))
+        if is_skipped:
             return torch.zeros_like(gate, dtype=torch.bool)
         if not _takes_flag(self._optimizer):
             if not gate:  # host-device synchronization
@@ -121,7 +121,7 @@ class StepGuard:
         return gate == 0
 
     @property
-    def _spikes_are_left_out(self) -> bool:
+    def _skips_spikes(self) -> bool:
         return self._config.spike in {"skip", "rewind", "stop"}
 
     def poll(self, *, settle: bool = False) -> BadStep | None:
@@ -135,7 +135,7 @@ class StepGuard:
         """
         unknown = 0 if settle or self._is_on_host else 1
         while len(self._pending) > unknown:
-            judged = self._judge(self._pending.pop(0))
+            judged = self._classify(self._pending.pop(0))
             if judged is not None:
                 return judged
         return None
@@ -155,22 +155,22 @@ class StepGuard:
         """
         return {
             "losses": self._losses.state_dict(),
-            "left_out": sorted(self._left_out),
+            "left_out": sorted(self._skipped_on_replay),
             "in_a_row": self._in_a_row,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`. Its steps to skip are added to those known in this process."""
         self._losses.load_state_dict(state["losses"])
-        self._left_out |= set(state["left_out"])
+        self._skipped_on_replay |= set(state["left_out"])
         self._in_a_row = state["in_a_row"]
 
-    def _judge(self, measured: "_Measured") -> BadStep | None:
+    def _classify(self, measured: "_Measured") -> BadStep | None:
         non_finite, spike, loss, grad_norm = measured.values()
         is_spike = bool(spike) and self._config.spike != "ignore"
-        if measured.is_left_out or not (non_finite or is_spike):
+        if measured.is_skipped or not (non_finite or is_spike):
             self._in_a_row = 0
-            if math.isfinite(loss) and not measured.is_left_out:
+            if math.isfinite(loss) and not measured.is_skipped:
                 self._losses.add(measured.step, loss)
             return None
         kind: Literal["non-finite", "spike"] = "non-finite" if non_finite else "spike"
@@ -185,26 +185,26 @@ class StepGuard:
         config = self._config
         wish = config.non_finite if kind == "non-finite" else config.spike
         if wish == "stop":
-            return "stop", "the configuration says stop."
+            return "stop", "the policy is stop."
         if wish == "rewind":
-            return self._rewind(step, kind)
+            return self._roll_back(step, kind)
         if wish in {"report", "ignore"}:
-            return "report", "its update was taken."
+            return "report", "its update was applied."
         self._in_a_row += 1
         if self._in_a_row >= config.max_in_a_row:
             return "stop", f"it is the {self._in_a_row}th in a row, so the job stops."
-        return "skip", "its update was left out."
+        return "skip", "its update was skipped."
 
-    def _rewind(self, step: int, kind: Literal["non-finite", "spike"]) -> tuple[Decision, str]:
-        if step in self._rewound_from:
-            return "stop", "it is so again after going back, so data or model make it, no fault of a machine."
-        if self._num_rewinds >= self._config.max_rewinds:
-            return "stop", f"the job has gone back {self._num_rewinds} times already."
-        self._num_rewinds += 1
-        self._rewound_from.add(step)
+    def _roll_back(self, step: int, kind: Literal["non-finite", "spike"]) -> tuple[Decision, str]:
+        if step in self._rolled_back_from:
+            return "stop", "it is non-finite again after a rollback: data or model are the cause, not a hardware fault."
+        if self._num_rollbacks >= self._config.max_rewinds:
+            return "stop", f"the job has already rolled back {self._num_rollbacks} times."
+        self._num_rollbacks += 1
+        self._rolled_back_from.add(step)
         if kind == "spike":
-            self._left_out |= set(range(step - self._config.spike_skip_before, step + 1))
-        return "rewind", "the job goes back to its last checkpoint."
+            self._skipped_on_replay |= set(range(step - self._config.spike_skip_before, step + 1))
+        return "rewind", "the job rolls back to its last checkpoint."
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +213,10 @@ class _Measured:
 
     step: int
     values: Callable[[], list[float]]
-    is_left_out: bool
+    is_skipped: bool
 
 
-def _on_its_way(values: torch.Tensor) -> Callable[[], list[float]]:
+def _copy_to_host_async(values: torch.Tensor) -> Callable[[], list[float]]:
     """Start an asynchronous copy to the host, and return a function that waits for it and returns the numbers."""
     if values.device.type == "cpu":
         return values.tolist

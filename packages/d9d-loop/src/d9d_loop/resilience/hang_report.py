@@ -29,10 +29,10 @@ def describe_hang(
         if place is not None:
             lines.append(f"Rank {rank} is missing: it is {place.describe()}.")
         else:
-            why = states.get(rank, "its process is stopped, or holds the interpreter's lock, or its machine is gone")
+            why = states.get(rank, "its process is stopped, or holds the GIL, or its machine is down")
             lines.append(f"Rank {rank} is missing: it does not answer; {why}.")
     if not missing:
-        lines.append("All ranks are at the same place: none is missing, what connects them may be.")
+        lines.append("All ranks are at the same place: none is missing, so the network may be at fault.")
     lines += _waiting({rank: place for rank, place in places.items() if place is not None and rank not in missing})
     return "\n".join(lines)
 

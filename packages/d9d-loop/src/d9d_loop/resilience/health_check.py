@@ -67,7 +67,7 @@ class HealthReport:
     def __str__(self) -> str:
         """Return the median times and the slow measurements as text."""
         usual = ", ".join(f"{what} {1e3 * median(times):.1f} ms" for what, times in _times(self.ranks).items())
-        return "\n".join([f"health of {len(self.ranks)} ranks, by the median: {usual}.", *self.slow])
+        return "\n".join([f"health of {len(self.ranks)} ranks, medians: {usual}.", *self.slow])
 
 
 def check_health(config: HealthConfig, *, ctx: DistributedContext) -> HealthReport | None:
@@ -146,9 +146,9 @@ def _measure(config: HealthConfig, ctx: DistributedContext) -> RankHealth:
     if ctx.world_size > 1:
         size = config.message_mib * _MIB // 4
         link, is_right = _link(size, ctx)
-        wrong += [] if is_right else [f"what comes from rank {(ctx.rank - 1) % ctx.world_size} is wrong"]
+        wrong += [] if is_right else [f"data received from rank {(ctx.rank - 1) % ctx.world_size} is wrong"]
         all_reduce, is_right = _all_reduce(size, ctx)
-        wrong += [] if is_right else ["an all-reduce gives wrong sums"]
+        wrong += [] if is_right else ["an all-reduce returned wrong sums"]
     times = (compute, memory, link, all_reduce)
     return RankHealth(ctx.rank, socket.gethostname(), str(ctx.device), *times, wrong=tuple(wrong))
 
@@ -159,7 +159,7 @@ def _guarded(measure: Callable[[], tuple[float, bool]], wrong: list[str], what: 
     except (RuntimeError, MemoryError) as error:
         wrong.append(f"{what} failed: {str(error).splitlines()[0]}")
         return 0.0
-    wrong += [] if is_right else [f"{what} gives wrong values"]
+    wrong += [] if is_right else [f"{what} returned wrong values"]
     return seconds
 
 

@@ -65,9 +65,9 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: Di
         for group in replica.groups:
             by_group.setdefault(group, []).append((replica.name, checksum))
     problems = [problem for group, checksums in by_group.items() for problem in _compare(checksums, group)]
-    if found := _listed(problems):
+    if found := _join_problems(problems):
         raise ReplicaError(
-            f"replicas are not equal after step {step}:\n{found}\nGo back to a checkpoint from before; if the "
+            f"replicas differ after step {step}:\n{found}\nResume from an earlier checkpoint; if the "
             "same rank is named again, its machine is at fault."
         )
 
@@ -98,16 +98,16 @@ def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> No
         if name not in module._non_persistent_buffers_set and not isinstance(buffer, DTensor)
     ]
     problems = _compare(checksums, group) if checksums and group.size() > 1 else []
-    if found := _listed(problems):
+    if found := _join_problems(problems):
         raise ReplicaError(
-            f"buffers are not equal on all ranks after step {step}, because forward updates them from this rank's part "
-            f"of the batch:\n{found}\nUpdate them from all parts: sum what they are updated with over "
-            'ctx.group_for("batch", "dp", "cp"). If ranks may have their own values, register them with '
+            f"buffers differ between ranks after step {step}, because forward updates them from each rank's own part "
+            f"of the batch:\n{found}\nUpdate them from all parts: sum the update over "
+            'ctx.group_for("batch", "dp", "cp"). If ranks may have different values, register the buffers with '
             "persistent=False."
         )
 
 
-def _listed(problems: list[str]) -> str:
+def _join_problems(problems: list[str]) -> str:
     """All-gather the problems of all ranks, and return up to `_SHOWN` of them, one per line; equal on every rank."""
     found = sorted({problem for each in gather_json(problems or None) for problem in each or ()})
     more = f"\nand {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
@@ -171,11 +171,11 @@ def _compare(checksums: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessG
     for index, (name, _) in enumerate(checksums):
         column = {rank: row[index] for rank, row in zip(ranks, rows, strict=True)}
         if len(set(column.values())) > 1:
-            problems.append(f"{name}: {_odd_ones(column)}")
+            problems.append(f"{name}: {_describe_minority(column)}")
     return problems
 
 
-def _odd_ones(checksums: Mapping[int, int]) -> str:
+def _describe_minority(checksums: Mapping[int, int]) -> str:
     """Describe which ranks differ from the majority; without a majority, return the number of different values."""
     (value, count), *_ = Counter(checksums.values()).most_common()
     if 2 * count <= len(checksums):

@@ -16,11 +16,13 @@ class HealthConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    enabled: bool = Field(True, description="Whether to check every rank's device and links at the start.")
-    matrix_size: PositiveInt = Field(512, description="Rows of the square matrices that are multiplied.")
-    memory_mib: PositiveInt = Field(64, description="MiB of device memory that are written and read back.")
-    message_mib: PositiveInt = Field(4, description="MiB that each link carries.")
-    slow_factor: float = Field(3.0, gt=1, description="What takes so many times the median is named as slow.")
+    enabled: bool = Field(True, description="Check every rank's device and links at the start.")
+    matrix_size: PositiveInt = Field(512, description="Rows of the square matrices in the matmul test.")
+    memory_mib: PositiveInt = Field(64, description="MiB of device memory to write and read back.")
+    message_mib: PositiveInt = Field(4, description="MiB to send over each link.")
+    slow_factor: float = Field(
+        3.0, gt=1, description="A measurement of more than this factor times the median is reported as slow."
+    )
 
 
 class StopConfig(BaseModel):
@@ -29,14 +31,14 @@ class StopConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...] = Field(
-        ("SIGTERM", "SIGUSR1"), description="The signals; none of them if empty."
+        ("SIGTERM", "SIGUSR1"), description="Signals that stop the job; empty: none."
     )
-    every: PositiveInt = Field(1, description="Steps between two times that ranks ask each other.")
+    every: PositiveInt = Field(1, description="Steps between exchanges of received signals between ranks.")
     grace_seconds: PositiveFloat | None = Field(
-        None, description="After which the process ends, saved or not; null leaves that to who sent the signal."
+        None, description="Seconds until the process exits, saved or not; null: no limit."
     )
     repeat_seconds: PositiveFloat = Field(
-        2.0, description="A signal that comes so much later than the first one ends the process at once."
+        2.0, description="A signal more than this many seconds after the first one ends the process at once."
     )
 
     @property
@@ -62,21 +64,21 @@ class BadStepConfig(BaseModel):
 
     non_finite: BadStepAction = Field(
         "skip",
-        description="What to do about a loss or gradient that is not finite: leave the parameters as they are and go "
-        "on, go back to the last checkpoint, or stop.",
+        description="Reaction to a non-finite loss or gradient: skip the update, "
+        "roll back to the last checkpoint, or stop.",
     )
     spike: BadStepAction | Literal["report", "ignore"] = Field(
-        "report", description="What to do about a loss spike: as above, or only report it, or not even that."
+        "report", description="Reaction to a loss spike: as above, or report it, or ignore it."
     )
-    max_in_a_row: PositiveInt = Field(5, description="So many skipped steps one after the other stop the job.")
-    max_rewinds: PositiveInt = Field(3, description="When the job has gone back so often, the next time stops it.")
-    spike_window: PositiveInt = Field(100, description="Steps before, whose losses a loss is compared with.")
-    spike_after: PositiveInt = Field(20, description="Losses that are needed before one can be a spike.")
+    max_in_a_row: PositiveInt = Field(5, description="Number of consecutive skipped steps that stops the job.")
+    max_rewinds: PositiveInt = Field(3, description="Maximum number of rollbacks; the next one stops the job instead.")
+    spike_window: PositiveInt = Field(100, description="Number of previous losses that a loss is compared with.")
+    spike_after: PositiveInt = Field(20, description="Minimum number of previous losses for spike detection.")
     spike_deviations: PositiveFloat = Field(
-        8.0, description="Robust standard deviations above the median from which a loss is a spike."
+        8.0, description="Threshold of a spike, in robust standard deviations above the median."
     )
     spike_skip_before: int = Field(
-        1, ge=0, description="Steps before a spike whose update is left out too when the job has gone back."
+        1, ge=0, description="Number of steps before a spike that are skipped too after a rollback."
     )
 
 
@@ -85,7 +87,9 @@ class WatchdogConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    enabled: bool = Field(True, description="Whether to watch; with time limits of collectives alone, nobody is named.")
+    enabled: bool = Field(
+        True, description="Run the watchdog; without it, timeouts of collectives do not name the missing rank."
+    )
 
 
 class ReplicaConfig(BaseModel):
@@ -93,7 +97,7 @@ class ReplicaConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    every: PositiveInt | None = Field(1000, description="Steps between two checks; none if null.")
+    every: PositiveInt | None = Field(1000, description="Steps between checks; null disables them.")
 
 
 class TimeoutConfig(BaseModel):
@@ -103,12 +107,12 @@ class TimeoutConfig(BaseModel):
 
     startup_seconds: PositiveFloat = Field(
         1800.0,
-        description="While ranks import, load and compile, to the end of the first step; and for the export and for "
+        description="Timeout in seconds for start-up up to the end of the first step, for the export, and for "
         "the handlers of Finished.",
     )
     step_seconds: PositiveFloat = Field(
         600.0,
-        description="For a step, a save, an evaluation, the handlers of an event or a batch of inference after that.",
+        description="Timeout in seconds for each later step, save, evaluation, inference batch, and event's handlers.",
     )
 
     @property

@@ -52,7 +52,7 @@ class Stopped(SystemExit):
 
     def __str__(self) -> str:
         """Return the message."""
-        return f"stopped by {self.by.name} after step {self.step}, which is saved. The same command continues."
+        return f"stopped by {self.by.name} after step {self.step}, which is saved. The same command resumes the job."
 
 
 @final
@@ -90,7 +90,7 @@ class StopSignals:
         self._received = 0
         self._num_calls = 0
         self._group = _host_group(ctx)
-        self._asked: tuple[torch.Tensor, dist.Work] | None = None
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self._handlers: dict[signal.Signals, _Handler] = {}
         self._is_leaving = False
         self._mask: set[signal.Signals | int] = set()
@@ -104,7 +104,7 @@ class StopSignals:
             self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
             caught = [each for each in self._signals if signal.getsignal(each) is not None]
             self._handlers = {each: signal.signal(each, self._receive) for each in caught}
-            self._keep_from_forks()
+            self._register_fork_hooks()
             self._thread = threading.Thread(target=self._watch, name="d9d-stop-signals", daemon=True)
             self._thread.start()
         return self
@@ -121,16 +121,16 @@ class StopSignals:
             self._thread.join()
             self._writer.close()
             self._reader.close()
-        if error is None and self._asked is not None:
-            self._asked[1].wait()  # other ranks may still need this rank in the all-reduce
+        if error is None and self._pending is not None:
+            self._pending[1].wait()  # other ranks may still need this rank in the all-reduce
 
-    def _keep_from_forks(self) -> None:
+    def _register_fork_hooks(self) -> None:
         """Register fork hooks that restore the previous handlers in forked processes, such as data workers."""
-        me = weakref.ref[StopSignals](self)  # fork hooks cannot be unregistered
+        reference = weakref.ref[StopSignals](self)  # fork hooks cannot be unregistered
         os.register_at_fork(
-            before=partial(_in_fork, me, StopSignals._block),
-            after_in_parent=partial(_in_fork, me, StopSignals._unblock),
-            after_in_child=partial(_in_fork, me, StopSignals._forget),
+            before=partial(_run_fork_hook, reference, StopSignals._block),
+            after_in_parent=partial(_run_fork_hook, reference, StopSignals._unblock),
+            after_in_child=partial(_run_fork_hook, reference, StopSignals._restore_in_child),
         )
 
     def _block(self) -> None:
@@ -140,7 +140,7 @@ class StopSignals:
     def _unblock(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
-    def _forget(self) -> None:
+    def _restore_in_child(self) -> None:
         signal.set_wakeup_fd(-1)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -167,17 +167,17 @@ class StopSignals:
         self._num_calls += 1
         if self._num_calls % self._every:
             return None
-        answered, self._asked = self._asked, self._ask(self._group)
+        answered, self._pending = self._pending, self._start_exchange(self._group)
         if answered is None:
             return None
         value, work = answered
         work.wait()
         return _signal(int(value))
 
-    def _ask(self, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+    def _start_exchange(self, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
         value = torch.tensor(self._received, dtype=torch.int32, device="cpu")
         work = dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group, async_op=True)
-        assert work is not None, "what is asynchronous gives its work"
+        assert work is not None, "an asynchronous collective returns its work"
         return value, work
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
@@ -192,7 +192,7 @@ class StopSignals:
             try:
                 data = self._reader.recv(64)
             except TimeoutError:
-                self._end_process(self._received, "the grace period is over")
+                self._end_process(self._received, "the grace period ended")
                 return
             if _END in data:
                 return
@@ -205,21 +205,21 @@ class StopSignals:
                     first = now
                     deadline = None if self._grace is None else now + self._grace.total_seconds()
                 elif now - first >= self._repeat:
-                    self._end_process(number, "a second signal came")
+                    self._end_process(number, "a second signal was received")
 
     def _end_process(self, number: int, why: str) -> None:
         out = sys.__stderr__ or sys.stderr
         name = signal.Signals(number).name
-        print(f"d9d: rank {self._rank} ends without saving: {why} ({name}).", file=out, flush=True)
+        print(f"d9d: rank {self._rank} exits without saving: {why} ({name}).", file=out, flush=True)
         faulthandler.dump_traceback(file=out, all_threads=True)
         os._exit(128 + number)
 
 
-def _in_fork(signals: "weakref.ref[StopSignals]", do: Callable[[StopSignals], None]) -> None:
+def _run_fork_hook(signals: "weakref.ref[StopSignals]", do: Callable[[StopSignals], None]) -> None:
     """Run a fork hook if the `StopSignals` still exists and catches signals."""
-    here = signals()
-    if here is not None and here._handlers:
-        do(here)
+    alive = signals()
+    if alive is not None and alive._handlers:
+        do(alive)
 
 
 def _signal(number: int) -> signal.Signals | None:
@@ -237,5 +237,5 @@ def _host_group(ctx: DistributedContext) -> dist.ProcessGroup | None:
     if any(backend.startswith("cpu:") for backend in backends):
         return dist.group.WORLD
     group = dist.new_group(backend=dist.get_default_backend_for_device("cpu"), timeout=ctx.timeouts.startup)
-    assert isinstance(group, dist.ProcessGroup), "every rank is in a group of all"
+    assert isinstance(group, dist.ProcessGroup), "the group contains every rank"
     return group
