@@ -138,7 +138,7 @@ def _messages(values: list[str | bytes]) -> str:
 )
 def test_every_rank_names_the_ranks_that_differ(values: list[str | bytes], expected: str, device: Device) -> None:
     message = (
-        f"the optimizer is not the same on all 3 ranks: {expected} expected the same everywhere. Start all ranks with "
+        f"the optimizer differs between the 3 ranks: {expected} expected equal values. Start all ranks with "
         "the same code, configuration and arguments."
     )
     assert run_ranks(_messages, values, world_size=3, device=device) == [message] * 3
@@ -159,4 +159,4 @@ def _build_with(shard_on_rank: list[int]) -> str:
 
 def test_ranks_with_other_degrees_are_named_before_meshes_are_made() -> None:
     for message in run_ranks(_build_with, [2, 2, 4, 2], world_size=4, timeout=60):
-        assert message.startswith("the mesh is not the same on all 4 ranks: rank 2 differs from rank 0;")
+        assert message.startswith("the mesh differs between the 4 ranks: rank 2 differs from rank 0;")

@@ -149,7 +149,7 @@ def _describe_difference(name: str, digests: Sequence[str]) -> str:
     usual = max(digests, key=lambda digest: counts[digest])
     odd = [rank for rank, digest in enumerate(digests) if digest != usual]
     return (
-        f"{name} is not the same on all {len(digests)} ranks: {name_ranks(odd)} differ{'' if odd[1:] else 's'} from "
+        f"{name} differs between the {len(digests)} ranks: {name_ranks(odd)} differ{'' if odd[1:] else 's'} from "
         f"rank {digests.index(usual)}; expected equal values. Start all ranks with the same code, configuration "
         "and arguments."
     )
