@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -127,3 +128,27 @@ def test_the_lock_check_finds(lock: dict[str, Any], problem: str) -> None:
 def test_the_lock_check_passes_a_clean_lock() -> None:
     lock = _lock({"registry": "https://index.invalid/simple"}, "https://a.invalid/1.whl", "https://a.invalid/2.whl")
     assert not list(_check_lock().problems(lock, "https://index.invalid/simple"))
+
+
+def test_each_file_and_name_of_find_your_way_exists() -> None:
+    """Each backticked name of a paragraph is in a file that the paragraph names, or is defined in another source."""
+    text = (ROOT / "docs" / "find_your_way.md").read_text(encoding="utf-8")
+    everything = "".join(path.read_text(encoding="utf-8") for path in SOURCES)
+    questions = [paragraph for paragraph in text.split("\n\n") if paragraph.startswith("**")]
+    assert len(questions) >= 20
+    for paragraph in questions:
+        quoted = re.findall(r"`([^`]+)`", paragraph)
+        files: list[Path] = []
+        for name in (each for each in quoted if each.endswith((".py", "/"))):
+            package, slash, _ = name.partition("/")
+            outside = name.startswith("integration_tests/")
+            folder = ROOT if outside else ROOT / "packages" / package.replace("_", "-") / "src"
+            if not slash or not (package.startswith("d9d_") or outside):  # a file beside the one before
+                folder = files[-1].parent
+            files.append(folder / name)
+            assert files[-1].exists(), f"{name} of {paragraph}"
+        sources = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+        for name in (each for each in quoted if re.fullmatch(r"\w+(\.(?!py$)\w+)?", each)):
+            last = name.rpartition(".")[2]
+            is_there = re.search(rf"\b{last}\b", sources) or re.search(rf"(def|class) {last}\b", everything)
+            assert is_there, f"{name} of {paragraph}"
