@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d9d_loop.optimizers.local_box import IndexRule, global_indices
+from d9d_loop.optimizers.index_rule import IndexRule, global_indices
 from d9d_loop.optimizers.random_bits import bits_at, draw
 from d9d_loop.optimizers.stochastic_adamw import AdamWNumbers
 from d9d_loop.optimizers.stochastic_copy import round_stochastically

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from d9d_dist import DistributedContext, gather_objects
+from d9d_dist import DistributedContext, full_tensor, gather_objects
 from d9d_peft._consensus import raise_on_all_ranks
-from d9d_peft._sharded import whole
 from d9d_peft.low_rank import LowRank
 from d9d_peft.peft_config import adapter_config
 from d9d_peft.peft_layout import CONFIG_NAME, TENSORS_NAME
@@ -73,7 +72,7 @@ def _gather(stored: StoredAdapters, *, keeps: bool) -> dict[str, Tensor]:
     for adapted in (*stored.layers, *stored.parameters):
         keep(adapted.tensors())
     for tensors in stored.modules.values():
-        keep({key: whole(tensor) for key, tensor in tensors.items()})
+        keep({key: full_tensor(tensor) for key, tensor in tensors.items()})
     return kept
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from d9d_loop.optimizers.local_box import IndexRule
+from d9d_loop.optimizers.index_rule import IndexRule
 from d9d_loop.optimizers.stochastic_adamw import AdamWNumbers
 
 _BLOCK = 1024

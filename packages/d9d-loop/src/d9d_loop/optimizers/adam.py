@@ -3,7 +3,8 @@
 from typing import Any, final
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from d9d_dist import local_tensor
 
 
 @final
@@ -38,4 +39,4 @@ class LocalAdamW(torch.optim.AdamW):
 
 def _localize(lists: tuple[list[torch.Tensor], ...]) -> None:
     for tensors in lists:
-        tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        tensors[:] = [local_tensor(tensor) for tensor in tensors]
