@@ -4,7 +4,7 @@ A mutant is a context in which every rank trains. It changes one thing, of the k
 a reduction that is dropped or doubled, a mean for a sum, a norm that omits an axis, an order that is not restored.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -43,6 +43,8 @@ from d9d_dist import (
     SequenceParallel,
     TensorRegion,
     gather_from_axis,
+    indexed_blocks,
+    local_tensor,
     reduce_from_axis,
     set_gradient_sync,
 )
@@ -531,8 +533,7 @@ def a_rank_takes_consecutive_tokens() -> AbstractContextManager[object]:
 
 @caught_by("dense,dp_shard=2")
 def initial_values_follow_the_shard() -> AbstractContextManager[object]:
-    def from_zero(tensor: Tensor, name: str) -> list[Tensor]:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return [torch.arange(size) for size in local.shape]
+    def from_zero(tensor: Tensor, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from indexed_blocks(local_tensor(tensor), name)
 
-    return mock.patch.object(d9d_dist._fill_by_index, "global_places", from_zero)
+    return mock.patch.object(d9d_dist._fill_by_index, "indexed_blocks", from_zero)

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from d9d_dist._owned_gradient import _unshared_references, own_gradient
+from d9d_dist._owned_gradient import own_gradient
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -84,19 +84,8 @@ UNSHARED: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("function", UNSHARED.values(), ids=UNSHARED.keys())
-def test_gradients_of_ordinary_layers_are_not_copied(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[torch.Size] = []
-    clone = torch.Tensor.clone
-
-    def record(tensor: torch.Tensor, *, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-        copies.append(tensor.shape)
-        return clone(tensor, memory_format=memory_format)
-
-    monkeypatch.setattr(torch.Tensor, "clone", record)
-    gradients = _gradients(function)
-    assert copies == []
-    monkeypatch.undo()
-    for found, expected in zip(gradients, _gradients(function, own=False), strict=True):
+def test_gradients_of_ordinary_layers_have_the_same_values(function: Function) -> None:
+    for found, expected in zip(_gradients(function), _gradients(function, own=False), strict=True):
         assert torch.equal(found, expected)
 
 
@@ -112,8 +101,7 @@ def test_compiled_code_also_copies() -> None:
     assert seen[0][0].data_ptr() != seen[1][0].data_ptr()
 
 
-def test_the_first_forward_may_be_under_activation_checkpointing() -> None:
-    _unshared_references.cache_clear()
+def test_a_parameter_may_be_used_under_an_activation_checkpoint() -> None:
     leaf = torch.ones(4, 4, requires_grad=True)
     checkpoint(lambda x: own_gradient(x).exp(), leaf, use_reentrant=False).sum().backward()
     torch.testing.assert_close(leaf.grad, torch.ones(4, 4).exp())

@@ -11,6 +11,7 @@ from d9d_dist import (
     MeshConfig,
     RowParallel,
     UserError,
+    copy_from_full_,
     parallelize_hsdp,
     parallelize_tensor,
     sync_gradients,
@@ -18,7 +19,6 @@ from d9d_dist import (
 from d9d_dist.testing import full_gradients, full_parameters, run_ranks
 from d9d_moe import GroupedLinear
 from d9d_peft import DoRA, LoRA, PeftMethod, Stack, inject, merge_
-from d9d_peft._sharded import fill
 
 METHODS: dict[str, PeftMethod] = {
     "LoRA": LoRA("0|2", rank=3, alpha=6),
@@ -214,7 +214,7 @@ def test_layout_trains_adapters_of_another_dtype_as_one_process(
 def fill_uneven() -> Tensor:
     mesh = init_device_mesh("cpu", (3,))
     tensor = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
-    fill(tensor, torch.arange(8.0).view(4, 2))
+    copy_from_full_(tensor, torch.arange(8.0).view(4, 2))
     return tensor.full_tensor()
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from d9d_dist import MeshConfig, UserError, parallelize_hsdp
+from d9d_dist import MeshConfig, UserError, full_tensor, parallelize_hsdp
 from d9d_dist.testing import run_ranks
 from d9d_state import (
     StateError,
@@ -28,7 +28,6 @@ from d9d_state import (
     stack,
     transform,
 )
-from d9d_state._sharding import gather_whole
 from d9d_state.module_tensors import module_tensors
 from d9d_state.region_reader import RegionReader
 
@@ -200,7 +199,7 @@ def _load_sharded(folder: str, shard: int, replicate: int) -> dict[str, Tensor]:
         model = _Model()
         parallelize_hsdp(model, ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"], shard_axis="dp_cp_shard")
         load_model_state(model, folder, parallel(identity("embedding.weight", "scale", "head.weight"), _JOIN))
-        return {name: gather_whole(tensor) for name, tensor in module_tensors(model).items()}
+        return {name: full_tensor(tensor) for name, tensor in module_tensors(model).items()}
 
 
 _JOIN = parallel(
@@ -236,7 +235,7 @@ def _load_quarters(folder: str) -> list[tuple[bool, float]]:
                 load_model_state(model, folder, stack([f"expert.{index}" for index in range(4)], "experts"))
             expected = torch.stack(list(_experts().values()))
             share = readers[0].num_bytes_read / expected.nbytes
-            results.append((torch.equal(gather_whole(model["experts"]), expected), share))
+            results.append((torch.equal(full_tensor(model["experts"]), expected), share))
     return results
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from d9d_dist import Region
 from d9d_state import ModelFolder, StateError, region_reader
-from d9d_state.mapper.region import Region
 from d9d_state.region_reader import RegionReader
 
 _STORED: dict[str, Tensor] = {

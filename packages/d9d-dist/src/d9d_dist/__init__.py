@@ -57,6 +57,18 @@ from d9d_dist.mesh import MeshConfig
 from d9d_dist.model_values import built_values, digest_values, move_to_meta, move_values, place_values
 from d9d_dist.offload import ModuleOffloader, Offloadable, Offloaded, offload_tensor, onload_tensor
 from d9d_dist.seeds import seed_everything, stream_key
+from d9d_dist.shards import (
+    Region,
+    copy_from_full_,
+    from_local,
+    full_tensor,
+    indexed_blocks,
+    is_first_replica,
+    local_part,
+    local_positions,
+    local_region,
+    local_tensor,
+)
 from d9d_dist.split_backward import DeferredWeightGrads, SplitBackward, WeightGradHandle, defer_weight_grad
 from d9d_dist.stage import StageInfo
 from d9d_dist.tensor_parallel import parallelize_tensor
@@ -113,6 +125,7 @@ __all__ = [
     "Offloadable",
     "Offloaded",
     "Precision",
+    "Region",
     "Replicated",
     "RequiresFullSequence",
     "RingAttention",
@@ -147,18 +160,27 @@ __all__ = [
     "check_token_ids",
     "clip_grad_norm_",
     "context_parallel_attention",
+    "copy_from_full_",
     "copy_to_axis",
     "defer_gradient_sync",
     "defer_weight_grad",
     "digest_values",
     "finish_gradient_sync",
+    "from_local",
+    "full_tensor",
     "gather",
     "gather_from_axis",
     "gather_json",
     "gather_variadic",
     "global_grad_norm",
     "grad_norm_parts",
+    "indexed_blocks",
+    "is_first_replica",
     "join_trees",
+    "local_part",
+    "local_positions",
+    "local_region",
+    "local_tensor",
     "materialize",
     "mix_bits",
     "move_to_meta",

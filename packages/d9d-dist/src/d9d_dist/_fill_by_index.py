@@ -6,7 +6,7 @@ Any other operator on a DTensor raises `NeedsFullTensor`, and the caller runs `r
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -18,11 +18,10 @@ from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from d9d_dist._shard_places import global_places
 from d9d_dist.counter_random import normal_at, uniform_at
 from d9d_dist.seeds import stream_key
+from d9d_dist.shards import indexed_blocks, local_tensor
 
-_CHUNK_ELEMENTS = 1 << 20
 _aten = torch.ops.aten
 
 ELEMENTWISE = frozenset(
@@ -73,7 +72,7 @@ class Named:
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard of a DTensor, or the plain tensor itself."""
-        return self.tensor._local_tensor if isinstance(self.tensor, DTensor) else self.tensor
+        return local_tensor(self.tensor)
 
 
 class NeedsFullTensor(BaseException):
@@ -173,7 +172,7 @@ class FillByIndex(TorchDispatchMode):
     ) -> torch.Tensor:
         key = self._next_key(tensor, truncated)
         named = self._find(tensor)
-        for block, index in _blocks(tensor, named.name if named else "a temporary tensor"):
+        for block, index in indexed_blocks(tensor, named.name if named else "a temporary tensor"):
             block.copy_(draw(index, key).mul_(scale).add_(shift))
         return tensor
 
@@ -217,24 +216,3 @@ def _truncated() -> torch.Tensor | None:
 def _written_arguments(func: Any) -> list[tuple[int, str]]:
     arguments = enumerate(func._schema.arguments)
     return [(position, arg.name) for position, arg in arguments if arg.alias_info and arg.alias_info.is_write]
-
-
-def _blocks(tensor: torch.Tensor, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Split this rank's shard along dim 0; yield each block with the global flat index of its elements."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    places = [place.to(local.device) for place in global_places(tensor, name)]
-    if not local.numel():
-        return
-    if not local.ndim:
-        yield local, torch.zeros((), dtype=torch.int64, device=local.device)
-        return
-    row = torch.zeros((), dtype=torch.int64, device=local.device)
-    stride = 1
-    for size, place in zip(tensor.shape[:0:-1], places[:0:-1], strict=True):
-        # From the last dim to the second: each dim is placed before the dims that vary faster.
-        row = place.mul(stride).view(-1, *(1,) * row.ndim) + row
-        stride *= size
-    rows = max(_CHUNK_ELEMENTS // max(row.numel(), 1), 1)
-    for begin in range(0, local.shape[0], rows):
-        block = local[begin : begin + rows]
-        yield block, places[0][begin : begin + rows].mul(stride).view(-1, *(1,) * row.ndim) + row

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from d9d_dist.shards import from_local, local_tensor
 
 
 class Slot(NamedTuple):
@@ -40,15 +41,8 @@ def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tenso
 
 
 def empty_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized tensor on a device, as `Module.to_empty` does, with the same placements.
-
-    Avoids DTensor's sharding propagation, which takes seconds on a mesh of many axes.
-    """
-    if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device=device)
-    local = torch.empty_like(tensor.to_local(), device=device)
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    """Return an uninitialized tensor on a device, as `Module.to_empty` does, with the same placements."""
+    return from_local(torch.empty_like(local_tensor(tensor), device=device), tensor)
 
 
 def _shared_slots(model: nn.Module) -> list[tuple[Slot, Slot]]:

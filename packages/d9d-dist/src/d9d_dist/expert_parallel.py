@@ -7,7 +7,6 @@ experts. The dispatch of tokens to experts is not part of this module.
 
 from functools import partial
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -17,6 +16,7 @@ from d9d_dist._local_parameters import compute_locally, distribute_parameters, l
 from d9d_dist._mesh_axes import axes_of, axis_names
 from d9d_dist.data_parallel import Precision, cast_inputs, parallelize_hsdp
 from d9d_dist.errors import UserError
+from d9d_dist.shards import local_tensor
 
 _AXES = ("ep_replicate", "ep_shard")
 
@@ -114,12 +114,8 @@ def _unwrap_replicated_parameters(module: nn.Module) -> None:
 
 def _shard_dim(module: nn.Module, num_ranks: int) -> int | None:
     """Return the first dim of the local parameters that `num_ranks` divides in all of them; `None` if there is none."""
-    shapes = [_local_shape(parameter) for parameter in module.parameters()]
+    shapes = [local_tensor(parameter).shape for parameter in module.parameters()]
     for dim in range(min((len(shape) for shape in shapes), default=0)):
         if all(shape[dim] % num_ranks == 0 for shape in shapes):
             return dim
     return None
-
-
-def _local_shape(parameter: nn.Parameter) -> torch.Size:
-    return parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape

@@ -6,10 +6,10 @@ from functools import reduce
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from d9d_dist.context import DistributedContext
 from d9d_dist.gradient_norm import global_grad_norm
+from d9d_dist.shards import local_tensor
 
 
 def set_gradient_sync(module: nn.Module, enabled: bool) -> None:
@@ -90,11 +90,7 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor | 
         parameters: Parameters. Those without a gradient are skipped.
         factor: Factor, e.g. 1 / global weight of the batch. A 0-dim tensor causes no host-device synchronization.
     """
-    gradients = [
-        gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        for parameter in parameters
-        if (gradient := parameter.grad) is not None
-    ]
+    gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return
     # A factor of the gradients' dtype uses the fused kernel; below float32 it would be inexact.

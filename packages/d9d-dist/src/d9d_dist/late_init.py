@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from d9d_dist._fill_by_index import FillByIndex, Named, NeedsFullTensor, storage_key
 from d9d_dist._model_tensors import Slot, empty_on, named_tensors, replace_tensors
-from d9d_dist._shard_places import copy_part_
 from d9d_dist.errors import UserError
 from d9d_dist.seeds import stream_key
+from d9d_dist.shards import copy_from_full_
 
 # Names that the wrappers of activation checkpointing and torch.compile insert.
 _WRAPPER_NAMES = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)\.")
@@ -166,8 +166,7 @@ class _Initializer:
             self._register({named: named.tensor for named in [*placed, *(named for _, named in own)]})
         self._set |= mode.written
         for named, value in values.items():
-            assert isinstance(named.tensor, DTensor)
-            copy_part_(named.tensor, value, named.name)
+            copy_from_full_(named.tensor, value, named.name)
             if storage_key(value) not in known:
                 self._set.add(named)
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from d9d_dist._model_tensors import empty_on, named_tensors, replace_tensors
-from d9d_dist._shard_places import global_places
 from d9d_dist.errors import UserError
 from d9d_dist.late_init import canonical_name
+from d9d_dist.shards import local_positions
 
 _BLOCK_BYTES = 64 << 20
 
@@ -141,7 +141,7 @@ def _copy_part(target: torch.Tensor, block: torch.Tensor, begin: int, name: str)
     if not block.ndim:
         local.copy_(block)
         return
-    rows, *columns = global_places(target, name)
+    rows, *columns = local_positions(target, name)
     mine = (rows >= begin) & (rows < begin + len(block))
     part = block[(rows[mine] - begin).to(block.device)]
     for dim, places in enumerate(columns, start=1):

@@ -12,10 +12,10 @@ from typing import Protocol, final, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from d9d_dist.errors import UserError
+from d9d_dist.shards import local_tensor
 
 
 @runtime_checkable
@@ -145,7 +145,7 @@ class ModuleOffloader:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor)
     storage = local.untyped_storage()
     if local.numel() and not storage.nbytes():
         raise UserError(f"got a tensor of shape {tuple(tensor.shape)} that is already offloaded; onload it first.")

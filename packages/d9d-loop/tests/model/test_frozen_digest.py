@@ -55,7 +55,7 @@ def _by_the_equation(model: nn.Module) -> str:
 def test_equals_the_formula(ctx: DistributedContext, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _built()
     assert frozen_digest(model, ctx) == _by_the_equation(model)
-    monkeypatch.setattr("d9d_loop.model.frozen_digest._ELEMENTS_AT_ONCE", 4)
+    monkeypatch.setattr("d9d_dist.shards._BLOCK_ELEMENTS", 4)
     assert frozen_digest(model, ctx) == _by_the_equation(model)
 
 

@@ -3,10 +3,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from d9d_dist import MeshConfig
+from d9d_dist import MeshConfig, local_part, local_tensor
 from d9d_dist.testing import run_ranks
-from d9d_loop.optimizers.groupwise import local_part
-from d9d_loop.optimizers.local_box import own_part
 from d9d_loop.optimizers.matrix_owners import map_matrices
 
 # Matrices with too few rows for all ranks, stacks, and more matrices than ranks.
@@ -37,10 +35,10 @@ def _check() -> list[int]:
             computed.extend(i for i, whole in enumerate(wholes) if x.shape == whole.shape and torch.equal(x, whole))
             return x / x.norm(dim=(-2, -1), keepdim=True)
 
-        results = dict(map_matrices(compute, [local_part(tensor) for tensor in tensors], tensors))
+        results = dict(map_matrices(compute, [local_tensor(tensor) for tensor in tensors], tensors))
         assert sorted(results) == list(range(len(CASES)))
         for index, result in results.items():
-            torch.testing.assert_close(result, own_part(compute(wholes[index]), tensors[index]), rtol=1e-14, atol=0.0)
+            torch.testing.assert_close(result, local_part(compute(wholes[index]), tensors[index]), rtol=1e-14, atol=0.0)
         return computed[: -len(CASES)]
 
 

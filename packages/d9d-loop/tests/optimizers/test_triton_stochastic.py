@@ -13,7 +13,7 @@ from torch import Tensor
 
 from d9d_dist import random_bits_at
 from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
-from d9d_loop.optimizers.local_box import IndexRule, global_indices
+from d9d_loop.optimizers.index_rule import IndexRule, global_indices
 from d9d_loop.optimizers.stochastic_copy import draw, round_stochastically
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

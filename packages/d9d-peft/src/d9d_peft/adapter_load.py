@@ -6,8 +6,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from d9d_dist import DistributedContext, UserError, agree
-from d9d_peft._sharded import fill
+from d9d_dist import DistributedContext, UserError, agree, copy_from_full_
 from d9d_peft._targets import shorten
 from d9d_peft.peft_config import (
     config_low_rank,
@@ -60,7 +59,7 @@ def load_adapters(
             adapted.fill(file.get_tensor)
         for tensors in stored.modules.values():
             for key, tensor in tensors.items():
-                fill(tensor, file.get_tensor(key))
+                copy_from_full_(tensor, file.get_tensor(key))
 
 
 def _check(

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from d9d_dist import DistributedContext, agree, gather_json, gather_variadic
-from d9d_peft._sharded import whole
+from d9d_dist import DistributedContext, agree, full_tensor, gather_json, gather_variadic
 from d9d_peft.low_rank import LowRank
 from d9d_peft.peft_config import adapter_config
 from d9d_peft.peft_layout import CONFIG_NAME, TENSORS_NAME
@@ -78,7 +77,7 @@ def _gather(stored: StoredAdapters, *, keeps: bool) -> dict[str, Tensor]:
     for adapted in (*stored.layers, *stored.parameters):
         keep(adapted.tensors())
     for tensors in stored.modules.values():
-        keep({key: whole(tensor) for key, tensor in tensors.items()})
+        keep({key: full_tensor(tensor) for key, tensor in tensors.items()})
     return kept
 
 

@@ -17,29 +17,18 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn import functional as F
 
-from d9d_dist import reduce_from_axis
-from d9d_peft._sharded import local_region, row_norms, whole
-from d9d_peft._targets import Target, check_target, claims, find_layers
-from d9d_peft.adapter import Adapter
-from d9d_peft.low_rank import (
-    LowRank,
-    adapter_dtype,
-    check_dtype,
-    factor_placements,
-    low_rank_part,
-    new_factors,
-    reset_factors,
-)
-from d9d_peft.method import Plan, first_names
+from d9d_dist import full_tensor, local_region, local_tensor, reduce_from_axis
+from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod, factor_placements
 
 
 @final
-class DoraAdapter(Adapter):
+class DoraAdapter(LowRankAdapter):
     """Adapter that updates the direction and the magnitude of the weight rows of a linear layer.
 
     The initial adapter has no effect, because `lora_b` and `magnitude_offset` are zero.
@@ -59,17 +48,14 @@ class DoraAdapter(Adapter):
             low_rank: Rank, scale and dropout.
             dtype: dtype of the adapter's parameters; `None` for the dtype of the weight, but at least float32.
         """
-        super().__init__()
-        self.low_rank = low_rank
-        dtype = adapter_dtype(layer.weight, dtype)
-        self.lora_a, self.lora_b = new_factors(layer.weight, low_rank.rank, dtype)
-        self.magnitude_offset = nn.Parameter(layer.weight.new_empty(layer.out_features, dtype=dtype))
+        super().__init__(layer.weight, low_rank, dtype)
+        self.magnitude_offset = nn.Parameter(self.lora_b.new_empty(layer.out_features))
         self._row_mesh: DeviceMesh | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw A uniformly from ±1 / sqrt(in), as `nn.Linear` does its weight, and set B and d to zero."""
-        reset_factors(self.lora_a, self.lora_b)
+        self._reset_factors()
         nn.init.zeros_(self.magnitude_offset)
 
     def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -106,9 +92,9 @@ class DoraAdapter(Adapter):
         """Set the weight to `W'`, computed in at least float32, and set B and `d` to zero; see `Adapter.merge_`."""
         weight_OI = layer._parameters["weight"]
         assert weight_OI is not None
-        local, (rows, _) = local_region(weight_OI)
+        local, (rows, _) = local_tensor(weight_OI), local_region(weight_OI).slices
         magnitude_O = self.magnitude(layer)
-        updated = low_rank_part(weight_OI, self.lora_a, self.lora_b).mul_(self.low_rank.scaling).add_(local)
+        updated = self._update_part(weight_OI).mul_(self.low_rank.scaling).add_(local)
         scale_O = magnitude_O / row_norms(weight_OI, updated)
         local.copy_(updated.mul_(scale_O[rows, None]))
         self.lora_b.zero_()
@@ -118,7 +104,7 @@ class DoraAdapter(Adapter):
         """Return the full magnitudes $m$ [out], in at least float32. Collective if parameters are sharded."""
         weight_OI = layer._parameters["weight"]
         assert weight_OI is not None
-        return row_norms(weight_OI) + whole(self.magnitude_offset)
+        return row_norms(weight_OI) + full_tensor(self.magnitude_offset)
 
     def tensor_placements(self, weight: Placement) -> Mapping[str, Placement]:
         """See `factor_placements`; `magnitude_offset` is split with the rows of the weight."""
@@ -130,62 +116,49 @@ class DoraAdapter(Adapter):
         if isinstance(weight, Shard) and weight.dim == 1:
             self._row_mesh = mesh
 
-    def extra_repr(self) -> str:
-        """Return the rank, scale and dropout for `print(model)`."""
-        return str(self.low_rank)
-
 
 @final
 @dataclass(frozen=True, slots=True)
-class DoRA:
+class DoRA(LowRankMethod):
     """Method that puts a `DoraAdapter` into each linear layer that a target matches.
 
     Attributes:
         target: Regular expression, searched in the qualified names of the model's modules, or module types such as
             `nn.Linear`. Matches that are not `nn.Linear`, or that override its forward, are skipped.
-        rank: Rank of each update.
-        alpha: Numerator of the scale alpha / rank of each update.
-        dropout: Probability that an input element of an update is zeroed in training.
-        rank_stabilized: Scale updates by alpha / sqrt(rank) instead of alpha / rank; see `LowRank`.
-        dtype: dtype of the adapters; `None` for the dtype of each layer's weight, but at least float32.
+        rank, alpha, dropout, rank_stabilized, dtype: See `LoRA`.
     """
 
-    target: Target
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
-    rank_stabilized: bool = False
-    dtype: torch.dtype | None = None
+    _expected = "nn.Linear"
 
-    def __post_init__(self) -> None:
-        """Validate the fields.
+    def _supports(self, layer: nn.Module) -> bool:
+        """Return True for an `nn.Linear` that does not override its forward."""
+        return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
 
-        Raises:
-            UserError: If a number is out of range, the target is neither a regular expression nor module types, or the
-                dtype is not a floating-point dtype.
-        """
-        check_target(self.target, "DoRA")
-        self._low_rank().check("DoRA")
-        check_dtype(self.dtype, "DoRA")
-
-    def plan(self, model: nn.Module) -> Plan:
-        """Plan a `DoraAdapter` for each layer that matches; see `PeftMethod.plan`."""
-        layers, unmatched = find_layers(model, self.target, _is_plain_linear, method="DoRA", expected="nn.Linear")
-        low_rank = self._low_rank()
-        return Plan(
-            claimed=claims(layers, first_names(model)),
-            unmatched=unmatched,
-            adapters={
-                name: DoraAdapter(layer, low_rank, dtype=self.dtype)
-                for name, layer in layers.items()
-                if isinstance(layer, nn.Linear)
-            },
-        )
-
-    def _low_rank(self) -> LowRank:
-        return LowRank(rank=self.rank, alpha=self.alpha, dropout=self.dropout, rank_stabilized=self.rank_stabilized)
+    def _make_adapter(self, layer: nn.Module, low_rank: LowRank) -> DoraAdapter:
+        """Return a new `DoraAdapter` for a layer."""
+        assert isinstance(layer, nn.Linear)
+        return DoraAdapter(layer, low_rank, dtype=self.dtype)
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
-    """Return True for an `nn.Linear` that does not override its forward."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+@torch.no_grad()
+def row_norms(weight_OI: Tensor, part: Tensor | None = None) -> Tensor:
+    """Compute the Euclidean norms of all rows of a weight, in at least float32.
+
+    Collective over the mesh of a sharded weight: one all-reduce of [O] per mesh axis that shards it.
+
+    Args:
+        weight_OI: Weight [O, I].
+        part: Values that replace this rank's part of the weight; `None` for the weight's own values.
+
+    Returns:
+        Norms [O] of the full rows, on all ranks.
+    """
+    values, (rows, _) = local_tensor(weight_OI) if part is None else part, local_region(weight_OI).slices
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    squares_O = torch.zeros(weight_OI.shape[0], dtype=dtype, device=values.device)
+    squares_O[rows] = torch.linalg.vector_norm(values, dim=1, dtype=dtype).square()
+    if isinstance(weight_OI, DTensor):
+        for axis, placement in enumerate(weight_OI.placements):
+            if not placement.is_replicate():
+                dist.all_reduce(squares_O, group=weight_OI.device_mesh.get_group(axis))
+    return squares_O.sqrt()

@@ -13,24 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 from torch.nn import functional as F
 
+from d9d_dist import local_tensor
 from d9d_peft._grouped import Product, grouped_product
-from d9d_peft._sharded import local_region
-from d9d_peft._targets import Target, check_target, claims, find_layers
-from d9d_peft.adapter import Adapter
-from d9d_peft.low_rank import (
-    LowRank,
-    adapter_dtype,
-    check_dtype,
-    factor_placements,
-    low_rank_part,
-    new_factors,
-    reset_factors,
-)
-from d9d_peft.method import Plan, first_names
+from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod, factor_placements
 
 
 @final
-class LoraAdapter(Adapter):
+class LoraAdapter(LowRankAdapter):
     """Adapter that adds a low-rank update to the output of a layer.
 
     The initial adapter has no effect, because `lora_b` is zero.
@@ -49,18 +38,16 @@ class LoraAdapter(Adapter):
             low_rank: Rank, scale and dropout.
             dtype: dtype of A and B; `None` for the dtype of the weight, but at least float32.
         """
-        super().__init__()
         product, weight = product_of(layer), layer._parameters["weight"]
         assert product is not None
         assert weight is not None
-        self.low_rank = low_rank
-        self.lora_a, self.lora_b = new_factors(weight, low_rank.rank, adapter_dtype(weight, dtype))
+        super().__init__(weight, low_rank, dtype)
         self._product = product
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw A uniformly from ±1 / sqrt(in), as `nn.Linear` does its weight, and set B to zero."""
-        reset_factors(self.lora_a, self.lora_b)
+        self._reset_factors()
 
     def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any) -> Tensor:
         """Compute `inner(x) + s B A x`, where `x` is the first argument; see `Adapter.forward`.
@@ -81,21 +68,17 @@ class LoraAdapter(Adapter):
         """Add s B A, computed in at least float32, to the weight and set B to zero; see `Adapter.merge_`."""
         weight = layer._parameters["weight"]
         assert weight is not None
-        local_region(weight)[0].add_(low_rank_part(weight, self.lora_a, self.lora_b), alpha=self.low_rank.scaling)
+        local_tensor(weight).add_(self._update_part(weight), alpha=self.low_rank.scaling)
         self.lora_b.zero_()
 
     def tensor_placements(self, weight: Placement) -> Mapping[str, Placement]:
         """See `factor_placements`."""
         return factor_placements(weight, self.lora_a.ndim)
 
-    def extra_repr(self) -> str:
-        """Return the rank, scale and dropout for `print(model)`."""
-        return str(self.low_rank)
-
 
 @final
 @dataclass(frozen=True, slots=True)
-class LoRA:
+class LoRA(LowRankMethod):
     """Method that puts a `LoraAdapter` into each linear layer and each layer of grouped experts that a target matches.
 
     Attributes:
@@ -109,42 +92,15 @@ class LoRA:
         dtype: dtype of the adapters; `None` for the dtype of each layer's weight, but at least float32.
     """
 
-    target: Target
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
-    rank_stabilized: bool = False
-    dtype: torch.dtype | None = None
+    _expected = "nn.Linear or d9d_moe.GroupedLinear"
 
-    def __post_init__(self) -> None:
-        """Validate the fields.
+    def _supports(self, layer: nn.Module) -> bool:
+        """Return True for an `nn.Linear` or a `d9d_moe.GroupedLinear`."""
+        return product_of(layer) is not None
 
-        Raises:
-            UserError: If a number is out of range, the target is neither a regular expression nor module types, or the
-                dtype is not a floating-point dtype.
-        """
-        check_target(self.target, "LoRA")
-        self._low_rank().check("LoRA")
-        check_dtype(self.dtype, "LoRA")
-
-    def plan(self, model: nn.Module) -> Plan:
-        """Plan a `LoraAdapter` for each layer that matches; see `PeftMethod.plan`."""
-        layers, unmatched = find_layers(
-            model,
-            self.target,
-            lambda module: product_of(module) is not None,
-            method="LoRA",
-            expected="nn.Linear or d9d_moe.GroupedLinear",
-        )
-        low_rank = self._low_rank()
-        return Plan(
-            claimed=claims(layers, first_names(model)),
-            unmatched=unmatched,
-            adapters={name: LoraAdapter(layer, low_rank, dtype=self.dtype) for name, layer in layers.items()},
-        )
-
-    def _low_rank(self) -> LowRank:
-        return LowRank(rank=self.rank, alpha=self.alpha, dropout=self.dropout, rank_stabilized=self.rank_stabilized)
+    def _make_adapter(self, layer: nn.Module, low_rank: LowRank) -> LoraAdapter:
+        """Return a new `LoraAdapter` for a layer."""
+        return LoraAdapter(layer, low_rank, dtype=self.dtype)
 
 
 def product_of(layer: nn.Module) -> Product | None:

@@ -5,16 +5,19 @@ B [..., O, R]; leading dims are groups, such as experts.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
-from d9d_dist import UserError
-from d9d_peft._sharded import local_region, whole
+from d9d_dist import UserError, full_tensor, local_region
+from d9d_peft._targets import Target, check_target, claims, find_layers
+from d9d_peft.adapter import Adapter
+from d9d_peft.method import Plan, first_names
 
 
 @final
@@ -62,37 +65,97 @@ class LowRank:
         return f"rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}{stabilized}"
 
 
-def adapter_dtype(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of an adapter's parameters: `dtype` if given, else that of the weight, but at least float32.
+class LowRankAdapter(Adapter, ABC):
+    """Base class of the adapters with factors A [..., R, I] and B [..., O, R] for a weight [..., O, I].
 
-    In bfloat16, optimizer updates that are small relative to a parameter are lost to rounding.
+    Attributes:
+        lora_a: A, on the device of the weight.
+        lora_b: B.
+        low_rank: Rank, scale and dropout.
     """
-    return dtype or (torch.float32 if weight.dtype.itemsize < torch.float32.itemsize else weight.dtype)
+
+    def __init__(self, weight: Tensor, low_rank: LowRank, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.low_rank = low_rank
+        if dtype is None:  # bfloat16 loses optimizer updates that are small relative to a parameter
+            dtype = torch.float32 if weight.dtype.itemsize < torch.float32.itemsize else weight.dtype
+        *groups, num_outputs, num_inputs = weight.shape
+        self.lora_a = nn.Parameter(weight.new_empty(*groups, low_rank.rank, num_inputs, dtype=dtype))
+        self.lora_b = nn.Parameter(weight.new_empty(*groups, num_outputs, low_rank.rank, dtype=dtype))
+
+    def _reset_factors(self) -> None:
+        """Draw A uniformly from ±1 / sqrt(I), as `nn.Linear` does its weight, and set B to zero, in place."""
+        bound = 1 / math.sqrt(self.lora_a.shape[-1])
+        nn.init.uniform_(self.lora_a, -bound, bound)
+        nn.init.zeros_(self.lora_b)
+
+    @torch.no_grad()
+    def _update_part(self, weight: Tensor) -> Tensor:
+        """Compute this rank's part of B A for its part of a weight, in at least float32.
+
+        Collective if A and B are sharded: gathers both.
+        """
+        *groups, rows, columns = local_region(weight).slices
+        a_RI, b_OR = full_tensor(self.lora_a), full_tensor(self.lora_b)
+        dtype = torch.promote_types(torch.promote_types(weight.dtype, a_RI.dtype), torch.float32)
+        return b_OR[(*groups, rows)].to(dtype) @ a_RI[(*groups, slice(None), columns)].to(dtype)
+
+    @final
+    def extra_repr(self) -> str:
+        """Return the rank, scale and dropout for `print(model)`."""
+        return str(self.low_rank)
 
 
-def check_dtype(dtype: torch.dtype | None, method: str) -> None:
-    """Check the dtype of a method's adapters.
+@dataclass(frozen=True, slots=True)
+class LowRankMethod(ABC):
+    """Base class of the methods that put a low-rank adapter into each layer that a target matches; see `LoRA`."""
 
-    Raises:
-        UserError: If it is not a floating-point dtype.
-    """
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise UserError(f"{method} got dtype = {dtype!r}; expected a floating-point dtype, such as torch.float32.")
+    _expected: ClassVar[str]
+    """The supported layers, for messages."""
 
+    target: Target
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    rank_stabilized: bool = False
+    dtype: torch.dtype | None = None
 
-def new_factors(weight: Tensor, rank: int, dtype: torch.dtype) -> tuple[nn.Parameter, nn.Parameter]:
-    """Allocate uninitialized A [..., R, I] and B [..., O, R] for a weight [..., O, I], on its device."""
-    *groups, num_outputs, num_inputs = weight.shape
-    a_RI = weight.new_empty(*groups, rank, num_inputs, dtype=dtype)
-    b_OR = weight.new_empty(*groups, num_outputs, rank, dtype=dtype)
-    return nn.Parameter(a_RI), nn.Parameter(b_OR)
+    def __post_init__(self) -> None:
+        """Validate the fields.
 
+        Raises:
+            UserError: If a number is out of range, the target is neither a regular expression nor module types, or the
+                dtype is not a floating-point dtype.
+        """
+        method = type(self).__name__
+        check_target(self.target, method)
+        self._low_rank().check(method)
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise UserError(
+                f"{method} got dtype = {self.dtype!r}; expected a floating-point dtype, such as torch.float32."
+            )
 
-def reset_factors(a_RI: Tensor, b_OR: Tensor) -> None:
-    """Draw A uniformly from ±1 / sqrt(I), as `nn.Linear` does its weight, and set B to zero, in place."""
-    bound = 1 / math.sqrt(a_RI.shape[-1])
-    nn.init.uniform_(a_RI, -bound, bound)
-    nn.init.zeros_(b_OR)
+    @abstractmethod
+    def _supports(self, layer: nn.Module) -> bool:
+        """Return True if the method can adapt a layer."""
+
+    @abstractmethod
+    def _make_adapter(self, layer: nn.Module, low_rank: LowRank) -> Adapter:
+        """Return a new adapter for a layer that the method supports."""
+
+    def plan(self, model: nn.Module) -> Plan:
+        """Plan an adapter for each layer that matches; see `PeftMethod.plan`."""
+        layers, unmatched = find_layers(
+            model, self.target, self._supports, method=type(self).__name__, expected=self._expected
+        )
+        return Plan(
+            claimed=claims(layers, first_names(model)),
+            unmatched=unmatched,
+            adapters={name: self._make_adapter(layer, self._low_rank()) for name, layer in layers.items()},
+        )
+
+    def _low_rank(self) -> LowRank:
+        return LowRank(rank=self.rank, alpha=self.alpha, dropout=self.dropout, rank_stabilized=self.rank_stabilized)
 
 
 def factor_placements(weight: Placement, num_dims: int) -> Mapping[str, Placement]:
@@ -114,15 +177,3 @@ def factor_placements(weight: Placement, num_dims: int) -> Mapping[str, Placemen
             return {"lora_a": weight}
         case _:
             return {"lora_a": weight, "lora_b": weight}
-
-
-@torch.no_grad()
-def low_rank_part(weight: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
-    """Compute this rank's part of B A for its part of a weight, in at least float32.
-
-    Collective if A and B are sharded: gathers both.
-    """
-    *groups, rows, columns = local_region(weight)[1]
-    a_RI, b_OR = whole(a_RI), whole(b_OR)
-    dtype = torch.promote_types(torch.promote_types(weight.dtype, a_RI.dtype), torch.float32)
-    return b_OR[(*groups, rows)].to(dtype) @ a_RI[(*groups, slice(None), columns)].to(dtype)

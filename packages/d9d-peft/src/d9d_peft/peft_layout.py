@@ -14,9 +14,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from d9d_peft._sharded import fill, row_norms, whole
+from d9d_dist import copy_from_full_, full_tensor
 from d9d_peft.adapter import AdaptedLayer
-from d9d_peft.dora import DoraAdapter
+from d9d_peft.dora import DoraAdapter, row_norms
 from d9d_peft.lora import LoraAdapter
 from d9d_peft.low_rank import LowRank
 
@@ -59,7 +59,9 @@ class StoredLayer:
         """Return the full tensors of the layer for a file, by name. Collective if parameters are sharded."""
         tensors: dict[str, Tensor] = {}
         for suffix, parameter, _ in self._parameters():
-            values = self._base_norms() + whole(parameter) if suffix == _MAGNITUDE else whole(parameter)
+            values = full_tensor(parameter)
+            if suffix == _MAGNITUDE:
+                values = values + self._base_norms()
             keys = self._keys(suffix)
             parts = values.unbind() if len(keys) > 1 else [values]
             tensors.update(zip(keys, (part.to(parameter.dtype) for part in parts), strict=True))
@@ -74,7 +76,7 @@ class StoredLayer:
         for suffix, parameter, _ in self._parameters():
             parts = [read(key).to(parameter.device) for key in self._keys(suffix)]
             values = torch.stack(parts) if len(parts) > 1 else parts[0]
-            fill(parameter, values - self._base_norms() if suffix == _MAGNITUDE else values)
+            copy_from_full_(parameter, values - self._base_norms() if suffix == _MAGNITUDE else values)
 
     def _parameters(self) -> list[tuple[str, Tensor, int]]:
         """Return the name suffix in a file, the parameter of the adapter, and its number of dims in a file."""

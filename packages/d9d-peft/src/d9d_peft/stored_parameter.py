@@ -20,8 +20,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from d9d_dist import UserError
-from d9d_peft._sharded import fill, whole
+from d9d_dist import UserError, copy_from_full_, full_tensor
 from d9d_peft.lora import LoraAdapter
 from d9d_peft.low_rank import LowRank
 from d9d_peft.peft_layout import PREFIX, A, B
@@ -80,8 +79,8 @@ class StoredParameter:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the full tensors of the parameter for a file, by name. Collective if parameters are sharded."""
-        a_ERI = torch.cat([whole(adapter.lora_a) for adapter in self.adapters], dim=1)
-        parts = [whole(adapter.lora_b) for adapter in self.adapters]
+        a_ERI = torch.cat([full_tensor(adapter.lora_a) for adapter in self.adapters], dim=1)
+        parts = [full_tensor(adapter.lora_b) for adapter in self.adapters]
         b_EOR = torch.stack([torch.block_diag(*blocks) for blocks in zip(*parts, strict=True)])
         return {self._key(A): a_ERI.flatten(0, 1), self._key(B): b_EOR.permute(1, 2, 0).flatten(1)}
 
@@ -116,8 +115,8 @@ class StoredParameter:
         b_EOR = self._by_expert(read(self._key(B)).to(device))
         is_shared = self._is_shared(a_ERI.shape[1])
         for adapter, rows, ranks in self._parts():
-            fill(adapter.lora_a, a_ERI if is_shared else a_ERI[:, ranks])
-            fill(adapter.lora_b, b_EOR[:, rows] if is_shared else b_EOR[:, rows, ranks])
+            copy_from_full_(adapter.lora_a, a_ERI if is_shared else a_ERI[:, ranks])
+            copy_from_full_(adapter.lora_b, b_EOR[:, rows] if is_shared else b_EOR[:, rows, ranks])
 
     def _is_shared(self, rank: int) -> bool:
         """Return True if files of this rank have one A for all layers."""

@@ -11,9 +11,8 @@ from typing import final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from d9d_dist import canonical_name
+from d9d_dist import canonical_name, local_tensor
 
 
 def shared_names(names_of_stages: Sequence[Mapping[str, object]]) -> dict[str, tuple[int, ...]]:
@@ -94,7 +93,7 @@ class SharedParameters:
                 continue
             if pair.owner.grad is None:
                 pair.owner.grad = torch.zeros_like(pair.owner)
-            _local(pair.owner.grad).add_(gradient)
+            local_tensor(pair.owner.grad).add_(gradient)
 
     def _to_owner(self, pair: _Pair) -> Tensor | None:
         """Send this rank's shard of a copy's gradient to the owner, or receive it.
@@ -104,10 +103,10 @@ class SharedParameters:
         """
         if pair.copy is None:
             assert pair.owner is not None, "the owner or the copy is on this rank"
-            gradient = torch.empty_like(_local(pair.owner))
+            gradient = torch.empty_like(local_tensor(pair.owner))
             self._receive(gradient, pair.copy_rank)
             return gradient
-        gradient = torch.zeros_like(_local(pair.copy)) if pair.copy.grad is None else _local(pair.copy.grad)
+        gradient = torch.zeros_like(local_tensor(pair.copy)) if pair.copy.grad is None else local_tensor(pair.copy.grad)
         pair.copy.grad = None
         if pair.owner is None:
             self._send(gradient.contiguous(), pair.owner_rank)
@@ -122,13 +121,13 @@ class SharedParameters:
         """
         for pair in self._pairs:
             if pair.owner is not None and pair.copy is not None:
-                _local(pair.copy).copy_(_local(pair.owner))
+                local_tensor(pair.copy).copy_(local_tensor(pair.owner))
             elif pair.owner is not None:
-                self._send(_local(pair.owner).contiguous(), pair.copy_rank)
+                self._send(local_tensor(pair.owner).contiguous(), pair.copy_rank)
             elif pair.copy is not None:
-                received = torch.empty_like(_local(pair.copy))
+                received = torch.empty_like(local_tensor(pair.copy))
                 self._receive(received, pair.owner_rank)
-                _local(pair.copy).copy_(received)
+                local_tensor(pair.copy).copy_(received)
 
     def _send(self, tensor: Tensor, rank: int) -> None:
         if tensor.numel():
@@ -137,7 +136,3 @@ class SharedParameters:
     def _receive(self, tensor: Tensor, rank: int) -> None:
         if tensor.numel():
             dist.recv(tensor, group=self._group, group_src=rank)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

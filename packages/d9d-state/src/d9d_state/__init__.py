@@ -26,7 +26,6 @@ from d9d_state.mapper.join import concat, split, stack, unstack
 from d9d_state.mapper.names import drop, identity, identity_of, keep, rename
 from d9d_state.mapper.operation import Constant, Layout, Local, Operation, Piece, infer_on_meta
 from d9d_state.mapper.placement import distribute, gather_full
-from d9d_state.mapper.region import Region
 from d9d_state.mapper.reshape import reshape
 from d9d_state.model_convert import convert_model_state
 from d9d_state.model_folder import ModelFolder
@@ -47,7 +46,6 @@ __all__ = [
     "ModelFolder",
     "Operation",
     "Piece",
-    "Region",
     "Retention",
     "StateError",
     "StateGroup",

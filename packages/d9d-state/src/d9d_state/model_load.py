@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
+from d9d_dist import local_region, local_tensor
 from d9d_state._progress import byte_bar
-from d9d_state._sharding import local_part
 from d9d_state.mapper._check import refuse_mismatches, skipped_groups
 from d9d_state.mapper.fill import Destination
 from d9d_state.mapper.graph import StateMapper
@@ -55,8 +55,7 @@ def load_model_state(
     """
     source, mapper, outputs = _checked(model, folder, mapper, unused=unused)
     tensors = module_tensors(model)
-    destinations = {name: Destination(*local_part(tensors[name])) for names in outputs for name in names}
-    fillings = [{name: destinations[name] for name in names} for names in outputs]
+    fillings = [{name: _destination(name, tensors[name]) for name in names} for names in outputs]
     _fill_all(mapper, fillings, source, num_readers=num_readers, progress=progress)
 
 
@@ -79,6 +78,14 @@ def check_model_state(
         UserError: Listing every mismatch between files, mapper and model; or if the folder is malformed.
     """
     _checked(model, folder, mapper, unused=unused)
+
+
+def _destination(name: str, tensor: Tensor) -> Destination:
+    """Return this rank's region of a tensor, empty outside the mesh, and the memory that stores it."""
+    if tensor.is_meta:
+        raise ValueError("the model is on the meta device; materialize it before loading its state.")
+    region = local_region(tensor, name)
+    return Destination(region, local_tensor(tensor).detach().view(region.sizes))
 
 
 def _checked(

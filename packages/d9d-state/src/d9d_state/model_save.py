@@ -6,13 +6,12 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from d9d_dist import DistributedContext, UserError
+from d9d_dist import DistributedContext, UserError, full_tensor
 from d9d_state._carried_files import add_carried_files
 from d9d_state._export import Export, extra_texts, refuse_foreign
 from d9d_state._export_plan import Offer, Part, exchange_offers, plan_files
 from d9d_state._progress import byte_bar
 from d9d_state._ranks import is_main, num_ranks
-from d9d_state._sharding import gather_whole
 from d9d_state.errors import describe
 from d9d_state.json_value import JsonValue
 from d9d_state.mapper.graph import StateGroup, StateMapper
@@ -87,7 +86,7 @@ def save_model_state(
     with byte_bar("saving", sum(info.num_bytes for info in mine.tensors.values()), visible=progress) as bar:
         for group in groups:
             # A failed rank continues to take part in the all-gathers, otherwise the other ranks would hang.
-            whole = {name: gather_whole(tensors[name]) for name in group.inputs}
+            whole = {name: full_tensor(tensors[name]) for name in group.inputs}
             if not export.names.isdisjoint(group.outputs):
                 export.attempt(partial(_write, export, mapper, whole))
             del whole  # free this group before the next one is gathered

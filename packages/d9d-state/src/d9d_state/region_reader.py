@@ -18,10 +18,10 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
+from d9d_dist import Region
 from d9d_state._member import open_member
 from d9d_state._tensor_bytes import bytes_of
 from d9d_state.errors import StateError
-from d9d_state.mapper.region import Region
 from d9d_state.model_folder import ModelFolder
 from d9d_state.tensor_info import TensorInfo
 
@@ -101,7 +101,7 @@ class RegionReader:
         # Pinned memory is copied to an accelerator at full bandwidth.
         buffer = torch.empty(block.read.sizes, dtype=dtype, pin_memory=not target.is_cpu)
         self._read(name, block.read, buffer)
-        target.copy_(_cut(buffer, block))
+        target.copy_(block.wanted.relative_to(block.read).of(buffer))
 
     def _read(self, name: str, region: Region, target: Tensor) -> None:
         """Read a region into contiguous memory on the CPU."""
@@ -155,7 +155,8 @@ def _blocks(info: TensorInfo, region: Region, target: Tensor) -> Iterator[_Block
     step = max(1, region.sizes[dim] * _BLOCK // num_bytes)
     for start in range(0, region.sizes[dim], step):
         size = min(step, region.sizes[dim] - start)
-        yield from _blocks(info, _narrowed(region, dim, start, size), target.narrow(dim, start, size))
+        part = region.replaced(dim, region.offsets[dim] + start, size)
+        yield from _blocks(info, part, target.narrow(dim, start, size))
 
 
 def _with_small_gaps(info: TensorInfo, region: Region) -> Region:
@@ -182,17 +183,3 @@ def _runs(info: TensorInfo, region: Region) -> Iterator[tuple[int, int]]:
     first = sum(offset * stride for offset, stride in zip(region.offsets, strides, strict=True))
     for indices in product(*(range(size) for size in region.sizes[:outer])):
         yield first + sum(index * stride for index, stride in zip(indices, strides, strict=False)), length
-
-
-def _narrowed(region: Region, dim: int, start: int, size: int) -> Region:
-    offsets, sizes = list(region.offsets), list(region.sizes)
-    offsets[dim] += start
-    sizes[dim] = size
-    return Region(tuple(offsets), tuple(sizes))
-
-
-def _cut(buffer: Tensor, block: _Block) -> Tensor:
-    """Return the view of the wanted region in the buffer."""
-    for dim, size in enumerate(block.wanted.sizes):
-        buffer = buffer.narrow(dim, block.wanted.offsets[dim] - block.read.offsets[dim], size)
-    return buffer

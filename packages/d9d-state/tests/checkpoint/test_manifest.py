@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from d9d_dist import Region
 from d9d_state import StateError, TensorInfo
 from d9d_state._digests import PartRecord
 from d9d_state.checkpoint import manifest as manifest_module
-from d9d_state.checkpoint.boxes import Box
 from d9d_state.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, rank_state_name, tensors_name
 
 
@@ -26,12 +26,12 @@ def _manifest() -> Manifest:
             "model.a": TensorRecord(
                 TensorInfo((3, 2), torch.bfloat16),
                 (
-                    Chunk(Box((0, 0), (2, 2)), "tensors-00000.safetensors", 50, "b" * 64),
-                    Chunk(Box((2, 0), (1, 2)), "tensors-00001.safetensors", 20, "c" * 64),
+                    Chunk(Region((0, 0), (2, 2)), "tensors-00000.safetensors", 50, "b" * 64),
+                    Chunk(Region((2, 0), (1, 2)), "tensors-00001.safetensors", 20, "c" * 64),
                 ),
             ),
             "scalar": TensorRecord(
-                TensorInfo((), torch.float32), (Chunk(Box((), ()), "tensors-00000.safetensors", 58, "d" * 64),)
+                TensorInfo((), torch.float32), (Chunk(Region((), ()), "tensors-00000.safetensors", 58, "d" * 64),)
             ),
             "empty": TensorRecord(TensorInfo((0, 2), torch.float32), ()),
         },

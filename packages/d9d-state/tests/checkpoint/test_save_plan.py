@@ -8,21 +8,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import empty as empty_dtensor
 
-from d9d_dist import DistributedContext, MeshConfig
+from d9d_dist import DistributedContext, MeshConfig, Region
 from d9d_dist.testing import run_ranks
 from d9d_state import StateError, TensorInfo
-from d9d_state.checkpoint.boxes import Box
-from d9d_state.checkpoint.save_plan import SavePlan, SavePlanner, part_key
+from d9d_state.checkpoint.save_plan import SavePlan, SavePlanner, local_parts, part_key
 
 
 def test_one_process_writes_everything() -> None:
     planner = SavePlanner()
     tensors = {"a": torch.ones(2, 3), "scalar": torch.ones(()), "empty": torch.ones(0, 3)}
     plan = planner.plan(tensors, None)
-    assert plan.parts == ((("a", Box((0, 0), (2, 3))), ("scalar", Box((), ()))),)
+    assert plan.parts == ((("a", Region((0, 0), (2, 3))), ("scalar", Region((), ()))),)
     assert plan.tensors == {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}
     assert plan.num_bytes(0) == 28
-    parts = planner.local_parts(tensors, plan, 0)
+    parts = local_parts(tensors, plan, 0)
     assert {key: part.data_ptr() for key, part in parts.items()} == {
         "a@0,0": tensors["a"].data_ptr(),
         "scalar@": tensors["scalar"].data_ptr(),
@@ -62,7 +61,7 @@ def _plan() -> dict[str, Any]:
         planner = SavePlanner()
         tensors = _tensors(ctx)
         plan = planner.plan(tensors, ctx)
-        own = {key: part.clone() for key, part in planner.local_parts(tensors, plan, ctx.rank).items()}
+        own = {key: part.clone() for key, part in local_parts(tensors, plan, ctx.rank).items()}
         again = planner.plan(_tensors(ctx), ctx) is plan
         # A change on one rank makes all ranks compute a new plan.
         other = planner.plan({**tensors, **({"new": torch.ones(1)} if ctx.rank == 2 else {})}, ctx)
@@ -106,7 +105,7 @@ def test_all_ranks_compute_the_same_plan(found: list[dict[str, Any]]) -> None:
     for rank, parts in enumerate(plan.parts):
         assert found[rank]["own"].keys() == {part_key(name, box) for name, box in parts}
         for name, box in parts:
-            place = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
+            place = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
             wholes[name][place] = found[rank]["own"][part_key(name, box)]
     assert torch.equal(wholes["uneven"], (torch.arange(21.0).view(7, 3) / 7))
     assert torch.equal(wholes["less than ranks"], (torch.arange(3.0).view(1, 3) / 7))

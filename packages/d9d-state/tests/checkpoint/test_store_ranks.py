@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from d9d_dist import DistributedContext, GradientSync, MeshConfig, parallelize_hsdp
+from d9d_dist import DistributedContext, GradientSync, MeshConfig, full_tensor, parallelize_hsdp
 from d9d_dist.testing import run_ranks
 from d9d_state import (
     CheckpointStore,
@@ -18,7 +18,6 @@ from d9d_state import (
     prepare_optimizer_for_load,
     rng_state,
 )
-from d9d_state._sharding import gather_whole
 from d9d_state.checkpoint import newest
 
 
@@ -42,7 +41,7 @@ def _mesh(shard: int, replicate: int) -> DistributedContext:
 
 def _wholes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     tensors = {**model_tensors(model), **optimizer_tensors(model, optimizer)}
-    return {name: gather_whole(tensor).clone() for name, tensor in tensors.items()}
+    return {name: full_tensor(tensor).clone() for name, tensor in tensors.items()}
 
 
 _Meshes = list[tuple[int, int]]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from d9d_dist import Region
 from d9d_state import (
     StateMapper,
     TensorInfo,
@@ -29,7 +30,6 @@ from d9d_state.mapper.cut import narrow, pad, select
 from d9d_state.mapper.fill import Destination
 from d9d_state.mapper.graph import leaf
 from d9d_state.mapper.operation import Piece, infer_on_meta
-from d9d_state.mapper.region import Region
 from d9d_state.mapper.reshape import reshape
 
 

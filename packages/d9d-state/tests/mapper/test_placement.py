@@ -5,12 +5,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from d9d_dist import MeshConfig
+from d9d_dist import MeshConfig, Region
 from d9d_dist.testing import run_ranks
 from d9d_state import TensorInfo, parallel, rename, sequential
 from d9d_state.mapper.fill import Destination
 from d9d_state.mapper.placement import distribute, gather_full
-from d9d_state.mapper.region import Region
 
 
 class _Held:

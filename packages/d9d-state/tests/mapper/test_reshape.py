@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from d9d_dist import Region
 from d9d_state import TensorInfo
 from d9d_state.mapper.fill import Destination
-from d9d_state.mapper.region import Region
 from d9d_state.mapper.reshape import reshape
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from d9d_dist import Region
 from d9d_state import (
     StateMapper,
     TensorInfo,
@@ -29,7 +30,6 @@ from d9d_state import (
 from d9d_state.mapper.convert import permute
 from d9d_state.mapper.cut import narrow, pad, select
 from d9d_state.mapper.fill import Destination
-from d9d_state.mapper.region import Region
 from d9d_state.mapper.reshape import reshape
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16)

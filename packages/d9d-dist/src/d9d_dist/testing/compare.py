@@ -14,6 +14,7 @@ from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatte
 
 from d9d_dist.errors import UserError
 from d9d_dist.late_init import canonical_name
+from d9d_dist.shards import full_tensor
 
 _NUM_SHOWN = 9
 
@@ -150,8 +151,7 @@ def differences(actual: Any, expected: Any, *, rtol: float = 1e-9, atol: float =
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.detach()
-    return (whole.full_tensor() if isinstance(whole, DTensor) else whole).to("cpu", copy=True)
+    return full_tensor(tensor).to("cpu", copy=True)
 
 
 def _leaves(tree: Any) -> dict[tuple[str, ...], Any]:

@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from d9d_dist import DistributedContext
+from d9d_dist import DistributedContext, indexed_blocks, is_first_replica
 from d9d_state import model_tensors
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ELEMENTS_AT_ONCE = 1 << 20
 
 
 @torch.no_grad()
@@ -42,7 +40,7 @@ def frozen_digest(model: nn.Module, ctx: DistributedContext) -> str:
     tensors = model_tensors(model)
     for name in tensors.keys() - model_tensors(model, trainable_only=True).keys():
         if _is_counted_on_this_rank(tensors[name], ctx, first_rank):
-            total += _name_factor(name.removeprefix("model.")) * _checksum(tensors[name])
+            total += _name_factor(name.removeprefix("model.")) * _checksum(tensors[name], name)
     if ctx.world_size > 1:
         dist.all_reduce(total)
     return f"{total.item() % 2**64:016x}"
@@ -56,14 +54,7 @@ def _is_counted_on_this_rank(tensor: Tensor, ctx: DistributedContext, first_rank
     """
     if not isinstance(tensor, DTensor):
         return ctx.rank == first_rank
-    coordinates = tensor.device_mesh.get_coordinate()
-    if coordinates is None or first_rank not in tensor.device_mesh.mesh.flatten().tolist():
-        return False
-    return all(
-        coordinate == 0
-        for coordinate, placement in zip(coordinates, tensor.placements, strict=True)
-        if placement.is_replicate()
-    )
+    return first_rank in tensor.device_mesh.mesh.flatten().tolist() and is_first_replica(tensor)
 
 
 def _name_factor(name: str) -> int:
@@ -71,20 +62,9 @@ def _name_factor(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), signed=True) | 1
 
 
-def _checksum(tensor: Tensor) -> Tensor:
+def _checksum(tensor: Tensor, name: str) -> Tensor:
     """Return sum_i (2i + 1) b_i over this rank's elements, 0-dim int64; i is the flat index in the whole tensor."""
-    whole, offsets = tensor.shape, (0,) * tensor.ndim
-    if isinstance(tensor, DTensor):
-        _, offsets = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
-        tensor = tensor.to_local()
-    bits = tensor.contiguous().view(-1).view(_BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, bits.numel(), _ELEMENTS_AT_ONCE):
-        part = bits[start : start + _ELEMENTS_AT_ONCE].long()
-        rest = torch.arange(start, start + part.numel(), device=tensor.device)
-        place, stride = torch.zeros_like(rest), 1
-        for size, offset, whole_size in zip(reversed(tensor.shape), reversed(offsets), reversed(whole), strict=True):
-            place += (rest % size + offset) * stride
-            rest, stride = rest // size, stride * whole_size
-        total += (part * (2 * place + 1)).sum()
+    for block, index in indexed_blocks(tensor, name):
+        total += (block.view(_BITS[block.element_size()]).long() * (2 * index + 1)).sum()
     return total

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
-from d9d_loop.optimizers.local_box import IndexRule
+from d9d_loop.optimizers.index_rule import IndexRule
 
 _BLOCK = 1024
 """Number of elements per Triton program."""

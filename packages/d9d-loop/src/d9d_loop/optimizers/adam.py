@@ -4,7 +4,7 @@ from typing import Any, final
 
 import torch
 
-from d9d_loop.optimizers.groupwise import local_part
+from d9d_dist import local_tensor
 
 
 class _OnLocalShards(torch.optim.Adam):
@@ -20,7 +20,7 @@ class _OnLocalShards(torch.optim.Adam):
         """Fill the lists of tensors for a step as torch does, then replace DTensors by their local shards."""
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:
-            tensors[:] = map(local_part, tensors)
+            tensors[:] = map(local_tensor, tensors)
         return has_complex
 
 

@@ -6,8 +6,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from d9d_dist import local_tensor
 
 
 class GroupwiseOptimizer(Optimizer, ABC):
@@ -52,11 +53,6 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
         return closure()
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, sharing its memory; a plain tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def local_parts(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """Return the non-empty local shards of tensors, which suffice for an elementwise update.
 
@@ -64,7 +60,7 @@ def local_parts(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     step. `None` and empty shards are dropped. If the shard of a parameter is empty, so are those of its gradient and
     state, so parallel lists still match.
     """
-    parts = [local_part(tensor) for tensor in tensors if tensor is not None]
+    parts = [local_tensor(tensor) for tensor in tensors if tensor is not None]
     return [part for part in parts if part.numel()]
 
 

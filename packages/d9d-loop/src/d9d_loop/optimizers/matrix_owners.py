@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from d9d_loop.optimizers.local_box import own_part, whole_of
+from d9d_dist import from_local, full_tensor, local_part
 
 Compute: TypeAlias = Callable[[Tensor], Tensor]
 """Maps a matrix, or a stack of matrices, to a tensor of the same shape."""
@@ -40,7 +40,7 @@ def map_matrices(compute: Compute, parts: Sequence[Tensor], likes: Sequence[Tens
             assert isinstance(like, DTensor)
             assigned[like.device_mesh, axes[0], part.dtype].append(index)
         elif axes:
-            yield index, own_part(compute(whole_of(part, like)), like)
+            yield index, local_part(compute(full_tensor(from_local(part, like))), like)
         else:
             yield index, compute(part)
     for (mesh, axis, _), indices in assigned.items():

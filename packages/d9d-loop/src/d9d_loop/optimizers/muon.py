@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from d9d_dist import UserError
-from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_part
+from d9d_dist import UserError, local_tensor
+from d9d_loop.optimizers.groupwise import GroupwiseOptimizer
 from d9d_loop.optimizers.matrix_owners import map_matrices
 
 Scale: TypeAlias = Literal["match_rms_adamw", "original"]
@@ -81,13 +81,13 @@ class Muon(GroupwiseOptimizer):
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
             assert parameter.grad is not None
-            gradient, momentum = local_part(parameter.grad), local_part(self.state[parameter]["momentum_buffer"])
+            gradient, momentum = local_tensor(parameter.grad), local_tensor(self.state[parameter]["momentum_buffer"])
             momentum.lerp_(gradient, 1.0 - mu)
             update = gradient.lerp(momentum, mu) if group["nesterov"] else momentum
             updates.append(update.to(_compute_dtype(update)))
         compute = partial(orthogonalize, num_iterations=group["num_iterations"])
         for index, direction in map_matrices(compute, updates, parameters):
-            weight, shape = local_part(parameters[index]), parameters[index].shape[-2:]
+            weight, shape = local_tensor(parameters[index]), parameters[index].shape[-2:]
             weight.mul_(1.0 - lr * group["weight_decay"])
             weight.add_(direction, alpha=-lr * _SCALES[group["scale"]](*shape))
 

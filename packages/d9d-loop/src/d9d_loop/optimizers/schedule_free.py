@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_part, local_parts, scale_
+from d9d_dist import local_tensor
+from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_parts, scale_
 
 
 @final
@@ -80,7 +81,7 @@ class ScheduleFreeAdamW(GroupwiseOptimizer):
         """Swap in x for the body of the `with` block, and restore y bit for bit. Keeps a copy of y in the meantime."""
         assert not self._holds_result, "expected evaluation_weights() not to be entered twice"
         averaged = [
-            (local_part(parameter), local_part(self.state[parameter]["z"]), group["betas"][0])
+            (local_tensor(parameter), local_tensor(self.state[parameter]["z"]), group["betas"][0])
             for group in self.param_groups
             for parameter in group["params"]
             if self.state.get(parameter)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from d9d_dist import UserError, canonical_name, random_bits_at, stream_key
+from d9d_dist import UserError, canonical_name, local_tensor, random_bits_at, stream_key
 from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
-from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_part
-from d9d_loop.optimizers.local_box import IndexRule, global_indices, index_rules
+from d9d_loop.optimizers.groupwise import GroupwiseOptimizer
+from d9d_loop.optimizers.index_rule import IndexRule, global_indices, index_rules
 from d9d_loop.optimizers.stochastic_copy import CHUNK, draw, has_kernel, round_stochastically
 
 
@@ -77,9 +77,9 @@ class StochasticAdamW(GroupwiseOptimizer):
         if parameter not in self._rules:
             self._rules[parameter] = index_rules(parameter)
         key = stream_key(self._seed, self._names[parameter], numbers.step)
-        stored = [local_part(tensor) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+        stored = [local_tensor(tensor) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]
         flat = [tensor.contiguous().view(-1) for tensor in stored]
-        gradient, begin = local_part(parameter.grad).reshape(-1), 0
+        gradient, begin = local_tensor(parameter.grad).reshape(-1), 0
         for count, rule in self._rules[parameter]:
             parts = (tensor[begin : begin + count] for tensor in (flat[0], gradient, *flat[1:]))
             _step(*parts, numbers=numbers, key=key, rule=rule)

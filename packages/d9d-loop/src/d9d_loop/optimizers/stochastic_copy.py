@@ -9,9 +9,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from d9d_dist import UserError, random_bits_at, stream_key
-from d9d_loop.optimizers.groupwise import local_part
-from d9d_loop.optimizers.local_box import IndexRule, global_indices, index_rules
+from d9d_dist import UserError, local_tensor, random_bits_at, stream_key
+from d9d_loop.optimizers.index_rule import IndexRule, global_indices, index_rules
 
 CHUNK = 1 << 18
 """Number of elements processed at a time without Triton, which limits the memory of temporary tensors."""
@@ -40,8 +39,8 @@ def stochastic_copy_(target: Tensor, source: Tensor, *, seed: int, step: int, na
             f"stochastic_copy_ got a target of {_describe(target)} and a source of {_describe(source)}; expected "
             "torch.bfloat16 and torch.float32 of the same shape. Convert the source with .float()."
         )
-    key, part = stream_key(seed, name, step), local_part(target)
-    flat, values, begin = part.contiguous().view(-1), local_part(source).reshape(-1), 0
+    key, part = stream_key(seed, name, step), local_tensor(target)
+    flat, values, begin = part.contiguous().view(-1), local_tensor(source).reshape(-1), 0
     for count, rule in index_rules(target):
         _copy(flat[begin : begin + count], values[begin : begin + count], key=key, rule=rule)
         begin += count

@@ -12,11 +12,10 @@ from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from d9d_dist import DistributedContext, gather_json
+from d9d_dist import DistributedContext, gather_json, local_tensor
 from d9d_dist.consensus import name_ranks
 
 Watch: TypeAlias = Callable[[str, torch.Tensor], None]
@@ -137,7 +136,7 @@ class _Probe:
     def _look(self, module: str, name: str, tensor: torch.Tensor, phase: _Phase) -> None:
         if self.found is not None:
             return
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_tensor(tensor)
         if local.is_floating_point() and not bool(torch.isfinite(local).all()):
             self.found = NonFinite((), module, name, phase, self._stage, self._num_seen)
         self._num_seen += 1

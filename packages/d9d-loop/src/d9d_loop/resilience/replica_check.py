@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from d9d_dist import DistributedContext, canonical_name, gather_json
+from d9d_dist import DistributedContext, canonical_name, gather_json, local_tensor
 from d9d_dist.consensus import name_ranks
 
 _WORDS_AT_ONCE = 1 << 20
@@ -124,7 +124,7 @@ def _replicas(model: nn.Module, optimizer: Optimizer, stage: dist.ProcessGroup) 
         tensors |= {f"{key} of {name}": state for key, state in sorted(states.items()) if _is_state(state, parameter)}
         for label, tensor in tensors.items():
             groups = _groups(parameter, stage)
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_tensor(tensor)
             if groups and local.numel():
                 found.append(_Replica(label, local, groups))
     return found

@@ -138,8 +138,8 @@ def _commit(job: SaveJob, written: list[Any]) -> None:
             size, digest = of_rank["tensors"][key]
             places[key] = position, digest
             position += size
-        for name, box in job.plan.parts[rank]:
-            chunks[name].append(Chunk(box, file, *places[part_key(name, box)]))
+        for name, region in job.plan.parts[rank]:
+            chunks[name].append(Chunk(region, file, *places[part_key(name, region)]))
         files[file] = FileRecord(position, PartRecord(*of_rank["header"]))
         rank_state = PartRecord(*of_rank["rank_state"])
         files[rank_state_name(rank)] = FileRecord(rank_state.size, rank_state)

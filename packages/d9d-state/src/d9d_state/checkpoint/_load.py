@@ -1,28 +1,13 @@
-"""Loading of a checkpoint's chunks into each rank's shards, independent of the mesh it was saved on.
-
-Each rank uses torch's `DefaultLoadPlanner` to find which chunks overlap its local shards.
-"""
+"""Loading of a checkpoint's chunks into each rank's shards, independent of the mesh it was saved on."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
 
-from d9d_state.checkpoint.boxes import Box
+from d9d_dist import Region, local_region, local_tensor
 from d9d_state.checkpoint.info import CheckpointInfo
-from d9d_state.checkpoint.manifest import TensorRecord
 from d9d_state.checkpoint.save_plan import part_key
-from d9d_state.mapper.region import Region
 from d9d_state.model_folder import ModelFolder
 from d9d_state.region_reader import RegionReader
 from d9d_state.tensor_info import TensorInfo
@@ -53,30 +38,25 @@ def load_tensors(info: CheckpointInfo, tensors: Mapping[str, Tensor], *, threads
         StateError: If a file cannot be read.
         ValueError: If a `DTensor` has a Partial placement.
     """
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    metadata = Metadata({name: _metadata(record) for name, record in info.manifest.tensors.items()})
-    planner.set_up_planner(dict(tensors), metadata)
-    items = planner.create_local_plan().items
+    reads: list[tuple[str, Region, Tensor]] = []
+    for name, tensor in tensors.items():
+        mine, local = local_region(tensor, name), local_tensor(tensor).detach()
+        for chunk in info.manifest.tensors[name].chunks:
+            if part := mine.intersect(chunk.region):
+                target = part.relative_to(mine).of(local)
+                reads.append((part_key(name, chunk.region), part.relative_to(chunk.region), target))
     with (
         RegionReader(_as_folder(info)) as reader,
         ThreadPoolExecutor(threads, thread_name_prefix="d9d-load") as pool,
     ):
-        for _ in pool.map(partial(_fill, planner, reader), items):
+        for _ in pool.map(lambda read: reader.read_into(*read), reads):
             pass
-
-
-@torch.no_grad()
-def _fill(planner: DefaultLoadPlanner, reader: RegionReader, item: ReadItem) -> None:
-    lengths = tuple(item.lengths)
-    key = part_key(item.storage_index.fqn, Box(tuple(item.storage_index.offset or (0,) * len(lengths)), lengths))
-    target = planner.resolve_tensor(item).detach()
-    reader.read_into(key, Region(tuple(item.storage_offsets), lengths), target)
 
 
 def _as_folder(info: CheckpointInfo) -> ModelFolder:
     """Return an index of the checkpoint's chunks, each as a separate tensor."""
     chunks = {
-        part_key(name, chunk.box): (chunk, TensorInfo(chunk.box.shape, record.info.dtype))
+        part_key(name, chunk.region): (chunk, TensorInfo(chunk.region.sizes, record.info.dtype))
         for name, record in info.manifest.tensors.items()
         for chunk in record.chunks
     }
@@ -86,15 +66,3 @@ def _as_folder(info: CheckpointInfo) -> ModelFolder:
         {key: info.folder / chunk.file for key, (chunk, _) in chunks.items()},
         {key: chunk.start for key, (chunk, _) in chunks.items()},
     )
-
-
-def _metadata(record: TensorRecord) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        TensorProperties(dtype=record.info.dtype),
-        torch.Size(record.info.shape),
-        [_chunk_metadata(chunk.box) for chunk in record.chunks],
-    )
-
-
-def _chunk_metadata(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))

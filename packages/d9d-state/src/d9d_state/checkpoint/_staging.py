@@ -80,8 +80,8 @@ def _num_bytes_of(plan: SavePlan, rank: int) -> int:
 
 
 def _num_bytes(plan: SavePlan, part: Part) -> int:
-    name, box = part
-    return box.num_elements * plan.tensors[name].dtype.itemsize
+    name, region = part
+    return region.num_elements * plan.tensors[name].dtype.itemsize
 
 
 def _padded(size: int) -> int:

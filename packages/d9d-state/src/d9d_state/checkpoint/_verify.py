@@ -46,9 +46,9 @@ def parts_of(manifest: Manifest) -> list[FilePart]:
     for name, record in manifest.tensors.items():
         for chunk in record.chunks:
             what = f"{name} {record.info.describe()}"
-            if chunk.box.shape != record.info.shape:
-                what += f", chunk {list(chunk.box.shape)} at {list(chunk.box.offset)},"
-            size = chunk.box.num_elements * record.info.dtype.itemsize
+            if chunk.region.sizes != record.info.shape:
+                what += f", chunk {list(chunk.region.sizes)} at {list(chunk.region.offsets)},"
+            size = chunk.region.num_elements * record.info.dtype.itemsize
             file_size = manifest.files[chunk.file].size
             parts.append(FilePart(chunk.file, file_size, chunk.start, PartRecord(size, chunk.sha256), what))
     return sorted(parts, key=lambda part: (part.file, part.start))

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, final
 
-from d9d_dist import UserError
+from d9d_dist import Region, UserError
 from d9d_state._digests import PartRecord
 from d9d_state._member import open_member_file
-from d9d_state.checkpoint.boxes import Box, cover_problem
+from d9d_state.checkpoint.cover import cover_problem
 from d9d_state.errors import StateError
 from d9d_state.json_value import JsonValue, dump_json, parse_json
 from d9d_state.safetensors_header import dtype_name, dtype_of, parse_shape
@@ -29,16 +29,16 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 @final
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor and its location on disk.
+    """A part of a tensor and its location on disk.
 
     Attributes:
-        box: The part of the tensor.
+        region: The part of the tensor.
         file: Name of the safetensors file.
         start: Position of the chunk's first byte in that file.
         sha256: Hexadecimal digest of the chunk's bytes.
     """
 
-    box: Box
+    region: Region
     file: str
     start: int
     sha256: str
@@ -168,7 +168,7 @@ class Manifest:
             raise ValueError(f"it lists {', '.join(sorted(foreign))}, which do not belong to a checkpoint.")
         spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in self.files if name in allowed}
         for name, record in self.tensors.items():
-            problem = cover_problem(record.info.shape, [chunk.box for chunk in record.chunks])
+            problem = cover_problem(record.info.shape, [chunk.region for chunk in record.chunks])
             if problem is not None:
                 raise ValueError(f"{name}: {problem}")
             for chunk in record.chunks:
@@ -176,7 +176,7 @@ class Manifest:
                     raise ValueError(
                         f"{name} is stored in {chunk.file}, which is not a tensor file of this checkpoint."
                     )
-                size = chunk.box.num_elements * record.info.dtype.itemsize
+                size = chunk.region.num_elements * record.info.dtype.itemsize
                 spans[chunk.file].append((chunk.start, chunk.start + size, name))
         for file, record in self.files.items():
             _check_spans(file, record, spans.get(file, []))
@@ -222,8 +222,8 @@ def _dump_tensor(record: TensorRecord) -> JsonValue:
         "shape": record.info.shape,
         "chunks": [
             {
-                "offset": chunk.box.offset,
-                "shape": chunk.box.shape,
+                "offset": chunk.region.offsets,
+                "shape": chunk.region.sizes,
                 "file": chunk.file,
                 "start": chunk.start,
                 "sha256": chunk.sha256,
@@ -246,7 +246,7 @@ def _parse_tensor(value: JsonValue) -> TensorRecord:
 def _parse_chunk(value: JsonValue) -> Chunk:
     chunk = _keys(_object(value), "offset", "shape", "file", "start", "sha256")
     return Chunk(
-        Box(parse_shape(chunk["offset"]), parse_shape(chunk["shape"])),
+        Region(parse_shape(chunk["offset"]), parse_shape(chunk["shape"])),
         _text(chunk["file"]),
         _count(chunk["start"]),
         _digest(chunk["sha256"]),

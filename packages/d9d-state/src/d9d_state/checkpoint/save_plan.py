@@ -1,7 +1,7 @@
 """Save plan: which rank writes which part of each tensor. All ranks compute the same plan.
 
-torch's `DefaultSavePlanner` finds the parts of a `DTensor` that a rank holds. Its global planning is not used, because
-it sends pickled objects. Here the ranks exchange descriptions as JSON, and only if a description changed.
+torch's `DefaultSavePlanner` sends pickled objects. Here the ranks exchange descriptions as JSON, and only if one has
+changed.
 """
 
 import hashlib
@@ -10,19 +10,17 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from d9d_dist import DistributedContext, agree, gather_json
-from d9d_state.checkpoint.boxes import Box, cover_problem
+from d9d_dist import DistributedContext, Region, agree, gather_json, local_region, local_tensor
+from d9d_state.checkpoint.cover import cover_problem
 from d9d_state.errors import StateError
 from d9d_state.json_value import JsonValue, dump_json
 from d9d_state.safetensors_header import dtype_name, dtype_of, parse_shape
 from d9d_state.tensor_info import TensorInfo
 
-Part = tuple[str, Box]
-"""Name of a tensor, and a box of it."""
+Part = tuple[str, Region]
+"""Name of a tensor, and a region of it."""
 
 
 @final
@@ -42,7 +40,7 @@ class SavePlan:
 
     def num_bytes(self, rank: int) -> int:
         """Return the bytes of tensor data that a rank writes."""
-        return sum(box.num_elements * self.tensors[name].dtype.itemsize for name, box in self.parts[rank])
+        return sum(region.num_elements * self.tensors[name].dtype.itemsize for name, region in self.parts[rank])
 
 
 @final
@@ -55,7 +53,6 @@ class SavePlanner:
 
     def __init__(self) -> None:
         self._key: object = None
-        self._items: dict[Part, WriteItem] = {}
         self._plan: SavePlan | None = None
         self.num_plans = 0
 
@@ -74,11 +71,11 @@ class SavePlanner:
         try:
             key = tuple(_key(name, tensor) for name, tensor in tensors.items())
             is_known = self._plan is not None and key == self._key
-            description, items = (None, self._items) if is_known else _describe(tensors)
+            description = None if is_known else _describe(tensors)
         except (ValueError, RuntimeError) as error:
             if ctx is None or ctx.world_size == 1:
                 raise
-            problem, description, items, is_known = str(error), None, {}, False
+            problem, description, is_known = str(error), None, False
         agree(problem, error=StateError, alone=ctx is None)
         known = self._plan.digest if is_known and self._plan is not None else None
         answers = gather_json(known, alone=ctx is None)
@@ -86,32 +83,27 @@ class SavePlanner:
             assert self._plan is not None
             return self._plan
         if description is None:
-            description, items = _describe(tensors)
+            description = _describe(tensors)
         plan = _merge(gather_json(description, alone=ctx is None))
-        self._key, self._items, self._plan = key, items, plan
+        self._key, self._plan = key, plan
         self.num_plans += 1
         return plan
 
-    def local_parts(self, tensors: Mapping[str, Tensor], plan: SavePlan, rank: int) -> dict[str, Tensor]:
-        """Return views of the tensor parts that this rank writes, by `part_key`.
 
-        Args:
-            tensors: The tensors that `plan` was created for.
-            plan: Last result of `plan()`.
-            rank: Rank of this process.
-        """
-        planner = _torch_planner(tensors)
-        parts: dict[str, Tensor] = {}
-        for name, box in plan.parts[rank]:
-            local = planner.resolve_data(self._items[name, box])
-            assert isinstance(local, Tensor), f"{name} is not a tensor"
-            parts[part_key(name, box)] = local.detach()
-        return parts
+def local_parts(tensors: Mapping[str, Tensor], plan: SavePlan, rank: int) -> dict[str, Tensor]:
+    """Return views of the tensor parts that this rank writes, by `part_key`.
+
+    Args:
+        tensors: The tensors that `plan` was created for.
+        plan: Result of `SavePlanner.plan`.
+        rank: Rank of this process.
+    """
+    return {part_key(name, region): local_tensor(tensors[name]).detach() for name, region in plan.parts[rank]}
 
 
-def part_key(name: str, box: Box) -> str:
+def part_key(name: str, region: Region) -> str:
     """Return the name of a tensor part in a safetensors file: `<name>@<offsets>`."""
-    return f"{name}@{','.join(map(str, box.offset))}"
+    return f"{name}@{','.join(map(str, region.offsets))}"
 
 
 def _key(name: str, tensor: Tensor) -> object:
@@ -122,24 +114,17 @@ def _key(name: str, tensor: Tensor) -> object:
     return name, tensor.shape, tensor.dtype, layout
 
 
-def _torch_planner(tensors: Mapping[str, Tensor]) -> DefaultSavePlanner:
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=True)
-    return planner
-
-
-def _describe(tensors: Mapping[str, Tensor]) -> tuple[JsonValue, dict[Part, WriteItem]]:
-    """Describe this rank's tensors: `{name: [dtype, shape, [[offset, sizes], ...]]}`; also return write items."""
-    held: dict[str, list[JsonValue]] = {name: [] for name in tensors}
-    items: dict[Part, WriteItem] = {}
-    for item in _torch_planner(tensors).create_local_plan().items:
-        data = item.tensor_data
-        assert data is not None, f"{item.index.fqn} is not a tensor"
-        box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        if box.num_elements > 0:
-            items[item.index.fqn, box] = item
-            held[item.index.fqn].append([list(box.offset), list(box.shape)])
-    return {name: [dtype_name(tensor.dtype), list(tensor.shape), held[name]] for name, tensor in tensors.items()}, items
+def _describe(tensors: Mapping[str, Tensor]) -> JsonValue:
+    """Describe this rank's tensors: `{name: [dtype, shape, [[offsets, sizes], ...]]}`."""
+    regions = {name: local_region(tensor, name) for name, tensor in tensors.items()}
+    return {
+        name: [
+            dtype_name(tensor.dtype),
+            list(tensor.shape),
+            [[list(regions[name].offsets), list(regions[name].sizes)]] if regions[name].num_elements else [],
+        ]
+        for name, tensor in tensors.items()
+    }
 
 
 def _merge(descriptions: list[JsonValue]) -> SavePlan:
@@ -148,15 +133,15 @@ def _merge(descriptions: list[JsonValue]) -> SavePlan:
     first: dict[str, int] = {}
     holders: dict[Part, list[int]] = {}
     for rank, description in enumerate(descriptions):
-        for name, (info, boxes) in _parse(rank, description).items():
+        for name, (info, regions) in _parse(rank, description).items():
             if tensors.setdefault(name, info) != info:
                 raise StateError(
                     f"{name} is {info.describe()} on rank {rank}, {tensors[name].describe()} on rank {first[name]}; "
                     "expected equal shapes and dtypes on all ranks. Give different tensors different names."
                 )
             first.setdefault(name, rank)
-            for box in boxes:
-                holders.setdefault((name, box), []).append(rank)
+            for region in regions:
+                holders.setdefault((name, region), []).append(rank)
     _check_cover(tensors, holders)
     parts = _share_out(tensors, holders, len(descriptions))
     return SavePlan(tensors, parts, hashlib.sha256(dump_json(descriptions)).hexdigest())
@@ -178,11 +163,11 @@ def _share_out(
 
 
 def _check_cover(tensors: Mapping[str, TensorInfo], holders: Mapping[Part, list[int]]) -> None:
-    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
-    for name, box in holders:
-        boxes[name].append(box)
+    regions: dict[str, list[Region]] = {name: [] for name in tensors}
+    for name, region in holders:
+        regions[name].append(region)
     for name, info in tensors.items():
-        problem = cover_problem(info.shape, boxes[name])
+        problem = cover_problem(info.shape, regions[name])
         if problem is not None:
             raise StateError(
                 f"{name} {info.describe()} cannot be assembled from the ranks' shards: {problem} "
@@ -190,15 +175,15 @@ def _check_cover(tensors: Mapping[str, TensorInfo], holders: Mapping[Part, list[
             )
 
 
-def _parse(rank: int, description: Any) -> dict[str, tuple[TensorInfo, list[Box]]]:
+def _parse(rank: int, description: Any) -> dict[str, tuple[TensorInfo, list[Region]]]:
     """Parse and check the description of a rank, which may run another version of this package."""
     try:
         return {
             name: (
                 TensorInfo(parse_shape(shape), dtype_of(dtype)),
-                [Box(parse_shape(offset), parse_shape(sizes)) for offset, sizes in boxes],
+                [Region(parse_shape(offset), parse_shape(sizes)) for offset, sizes in regions],
             )
-            for name, (dtype, shape, boxes) in description.items()
+            for name, (dtype, shape, regions) in description.items()
         }
     except (AttributeError, TypeError, ValueError) as error:
         raise StateError(

@@ -22,7 +22,7 @@ from d9d_state.checkpoint._verify import num_threads
 from d9d_state.checkpoint.info import CheckpointInfo, folder_name, open_complete, step_of
 from d9d_state.checkpoint.newest import newest_sound, verify_together
 from d9d_state.checkpoint.retention import Retention
-from d9d_state.checkpoint.save_plan import SavePlanner
+from d9d_state.checkpoint.save_plan import SavePlanner, local_parts
 from d9d_state.errors import ProcessLimitError, StateError, describe
 from d9d_state.folder_lock import LOCK_NAME, locked_folder
 from d9d_state.json_value import JsonValue, dump_json
@@ -187,7 +187,7 @@ class CheckpointStore:
             StateError: On every rank, if writing failed on any rank, or a previous background save failed.
         """
         job = self._begin(step, tensors, state=state, rank_state=rank_state, metric=metric, ctx=ctx)
-        write_checkpoint(job, self._planner.local_parts(tensors, job.plan, job.rank))
+        write_checkpoint(job, local_parts(tensors, job.plan, job.rank))
         self._delete_old(job)
 
     def save_async(
@@ -223,7 +223,7 @@ class CheckpointStore:
         copies: dict[str, Tensor] = {}
         problem = None
         try:
-            parts = self._planner.local_parts(tensors, job.plan, job.rank)
+            parts = local_parts(tensors, job.plan, job.rank)
             copies = self._staging.copy(parts, job.plan, job.rank)
         except Exception as error:  # any error: the other ranks wait in agree()
             problem = f"{job.folder} could not be copied to host memory: {error}"

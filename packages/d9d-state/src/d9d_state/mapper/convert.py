@@ -8,11 +8,11 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
+from d9d_dist import Region
 from d9d_state.mapper._dims import infos_of, normalized_dim, same_shapes
 from d9d_state.mapper.compose import parallel
 from d9d_state.mapper.graph import StateMapper, leaf
 from d9d_state.mapper.operation import Piece, infer_on_meta
-from d9d_state.mapper.region import Region
 from d9d_state.tensor_info import TensorInfo
 
 

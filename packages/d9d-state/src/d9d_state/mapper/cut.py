@@ -7,10 +7,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from d9d_dist import Region
 from d9d_state.mapper._dims import infos_of, normalized_dim, resized
 from d9d_state.mapper.graph import StateMapper, leaf
 from d9d_state.mapper.operation import Constant, Piece
-from d9d_state.mapper.region import Region
 from d9d_state.tensor_info import TensorInfo
 
 

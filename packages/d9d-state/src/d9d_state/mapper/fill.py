@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol, final
 import torch
 from torch import Tensor
 
+from d9d_dist import Region
 from d9d_state.mapper._component import Component, Node
 from d9d_state.mapper._dims import is_lossless
 from d9d_state.mapper.operation import Constant, Layout, Local, Piece
-from d9d_state.mapper.region import Region
 from d9d_state.tensor_info import TensorInfo
 
 if TYPE_CHECKING:

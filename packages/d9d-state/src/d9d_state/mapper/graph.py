@@ -12,12 +12,12 @@ from typing import Literal, Self, final
 
 from torch import Tensor, nn
 
+from d9d_dist import Region
 from d9d_state.mapper import _check, _explain
 from d9d_state.mapper._component import Component, Node, StateGroup, components
 from d9d_state.mapper._shard import deal
 from d9d_state.mapper.fill import Destination, TensorSource, fill, planned_reads
 from d9d_state.mapper.operation import Operation
-from d9d_state.mapper.region import Region
 from d9d_state.tensor_info import TensorInfo
 
 

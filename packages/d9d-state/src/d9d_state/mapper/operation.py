@@ -11,7 +11,7 @@ from typing import Protocol, final, runtime_checkable
 
 from torch import Tensor
 
-from d9d_state.mapper.region import Region
+from d9d_dist import Region
 from d9d_state.tensor_info import TensorInfo
 
 

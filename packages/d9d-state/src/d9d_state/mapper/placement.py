@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, distribute_tensor
 
+from d9d_dist import Region
 from d9d_state.mapper.graph import StateMapper, leaf
 from d9d_state.mapper.operation import Piece
-from d9d_state.mapper.region import Region
 from d9d_state.tensor_info import TensorInfo
 
 

@@ -12,10 +12,10 @@ from typing import TypeAlias, final
 
 from torch import Tensor
 
+from d9d_dist import Region
 from d9d_state.mapper._dims import infos_of
 from d9d_state.mapper.graph import StateMapper, leaf
 from d9d_state.mapper.operation import Piece
-from d9d_state.mapper.region import Region
 from d9d_state.tensor_info import TensorInfo
 
 _Range: TypeAlias = tuple[int, int]  # offset and size

@@ -6,10 +6,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from d9d_dist import MeshConfig
+from d9d_dist import MeshConfig, from_local, full_tensor, local_part, local_tensor
 from d9d_dist.testing import run_ranks
-from d9d_loop.optimizers.groupwise import local_part
-from d9d_loop.optimizers.local_box import global_indices, index_rules, own_part, whole_of
+from d9d_loop.optimizers.index_rule import global_indices, index_rules
 
 CASES: list[tuple[tuple[int, ...], tuple[Placement, Placement]]] = [
     ((7,), (Shard(0), Replicate())),
@@ -42,10 +41,10 @@ def _check() -> None:
             # Each element's value is its own index.
             full = torch.arange(math.prod(shape)).view(shape)
             tensor = distribute_tensor(full, mesh, placements)
-            part = local_part(tensor)
+            part = local_tensor(tensor)
             assert torch.equal(_indices(tensor), part.flatten()), (shape, placements)
-            assert torch.equal(own_part(full, tensor), part), (shape, placements)
-            assert torch.equal(whole_of(part, tensor), full), (shape, placements)
+            assert torch.equal(local_part(full, tensor), part), (shape, placements)
+            assert torch.equal(full_tensor(from_local(part, tensor)), full), (shape, placements)
 
 
 def test_every_element_has_its_global_index() -> None:
@@ -56,5 +55,5 @@ def test_every_element_has_its_global_index() -> None:
 def test_a_plain_tensor_is_a_full_box(shape: tuple[int, ...]) -> None:
     tensor = torch.arange(math.prod(shape)).view(shape)
     assert torch.equal(_indices(tensor), tensor.flatten())
-    assert torch.equal(own_part(tensor, tensor), tensor)
-    assert whole_of(tensor, tensor) is tensor
+    assert torch.equal(local_part(tensor, tensor), tensor)
+    assert from_local(tensor, tensor) is tensor
