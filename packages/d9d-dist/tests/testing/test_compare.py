@@ -154,3 +154,6 @@ def test_rounding_is_measured_by_a_peer_and_by_the_largest_number_of_the_tree() 
         assert_rounds_like({**peer, "w": peer["w"] * math.nan}, exact, peer=far)
     with pytest.raises(AssertionError, match="different keys"):
         assert_rounds_like({"w": peer["w"]}, exact, peer=peer)
+    with pytest.raises(AssertionError, match="w: the shapes differ"):
+        assert_rounds_like({**peer, "w": peer["w"].unsqueeze(0)}, exact, peer=peer)
+    assert_rounds_like([torch.empty(0)], [torch.empty(0)], peer=[torch.empty(0)])
