@@ -3,6 +3,8 @@
 Also used when one package is tested alone, from its wheel.
 """
 
+import gc
+import os
 import re
 import sys
 from collections import Counter
@@ -13,6 +15,9 @@ import pytest
 from hypothesis import core, settings
 from hypothesis.internal.conjecture.providers import HypothesisProvider
 from hypothesis.internal.constants_ast import Constants
+
+# One thread in each process: the tensors are tiny, and a second thread would only wait for its turn on a busy core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _ONLY_WITH_ALL = "runs only with --all"
 
@@ -60,6 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seed torch for the fixtures of a test, as pytest-randomly seeds Python and NumPy."""
     _seed_torch(item)
+    _freeze_modules()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -111,6 +117,21 @@ class _Progress:
     def _count(self, ids: Iterable[str]) -> None:
         if not self._left:  # every worker collects the same tests
             self._left.update(map(_package, ids))
+
+
+_num_modules = 0
+
+
+def _freeze_modules() -> None:
+    """Exclude the objects of imported modules from garbage collection.
+
+    A trainer collects at its start, and the modules of the whole test suite are millions of objects.
+    """
+    global _num_modules  # noqa: PLW0603
+    if len(sys.modules) > 1.01 * _num_modules:
+        _num_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def _seed_torch(item: pytest.Item) -> None:

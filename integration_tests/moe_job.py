@@ -127,6 +127,7 @@ def train(layout: str, folder: str, steps: int, rate: float) -> None:
             "pipeline": {"schedule": where.schedule, "draw": False},
             "optimizer": {"learning_rate": 3e-3},
             "logging": {"progress": False, "every": 1},
+            "resilience": {"health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}},  # takes milliseconds
             "evaluation": {"every": max(steps // 2, 1)},
             "export": False,
         }

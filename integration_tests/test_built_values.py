@@ -90,7 +90,8 @@ def _tensors(model: nn.Module) -> Values:
 
 
 def _train(folder: Path, mesh: dict[str, int], around: Bug, build: Callable[..., nn.Module]) -> dict[str, Any]:
-    sections = {"mesh": mesh, "trackers": (), "export": False, "logging": {"progress": False}}
+    sections: dict[str, Any] = {"mesh": mesh, "trackers": (), "export": False, "logging": {"progress": False}}
+    sections["resilience"] = {"health": {"enabled": False}}
     values = {"steps": NUM_STEPS, "seed": SEED, "batch": {"global_size": 8}, "run": {"folder": folder}}
     config = validate_config(TrainerConfig, {**values, **sections, "gradients": {"max_norm": None}})
     trace: dict[str, Any] = {}

@@ -87,6 +87,7 @@ def _trainer(folder: Path, params: Qwen3Params, **changes: Any) -> Trainer:
         "batch": {"global_size": 2},
         "run": {"folder": folder, "name": "run"},
         "logging": {"progress": False},
+        "resilience": {"health": {"enabled": False}},
         "optimizer": {"learning_rate": 1e-30, "weight_decay": 0.0},
         **changes,
     }

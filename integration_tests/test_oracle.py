@@ -10,7 +10,7 @@ from decoder_mutants import DECODER_MUTANTS
 from mutants import MUTANTS
 from oracle import GRIDS, MAIN_JOB, cells, main, parse_cell
 from oracle_decoders import DECODERS
-from oracle_grid import DEGREES, Cell, Grid, Value, Values
+from oracle_grid import DEGREES, Cell, Grid, Values
 
 from d9d_dist import MeshConfig, StageInfo, UserError
 from d9d_dist.testing import accelerators_for, run_ranks
@@ -20,20 +20,22 @@ from d9d_loop.testing import parse_layout
 ALL = [cell for grid in GRIDS for cell in cells(grid)]
 
 
-def _first_with_each_value() -> Iterator[Cell]:
-    """Yield the first cell of each grid with each value of each factor."""
+def _sample() -> dict[str, Cell]:
+    """Return the default cells: those that catch the mutants, and the smallest others that add a value of a factor."""
+    caught_by = [parse_cell(mutant.cell) for mutant in (*MUTANTS, *DECODER_MUTANTS)]
+    sample = {cell.name: cell for cell in caught_by}
     for grid in GRIDS:
-        covered: set[Value] = set()
-        for cell in cells(grid):
+        covered = {value for cell in caught_by if cell.grid is grid for value in cell.values}
+        for cell in sorted(cells(grid), key=lambda cell: parse_layout(cell.layout).world_size):
             if not covered.issuperset(cell.values):
                 covered.update(cell.values)
-                yield cell
+                sample[cell.name] = cell
+    return sample
 
 
 def _cells() -> Iterator[ParameterSet]:
-    """Yield the cells of a default run, including those that catch the mutants; with `--all`, all cells."""
-    caught_by = [parse_cell(mutant.cell) for mutant in (*MUTANTS, *DECODER_MUTANTS)]
-    sample = {cell.name: cell for cell in (*_first_with_each_value(), *caught_by)}
+    """Yield the cells of a default run; the others of the grids run with `--all`."""
+    sample = _sample()
     yield from (pytest.param(cell, id=name) for name, cell in sample.items())
     yield from (pytest.param(cell, id=cell.name, marks=pytest.mark.full) for cell in ALL if cell.name not in sample)
 

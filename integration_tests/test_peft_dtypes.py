@@ -71,6 +71,7 @@ def trainer(folder: Path, mesh: dict[str, int]) -> Trainer:
         "run": {"folder": folder},
         "checkpoint": {"every": 2},
         "logging": {"every": 1, "progress": False},
+        "resilience": {"health": {"enabled": False}},
         "optimizer": {"learning_rate": 2e-5},
         "lr_schedule": {"warmup_steps": 1},
     }

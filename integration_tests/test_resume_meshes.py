@@ -52,7 +52,7 @@ LAYOUTS = (
     "ep=2,tp=2,cp_replicate=2",
     "pp=2,ep=2,dp_shard=2,microbatch=1",
 )
-PAIRS = [(source, LAYOUTS[(index + by) % len(LAYOUTS)]) for by in (1, 5) for index, source in enumerate(LAYOUTS)]
+PAIRS = [(source, LAYOUTS[(index + by) % len(LAYOUTS)]) for by in (5, 1) for index, source in enumerate(LAYOUTS)]
 SAME = ("tp=2", "pp=2,ep=2,dp_shard=2,microbatch=1")
 """Where the layout stays, so do the bits."""
 
@@ -223,7 +223,7 @@ def _assert_close(found: _Course, expected: _Course, what: str) -> None:
         assert values == pytest.approx({step: others[step] for step in values}, rel=1e-9), what
 
 
-def test_resumes_in_any_other_layout_with_the_unread_samples(tmp_path: Path) -> None:
+def test_resumes_in_any_other_layout_with_the_unread_samples(tmp_path: Path, exhaustive: bool) -> None:
     runs = {layout: tmp_path / str(number) for number, layout in enumerate(LAYOUTS)}
     whole = dict(zip(LAYOUTS, _courses(list(runs.items())), strict=True))
     one = whole[""]
@@ -232,8 +232,9 @@ def test_resumes_in_any_other_layout_with_the_unread_samples(tmp_path: Path) -> 
     for layout, course in whole.items():
         assert list(course.losses) == [1, 2, 3, 4]
         _assert_close(course, one, layout)
-    ways = [*PAIRS, *((layout, layout) for layout in SAME)]
     assert len(set(PAIRS)) >= 20
+    pairs = PAIRS if exhaustive else PAIRS[: len(LAYOUTS)]  # each layout is left once and gone on in once
+    ways = [*pairs, *((layout, layout) for layout in SAME)]
     folders = [_left_in_the_middle(runs[source], tmp_path / f"way-{number}") for number, (source, _) in enumerate(ways)]
     jobs = [(target, folder) for (_, target), folder in zip(ways, folders, strict=True)]
     for (source, target), course in zip(ways, _courses(jobs), strict=True):

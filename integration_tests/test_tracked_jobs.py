@@ -50,6 +50,7 @@ def _trained(folder: Path, *, on_step: Callable[[Event], None] = lambda event: N
         "run": {"folder": folder},
         "checkpoint": {"every": 2, "keep_last": 5},
         "logging": {"every": 1, "progress": False},
+        "resilience": {"health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}},  # takes milliseconds
         "trackers": TRACKERS,
     }
     draws = torch.Generator().manual_seed(0)

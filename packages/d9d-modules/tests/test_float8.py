@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, MeshConfig, UserError, materialize
+from d9d_dist.testing import assert_rounds_like
 from d9d_modules import Float8, Float8Recipe, Linear, convert_to_float8
 
 EMULATED = Float8(emulate=True)
@@ -32,12 +33,15 @@ def test_matmul_operands_are_rounded_except_for_the_weight_gradient(ctx: Distrib
     x, seed = torch.randn(2, 5, 32, requires_grad=True), torch.randn(2, 5, 48)
     y = linear(x)
     y.backward(seed)
-    torch.testing.assert_close(
-        y, _rounded(x, dim=-1) @ _rounded(plain.weight, dim=-1).T + plain.bias, rtol=1e-5, atol=1e-5
-    )
-    expected = _rounded(seed, dim=-1) @ _rounded(plain.weight, dim=None)
-    torch.testing.assert_close(x.grad, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(linear.weight.grad, seed.flatten(0, 1).T @ x.flatten(0, 1), rtol=1e-5, atol=1e-5)
+
+    def products(dtype: torch.dtype) -> list[Tensor]:
+        """The output and the gradients of the input and the weight: sums, in `dtype`, of rounded operands."""
+        rows, rounded = _rounded(x, dim=-1).to(dtype), _rounded(plain.weight, dim=-1).to(dtype)
+        gradients = _rounded(seed, dim=-1).to(dtype) @ _rounded(plain.weight, dim=None).to(dtype)
+        weight_gradient = seed.to(dtype).flatten(0, 1).T @ x.to(dtype).flatten(0, 1)
+        return [rows @ rounded.T + plain.bias.to(dtype), gradients, weight_gradient]
+
+    assert_rounds_like([y, x.grad, linear.weight.grad], products(torch.float64), peer=products(torch.float32))
 
 
 @pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "rowwise", "tensorwise"])

@@ -21,7 +21,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = ["cpu"] if INTERPRETED else [pytest.param("accelerator", marks=pytest.mark.gpu)]
 SHAPES = [(3, 5), (2, 7, 100), (0, 8), (5, 1), (300, 33), (2, 4096)]
 NORMS = [(shape, bool(i % 2)) for i, shape in enumerate(SHAPES)]  # (shape, zero_centered)
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+# In 16 bits the last rounding counts. In float32 the errors of a sum of 4096 terms add up like a random walk to 64 eps;
+# 2.5 times that is allowed.
+TOLERANCE = {
+    torch.float32: 2.5 * 64 * torch.finfo(torch.float32).eps,
+    torch.bfloat16: torch.finfo(torch.bfloat16).eps,
+    torch.float16: torch.finfo(torch.float16).eps,
+}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
@@ -146,7 +152,7 @@ def test_inputs_and_gradients_need_not_be_contiguous(device: torch.device) -> No
         normed, total = add_rms_norm(x, residual, weight, eps=1e-5)
         return normed.mT, total.mT, rms_norm(x, weight, eps=1e-5).mT, (F.silu(x) * residual).mT
 
-    _check(kernel, reference, [x, residual, weight], tolerance=2e-5)
+    _check(kernel, reference, [x, residual, weight], tolerance=TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("kept", [0, 1])
@@ -161,7 +167,9 @@ def test_one_of_two_outputs_may_be_unused(device: torch.device, kept: int) -> No
     def reference(x: Tensor, residual: Tensor) -> tuple[Tensor]:
         return (add_rms_norm(x, residual, weight.double().cpu(), eps=1e-5)[kept],)
 
-    _check(kernel, reference, [_draw((3, 8), torch.float32, device) for _ in range(2)], tolerance=2e-5)
+    _check(
+        kernel, reference, [_draw((3, 8), torch.float32, device) for _ in range(2)], tolerance=TOLERANCE[torch.float32]
+    )
 
 
 def test_a_frozen_weight_gets_no_gradient_and_equal_inputs_give_equal_bits(device: torch.device) -> None:

@@ -158,3 +158,6 @@ def test_bound_uses_the_reference_and_the_largest_number_of_the_tree() -> None:
         assert_rounds_like({**peer, "w": peer["w"] * math.nan}, exact, peer=far)
     with pytest.raises(AssertionError, match="different keys"):
         assert_rounds_like({"w": peer["w"]}, exact, peer=peer)
+    with pytest.raises(AssertionError, match="w: the shapes differ"):
+        assert_rounds_like({**peer, "w": peer["w"].unsqueeze(0)}, exact, peer=peer)
+    assert_rounds_like([torch.empty(0)], [torch.empty(0)], peer=[torch.empty(0)])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from d9d_dist import MeshConfig, UserError
 from d9d_dist.testing import Device, RankError, RankPool, accelerators_for, run_ranks
-from d9d_dist.testing.pool import _imported_siblings
+from d9d_dist.testing.pool import _imported_modules
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def test_a_new_rank_has_imported_the_lazy_modules_of_optimizers() -> None:
 def test_ranks_are_forked_with_the_packages_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("d9d_other", "d9d_other.part", "d9d_other._kernel", "d9dish"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    found = _imported_siblings()
-    assert {"d9d_dist", "d9d_dist.testing", "d9d_other", "d9d_other.part"} <= set(found)
+    found = _imported_modules()
+    assert {"d9d_dist", "d9d_dist.testing", "d9d_other", "d9d_other.part", "hypothesis"} <= set(found)
     assert not {"d9d_other._kernel", "d9dish", "d9d_dist.testing._worker"} & set(found)
 
 
@@ -89,7 +89,7 @@ def _die_on_rank_0() -> None:
 
 def test_a_rank_that_dies_is_named() -> None:
     with pytest.raises(RankError, match=r"--- rank 0 ---\nThe process died with exit code 7\."):
-        run_ranks(_die_on_rank_0, timeout=20)
+        run_ranks(_die_on_rank_0)
 
 
 def _hang_on_rank_1() -> None:

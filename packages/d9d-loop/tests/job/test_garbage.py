@@ -17,10 +17,12 @@ class _Cycle:
 
 @pytest.fixture(autouse=True)
 def _python_collects() -> Generator[None]:
+    gc.unfreeze()  # of what conftest.py froze
     gc.enable()
     yield
     gc.enable()
-    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _done(step: int) -> StepDone:

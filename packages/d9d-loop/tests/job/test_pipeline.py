@@ -73,6 +73,7 @@ def _train(folder: Path, mesh: dict[str, int], schedule: str, frozen: int, more:
             "data": {"shuffle": False},
             "trackers": (),
             "logging": {"progress": False},
+            "resilience": {"health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}},  # takes milliseconds
             **more,
         }
     )

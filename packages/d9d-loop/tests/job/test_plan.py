@@ -41,9 +41,9 @@ def _linear(stage: StageInfo) -> nn.Module:
 
 
 def _config(folder: Path, **sections: Any) -> TrainerConfig:
-    return validate_config(
-        TrainerConfig, {"steps": 3, "batch": {"global_size": 8}, "run": {"folder": folder / "runs"}, **sections}
-    )
+    values = {"steps": 3, "batch": {"global_size": 8}, "run": {"folder": folder / "runs"}}
+    quick = {"resilience": {"health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}}}
+    return validate_config(TrainerConfig, {**values, **quick, **sections})
 
 
 def _files(folder: Path) -> list[Path]:

@@ -114,6 +114,7 @@ def _config(folder: Path, **sections: Any) -> TrainerConfig:
         "evaluation": {"every": 2},
         "checkpoint": {"every": 3},
         "logging": {"every": 4, "progress": False},
+        "resilience": {"health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}},  # takes milliseconds
         "optimizer": {"learning_rate": 0.01},
     }
     return validate_config(TrainerConfig, {**values, **sections})

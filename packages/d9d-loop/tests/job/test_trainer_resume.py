@@ -86,6 +86,7 @@ def _trainer(folder: Path, *, dropout: float = 0.5, task: Task | None = None, **
         "evaluation": {"every": 3},
         "checkpoint": {"every": 2},
         "logging": {"every": 3, "progress": False},
+        "resilience": {"health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}},  # takes milliseconds
         "optimizer": {"learning_rate": 0.05},
         "lr_schedule": {"warmup_steps": 2},
         "gradients": {"max_norm": 0.5},

@@ -74,7 +74,8 @@ def _job(folder: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
 
 def _config(folder: Path, mesh: Mapping[str, int], *, steps: int = 1) -> TrainerConfig:
     values = {"steps": steps, "batch": {"global_size": _NUM_SAMPLES}, "optimizer": {"learning_rate": 1e-2}}
-    return validate_config(TrainerConfig, {**_job(folder, mesh), **values, "trackers": ()})
+    quiet = {"trackers": (), "resilience": {"watchdog": {"enabled": False}, "health": {"enabled": False}}}
+    return validate_config(TrainerConfig, {**_job(folder, mesh), **values, **quiet})
 
 
 def _samples(name: str) -> list[Batch]:

@@ -53,7 +53,8 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _config(folder: Path, mesh: dict[str, int]) -> TrainerConfig:
     values = {"steps": 1, "batch": {"global_size": 4}, "run": {"folder": folder}, "trackers": (), "export": False}
-    return validate_config(TrainerConfig, {**values, "mesh": mesh, "seed": 11, "logging": {"progress": False}})
+    quiet = {"logging": {"progress": False}, "resilience": {"health": {"enabled": False}}}
+    return validate_config(TrainerConfig, {**values, **quiet, "mesh": mesh, "seed": 11})
 
 
 def _started(folder: Path, mesh: dict[str, int], build: Callable[[StageInfo], nn.Module]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from d9d_loop.resilience import Stopped
 from d9d_metrics import TensorBoardTracker
 
 BAD_STEP = 3
+STARTUP_SECONDS = 120  # also of collectives: it ends what the limit of a step does not end
 _NUM_STEPS = 6
 _SIGNALS = {
     "is killed": signal.SIGKILL,
@@ -68,7 +69,7 @@ def trains(place: Place, fault: str, culprit: int, **sections: Any) -> None:
 
 def takes_long(place: Place, step_seconds: float) -> None:
     """Run a job whose handlers together exceed the step timeout, and whose final handlers each exceed it."""
-    timeouts = {"startup_seconds": 40, "step_seconds": step_seconds}
+    timeouts = {"startup_seconds": STARTUP_SECONDS, "step_seconds": step_seconds}
     nothing = _Fault("nothing", place)
     trainer = _trainer(nothing, export=True, resilience={"timeouts": timeouts})
 
@@ -105,7 +106,7 @@ def _inference(fault: "_Fault", data: Any, *, part_size: int) -> Inference:
         "part_size": part_size,
         "mesh": {"data_parallel_replicate": 2},
         "run": {"folder": fault.place.folder},
-        "resilience": {"timeouts": {"startup_seconds": 40, "step_seconds": 2}},
+        "resilience": {"timeouts": {"startup_seconds": STARTUP_SECONDS, "step_seconds": 2}},
     }
     return Inference(
         InferenceConfig.model_validate(config), model=lambda stage: _Model(fault), data=data, task=_Outputs()
@@ -217,6 +218,7 @@ def _trainer(fault: _Fault, **more: Any) -> Trainer:
         "checkpoint": {"every": 2},
         "run": {"folder": fault.place.folder},
         "export": False,
+        "resilience": {"health": {"memory_mib": 1, "message_mib": 1, "matrix_size": 32}},  # takes milliseconds
         **more,
     }
     return Trainer(

@@ -17,7 +17,7 @@ from d9d_dist import MeshConfig, Timeouts
 from d9d_loop.resilience import HangWatchdog
 
 BAD_STEP = 3
-TIMEOUTS = Timeouts(startup=timedelta(seconds=40), step=timedelta(seconds=1))
+TIMEOUTS = Timeouts(startup=timedelta(seconds=120), step=timedelta(seconds=1))
 """Collectives have that of start-up throughout, so that it is the watchdog that ends what hangs."""
 
 
@@ -35,8 +35,8 @@ def watched(place: Place, fault: str, culprit: int, timeouts: Timeouts = TIMEOUT
 
 def watched_patiently(place: Place, fault: str, culprit: int) -> None:
     """Like `hangs`, but ranks have enough time to exit by themselves, on any loaded machine."""
-    patient = Timeouts(startup=timedelta(seconds=40), step=timedelta(seconds=40))
-    with mock.patch.object(d9d_loop.resilience.hang_watchdog, "_EXIT_SECONDS", 40.0):
+    patient = Timeouts(startup=timedelta(seconds=120), step=timedelta(seconds=120))
+    with mock.patch.object(d9d_loop.resilience.hang_watchdog, "_EXIT_SECONDS", 120.0):
         watched(place, fault, culprit, patient)
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from d9d_dist.testing import RankPool
 
 _PARENT_DIES = 1  # PR_SET_PDEATHSIG
-_SECONDS = 40.0  # timeout of a whole job
+_SECONDS = 150.0  # timeout of a whole job
 _AFTER_OTHERS = 0.3  # seconds for which a rank may outlive all others, if nothing else ends it
 
 

@@ -38,6 +38,8 @@ _LOG_TAIL_CHARACTERS = 8_000
 _VICTIM = (
     "failed before this rank: "  # note that `DistributedContext` adds to the error of a rank that did not fail first
 )
+# Modules that test files import, and each rank with them.
+_SLOW_MODULES = ("hypothesis", "peft", "pytest", "transformers.modeling_utils")
 _GLOO_CONNECT_ERROR = "Gloo connectFullMesh failed"
 
 
@@ -75,7 +77,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["d9d_dist.testing._preload", *_imported_siblings()])
+        self._context.set_forkserver_preload(["d9d_dist.testing._preload", *_imported_modules()])
         self._folder = tempfile.TemporaryDirectory(prefix="d9d-ranks-")
         self._workers: list[_Worker] = []
 
@@ -237,9 +239,10 @@ def accelerators_for(world_size: int) -> bool:
     return torch.accelerator.is_available() and torch.accelerator.device_count() >= world_size
 
 
-def _imported_siblings() -> list[str]:
-    """Return the public modules of all d9d packages imported by this process, which the ranks probably need too."""
-    return sorted(name for name in sys.modules if name.startswith("d9d_") and "._" not in name)
+def _imported_modules() -> list[str]:
+    """Return modules imported by this process that ranks probably need too: public ones of d9d, and slow ones."""
+    siblings = sorted(name for name in sys.modules if name.startswith("d9d_") and "._" not in name)
+    return [*siblings, *(name for name in _SLOW_MODULES if name in sys.modules)]
 
 
 def _files_of(pickled: bytes) -> dict[str, str]:
