@@ -40,6 +40,6 @@ def test_an_exception_onloads_the_state() -> None:
 def test_it_cannot_be_offloaded_twice() -> None:
     model, optimizer = _trained()
     sleep = Sleep(model, optimizer, events=Events())
-    with sleep(1), pytest.raises(UserError, match="off-loaded already"), sleep(1):
+    with sleep(1), pytest.raises(UserError, match="already offloaded"), sleep(1):
         pass
     assert model.weight.untyped_storage().nbytes() == 24
