@@ -27,7 +27,7 @@ from jobs import Ended, script
 from d9d_dist.testing import RankPool
 
 When: TypeAlias = float | Literal["in a save"]
-"""After how many seconds a rank is killed; or as soon as a checkpoint that is not the first is being written."""
+"""When to kill a rank: after a number of seconds, or as soon as a checkpoint other than the first is being written."""
 
 NEVER = float("inf")
 _PARENT_DIES = 1  # PR_SET_PDEATHSIG

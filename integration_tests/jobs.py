@@ -36,7 +36,7 @@ TINY_MODEL = {
     "resilience.health.message_mib": "1",
     "resilience.health.matrix_size": "32",
 }
-"""Overrides that make the main job take a second; the last ones make what comes before it short."""
+"""Overrides for a main job of one second; the last ones shorten its start."""
 
 _NEW_TOKENS = 40
 """How much a trained model writes: more than fits into the context of `TINY_MODEL`, which then moves on."""

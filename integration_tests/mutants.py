@@ -52,7 +52,7 @@ from d9d_dist.context_parallel.blocks import MergedBlocks
 from d9d_pipeline import SharedParameters
 
 Bug: TypeAlias = Callable[[], AbstractContextManager[object]]
-"""Makes the context in which a rank has the bug."""
+"""Builds the context manager that applies the bug on a rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the named cells, or all; return the exit code, 1 if any cell differs."""
     parser = argparse.ArgumentParser(description="Compare layouts with one process, number by number, in float64.")
     parser.add_argument("cells", nargs="*", help="names of cells; all of the grids by default")
-    parser.add_argument("--device", choices=["cpu", "accelerator"], default="cpu", help="where ranks compute")
+    parser.add_argument("--device", choices=["cpu", "accelerator"], default="cpu", help="device of the ranks")
     parser.add_argument("--list", action="store_true", help="print the names of the grids' cells")
     options = parser.parse_args(arguments)
     chosen = [parse_cell(name) for name in options.cells] or [cell for grid in GRIDS for cell in cells(grid)]

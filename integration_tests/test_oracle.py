@@ -96,7 +96,7 @@ REFUSED = {
     "qwen3,cp_shard=2,method=ring,window=5": "expected sdpa_attention or one whose is_standard_sdpa is true, ",
     "sinks,cp_shard=2,method=ring": "expected sdpa_attention or one whose is_standard_sdpa is true, ",
 }
-"""What `parallelize_decoder` refuses, and how; the grid leaves it out."""
+"""Combinations outside the grid, and the errors of `parallelize_decoder`."""
 
 
 def test_combinations_outside_the_grid_are_refused() -> None:

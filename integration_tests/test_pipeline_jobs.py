@@ -108,7 +108,7 @@ def test_a_checkpoint_resumes_with_other_stages(tmp_path: Path, one_process: tup
             "batch.microbatch_size) and mesh.pipeline_parallel = 2.",
         ),
         ({"pipeline.schedule": "zb-v"}, "pipeline.schedule.kind = 'zb-v'; expected 'gpipe', 'looped_bfs', '1f1b',"),
-        ({"model.num_layers": 1}, "1 layers (+ 0 virtual) cannot fill 2 pipeline stages; use at most 1 stages."),
+        ({"model.num_layers": 1}, "1 layers (+ 0 virtual) are too few for 2 pipeline stages; use at most 1 stages."),
     ],
     ids=["microbatches", "name", "layers"],
 )

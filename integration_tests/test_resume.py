@@ -321,7 +321,7 @@ ROWS = {
     "two workers": _Row(source="annealed, packed and shuffled", data={"num_workers": 2, "prefetch": 3}),
     "Hugging Face, a worker": _Row(source="Hugging Face", data={"num_workers": 1}),
 }
-"""The first schedule and the first source are those of all other rows."""
+"""The first schedule and the first source are used by all other rows."""
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)

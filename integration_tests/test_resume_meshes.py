@@ -58,7 +58,7 @@ SAME = ("tp=2", "pp=2,ep=2,dp_shard=2,microbatch=1")
 
 Batch: TypeAlias = Mapping[str, Tensor]
 Job: TypeAlias = tuple[str, Path]
-"""A layout, and the folder of a run."""
+"""Layout and run folder."""
 
 _PARAMS = Qwen3MoeParams(
     vocab_size=VOCAB,
@@ -120,7 +120,7 @@ class _Life:
 
     dp_rank: int = 0
     microbatches: dict[int, list[list[int]]] = field(default_factory=dict)
-    """Of each step, the samples of each of the rank's microbatches."""
+    """Samples of each microbatch of the rank, by step."""
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
 

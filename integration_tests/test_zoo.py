@@ -43,7 +43,7 @@ SAMPLE = (
 REFUSED = {
     "transformers:ibert": "buffers differ between ranks after step 1, because forward updates them",
 }
-"""Modules that several ranks do not train, and what says so: this one keeps ranges of activations in buffers."""
+"""Modules refused on several ranks, with the error: this one keeps ranges of activations in buffers."""
 
 _CHUNK = 16
 

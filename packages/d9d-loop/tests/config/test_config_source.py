@@ -136,4 +136,4 @@ def test_the_schema_is_printed_for_editors(capsys: pytest.CaptureFixture[str]) -
     assert list(error.path) == ["steps"]
     (error,) = check.iter_errors({"stpes": 1})
     assert "stpes" in error.message
-    assert schema["properties"]["steps"]["description"].startswith("Optimizer steps")
+    assert schema["properties"]["steps"]["description"].startswith("Total number of optimizer steps")

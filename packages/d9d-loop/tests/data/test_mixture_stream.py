@@ -129,7 +129,7 @@ def test_packed_rows_contain_the_source_of_each_position(tmp_path: Path) -> None
     [
         ([], "the first phase of a mixture must have start = 0"),
         ([Phase({"web": 1}, start=5)], "the first phase of a mixture must have start = 0"),
-        ({"web": 1, "books": 2}, "weights for books; expected some of the sources web, code, math"),
+        ({"web": 1, "books": 2}, "weights for books; expected names of sources: web, code, math"),
         ({"web": -1.0, "code": 2}, "expected none below 0, and at least one above"),
         ({"web": 0}, "expected none below 0, and at least one above"),
         ({"web": float("nan")}, "expected none below 0, and at least one above"),

@@ -40,7 +40,7 @@ def test_an_exception_onloads_the_state() -> None:
 def test_state_cannot_be_offloaded_twice() -> None:
     model, optimizer = _trained()
     offloader, events = ModuleOffloader(model, optimizer), Events()
-    twice = pytest.raises(UserError, match="off-loaded already")
+    twice = pytest.raises(UserError, match="already offloaded")
     with offloaded(offloader, events, step=1), twice, offloaded(offloader, events, step=1):
         pass
     assert model.weight.untyped_storage().nbytes() == 24

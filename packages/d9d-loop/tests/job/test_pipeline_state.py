@@ -17,9 +17,9 @@ from d9d_loop import EvaluationDone, Inputs, Loss, ModelProvider, StepDone, Task
 
 SIZE, NUM_LAYERS = 4, 4
 Run = tuple[str, dict[str, Any]]
-"""Name of a run's folder, and what its configuration changes."""
+"""Name of a run folder, and changes of its configuration."""
 Trace = dict[str, list[float]]
-"""Loss and gradient norm of each step by its number, with the learning rate on rank 0; loss of each evaluation."""
+"""Loss and gradient norm by step, with the learning rate on rank 0; loss of each evaluation."""
 
 
 class _Net(nn.Module):

@@ -60,7 +60,11 @@ def test_any_memory_layout_is_written() -> None:
     ("target", "source", "message"),
     [
         (torch.empty(2), torch.empty(2), r"got a target of torch.float32 \[2\] and a source of torch.float32 \[2\]"),
-        (torch.empty(2).bfloat16(), torch.empty(2).double(), r"expected torch.bfloat16 and torch.float32 of one shape"),
+        (
+            torch.empty(2).bfloat16(),
+            torch.empty(2).double(),
+            r"expected torch.bfloat16 and torch.float32 of the same shape",
+        ),
         (torch.empty(2).bfloat16(), torch.empty(3), r"a source of torch.float32 \[3\]"),
     ],
 )

@@ -18,7 +18,7 @@ from d9d_loop.resilience import HangWatchdog
 
 BAD_STEP = 3
 TIMEOUTS = Timeouts(startup=timedelta(seconds=120), step=timedelta(seconds=1))
-"""Collectives have that of start-up throughout, so that it is the watchdog that ends what hangs."""
+"""Collectives keep the start-up timeout, so that the watchdog ends hangs."""
 
 
 def watched(place: Place, fault: str, culprit: int, timeouts: Timeouts = TIMEOUTS) -> None:
