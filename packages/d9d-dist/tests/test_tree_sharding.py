@@ -182,6 +182,26 @@ def test_unshard_refuses_before_any_collective() -> None:
     assert run_ranks(_unshard_mismatched) == [expected] * 2
 
 
+def _unshard_unsendable(item: object) -> str:
+    with MeshConfig(data_parallel_shard=-1).build() as ctx:
+        with pytest.raises(UserError) as caught:
+            unshard_tree([item if ctx.rank == 1 else 1], ShardOn())
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        (1j, "rank 1: got a value to gather that is not JSON: Object of type complex is not JSON serializable"),
+        (Point(1, 2), "got a tree that cannot be sent: Can't serialize TreeSpec of namedtuple class"),
+    ],
+)
+def test_list_items_that_cannot_be_sent_are_refused_on_every_rank(item: object, expected: str) -> None:
+    messages = run_ranks(_unshard_unsendable, item)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(expected)
+
+
 MISMATCHES: list[tuple[Any, Any, str]] = [
     (
         {"a": [torch.zeros(2), 1]},

@@ -56,7 +56,7 @@ class StepGuard:
 
     def __init__(self, optimizer: Optimizer, *, config: BadStepConfig, ctx: DistributedContext) -> None:
         self._optimizer, self._config, self._ctx = optimizer, config, ctx
-        self._is_on_host = ctx.device.type == "cpu"  # results need no synchronization
+        self._is_on_host = _is_on_host(ctx.device)
         self._losses = LossWindow(config)
         self._pending: list[_Measured] = []
         self._skipped_on_replay: set[int] = set()  # steps whose update is skipped after a rollback
@@ -230,6 +230,11 @@ def _copy_to_host_async(values: torch.Tensor) -> Callable[[], list[float]]:
         return on_host.tolist()
 
     return wait
+
+
+def _is_on_host(device: torch.device) -> bool:
+    """Return True if results are available to the host without synchronization."""
+    return device.type == "cpu"
 
 
 def _takes_flag(optimizer: Optimizer) -> bool:
