@@ -136,7 +136,9 @@ def _freeze_modules() -> None:
 
 def _seed_torch(item: pytest.Item) -> None:
     if torch := sys.modules.get("torch"):  # tests without torch do not import it
-        torch.manual_seed(item.config.option.randomly_seed + crc32(item.nodeid.encode()))
+        # Without an accelerator `torch.manual_seed` formats the stack for each kind of accelerator.
+        seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+        seed(item.config.option.randomly_seed + crc32(item.nodeid.encode()))
 
 
 def _package(nodeid: str) -> str:

@@ -59,6 +59,10 @@ def test_skipped(reason):
 """
 
 
+# Importing torch takes seconds.
+WITHOUT_TORCH = SUITE.replace("random, torch", "random").replace(", torch.rand(()).item()", "")
+
+
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     """Create a folder of tests with the root's conftest.py."""
@@ -66,6 +70,12 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     pytester.makeconftest((root / "conftest.py").read_text(encoding="utf-8"))
     pytester.makepyfile(SUITE)
     return pytester
+
+
+@pytest.fixture
+def suite_without_torch(suite: pytest.Pytester) -> pytest.Pytester:
+    suite.makepyfile(WITHOUT_TORCH)
+    return suite
 
 
 def _lines(suite: pytest.Pytester, *arguments: str) -> list[str]:
@@ -82,13 +92,13 @@ def test_seeds_and_order_change_only_on_demand(suite: pytest.Pytester) -> None:
     assert _lines(suite, "--randomly-seed=7") == drawn
 
 
-def test_a_run_lists_what_it_skips(suite: pytest.Pytester) -> None:
-    result = suite.runpytest_subprocess("-p", "no:xdist")
+def test_a_run_lists_what_it_skips(suite_without_torch: pytest.Pytester) -> None:
+    result = suite_without_torch.runpytest_subprocess("-p", "no:xdist")
     result.assert_outcomes(passed=5, skipped=5)
     result.stdout.fnmatch_lines(["*test_a_run_lists_what_it_skips.py is done; tests left: none"])
     assert "5 skipped: 2 need accelerators; 1 (x); 1 need abc; 1 run only with --all" in result.outlines
 
 
-def test_one_flag_runs_everything(suite: pytest.Pytester) -> None:
-    result = suite.runpytest_subprocess("-p", "no:xdist", "--all")
+def test_one_flag_runs_everything(suite_without_torch: pytest.Pytester) -> None:
+    result = suite_without_torch.runpytest_subprocess("-p", "no:xdist", "--all")
     result.assert_outcomes(passed=6, skipped=4)

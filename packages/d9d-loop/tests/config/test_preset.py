@@ -15,6 +15,7 @@ from d9d_loop import (
     read_config_file,
     validate_config,
 )
+from d9d_loop.__main__ import main
 from d9d_loop.config.preset import look_beside_preset
 
 _PROJECT = """
@@ -74,19 +75,23 @@ def _write(folder: Path, project: str) -> Path:
     return preset
 
 
-def test_a_file_alone_starts_a_job(tmp_path: Path) -> None:
+def test_a_file_alone_starts_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     preset = _write(tmp_path, "preset_of_a_command")
-    command = [sys.executable, "-m", "d9d_loop", str(preset), "--dataset.size", "12", "--run.name", "named"]
+    arguments = [str(preset), "--dataset.size", "12", "--run.name", "named"]
+    command = [sys.executable, "-m", "d9d_loop", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert [line for line in done.stdout.splitlines() if line.startswith("seen")] == ["seen 1", "seen 2"]
     assert "TrainResult(steps=2" in done.stdout
     config = json.loads((tmp_path / "runs" / "named" / "config.json").read_text())
     assert config["dataset"] == {"use": "preset_of_a_command:samples", "size": "12", "width": 3}
-    wrong = subprocess.run(
-        [*command, "--model.use", "nowhere:net"], check=False, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert wrong.returncode == 2
-    assert wrong.stderr.startswith("d9d: model.use = 'nowhere:net': no module named nowhere.")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["d9d-train", *arguments, "--model.use", "nowhere:net"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main()
+    assert capsys.readouterr().err.startswith("d9d: model.use = 'nowhere:net': no module named nowhere.")
 
 
 def test_a_preset_is_checked_as_any_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
