@@ -36,6 +36,7 @@ from d9d_loop import (
     StateOffloaded,
     StateOnloaded,
     StepDone,
+    StepStarted,
     Task,
     Trainer,
     TrainerConfig,
@@ -620,6 +621,31 @@ def test_what_comes_after_going_back_is_what_would_have_come(tmp_path: Path) -> 
         steps = [line["step"] for line in read_metrics(tmp_path / name / "run" / "metrics.jsonl") if "loss" in line]
         assert steps == [1, 2, 3, 4, 5]
     _assert_same_bits(*weights)
+
+
+def test_failure_after_a_rollback_is_at_the_step_of_the_checkpoint(tmp_path: Path) -> None:
+    config = _config(
+        tmp_path,
+        steps=5,
+        data={"shuffle": False},
+        checkpoint={"every": 1},
+        resilience={"bad_steps": {"non_finite": "rewind"}},
+    )
+    trainer = Trainer(config, model=lambda stage: _Net(), data=_numbered(), task=_ExplodesFirst(2))
+    started: list[int] = []
+    failed: list[int] = []
+
+    def stop_at_repetition(event: StepStarted) -> None:
+        if event.step in started:
+            raise KeyboardInterrupt
+        started.append(event.step)
+
+    trainer.events.on(StepStarted, stop_at_repetition)
+    trainer.events.on(Failed, lambda event: failed.append(event.step))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert started == [1, 2]
+    assert failed == [1]
 
 
 @pytest.fixture
