@@ -45,7 +45,6 @@ from d9d_modules.lm_head import (
     IGNORED_LABEL,
     LanguageModelHead,
     LossBackend,
-    SplitLanguageModelHead,
     language_model_head,
 )
 from d9d_modules.models.decoder_heads import (
@@ -198,7 +197,6 @@ __all__ = [
     "RotaryTables",
     "RowParts",
     "SdpaBackend",
-    "SplitLanguageModelHead",
     "SplitTokenEmbedding",
     "SwiGLU",
     "TokenEmbedding",
