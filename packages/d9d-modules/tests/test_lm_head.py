@@ -12,7 +12,6 @@ from d9d_dist import MeshConfig, UserError, VocabParallelHead, materialize, para
 from d9d_dist.testing import full_gradients, run_ranks
 from d9d_modules import LanguageModelHead
 from d9d_modules.cross_entropy import CrossEntropy
-from d9d_modules.lm_head import LanguageModelHead
 
 
 def _reference(logits: Tensor, labels: Tensor) -> Tensor:
