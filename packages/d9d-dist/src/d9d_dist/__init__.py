@@ -29,6 +29,7 @@ from d9d_dist.context_parallel import (
     parallelize_context,
     sdpa_attention,
 )
+from d9d_dist.counter_random import mix_bits, random_bits_at
 from d9d_dist.data_parallel import Precision, parallelize_fsdp, parallelize_hsdp, parallelize_replicate
 from d9d_dist.differentiable import (
     all_to_all_reshard,
@@ -162,6 +163,7 @@ __all__ = [
     "grad_norm_parts",
     "join_trees",
     "materialize",
+    "mix_bits",
     "move_to_meta",
     "move_values",
     "offload_tensor",
@@ -173,6 +175,7 @@ __all__ = [
     "parallelize_replicate",
     "parallelize_tensor",
     "place_values",
+    "random_bits_at",
     "read_launch",
     "reduce_from_axis",
     "reduce_scatter",

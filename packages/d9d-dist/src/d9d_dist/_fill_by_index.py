@@ -18,8 +18,8 @@ from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from d9d_dist._counter_random import normal_at, uniform_at
 from d9d_dist._shard_places import global_places
+from d9d_dist.counter_random import normal_at, uniform_at
 from d9d_dist.seeds import stream_key
 
 _CHUNK_ELEMENTS = 1 << 20

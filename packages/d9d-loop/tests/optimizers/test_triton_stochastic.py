@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from d9d_dist import random_bits_at
+from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
 from d9d_loop.optimizers.local_box import IndexRule, global_indices
-from d9d_loop.optimizers.random_bits import bits_at, draw
-from d9d_loop.optimizers.stochastic_adamw import AdamWNumbers
-from d9d_loop.optimizers.stochastic_copy import round_stochastically
+from d9d_loop.optimizers.stochastic_copy import draw, round_stochastically
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = ["cpu"] if INTERPRETED else [pytest.param("accelerator", marks=pytest.mark.gpu)]
@@ -55,7 +55,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 def _noise(rule: IndexRule, number: int, device: torch.device) -> Tensor:
-    return draw(bits_at(global_indices(rule, 0, SIZE, device), KEY), number)
+    return draw(random_bits_at(global_indices(rule, 0, SIZE, device), KEY), number)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)

@@ -5,7 +5,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from d9d_dist import UserError, stream_key
+from d9d_dist import UserError, mix_bits, stream_key
 
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
@@ -98,29 +98,15 @@ class SampleOrder:
     def _permute_all(self, indices: Tensor, keys: list[int]) -> Tensor:
         left, right = indices >> self._half_bits, indices & self._half_mask
         for key in keys:
-            left, right = right, left ^ (_hash_all(right ^ _signed(key)) & self._half_mask)
+            left, right = right, left ^ (mix_bits(right ^ _signed(key)) & self._half_mask)
         return left << self._half_bits | right
 
 
 def _hash(value: int) -> int:
-    """Return the SplitMix64 finalizer of an unsigned 64-bit integer."""
+    """Return the SplitMix64 finalizer of an unsigned 64-bit integer; equal to `mix_bits`, and faster for one number."""
     value = (value ^ value >> 30) * _FIRST & _MASK
     value = (value ^ value >> 27) * _SECOND & _MASK
     return value ^ value >> 31
-
-
-def _hash_all(values: Tensor) -> Tensor:
-    """Return the elementwise `_hash` of an int64 tensor.
-
-    int64 products wrap like unsigned ones. `_shifted` shifts in zeros instead of the sign bit.
-    """
-    values = (values ^ _shifted(values, 30)) * _signed(_FIRST)
-    values = (values ^ _shifted(values, 27)) * _signed(_SECOND)
-    return values ^ _shifted(values, 31)
-
-
-def _shifted(values: Tensor, bits: int) -> Tensor:
-    return values >> bits & ((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:

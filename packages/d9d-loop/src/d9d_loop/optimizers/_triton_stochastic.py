@@ -1,7 +1,7 @@
 """Triton kernels with stochastic rounding: a copy, and a whole AdamW step, which read and write each value once.
 
 Arithmetic is in float32. bfloat16 values are loaded and stored as the upper 16 bits of a float32. The random bits equal
-those of `random_bits`.
+those of `d9d_dist.random_bits_at`.
 """
 
 # Kernel arguments are pointers and numbers without Python types, passed by position.
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
 from d9d_loop.optimizers.local_box import IndexRule
-from d9d_loop.optimizers.stochastic_adamw import AdamWNumbers
 
 _BLOCK = 1024
 """Number of elements per Triton program."""

@@ -3,25 +3,12 @@
 from typing import Any, final
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from d9d_loop.optimizers.groupwise import local_part
 
 
-@final
-class LocalAdam(torch.optim.Adam):
-    """`torch.optim.Adam` that computes on the local shard of each DTensor as a plain tensor; see `LocalAdamW`."""
-
-    def _init_group(  # ty: ignore[incompatible-method-override]  (takes all that its parent does)
-        self, group: dict[str, Any], *lists: list[torch.Tensor]
-    ) -> bool:
-        """Fill the lists of tensors for a step as torch does, then replace DTensors by their local shards."""
-        has_complex = super()._init_group(group, *lists)
-        _localize(lists)
-        return has_complex
-
-
-@final
-class LocalAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` that computes on the local shard of each DTensor as a plain tensor.
+class _OnLocalShards(torch.optim.Adam):
+    """Adam that computes on the local shard of each DTensor as a plain tensor.
 
     The update is elementwise, so the result is the same. The optimizer state still consists of DTensors. On DTensors,
     each operation would propagate the placements of the lists, which takes seconds in the first step.
@@ -32,10 +19,16 @@ class LocalAdamW(torch.optim.AdamW):
     ) -> bool:
         """Fill the lists of tensors for a step as torch does, then replace DTensors by their local shards."""
         has_complex = super()._init_group(group, *lists)
-        _localize(lists)
+        for tensors in lists:
+            tensors[:] = map(local_part, tensors)
         return has_complex
 
 
-def _localize(lists: tuple[list[torch.Tensor], ...]) -> None:
-    for tensors in lists:
-        tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+@final
+class LocalAdam(_OnLocalShards):
+    """`torch.optim.Adam` that computes on local shards."""
+
+
+@final
+class LocalAdamW(_OnLocalShards, torch.optim.AdamW):
+    """`torch.optim.AdamW` that computes on local shards."""

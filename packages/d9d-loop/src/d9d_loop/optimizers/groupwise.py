@@ -26,10 +26,7 @@ class GroupwiseOptimizer(Optimizer, ABC):
         Returns:
             The loss, or `None` without a closure.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             if trained:
@@ -45,6 +42,14 @@ class GroupwiseOptimizer(Optimizer, ABC):
             parameters: Parameters with gradients, at least one; plain tensors or DTensors. Their state is in
                 `self.state`.
         """
+
+
+def loss_of(closure: Callable[[], float] | None) -> float | None:
+    """Call an optimizer's closure with gradients enabled; return None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from d9d_loop.optimizers.evaluation_weights import Averaging
+from d9d_loop.optimizers.groupwise import loss_of
 
 
 @final
@@ -44,10 +45,7 @@ class JoinedOptimizer(Optimizer):
         Returns:
             The loss, or `None` without a closure.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for optimizer in self.optimizers:
             optimizer.step()
         return loss

@@ -31,18 +31,20 @@ OptimizerProvider = Callable[[nn.Module], Optimizer]
 
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
+_RATE = "Peak learning rate; the schedule multiplies it."
+_DECAY = "Weight decay of the parameters that `decays` selects."
 
 
 class GroupConfig(Section):
     """Overrides for the parameters that match a pattern. The first group that matches a parameter applies."""
 
-    pattern: str = Field("", description="Regular expression, searched in names of parameters; '' is found in all.")
-    of: Dims = Field("any", description="Of those, which: vectors are norms, biases and whatever else is no matrix.")
-    learning_rate: PositiveFloat | None = Field(None, description="Their peak learning rate; null is the optimizer's.")
+    pattern: str = Field("", description="Regular expression, searched in parameter names; '' matches all.")
+    of: Dims = Field("any", description="Kind of parameters; vectors are all that are no matrix: norms, biases.")
+    learning_rate: PositiveFloat | None = Field(None, description="Peak learning rate; null uses the optimizer's.")
     weight_decay: NonNegativeFloat | None = Field(
-        None, description="Their decay, also that of vectors; null is the optimizer's."
+        None, description="Weight decay, also of vectors; null uses the optimizer's."
     )
-    optimizer: "OptimizerConfig | None" = Field(None, description="Another optimizer for them.")
+    optimizer: "OptimizerConfig | None" = Field(None, description="Another optimizer for the group.")
 
     @validator(mode="after")
     def _check(self) -> Self:
@@ -60,14 +62,14 @@ class GroupConfig(Section):
 class OptimizerSettings(Section, ABC):
     """Base class of the optimizer configurations: common options, and assignment of parameters to groups."""
 
-    learning_rate: PositiveFloat = Field(description="The peak learning rate; the schedule multiplies it.")
-    weight_decay: NonNegativeFloat = Field(description="Decay of what `decays` says.")
+    learning_rate: PositiveFloat = Field(description=_RATE)
+    weight_decay: NonNegativeFloat = Field(description=_DECAY)
     decays: Literal["matrices", "all"] = Field(
         "matrices",
-        description="Which parameters decay: matrices, embeddings too, but no vectors such as norms; or all.",
+        description="Parameters that decay: matrices, including embeddings, but no vectors such as norms; or all.",
     )
     groups: tuple[GroupConfig, ...] = Field(
-        (), description="Parameters with another learning rate, decay or optimizer; the first that matches counts."
+        (), description="Parameters with another learning rate, decay or optimizer; the first match applies."
     )
 
     @final
@@ -146,15 +148,18 @@ class OptimizerSettings(Section, ABC):
         ]
 
 
+class _AdamSettings(OptimizerSettings, ABC):
+    learning_rate: PositiveFloat = Field(1e-3, description=_RATE)
+    weight_decay: NonNegativeFloat = Field(0.1, description=_DECAY)
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="Decay of the first and second moment's averages.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
+
+
 @final
-class AdamWConfig(OptimizerSettings):
+class AdamWConfig(_AdamSettings):
     """AdamW (Loshchilov, Hutter: "Decoupled weight decay regularization", arXiv:1711.05101)."""
 
     kind: Literal["adamw"] = "adamw"
-    learning_rate: PositiveFloat = Field(1e-3, description="The peak learning rate; the schedule multiplies it.")
-    weight_decay: NonNegativeFloat = Field(0.1, description="Decay of what `decays` says.")
-    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="Decay of the first and second moment's averages.")
-    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Construct an AdamW: fused on an accelerator, foreach on CPU."""
@@ -162,14 +167,11 @@ class AdamWConfig(OptimizerSettings):
 
 
 @final
-class AdamConfig(OptimizerSettings):
+class AdamConfig(_AdamSettings):
     """Adam (Kingma, Ba, arXiv:1412.6980); its weight decay is an L2 penalty."""
 
     kind: Literal["adam"] = "adam"
-    learning_rate: PositiveFloat = Field(1e-3, description="The peak learning rate; the schedule multiplies it.")
-    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty of what `decays` says.")
-    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="Decay of the first and second moment's averages.")
-    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty of the parameters that `decays` selects.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Construct an Adam: fused on an accelerator, foreach on CPU."""
@@ -181,10 +183,10 @@ class SGDConfig(OptimizerSettings):
     """Stochastic gradient descent, with optional momentum."""
 
     kind: Literal["sgd"] = "sgd"
-    learning_rate: PositiveFloat = Field(1e-2, description="The peak learning rate; the schedule multiplies it.")
-    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty of what `decays` says.")
-    momentum: _Decay = Field(0.0, description="Factor of the last step's buffer in this step's; 0 keeps no buffer.")
-    nesterov: bool = Field(False, description="Whether to look a step ahead; needs momentum.")
+    learning_rate: PositiveFloat = Field(1e-2, description=_RATE)
+    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty of the parameters that `decays` selects.")
+    momentum: _Decay = Field(0.0, description="Decay of the momentum buffer; 0 keeps no buffer.")
+    nesterov: bool = Field(False, description="Use Nesterov momentum; needs momentum above 0.")
 
     @validator(mode="after")
     def _check(self) -> Self:
@@ -204,13 +206,14 @@ class MuonConfig(OptimizerSettings):
     """Muon for whole matrices (arXiv:2502.16982). Vectors, embeddings and heads need a group with another optimizer."""
 
     kind: Literal["muon"] = "muon"
-    learning_rate: PositiveFloat = Field(1e-3, description="The peak learning rate; the schedule multiplies it.")
-    weight_decay: NonNegativeFloat = Field(0.1, description="Decay of matrices.")
-    momentum: _Decay = Field(0.95, description="Decay of the momentum's average.")
-    nesterov: bool = Field(True, description="Whether to look a step ahead.")
-    num_iterations: PositiveInt = Field(5, description="Repetitions of what makes a matrix orthogonal.")
+    learning_rate: PositiveFloat = Field(1e-3, description=_RATE)
+    weight_decay: NonNegativeFloat = Field(0.1, description="Weight decay of matrices.")
+    momentum: _Decay = Field(0.95, description="Decay of the momentum buffer.")
+    nesterov: bool = Field(True, description="Use Nesterov momentum.")
+    num_iterations: PositiveInt = Field(5, description="Number of Newton-Schulz iterations.")
     scale: Scale = Field(
-        "match_rms_adamw", description="How large steps are: as AdamW's, whose rates fit then; or as in the original."
+        "match_rms_adamw",
+        description="Size of updates: that of AdamW, whose learning rates fit, or the original.",
     )
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
@@ -229,9 +232,9 @@ class LionConfig(OptimizerSettings):
     """Lion (arXiv:2302.06675). Use 3 to 10 times AdamW's weight decay, and a learning rate smaller by that factor."""
 
     kind: Literal["lion"] = "lion"
-    learning_rate: PositiveFloat = Field(1e-4, description="The peak learning rate; the schedule multiplies it.")
-    weight_decay: NonNegativeFloat = Field(1.0, description="Decay of what `decays` says.")
-    betas: tuple[_Decay, _Decay] = Field((0.9, 0.99), description="Share of the average in the update, and its decay.")
+    learning_rate: PositiveFloat = Field(1e-4, description=_RATE)
+    weight_decay: NonNegativeFloat = Field(1.0, description=_DECAY)
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.99), description="Weight of the average in the update, and its decay.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Construct a Lion optimizer."""
@@ -243,10 +246,11 @@ class ScheduleFreeAdamWConfig(OptimizerSettings):
     """Schedule-Free AdamW (arXiv:2405.15682): averages the iterates. Use a schedule of warm-up and then a constant."""
 
     kind: Literal["schedule_free_adamw"] = "schedule_free_adamw"
-    learning_rate: PositiveFloat = Field(2.5e-3, description="The peak learning rate; the schedule multiplies it.")
-    weight_decay: NonNegativeFloat = Field(0.1, description="Decay of what `decays` says.")
+    learning_rate: PositiveFloat = Field(2.5e-3, description=_RATE)
+    weight_decay: NonNegativeFloat = Field(0.1, description=_DECAY)
     betas: tuple[Annotated[float, Field(gt=0, lt=1)], _Decay] = Field(
-        (0.9, 0.999), description="Share of the average where gradients are taken, and decay of the second moment's."
+        (0.9, 0.999),
+        description="Interpolation between iterate and average, and decay of the second moment.",
     )
     eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
 
@@ -256,18 +260,14 @@ class ScheduleFreeAdamWConfig(OptimizerSettings):
 
 
 @final
-class StochasticAdamWConfig(OptimizerSettings):
+class StochasticAdamWConfig(_AdamSettings):
     """AdamW for bfloat16 parameters with stochastic rounding, which needs no float32 copy of the parameters."""
 
     kind: Literal["stochastic_adamw"] = "stochastic_adamw"
-    learning_rate: PositiveFloat = Field(1e-3, description="The peak learning rate; the schedule multiplies it.")
-    weight_decay: NonNegativeFloat = Field(0.1, description="Decay of what `decays` says.")
-    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="Decay of the first and second moment's averages.")
-    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
     averages: Literal["float32", "bfloat16"] = Field(
-        "float32", description="How the averages are stored; bfloat16 takes half of it, and is rounded stochastically."
+        "float32", description="Dtype of the averages; bfloat16 halves their memory and is rounded stochastically."
     )
-    seed: int = Field(0, ge=0, description="Of what rounding draws.")
+    seed: int = Field(0, ge=0, description="Seed of stochastic rounding.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Construct an AdamW with stochastic rounding."""

@@ -1,49 +1,17 @@
 """AdamW for bfloat16 parameters without float32 master weights, by stochastic rounding."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from d9d_dist import UserError, canonical_name, stream_key
+from d9d_dist import UserError, canonical_name, random_bits_at, stream_key
+from d9d_loop.optimizers._adamw_numbers import AdamWNumbers
 from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_part
 from d9d_loop.optimizers.local_box import IndexRule, global_indices, index_rules
-from d9d_loop.optimizers.random_bits import bits_at, draw
-from d9d_loop.optimizers.stochastic_copy import CHUNK, has_kernel, round_stochastically
-
-
-@dataclass(frozen=True, slots=True)
-class AdamWNumbers:
-    """Scalars of one AdamW step.
-
-    Attributes:
-        lr: Learning rate.
-        beta1: Decay of m, the average of the gradients.
-        beta2: Decay of v, the average of the squared gradients.
-        eps: Constant added to the denominator.
-        weight_decay: Decoupled weight decay.
-        step: Step number, counted from 1, for bias correction.
-    """
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-
-    @property
-    def step_size(self) -> float:
-        """Learning rate divided by the bias correction of m, 1 - beta1^step."""
-        return self.lr / (1.0 - self.beta1**self.step)
-
-    @property
-    def square_correction(self) -> float:
-        """Square root of the bias correction of v, sqrt(1 - beta2^step)."""
-        return (1.0 - self.beta2**self.step) ** 0.5
+from d9d_loop.optimizers.stochastic_copy import CHUNK, draw, has_kernel, round_stochastically
 
 
 @final
@@ -130,7 +98,7 @@ def _step(w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, numbers: AdamWNumbers, 
         return
     for begin in range(0, w.numel(), CHUNK):
         part = slice(begin, min(begin + CHUNK, w.numel()))
-        bits = bits_at(global_indices(rule, part.start, part.stop, w.device), key)
+        bits = random_bits_at(global_indices(rule, part.start, part.stop, w.device), key)
         updated = _adamw(w[part], g[part], m[part], v[part], numbers)
         for number, (stored, value) in enumerate(zip((w, m, v), updated, strict=True)):
             rounds = stored.dtype == torch.bfloat16

@@ -9,10 +9,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from d9d_dist import UserError, stream_key
+from d9d_dist import UserError, random_bits_at, stream_key
 from d9d_loop.optimizers.groupwise import local_part
 from d9d_loop.optimizers.local_box import IndexRule, global_indices, index_rules
-from d9d_loop.optimizers.random_bits import bits_at, draw
 
 CHUNK = 1 << 18
 """Number of elements processed at a time without Triton, which limits the memory of temporary tensors."""
@@ -58,8 +57,21 @@ def _copy(target: Tensor, source: Tensor, *, key: int, rule: IndexRule) -> None:
         return
     for begin in range(0, target.numel(), CHUNK):
         end = min(begin + CHUNK, target.numel())
-        noise = draw(bits_at(global_indices(rule, begin, end, target.device), key), 0)
+        noise = draw(random_bits_at(global_indices(rule, begin, end, target.device), key), 0)
         target[begin:end] = round_stochastically(source[begin:end], noise)
+
+
+def draw(bits: Tensor, number: int) -> Tensor:
+    """Extract one of the four groups of 16 bits.
+
+    Args:
+        bits: Result of `d9d_dist.random_bits_at`, int64.
+        number: Index of the group, 0 to 3, from the least significant bits.
+
+    Returns:
+        int32 values from 0 to 65535.
+    """
+    return (bits >> (16 * number)).bitwise_and_(0xFFFF).to(torch.int32)
 
 
 def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:

@@ -12,9 +12,14 @@ _MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
 _MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
 
 
+def random_bits_at(index: torch.Tensor, key: int) -> torch.Tensor:
+    """Return 64 random bits, as int64, for each int64 index."""
+    return mix_bits(index * _GOLDEN + key)
+
+
 def uniform_at(index: torch.Tensor, key: int) -> torch.Tensor:
     """Return a uniform float64 number in the open interval (0, 1) for each int64 index."""
-    return _unit(_mix(index * _GOLDEN + key))
+    return _unit(random_bits_at(index, key))
 
 
 def normal_at(index: torch.Tensor, key: int) -> torch.Tensor:
@@ -24,7 +29,8 @@ def normal_at(index: torch.Tensor, key: int) -> torch.Tensor:
     return angle.cos_().mul_(radius)
 
 
-def _mix(bits: torch.Tensor) -> torch.Tensor:
+def mix_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Return the finalizer of SplitMix64 of each int64 element: a bijection of the 64-bit integers."""
     bits = (bits ^ _shift_right(bits, 30)).mul_(_MIX_1)
     bits = (bits ^ _shift_right(bits, 27)).mul_(_MIX_2)
     return bits.bitwise_xor_(_shift_right(bits, 31))
