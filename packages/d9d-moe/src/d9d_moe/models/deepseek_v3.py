@@ -12,9 +12,6 @@ from d9d_modules import (
     FIXED,
     AttentionOptions,
     DecoderForCausalLM,
-    DecoderForClassification,
-    DecoderForEmbedding,
-    DecoderModel,
     Entry,
     HuggingFaceConfig,
     HuggingFaceFamily,
@@ -32,10 +29,7 @@ from d9d_moe.router import SigmoidRouter, check_groups
 from d9d_moe.shared_experts import SharedExperts
 from d9d_state import JsonValue, StateMapper, rename, scope
 
-DeepseekV3Model: TypeAlias = DecoderModel
 DeepseekV3ForCausalLM: TypeAlias = DecoderForCausalLM
-DeepseekV3ForClassification: TypeAlias = DecoderForClassification
-DeepseekV3ForEmbedding: TypeAlias = DecoderForEmbedding
 
 
 @final

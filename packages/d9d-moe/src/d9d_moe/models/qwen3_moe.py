@@ -9,9 +9,6 @@ from d9d_modules import (
     FIXED,
     GROUPED_QUERY_ENTRIES,
     DecoderForCausalLM,
-    DecoderForClassification,
-    DecoderForEmbedding,
-    DecoderModel,
     Entry,
     GroupedQueryParams,
     HuggingFaceConfig,
@@ -26,10 +23,7 @@ from d9d_moe.models.sparse_params import SparseParams
 from d9d_moe.router import TopKRouter
 from d9d_state import JsonValue, StateMapper
 
-Qwen3MoeModel: TypeAlias = DecoderModel
 Qwen3MoeForCausalLM: TypeAlias = DecoderForCausalLM
-Qwen3MoeForClassification: TypeAlias = DecoderForClassification
-Qwen3MoeForEmbedding: TypeAlias = DecoderForEmbedding
 
 
 @final
