@@ -72,7 +72,7 @@ from d9d_modules.models.grouped_query import GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value, require_value
 from d9d_modules.models.hugging_face_family import (
     DECODER_ENTRIES,
-    FIXED,
+    FIXED_ENTRIES,
     GROUPED_QUERY_ENTRIES,
     Entry,
     HuggingFaceFamily,
@@ -108,7 +108,7 @@ from d9d_modules.swiglu import SwiGLU, silu_mul
 __all__ = [
     "ATTENTION_VARIABLE",
     "DECODER_ENTRIES",
-    "FIXED",
+    "FIXED_ENTRIES",
     "GROUPED_QUERY_ENTRIES",
     "IGNORED_LABEL",
     "PLAIN_CROSS_ENTROPY",

@@ -15,7 +15,14 @@ from transformers import DeepseekV3ForCausalLM as Reference
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm, DeepseekV3TopkRouter
 
 from d9d_dist import StageInfo, UserError
-from d9d_modules import DecoderForClassification, DecoderForEmbedding, SwiGLU, YarnScaling
+from d9d_modules import (
+    DecoderForClassification,
+    DecoderForEmbedding,
+    DecoderWithHeads,
+    SwiGLU,
+    YarnScaling,
+    decoder_lm_head,
+)
 from d9d_moe import (
     DeepseekV3ForCausalLM,
     DeepseekV3Params,
@@ -100,6 +107,8 @@ def test_classification_and_embedding_heads() -> None:
     torch.testing.assert_close(embedder(input_ids).norm(dim=-1), torch.ones(2))
     with pytest.raises(UserError, match=r"the model has router losses, but an embedding model has no loss to which"):
         DecoderForEmbedding(PARAMS)
+    with pytest.raises(UserError, match=r"the model has router losses, but no head of several owns a loss"):
+        DecoderWithHeads(PARAMS, heads={"text": decoder_lm_head})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from d9d_modules.models.decoder_heads import DecoderForCausalLM
 from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
 from d9d_modules.models.grouped_query import GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value
-from d9d_modules.models.hugging_face_family import FIXED, GROUPED_QUERY_ENTRIES, Entry, HuggingFaceFamily
+from d9d_modules.models.hugging_face_family import FIXED_ENTRIES, GROUPED_QUERY_ENTRIES, Entry, HuggingFaceFamily
 from d9d_state import JsonValue, StateMapper
 
 Qwen3ForCausalLM: TypeAlias = DecoderForCausalLM
@@ -102,7 +102,7 @@ QWEN3 = HuggingFaceFamily(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     entries=(*GROUPED_QUERY_ENTRIES, Entry("max_position_embeddings", "max_position_embeddings", default=32768)),
-    fixed=FIXED,
+    fixed=FIXED_ENTRIES,
     own=("layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
     read_own=_read_sliding,
     write_own=_written_sliding,

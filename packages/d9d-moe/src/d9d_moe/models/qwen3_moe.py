@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypeAlias, final
 
 from d9d_dist.errors import UserError
 from d9d_modules import (
-    FIXED,
+    FIXED_ENTRIES,
     GROUPED_QUERY_ENTRIES,
     DecoderForCausalLM,
     Entry,
@@ -144,7 +144,7 @@ QWEN3_MOE = HuggingFaceFamily(
         Entry("renormalize", "norm_topk_prob", bool, default=False),
         Entry("max_position_embeddings", "max_position_embeddings", default=32768),
     ),
-    fixed=FIXED,
+    fixed=FIXED_ENTRIES,
     written={"decoder_sparse_step": 1},
     own=(
         "decoder_sparse_step",
