@@ -21,7 +21,6 @@ from d9d_modules import (
     LanguageModelHead,
     MultiHeadLatentAttention,
     RMSNorm,
-    SplitLanguageModelHead,
     SplitTokenEmbedding,
     SwiGLU,
     TokenEmbedding,
@@ -74,11 +73,8 @@ class BlocksModel(nn.Module):
         if stage.is_last:
             size, vocabulary = params.hidden_size, params.vocab_size
             splits = {"orig": vocabulary - 5, "special": 5}
-            self.lm_head = (
-                LanguageModelHead(size, vocabulary, softcap=3.0, token_loss=LOSS, init_std=STD)
-                if kind == "latent"
-                else SplitLanguageModelHead(size, splits, softcap=3.0, token_loss=LOSS, init_std=STD)
-            )
+            vocabulary_splits = vocabulary if kind == "latent" else splits
+            self.lm_head = LanguageModelHead(size, vocabulary_splits, softcap=3.0, token_loss=LOSS, init_std=STD)
 
     def forward(
         self, hidden: Tensor, *, labels: Tensor, position_ids: Tensor, document_ids_BL: Tensor | None = None
@@ -96,7 +92,7 @@ def blocks_plan(model: nn.Module) -> dict[str, TensorStyle]:
                 plan |= module.tensor_plan(name)
             case TokenEmbedding():
                 plan[name] = VocabParallelEmbedding()
-            case LanguageModelHead():
+            case LanguageModelHead() if "weight" in module._parameters:
                 plan[name] = VocabParallelHead()
     return plan
 

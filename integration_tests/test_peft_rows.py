@@ -21,7 +21,7 @@ from d9d_dist import (
 from d9d_dist.testing import differences
 from d9d_loop import ModelProvider
 from d9d_loop.testing import Experiment, parse_layout, trace_layout
-from d9d_modules import SplitLanguageModelHead, SplitTokenEmbedding
+from d9d_modules import LanguageModelHead, SplitTokenEmbedding
 from d9d_peft import DoRA, FullTune, LoRA, PeftMethod, Stack, inject
 
 DENSE = r"attention\.(q|k|v|o)_proj|feed_forward\.\w+_proj"
@@ -58,7 +58,7 @@ class SplitModel(nn.Module):
         super().__init__()
         self.tokens = SplitTokenEmbedding({"orig": VOCAB - 5, "new": 5}, 12, init_std=0.5)
         self.layers = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 12))
-        self.head = SplitLanguageModelHead(12, {"orig": VOCAB - 5, "new": 5}, init_std=0.5)
+        self.head = LanguageModelHead(12, {"orig": VOCAB - 5, "new": 5}, init_std=0.5)
 
     def forward(self, ids: Tensor, *, labels: Tensor, position_ids: Tensor, document_ids_BL: Tensor) -> Tensor:
         return self.head(self.layers(self.tokens(ids)), labels=labels)

@@ -12,7 +12,6 @@ from d9d_dist import MeshConfig, UserError, VocabParallelHead, materialize, para
 from d9d_dist.testing import full_gradients, run_ranks
 from d9d_modules import LanguageModelHead
 from d9d_modules.cross_entropy import CrossEntropy
-from d9d_modules.lm_head import SplitLanguageModelHead
 
 
 def _reference(logits: Tensor, labels: Tensor) -> Tensor:
@@ -68,7 +67,7 @@ def test_the_loss_can_be_another() -> None:
 
 @pytest.mark.parametrize("splits", [{"orig": 7}, {"orig": 5, "special": 2}, {"a": 1, "b": 2, "c": 4}])
 def test_a_split_vocabulary_is_one_vocabulary(splits: dict[str, int]) -> None:
-    head = SplitLanguageModelHead(4, splits, init_std=1.0, softcap=3.0).double()
+    head = LanguageModelHead(4, splits, init_std=1.0, softcap=3.0).double()
     names = ["weight"] if len(splits) == 1 else [f"weight_{split}" for split in splits]
     assert list(head.state_dict()) == names
     whole = LanguageModelHead(4, 7, softcap=3.0).double()
@@ -90,11 +89,11 @@ def test_a_split_vocabulary_is_one_vocabulary(splits: dict[str, int]) -> None:
 
 def test_invalid_splits_raise() -> None:
     with pytest.raises(UserError, match=r"vocab_sizes is empty; expected at least one split, such as"):
-        SplitLanguageModelHead(4, {})
+        LanguageModelHead(4, {})
     with pytest.raises(UserError, match=r"vocabulary split 'a.b' with 3 tokens; expected a Python identifier and at"):
-        SplitLanguageModelHead(4, {"a.b": 3})
+        LanguageModelHead(4, {"a.b": 3})
     with pytest.raises(UserError, match=r"vocabulary split 'new' with 0 tokens; expected a Python identifier and at"):
-        SplitLanguageModelHead(4, {"orig": 3, "new": 0})
+        LanguageModelHead(4, {"orig": 3, "new": 0})
 
 
 def _on_ranks(loss: CrossEntropy) -> tuple[Tensor, list[Tensor], int, str]:
@@ -134,7 +133,7 @@ def test_labels_out_of_range_raise(bad: int) -> None:
     for head in (
         LanguageModelHead(4, 5),
         LanguageModelHead(4, 5, token_loss=lambda x, _: x.sum(-1)),
-        SplitLanguageModelHead(4, {"a": 3, "b": 2}),
+        LanguageModelHead(4, {"a": 3, "b": 2}),
     ):
         with pytest.raises(UserError, match=message):
             head(hidden, labels=labels)

@@ -134,3 +134,22 @@ def test_experts_compute_in_the_given_precision() -> None:
             for name, gradient in mixed_gradients.items():
                 assert gradient.dtype == torch.float32
                 assert (gradient - gradients[name]).norm() <= 0.1 * gradients[name].norm(), name
+
+
+def _without_experts() -> str:
+    with MeshConfig().build() as ctx:
+        with torch.device("meta"):
+            model = Qwen3MoeForCausalLM(DECODER)
+        try:
+            parallelize_decoder(model, ctx)
+        except UserError as error:
+            return str(error)
+    return "parallelized"
+
+
+def test_experts_are_never_forgotten() -> None:
+    (message,) = run_ranks(_without_experts, world_size=1)
+    assert message == (
+        "backbone.layers.0.feed_forward has experts, but experts = None; expected a function that shards them. Pass "
+        "experts=d9d_moe.parallelize_moe."
+    )

@@ -24,97 +24,54 @@ LossBackend: TypeAlias = Literal["chunked", "cut_cross_entropy"]
 
 
 @final
-class LanguageModelHead(nn.Module):
+class LanguageModelHead(VocabularySplits):
     """Projection to the vocabulary, `logits = hidden @ weight.T`, and per-token loss.
+
+    A vocabulary in named splits has one parameter per split; the logits of the splits are concatenated in order. To
+    train only new tokens, freeze the other splits: `head.weight_orig.requires_grad_(False)`. No gradient is computed
+    for frozen weights.
 
     Args:
         hidden_size: Size of the last dim of the hidden states.
-        vocab_size: Number of token ids.
+        vocab_size: Number of token ids, of the whole vocabulary or of each split, such as
+            `{"orig": 32000, "special": 8}`. The parameter of the split `special` is `weight_special`; that of a single
+            split, or of a whole vocabulary, is `weight`.
         softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
         token_loss: Maps logits [T, V] and labels [T] to losses [T]. Pass a `CrossEntropy` to set z-loss or label
             smoothing.
         loss_backend: Implementation of a cross entropy; None selects the fastest one that supports the call. See
             `language_model_head`.
-        init_std: Standard deviation of the initial weight [V, D].
+        init_std: Standard deviation of the initial weights.
 
     Attributes:
         token_loss: Per-token loss. `d9d_dist.VocabParallelHead` replaces it by its vocabulary-parallel version while it
             shards the vocabulary; a `CrossEntropy` then still materializes no full logits.
 
     Raises:
-        UserError: If `softcap` is not above 0.
+        UserError: If `softcap` is not above 0, there is no split, a split has no tokens, or its name is not a Python
+            identifier.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,
         hidden_size: int,
-        vocab_size: int,
+        vocab_size: int | Mapping[str, int],
         *,
         softcap: float | None = None,
         token_loss: TokenLoss = PLAIN_CROSS_ENTROPY,
         loss_backend: LossBackend | None = None,
         init_std: float = 0.02,
     ) -> None:
-        super().__init__()
-        _check_softcap(softcap)
-        self.vocab_size = vocab_size
+        super().__init__(
+            {"": vocab_size} if isinstance(vocab_size, int) else vocab_size, hidden_size, init_std=init_std
+        )
+        if softcap is not None and softcap <= 0.0:
+            raise UserError(f"softcap = {softcap}; expected a number above 0, or None for no soft-cap.")
         self.softcap = softcap
-        self.init_std = init_std
         self.token_loss: TokenLoss = token_loss
         self.loss_backend: LossBackend | None = loss_backend
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the weight from `Normal(0, init_std)`."""
-        nn.init.normal_(self.weight, std=self.init_std)
-
-    def forward(self, hidden_BLD: Tensor, *, labels: Tensor | None = None) -> Tensor:
-        """Call `language_model_head` with the weight and the loss of this module."""
-        return language_model_head(
-            hidden_BLD,
-            self.weight,
-            labels=labels,
-            vocab_size=self.vocab_size,
-            token_loss=self.token_loss,
-            softcap=self.softcap,
-            backend=self.loss_backend,
-        )
-
-
-@final
-class SplitLanguageModelHead(VocabularySplits):
-    """`LanguageModelHead` whose vocabulary is divided into named splits with one parameter each.
-
-    The logits of the splits are concatenated in order. To train only new tokens, freeze the other splits:
-    `head.weight_orig.requires_grad_(False)`. No gradient is computed for frozen weights.
-
-    Args:
-        hidden_size: Size of the last dim of the hidden states.
-        vocab_sizes: Number of token ids of each split, such as `{"orig": 32000, "special": 8}`. The parameter of the
-            split `special` is `weight_special`; a single split is named `weight`.
-        softcap: See `LanguageModelHead`.
-        token_loss: See `LanguageModelHead`.
-        init_std: Standard deviation of the initial weights.
-
-    Raises:
-        UserError: If there is no split, a split has no tokens, its name is not a Python identifier, or `softcap` is not
-            above 0.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        vocab_sizes: Mapping[str, int],
-        *,
-        softcap: float | None = None,
-        token_loss: TokenLoss = PLAIN_CROSS_ENTROPY,
-        init_std: float = 0.02,
-    ) -> None:
-        super().__init__(vocab_sizes, hidden_size, init_std=init_std)
-        _check_softcap(softcap)
-        self.softcap = softcap
-        self.token_loss = token_loss
 
     def forward(self, hidden_BLD: Tensor, *, labels: Tensor | None = None) -> Tensor:
         """Call `language_model_head` with the weights and the loss of this module."""
@@ -125,6 +82,7 @@ class SplitLanguageModelHead(VocabularySplits):
             vocab_size=self.vocab_size,
             token_loss=self.token_loss,
             softcap=self.softcap,
+            backend=self.loss_backend,
         )
 
 
@@ -199,8 +157,3 @@ def _cross_entropy(
         return linear_cross_entropy(hidden_TD, weights_VD, labels_T, loss=loss, softcap=softcap)
     require_cut_cross_entropy(reason)
     return cut_cross_entropy(hidden_TD, weights_VD[0], labels_T, softcap=softcap)
-
-
-def _check_softcap(softcap: float | None) -> None:
-    if softcap is not None and softcap <= 0.0:
-        raise UserError(f"softcap = {softcap}; expected a number above 0, or None for no soft-cap.")

@@ -7,7 +7,7 @@ Shape legend: R rotated pairs, half the number of rotated features.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol, final
+from typing import ClassVar, Literal, Protocol, final
 
 import torch
 from torch import Tensor
@@ -53,17 +53,14 @@ class LinearScaling:
         UserError: If `factor` is not above 0.
     """
 
+    attention_factor: ClassVar[float] = 1.0
+
     kind: Literal["linear"] = "linear"
     factor: float
 
     def __post_init__(self) -> None:
         """Validate `factor`."""
         _require_positive(self, factor=self.factor)
-
-    @property
-    def attention_factor(self) -> float:
-        """See `RotaryScaling`. Always 1."""
-        return 1.0
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
         """See `RotaryScaling`."""
@@ -87,6 +84,8 @@ class DynamicNtkScaling:
         UserError: If a value is not above 0.
     """
 
+    attention_factor: ClassVar[float] = 1.0
+
     kind: Literal["dynamic"] = "dynamic"
     factor: float
     original_max_positions: int
@@ -94,11 +93,6 @@ class DynamicNtkScaling:
     def __post_init__(self) -> None:
         """Validate the fields."""
         _require_positive(self, factor=self.factor, original_max_positions=self.original_max_positions)
-
-    @property
-    def attention_factor(self) -> float:
-        """See `RotaryScaling`. Always 1."""
-        return 1.0
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
         """See `RotaryScaling`.
@@ -208,6 +202,8 @@ class Llama3Scaling:
         UserError: If a value is not above 0, or `high_freq_factor` is not above `low_freq_factor`.
     """
 
+    attention_factor: ClassVar[float] = 1.0
+
     kind: Literal["llama3"] = "llama3"
     factor: float
     low_freq_factor: float
@@ -228,11 +224,6 @@ class Llama3Scaling:
                 f"low_freq_factor = {self.low_freq_factor}, high_freq_factor = {self.high_freq_factor}; expected "
                 "high_freq_factor > low_freq_factor."
             )
-
-    @property
-    def attention_factor(self) -> float:
-        """See `RotaryScaling`. Always 1."""
-        return 1.0
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
         """See `RotaryScaling`."""

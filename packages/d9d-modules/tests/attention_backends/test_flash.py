@@ -113,7 +113,7 @@ def test_what_both_reject(make: Callable[[], AttentionBackend]) -> None:
     everything: dict[str, Any] = {
         "options": AttentionOptions(window=4, softcap=2.0),
         "has_documents": True,
-        "is_prefix": True,
+        "has_prefix_keys": True,
     }
     assert _rejection(make, _request(**everything)) is None
     for device in ("cpu", "meta", "mps"):

@@ -39,7 +39,7 @@ def test_a_request_describes_the_call() -> None:
     assert request == AttentionRequest(
         options=AttentionOptions(window=2),
         has_documents=True,
-        is_prefix=True,
+        has_prefix_keys=True,
         needs_gradient=False,
         dtype=torch.float64,
         device=CPU,

@@ -15,8 +15,8 @@ def _request(device: str = "cpu", **changes: Any) -> AttentionRequest:
 
 def test_rejections() -> None:
     sdpa, window = SdpaBackend(), AttentionOptions(window=3)
-    assert sdpa.rejection(_request(options=window, has_documents=True, is_prefix=True)) is None
-    assert sdpa.rejection(_request(has_sinks=True, is_prefix=True)) is None
+    assert sdpa.rejection(_request(options=window, has_documents=True, has_prefix_keys=True)) is None
+    assert sdpa.rejection(_request(has_sinks=True, has_prefix_keys=True)) is None
     assert sdpa.rejection(_request(options=AttentionOptions(softcap=2.0))) == "has no softcap"
     for request in (_request(has_sinks=True, options=window), _request(has_sinks=True, has_documents=True)):
         assert sdpa.rejection(request) == "returns no log-sum-exp for a window or packed documents, as sinks need"
@@ -26,13 +26,13 @@ def test_rejections() -> None:
     ("request_", "is_fast"),
     [
         (_request(), True),
-        (_request(is_prefix=True, has_sinks=True), True),
+        (_request(has_prefix_keys=True, has_sinks=True), True),
         (_request(has_documents=True), True),
         (_request(options=AttentionOptions(window=3)), False),
         (_request("cuda"), True),
         (_request("cuda", has_documents=True), False),
         (_request("cuda", dtype=torch.float32), True),
-        (_request("cuda", dtype=torch.float32, is_prefix=True), False),
+        (_request("cuda", dtype=torch.float32, has_prefix_keys=True), False),
         (_request("cuda", head_dim=20, has_sinks=True), False),
     ],
 )

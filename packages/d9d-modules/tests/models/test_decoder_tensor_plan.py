@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from d9d_dist import MeshConfig, UserError, materialize, parallelize_tensor, sync_gradients
@@ -63,3 +64,10 @@ def test_heads_are_never_split() -> None:
         "Use a degree that divides 2."
     )
     assert run_ranks(_too_many, world_size=4) == [message] * 4
+
+
+def test_a_mixer_without_a_plan_is_refused() -> None:
+    model = Qwen3ForCausalLM(PARAMS)
+    model.layers["1"].attention = nn.Identity()
+    with pytest.raises(UserError, match=r"layers\.1\.attention is a Identity without tensor_plan; expected"):
+        decoder_tensor_plan(model)

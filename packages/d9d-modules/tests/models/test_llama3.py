@@ -144,3 +144,9 @@ def test_checkpoints_go_both_ways(tmp_path: Path, tied: bool) -> None:
     )
     load_model_state(loaded, tmp_path / "saved", mapper)
     assert torch.equal(loaded(input_ids), model(input_ids))
+
+
+def test_a_window_is_not_exported() -> None:
+    params = replace(EXPORTED, sliding_window=3, sliding_layers=(0,))
+    with pytest.raises(UserError, match=r"sliding_window = 3; a config\.json of Llama has no sliding windows"):
+        llama3_hugging_face_config(params)

@@ -24,9 +24,6 @@ from d9d_moe.joint_balance import JointBalance, token_records
 from d9d_moe.layer import MoELayer
 from d9d_moe.models.deepseek_v3 import (
     DeepseekV3ForCausalLM,
-    DeepseekV3ForClassification,
-    DeepseekV3ForEmbedding,
-    DeepseekV3Model,
     DeepseekV3Params,
     deepseek_v3_from_hugging_face,
     deepseek_v3_hugging_face_config,
@@ -35,9 +32,6 @@ from d9d_moe.models.deepseek_v3 import (
 from d9d_moe.models.experts_hugging_face import ExpertsLayout, experts_from_hugging_face, sparse_from_hugging_face
 from d9d_moe.models.qwen3_moe import (
     Qwen3MoeForCausalLM,
-    Qwen3MoeForClassification,
-    Qwen3MoeForEmbedding,
-    Qwen3MoeModel,
     Qwen3MoeParams,
     qwen3_moe_from_hugging_face,
     qwen3_moe_hugging_face_config,
@@ -65,9 +59,6 @@ __all__ = [
     "DeepEpBuffer",
     "DeepEpDispatcher",
     "DeepseekV3ForCausalLM",
-    "DeepseekV3ForClassification",
-    "DeepseekV3ForEmbedding",
-    "DeepseekV3Model",
     "DeepseekV3Params",
     "Dispatch",
     "DispatchName",
@@ -83,9 +74,6 @@ __all__ = [
     "LocalDispatcher",
     "MoELayer",
     "Qwen3MoeForCausalLM",
-    "Qwen3MoeForClassification",
-    "Qwen3MoeForEmbedding",
-    "Qwen3MoeModel",
     "Qwen3MoeParams",
     "Router",
     "RouterLosses",

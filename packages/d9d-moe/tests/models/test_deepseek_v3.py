@@ -15,11 +15,16 @@ from transformers import DeepseekV3ForCausalLM as Reference
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm, DeepseekV3TopkRouter
 
 from d9d_dist import StageInfo, UserError
-from d9d_modules import SwiGLU, YarnScaling
+from d9d_modules import (
+    DecoderForClassification,
+    DecoderForEmbedding,
+    DecoderWithHeads,
+    SwiGLU,
+    YarnScaling,
+    decoder_lm_head,
+)
 from d9d_moe import (
     DeepseekV3ForCausalLM,
-    DeepseekV3ForClassification,
-    DeepseekV3ForEmbedding,
     DeepseekV3Params,
     MoELayer,
     RouterLosses,
@@ -91,17 +96,19 @@ def test_the_first_layers_are_dense() -> None:
 
 def test_classification_and_embedding_heads() -> None:
     input_ids = torch.randint(0, 19, (2, 7))
-    classifier = DeepseekV3ForClassification(PARAMS, num_classes=3).double()
+    classifier = DecoderForClassification(PARAMS, num_classes=3).double()
     logits = classifier(input_ids)
     assert logits.shape == (2, 3)
     losses = classifier(input_ids, labels=torch.tensor([2, -100]))
     _, added = classifier.backbone(input_ids)
     torch.testing.assert_close(losses[0], -logits[0].log_softmax(-1)[2] + added[0].mean())
     assert losses[1] == 0
-    embedder = DeepseekV3ForEmbedding(replace(PARAMS, router_losses=RouterLosses()), embedding_size=5)
+    embedder = DecoderForEmbedding(replace(PARAMS, router_losses=RouterLosses()), embedding_size=5)
     torch.testing.assert_close(embedder(input_ids).norm(dim=-1), torch.ones(2))
     with pytest.raises(UserError, match=r"the model has router losses, but an embedding model has no loss to which"):
-        DeepseekV3ForEmbedding(PARAMS)
+        DecoderForEmbedding(PARAMS)
+    with pytest.raises(UserError, match=r"the model has router losses, but no head of several owns a loss"):
+        DecoderWithHeads(PARAMS, heads={"text": decoder_lm_head})
 
 
 @pytest.mark.parametrize(

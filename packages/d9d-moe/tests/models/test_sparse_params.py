@@ -8,12 +8,11 @@ from torch.distributed.tensor import DTensor
 
 from d9d_dist import MeshConfig, StageInfo, UserError, materialize, parallelize_fsdp, parallelize_tensor, sync_gradients
 from d9d_dist.testing import assert_trees_close, full_gradients, run_ranks
-from d9d_modules import SwiGLU, checkpoint_activations, decoder_tensor_plan
+from d9d_modules import DecoderForClassification, SwiGLU, checkpoint_activations, decoder_tensor_plan
 from d9d_moe import (
     BalanceScope,
     MoELayer,
     Qwen3MoeForCausalLM,
-    Qwen3MoeForClassification,
     Qwen3MoeParams,
     RouterLosses,
     TopKRouter,
@@ -80,7 +79,7 @@ def test_padding_is_not_counted_and_has_no_router_losses(scope: BalanceScope, si
 
 def test_classification_loss_does_not_depend_on_padding() -> None:
     params = replace(PARAMS, router_losses=RouterLosses(balance=0.7, z=0.3))
-    model = Qwen3MoeForClassification(params, num_classes=3).double()
+    model = DecoderForClassification(params, num_classes=3).double()
     ids, labels = torch.randint(0, 19, (2, 8)), torch.tensor([0, 2])
     lengths = torch.tensor([5, 8])
     mask_BL = torch.arange(8) < lengths.unsqueeze(1)

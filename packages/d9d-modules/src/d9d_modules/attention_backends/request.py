@@ -71,7 +71,7 @@ class AttentionRequest:
         options: Window, scale and softcap.
         has_sinks: True if each head has an attention sink.
         has_documents: True if rows contain packed documents.
-        is_prefix: True if there are more keys than queries, so that the queries are the last positions of the row.
+        has_prefix_keys: True if there are more keys than queries: the queries are the last positions of the row.
         needs_gradient: True if a backward pass may follow.
         dtype: Dtype of queries, keys and values.
         device: Device of queries, keys and values.
@@ -81,7 +81,7 @@ class AttentionRequest:
     options: AttentionOptions = field(default_factory=AttentionOptions)
     has_sinks: bool = False
     has_documents: bool = False
-    is_prefix: bool = False
+    has_prefix_keys: bool = False
     needs_gradient: bool = True
     dtype: torch.dtype
     device: torch.device
@@ -115,7 +115,7 @@ def request_of(
         options=options,
         has_sinks=has_sinks,
         has_documents=has_documents,
-        is_prefix=q_BLHK.shape[1] != k_BSGK.shape[1],
+        has_prefix_keys=q_BLHK.shape[1] != k_BSGK.shape[1],
         needs_gradient=torch.is_grad_enabled() and any(x.requires_grad for x in (q_BLHK, k_BSGK, v_BSGK)),
         dtype=q_BLHK.dtype,
         device=q_BLHK.device,

@@ -43,7 +43,7 @@ class SdpaBackend:
             request.dtype in {torch.bfloat16, torch.float16} and request.head_dim % 8 == 0 and request.head_dim <= 256
         )
         needs_mask = request.options.window is not None or (request.has_documents and not on_cpu)
-        return not needs_mask and (has_flash or not (request.is_prefix or request.has_sinks))
+        return not needs_mask and (has_flash or not (request.has_prefix_keys or request.has_sinks))
 
     def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
         """See `AttentionBackend`."""

@@ -93,7 +93,7 @@ GROUPED_QUERY_ENTRIES = (
 )
 """Entries of families with grouped-query attention."""
 
-FIXED: Mapping[str, JsonValue] = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
+FIXED_ENTRIES: Mapping[str, JsonValue] = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
 """Entries of all families with only one supported value."""
 
 _UNSUPPORTED: Mapping[str, JsonValue] = {"quantization_config": None, "is_encoder_decoder": False}

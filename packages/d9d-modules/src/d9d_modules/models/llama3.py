@@ -8,24 +8,14 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias, final
 
 from d9d_dist.errors import UserError
-from d9d_modules.models.decoder_heads import (
-    DecoderForCausalLM,
-    DecoderForClassification,
-    DecoderForEmbedding,
-    DecoderWithHeads,
-)
+from d9d_modules.models.decoder_heads import DecoderForCausalLM
 from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
-from d9d_modules.models.decoder_model import DecoderModel
 from d9d_modules.models.grouped_query import GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig
-from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, FIXED, Entry, HuggingFaceFamily
+from d9d_modules.models.hugging_face_family import DECODER_ENTRIES, FIXED_ENTRIES, Entry, HuggingFaceFamily
 from d9d_state import JsonValue, StateMapper
 
-Llama3Model: TypeAlias = DecoderModel
 Llama3ForCausalLM: TypeAlias = DecoderForCausalLM
-Llama3ForClassification: TypeAlias = DecoderForClassification
-Llama3ForEmbedding: TypeAlias = DecoderForEmbedding
-Llama3WithHeads: TypeAlias = DecoderWithHeads
 
 
 @final
@@ -83,7 +73,7 @@ LLAMA3 = HuggingFaceFamily(
         Entry("head_dim", "head_dim", default=lambda values: values["hidden_size"] // values["num_heads"]),
         Entry("max_position_embeddings", "max_position_embeddings", default=2048),
     ),
-    fixed={**FIXED, "mlp_bias": False},
+    fixed={**FIXED_ENTRIES, "mlp_bias": False},
     write_own=_refuse_windows,
 )
 """`config.json` of Llama 3."""

@@ -5,24 +5,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, final
 
 from d9d_dist.errors import UserError
-from d9d_modules.models.decoder_heads import (
-    DecoderForCausalLM,
-    DecoderForClassification,
-    DecoderForEmbedding,
-    DecoderWithHeads,
-)
+from d9d_modules.models.decoder_heads import DecoderForCausalLM
 from d9d_modules.models.decoder_hugging_face import decoder_from_hugging_face
-from d9d_modules.models.decoder_model import DecoderModel
 from d9d_modules.models.grouped_query import GroupedQueryParams
 from d9d_modules.models.hugging_face_config import HuggingFaceConfig, config_value
-from d9d_modules.models.hugging_face_family import FIXED, GROUPED_QUERY_ENTRIES, Entry, HuggingFaceFamily
+from d9d_modules.models.hugging_face_family import FIXED_ENTRIES, GROUPED_QUERY_ENTRIES, Entry, HuggingFaceFamily
 from d9d_state import JsonValue, StateMapper
 
-Qwen3Model: TypeAlias = DecoderModel
 Qwen3ForCausalLM: TypeAlias = DecoderForCausalLM
-Qwen3ForClassification: TypeAlias = DecoderForClassification
-Qwen3ForEmbedding: TypeAlias = DecoderForEmbedding
-Qwen3WithHeads: TypeAlias = DecoderWithHeads
 
 
 @final
@@ -112,7 +102,7 @@ QWEN3 = HuggingFaceFamily(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     entries=(*GROUPED_QUERY_ENTRIES, Entry("max_position_embeddings", "max_position_embeddings", default=32768)),
-    fixed=FIXED,
+    fixed=FIXED_ENTRIES,
     own=("layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
     read_own=_read_sliding,
     write_own=_written_sliding,

@@ -9,12 +9,9 @@ from torch import nn
 from d9d_dist.errors import UserError
 from d9d_modules import (
     DECODER_ENTRIES,
-    FIXED,
+    FIXED_ENTRIES,
     AttentionOptions,
     DecoderForCausalLM,
-    DecoderForClassification,
-    DecoderForEmbedding,
-    DecoderModel,
     Entry,
     HuggingFaceConfig,
     HuggingFaceFamily,
@@ -32,10 +29,7 @@ from d9d_moe.router import SigmoidRouter, check_groups
 from d9d_moe.shared_experts import SharedExperts
 from d9d_state import JsonValue, StateMapper, rename, scope
 
-DeepseekV3Model: TypeAlias = DecoderModel
 DeepseekV3ForCausalLM: TypeAlias = DecoderForCausalLM
-DeepseekV3ForClassification: TypeAlias = DecoderForClassification
-DeepseekV3ForEmbedding: TypeAlias = DecoderForEmbedding
 
 
 @final
@@ -258,7 +252,7 @@ DEEPSEEK_V3 = HuggingFaceFamily(
         Entry("routed_scale", "routed_scaling_factor", float, 2.5),
         Entry("max_position_embeddings", "max_position_embeddings", default=4096),
     ),
-    fixed={**FIXED, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    fixed={**FIXED_ENTRIES, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     written={"num_nextn_predict_layers": 0, "num_mtp_layers": 0},
     own=("head_dim", "num_key_value_heads", "q_lora_rank", "qk_head_dim", "rope_interleave"),
     check=_check,

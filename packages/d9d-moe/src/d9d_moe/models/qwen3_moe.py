@@ -6,12 +6,9 @@ from typing import Any, ClassVar, TypeAlias, final
 
 from d9d_dist.errors import UserError
 from d9d_modules import (
-    FIXED,
+    FIXED_ENTRIES,
     GROUPED_QUERY_ENTRIES,
     DecoderForCausalLM,
-    DecoderForClassification,
-    DecoderForEmbedding,
-    DecoderModel,
     Entry,
     GroupedQueryParams,
     HuggingFaceConfig,
@@ -26,10 +23,7 @@ from d9d_moe.models.sparse_params import SparseParams
 from d9d_moe.router import TopKRouter
 from d9d_state import JsonValue, StateMapper
 
-Qwen3MoeModel: TypeAlias = DecoderModel
 Qwen3MoeForCausalLM: TypeAlias = DecoderForCausalLM
-Qwen3MoeForClassification: TypeAlias = DecoderForClassification
-Qwen3MoeForEmbedding: TypeAlias = DecoderForEmbedding
 
 
 @final
@@ -150,7 +144,7 @@ QWEN3_MOE = HuggingFaceFamily(
         Entry("renormalize", "norm_topk_prob", bool, default=False),
         Entry("max_position_embeddings", "max_position_embeddings", default=32768),
     ),
-    fixed=FIXED,
+    fixed=FIXED_ENTRIES,
     written={"decoder_sparse_step": 1},
     own=(
         "decoder_sparse_step",
