@@ -2,10 +2,14 @@
 
 import re
 import subprocess
+import sys
 import tomllib
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,6 +77,38 @@ def test_each_contract_breaks_when_it_is_violated(tmp_path: Path) -> None:
     assert "0 kept, 8 broken" in done.stdout
     for name, other in forbidden:
         assert f"{_module(name)}.part -> {_module(other)}.part" in done.stdout, (name, other)
+
+
+def _cycle(edges: Mapping[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _imports(*packages: str) -> dict[str, set[str]]:
+    """Return the modules that each module imports, under `TYPE_CHECKING` and inside functions too."""
+    graph = grimp.build_graph(*packages, exclude_type_checking_imports=False, cache_dir=None)
+    return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+
+
+def test_no_modules_import_each_other_in_a_cycle() -> None:
+    edges = _imports(*map(_module, EDGES))
+    assert "d9d_state.mapper.graph" in edges["d9d_state.mapper.state_mapper"]
+    assert _cycle(edges) == []
+
+
+def test_a_cycle_under_type_checking_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "cyclic_stub"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "above.py").write_text("import cyclic_stub.below\n")
+    (package / "below.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import cyclic_stub.above\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert set(_cycle(_imports("cyclic_stub"))) == {"cyclic_stub.above", "cyclic_stub.below"}
 
 
 def _path(folder: Path) -> dict[str, str]:

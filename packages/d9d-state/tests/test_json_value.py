@@ -52,8 +52,6 @@ def test_error_names_path_of_non_json_value(value: Any, message: str) -> None:
         (lambda: b"\xff", "codec can't decode"),
         (lambda: b"{", "Expecting property name"),
         (lambda: b"1e999", "JSON contains '1e999', which is not a finite number"),
-        (lambda: b'{"a": "\\ud800"}', "JSON contains an unpaired surrogate"),
-        (lambda: b'{"\\uDFFF": 1}', "JSON contains an unpaired surrogate"),
         (lambda: b"1" * 5000, "digits"),
         (lambda: b'{"' + b"a" * 1000 + b'":1,"' + b"a" * 1000 + b'":1}', r"repeats the key 'a{100}\.\.\.'"),
         (lambda: b"\xef\xbb\xbf{}", "Expecting value"),

@@ -2,12 +2,10 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from d9d_dist import UserError
-from d9d_state import _member
 from d9d_state._member import open_member, open_member_file
 
 
@@ -77,25 +75,6 @@ def test_open_descriptor_survives_replacement(tmp_path: Path) -> None:
         (tmp_path / "file").unlink()
         (tmp_path / "file").symlink_to("/etc/hostname")
         assert file.read() == b"first"
-
-
-@pytest.mark.parametrize("other", [_link_to("/etc/hostname"), _fifo, _link_to("other")])
-def test_file_swapped_after_stat_is_refused(tmp_path: Path, other: Callable[[Path], None]) -> None:
-    path, real = tmp_path / "file", os.stat
-    path.touch()
-    (tmp_path / "other").touch()
-
-    def stat_and_swap(*args: object, **kwargs: object) -> os.stat_result:
-        result = real(*args, **kwargs)  # ty: ignore[invalid-argument-type]
-        path.unlink()
-        other(path)
-        return result
-
-    with (
-        mock.patch.object(_member.os, "stat", stat_and_swap),
-        pytest.raises(UserError, match="expected a regular file"),
-    ):
-        open_member(tmp_path, "file")
 
 
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from d9d_pipeline.actions import (
     SendInputGradient,
     SendOutput,
 )
+from d9d_pipeline.build import build
 from d9d_pipeline.executor import Executor, Inputs, OutputHandler, Outputs
 from d9d_pipeline.pipelined_model import PipelinedModel
 from d9d_pipeline.plot import plot_program, plot_simulation
-from d9d_pipeline.program import Program, build
+from d9d_pipeline.program import Program
 from d9d_pipeline.rank_stages import RankStages
 from d9d_pipeline.schedule import Schedule, StagePlacement, ranks_of_stages
 from d9d_pipeline.schedules.fill_drain import ForwardOnly, GPipe, LoopedBreadthFirst

@@ -28,16 +28,12 @@ Single: TypeAlias = Part | ComputeLoss | Transfer
 @final
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Preconditions and effects of an action on its (stage, microbatch) pair.
+    """Facts that an action needs and makes true on its (stage, microbatch) pair; the latter must not hold before.
 
     Attributes:
-        needs: Facts that must hold before the action.
-        makes: Facts that the action makes true; none of them may hold before.
-        lacks: The missing precondition in words, for error messages.
         towards: Offset of the adjacent stage that the action sends to or receives from: 1 is the next stage, -1 the
             previous one, 0 none.
         hands: The fact that the action makes true for that adjacent stage if both stages are on one rank.
-        holds: Change of the number of held activations.
         counterpart: For a transfer, the type of the peer's action.
     """
 

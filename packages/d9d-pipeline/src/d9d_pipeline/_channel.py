@@ -28,9 +28,7 @@ class Arriving:
     """A message that is being received.
 
     Attributes:
-        description: Metadata of the message.
         leaves: The leaves; their tensors are valid after `wait`.
-        works: Handles of the receives.
     """
 
     description: Description
@@ -46,12 +44,7 @@ class Arriving:
 
 @final
 class Channel:
-    """Sends and receives messages between this rank and the other ranks of its pipeline.
-
-    Args:
-        group: Process group of the pipeline.
-        device: Device of all message tensors.
-    """
+    """Sends and receives messages between this rank and the other ranks of its pipeline."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -61,12 +54,6 @@ class Channel:
 
     def send(self, leaves: Sequence[Any], description: Description, *, kind: Kind, peer: int) -> None:
         """Start to send a message.
-
-        Args:
-            leaves: Tensors, or None.
-            description: Metadata of the leaves.
-            kind: Kind of the message. All messages of one kind have the same metadata.
-            peer: Pipeline rank that receives the message.
 
         Raises:
             UserError: If an earlier message of this kind had different metadata.
@@ -98,7 +85,7 @@ class Channel:
         """
         known = self._sent.get(kind)
         if known is not None:
-            pairs = zip(gradients, known.leaves, strict=True)
+            pairs = list(zip(gradients, known.leaves, strict=True))
             if any(leaf is None and gradient is not None for gradient, leaf in pairs):
                 raise UserError(
                     "got a gradient for an input tensor that the stage did not use in the first microbatch; expected "
@@ -109,17 +96,12 @@ class Channel:
                 torch.zeros(leaf.shape, dtype=leaf.dtype, device=self._device)
                 if gradient is None and leaf
                 else gradient
-                for gradient, leaf in zip(gradients, known.leaves, strict=True)
+                for gradient, leaf in pairs
             ]
         self.send(gradients, Description.of(gradients), kind=kind, peer=peer)
 
     def receive(self, *, kind: Kind, peer: int) -> Arriving:
-        """Start to receive a message; blocks for its metadata if it is the first of its kind.
-
-        Args:
-            kind: Kind of the message.
-            peer: Pipeline rank that sends the message.
-        """
+        """Start to receive a message; blocks for its metadata if it is the first of its kind."""
         if kind not in self._received:
             self._received[kind] = self._receive_description(peer)
         description = self._received[kind]

@@ -1,24 +1,18 @@
 """Detects ranks that wait for each other, assuming that each transfer blocks both of its ranks until it completes."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from d9d_pipeline._action_rules import RULES, TRANSFERS
+from d9d_pipeline._action_rules import RULES
 from d9d_pipeline._transfers import with_transfers
 from d9d_pipeline.actions import Action, Transfer
-
-if TYPE_CHECKING:
-    from d9d_pipeline.program import Program
+from d9d_pipeline.program import Program
 
 
-def deadlock_problems(program: "Program") -> list[str]:
-    """Return a line that names the ranks and transfers of a deadlock; an empty list if there is none.
+def deadlock_problems(program: Program) -> list[str]:
+    """Return a line that names the ranks and transfers of a deadlock of an otherwise correct program, if there is one.
 
     If exactly one rank orders its transfers differently from `build`, the line starts with this rank. Ranks that wait
     for the deadlocked ranks without being part of the cycle are not named.
-
-    Args:
-        program: A program with every action exactly once, in which each rank's computations are in a possible order.
     """
     blocked = _blocked_transfers(program.ranks)
     if not blocked:
@@ -34,7 +28,7 @@ def deadlock_problems(program: "Program") -> list[str]:
 
 def _blocked_transfers(ranks: Sequence[Sequence[Action]]) -> dict[int, Transfer]:
     """Return the transfer that each rank blocks on; ranks that finish have no entry."""
-    transfers = [[action for action in actions if isinstance(action, TRANSFERS)] for actions in ranks]
+    transfers = [[action for action in actions if isinstance(action, Transfer)] for actions in ranks]
     positions = [0] * len(ranks)
     waits: dict[int, Transfer] = {}
     ready = list(range(len(ranks)))
@@ -63,7 +57,7 @@ def _find_cycle(blocked: dict[int, Transfer], *, start: int | None) -> list[int]
     return seen[seen.index(rank) :]
 
 
-def _moved_rank(program: "Program") -> int | None:
+def _moved_rank(program: Program) -> int | None:
     """Return the only rank whose transfers are ordered differently from `build`; `None` if there are several."""
     computed = [tuple(program.computed(rank)) for rank in range(len(program.ranks))]
     expected = with_transfers(computed, program.stage_ranks)

@@ -21,14 +21,8 @@ def earliest_times(
 ) -> list[list[Span]]:
     """Return the times of each rank's actions if each starts as early as possible.
 
-    Actions that can never start, because of a missing or circular dependency, have no entry. They follow all actions
-    that have one.
-
-    Args:
-        ranks: The computations of each rank, in order.
-        stage_ranks: The rank that holds each stage.
-        duration: Returns the duration of an action.
-        transfer: Time from the end of a computation until its result is available on another rank.
+    Results of other ranks are available after the time `transfer`. Actions that can never start, because of a missing
+    or circular dependency, have no entry. They follow all actions that have one.
     """
     made: dict[Product, tuple[float, int]] = {}
     waiting: dict[Product, list[int]] = {}

@@ -29,7 +29,6 @@ class Description:
 
     Attributes:
         tree: Tree structure of the leaves; None for a flat list.
-        leaves: Metadata of each tensor; None for a leaf that is None.
     """
 
     tree: pytree.TreeSpec | None
@@ -37,19 +36,11 @@ class Description:
 
     @classmethod
     def of(cls, leaves: Sequence[Any], tree: pytree.TreeSpec | None = None) -> Self:
-        """Return the metadata of some leaves.
-
-        Raises:
-            UserError: If a leaf is neither None nor a tensor, or is a DTensor.
-        """
+        """Return the metadata of some leaves; raise `UserError` if a leaf is not None or a plain tensor."""
         return cls(tree, tuple(None if leaf is None else _describe(leaf) for leaf in leaves))
 
     def to_json(self) -> str:
-        """Return the JSON form that is sent to the peer.
-
-        Raises:
-            UserError: If a container type of the tree cannot be serialized.
-        """
+        """Return the JSON form that is sent to the peer; raise `UserError` if a container cannot be serialized."""
         leaves = [leaf and (leaf.shape, _name(leaf.dtype), leaf.needs_gradient) for leaf in self.leaves]
         try:
             tree = self.tree and pytree.treespec_dumps(self.tree)

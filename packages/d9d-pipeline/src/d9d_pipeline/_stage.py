@@ -1,8 +1,9 @@
 """Forward and backward of one pipeline stage, with the autograd graph cut at the stage's inputs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -33,13 +34,9 @@ class Stage:
     """Runs the forward and backward of a stage's module.
 
     Args:
-        module: The stage's module.
-        is_first: True for the first stage of the pipeline.
-        is_last: True for the last stage of the pipeline.
         last_backward: Microbatch of the stage's last backward in a step, which starts the gradient reduction; None if
             there are no backwards.
         splits: True if any backward of the stage is split into its two halves.
-        accumulates: True if a step has several microbatches.
     """
 
     def __init__(
@@ -65,37 +62,26 @@ class Stage:
         return self._last_backward is not None
 
     def forward(self, args: tuple[Any, ...], shared: Mapping[str, Any]) -> tuple[Any, ForwardState | None]:
-        """Run the forward of a microbatch.
+        """Run the forward of a microbatch; return the output, and the state for its backward if there is one.
 
-        Args:
-            args: Positional arguments. On all stages but the first, tensors that require a gradient are detached and
-                become leaves of a new graph.
-            shared: Keyword arguments.
-
-        Returns:
-            The module's output, and the state for its backward; None if the stage has no backwards.
+        On all stages but the first, tensors in `args` that require a gradient are detached and become leaves of a new
+        graph.
         """
         if not self.trains:
             with torch.no_grad():
                 return self._module(*args, **shared), None
         received: list[Tensor] = []
         if not self._is_first:
-            args = pytree.tree_map(_receive_into(received), args)
+            args = pytree.tree_map(partial(_receive, received), args)
         with nullcontext() if self._split is None else self._split.forward():
             output = self._module(*args, **shared)
         # The last stage's backward starts from the loss, which is computed later.
         return output, ForwardState(received, [] if self._is_last else edges_of(output))
 
     def backward(self, state: ForwardState, gradients: list[Tensor | None], microbatch: int) -> list[Tensor | None]:
-        """Run the whole backward of a microbatch: input and weight gradients.
+        """Run the whole backward of a microbatch, and return the gradient of each received tensor.
 
-        Args:
-            state: State from the forward.
-            gradients: Gradient of each source; None where the next stage did not use the output.
-            microbatch: Index of the microbatch.
-
-        Returns:
-            The gradient of each received tensor; None where this stage did not use it.
+        Gradients are None for outputs that the next stage did not use, and for inputs that this stage did not use.
         """
         if self._split is not None:
             received, deferred = self.backward_input(state, gradients)
@@ -112,23 +98,14 @@ class Stage:
     def backward_input(
         self, state: ForwardState, gradients: list[Tensor | None]
     ) -> tuple[list[Tensor | None], DeferredWeightGrads]:
-        """Run the first half of backward, the input gradients; see `backward` for the arguments.
-
-        Returns:
-            The gradient of each received tensor, and the deferred weight gradients.
-        """
+        """Run the first half of backward; return the input gradients and the deferred weight gradients."""
         assert self._split is not None, "splits=True is required for a split backward"
         sources, gradients = _only_used(state.sources, gradients)
         deferred = self._split.backward(sources, gradients) if sources else DeferredWeightGrads()
         return [leaf.grad for leaf in state.received], deferred
 
     def backward_weight(self, deferred: DeferredWeightGrads, microbatch: int) -> None:
-        """Run the second half of backward, and start the gradient reduction if this is the step's last backward.
-
-        Args:
-            deferred: Deferred weight gradients from `backward_input`.
-            microbatch: Index of the microbatch.
-        """
+        """Run the second half of backward, and start the gradient reduction if this is the step's last backward."""
         deferred.compute()
         if microbatch == self._last_backward:
             finish_gradient_sync(self._module)
@@ -145,25 +122,17 @@ def needs_gradient(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _receive_into(received: list[Tensor]) -> Callable[[Any], Any]:
-    """Return a function that detaches each tensor that requires a gradient, and appends the new leaf to `received`."""
-
-    def receive(leaf: Any) -> Any:
-        if not needs_gradient(leaf):
-            return leaf
+def _receive(received: list[Tensor], leaf: Any) -> Any:
+    """Detach a tensor that requires a gradient, and append the new leaf to `received`."""
+    if needs_gradient(leaf):
         leaf = leaf.detach().requires_grad_()
         received.append(leaf)
-        return leaf
-
-    return receive
+    return leaf
 
 
 def _only_used(
     sources: list[GradientEdge], gradients: list[Tensor | None]
 ) -> tuple[list[GradientEdge], list[Tensor | None]]:
     """Remove the sources whose gradient is None: outputs that the next stage did not use."""
-    assert len(sources) == len(gradients), "one gradient per source"
-    if all(gradient is not None for gradient in gradients):
-        return sources, gradients
-    used = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    return [sources[index] for index in used], [gradients[index] for index in used]
+    used = [pair for pair in zip(sources, gradients, strict=True) if pair[1] is not None]
+    return [source for source, _ in used], [gradient for _, gradient in used]

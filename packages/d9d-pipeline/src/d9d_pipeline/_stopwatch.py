@@ -11,11 +11,7 @@ Mark: TypeAlias = float | torch.Event
 
 @final
 class Stopwatch:
-    """Records timestamps without host-device synchronization, and reads them later.
-
-    Args:
-        device: Device that computes.
-    """
+    """Records timestamps without host-device synchronization, and reads them later."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

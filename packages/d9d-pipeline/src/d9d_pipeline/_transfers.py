@@ -8,7 +8,7 @@ possible, even if each transfer blocks both of its ranks until it completes.
 from collections.abc import Sequence
 from operator import itemgetter
 
-from d9d_pipeline._earliest import Span, earliest_times
+from d9d_pipeline._earliest import earliest_times
 from d9d_pipeline.actions import (
     Action,
     Backward,
@@ -30,10 +30,6 @@ def with_transfers(ranks: Sequence[Sequence[Compute]], stage_ranks: Sequence[int
     """Return the actions of each rank with the loss and transfers.
 
     Computations that can never run come last on their rank; `verify` reports the cause.
-
-    Args:
-        ranks: The computations of each rank, in order, on the stages that it holds.
-        stage_ranks: The rank that holds each stage.
     """
     times = earliest_times(ranks, stage_ranks, duration=_units)
     # The rank of the loss comes first: no transfer of the same time may come between a forward and its loss.
@@ -45,55 +41,32 @@ def with_transfers(ranks: Sequence[Sequence[Compute]], stage_ranks: Sequence[int
         for part in parts(action)
     ]
     ended.sort(key=itemgetter(0))  # by the common clock; the sort is stable, so ties have one order on all ranks
-    merged = [_MergedActions(actions, spans) for actions, spans in zip(ranks, times, strict=True)]
+    placed: list[list[tuple[float, int, Action]]] = [
+        [(start, 1, action) for action, (start, _) in zip(actions, spans, strict=False)]
+        for actions, spans in zip(ranks, times, strict=True)
+    ]
     for end, rank, part in ended:
         for holder, action in _follows(part, rank, stage_ranks):
-            merged[holder].insert(end, action)
-    return tuple(actions.all() for actions in merged)
-
-
-class _MergedActions:
-    """The computations of one rank, into which transfers are inserted by time."""
-
-    def __init__(self, computed: Sequence[Compute], spans: Sequence[Span]) -> None:
-        self._computed, self._spans = computed, spans
-        self._next = 0  # index into the computations
-        self._placed: list[Action] = []
-
-    def insert(self, time: float, action: Action) -> None:
-        """Insert an action after all computations that start before `time`; times must not decrease between calls."""
-        while self._next < len(self._spans) and self._spans[self._next][0] < time:
-            self._placed.append(self._computed[self._next])
-            self._next += 1
-        self._placed.append(action)
-
-    def all(self) -> tuple[Action, ...]:
-        """Return the merged actions, followed by the remaining computations."""
-        return (*self._placed, *self._computed[self._next :])
+            placed[holder].append((end, 0, action))  # 0: before the computations that start at this time
+    return tuple(
+        (*(action for _, _, action in sorted(merged, key=itemgetter(0, 1))), *actions[len(spans) :])
+        for merged, actions, spans in zip(placed, ranks, times, strict=True)
+    )
 
 
 def _follows(part: Part, rank: int, stage_ranks: Sequence[int]) -> tuple[tuple[int, Action], ...]:
-    """Return the loss or the two sides of the transfer that follow a computation, each with its rank.
-
-    Empty if the result stays on this rank.
-    """
-    if isinstance(part, BackwardWeight):
-        return ()
+    """Return the loss or the two sides of the transfer that follow a computation, each with its rank."""
     stage, microbatch = part.stage, part.microbatch
     if isinstance(part, Forward):
         if stage == len(stage_ranks) - 1:
             return ((rank, ComputeLoss(stage, microbatch)),)
-        peer = stage_ranks[stage + 1]
-        if peer == rank:
-            return ()
-        return (rank, SendOutput(stage, microbatch, peer)), (peer, ReceiveInput(stage + 1, microbatch, rank))
-    if stage == 0 or stage_ranks[stage - 1] == rank:
+        neighbor, send, receive = stage + 1, SendOutput, ReceiveInput
+    else:
+        neighbor, send, receive = stage - 1, SendInputGradient, ReceiveOutputGradient
+    if isinstance(part, BackwardWeight) or neighbor < 0 or stage_ranks[neighbor] == rank:
         return ()
-    peer = stage_ranks[stage - 1]
-    return (
-        (rank, SendInputGradient(stage, microbatch, peer)),
-        (peer, ReceiveOutputGradient(stage - 1, microbatch, rank)),
-    )
+    peer = stage_ranks[neighbor]
+    return (rank, send(stage, microbatch, peer)), (peer, receive(neighbor, microbatch, rank))
 
 
 def _units(action: Compute) -> float:

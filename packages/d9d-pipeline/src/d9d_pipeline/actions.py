@@ -5,75 +5,101 @@ A schedule yields only the computations: `Forward`, `Backward` or its two halves
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import ClassVar, TypeAlias, final
 
 
-@final
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """Run a stage's forward pass on a microbatch.
+class StageAction:
+    """Action of one stage on one microbatch.
 
     Attributes:
         stage: Global index of the stage.
         microbatch: Index of the microbatch within the step.
     """
 
+    letter: ClassVar[str]
     stage: int
     microbatch: int
 
     def __str__(self) -> str:
-        return f"F{self.microbatch}"
+        return f"{self.letter}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAction(StageAction):
+    """Send or receive of a stage for one microbatch.
+
+    Attributes:
+        peer: Pipeline rank that receives or sends.
+    """
+
+    peer: int
+
+    def __str__(self) -> str:
+        return f"{self.letter[0]}{self.microbatch}{self.letter[1]}{self.peer}"
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """Compute the gradients of a stage's inputs and parameters for a microbatch.
+class Forward(StageAction):
+    """Run a stage's forward pass on a microbatch."""
 
-    Attributes:
-        stage: Global index of the stage.
-        microbatch: Index of the microbatch within the step.
-    """
-
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"B{self.microbatch}"
+    letter = "F"
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class BackwardInput:
-    """Compute the gradients of a stage's inputs for a microbatch, and defer the gradients of its parameters.
+class Backward(StageAction):
+    """Compute the gradients of a stage's inputs and parameters for a microbatch."""
 
-    Attributes:
-        stage: Global index of the stage.
-        microbatch: Index of the microbatch within the step.
-    """
-
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"I{self.microbatch}"
+    letter = "B"
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class BackwardWeight:
-    """Compute the deferred parameter gradients of a stage for a microbatch, after its `BackwardInput`.
+class BackwardInput(StageAction):
+    """Compute the gradients of a stage's inputs for a microbatch, and defer the gradients of its parameters."""
 
-    Attributes:
-        stage: Global index of the stage.
-        microbatch: Index of the microbatch within the step.
-    """
+    letter = "I"
 
-    stage: int
-    microbatch: int
 
-    def __str__(self) -> str:
-        return f"W{self.microbatch}"
+@final
+class BackwardWeight(StageAction):
+    """Compute the deferred parameter gradients of a stage for a microbatch, after its `BackwardInput`."""
+
+    letter = "W"
+
+
+@final
+class ComputeLoss(StageAction):
+    """Pass the last stage's output of a microbatch to the output handler, which returns the loss in training."""
+
+    letter = "L"
+
+
+@final
+class SendOutput(PeerAction):
+    """Send a stage's output to the rank of the next stage."""
+
+    letter = "f>"
+
+
+@final
+class ReceiveInput(PeerAction):
+    """Receive a stage's input from the rank of the previous stage."""
+
+    letter = "f<"
+
+
+@final
+class SendInputGradient(PeerAction):
+    """Send the gradients of a stage's inputs to the rank of the previous stage."""
+
+    letter = "b>"
+
+
+@final
+class ReceiveOutputGradient(PeerAction):
+    """Receive the gradients of a stage's outputs from the rank of the next stage."""
+
+    letter = "b<"
 
 
 @final
@@ -91,99 +117,6 @@ class Overlap:
 
     def __str__(self) -> str:
         return f"({self.forward}+{self.backward})"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ComputeLoss:
-    """Pass the last stage's output of a microbatch to the output handler, which returns the loss in training.
-
-    Attributes:
-        stage: Global index of the last stage.
-        microbatch: Index of the microbatch within the step.
-    """
-
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"L{self.microbatch}"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class SendOutput:
-    """Send a stage's output to the rank of the next stage.
-
-    Attributes:
-        stage: Global index of the stage that computed the output.
-        microbatch: Index of the microbatch within the step.
-        peer: Pipeline rank that receives the output.
-    """
-
-    stage: int
-    microbatch: int
-    peer: int
-
-    def __str__(self) -> str:
-        return f"f{self.microbatch}>{self.peer}"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ReceiveInput:
-    """Receive a stage's input from the rank of the previous stage.
-
-    Attributes:
-        stage: Global index of the stage that consumes the input.
-        microbatch: Index of the microbatch within the step.
-        peer: Pipeline rank that sends the input.
-    """
-
-    stage: int
-    microbatch: int
-    peer: int
-
-    def __str__(self) -> str:
-        return f"f{self.microbatch}<{self.peer}"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class SendInputGradient:
-    """Send the gradients of a stage's inputs to the rank of the previous stage.
-
-    Attributes:
-        stage: Global index of the stage whose inputs the gradients belong to.
-        microbatch: Index of the microbatch within the step.
-        peer: Pipeline rank that receives the gradients.
-    """
-
-    stage: int
-    microbatch: int
-    peer: int
-
-    def __str__(self) -> str:
-        return f"b{self.microbatch}>{self.peer}"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ReceiveOutputGradient:
-    """Receive the gradients of a stage's outputs from the rank of the next stage.
-
-    Attributes:
-        stage: Global index of the stage whose outputs the gradients belong to.
-        microbatch: Index of the microbatch within the step.
-        peer: Pipeline rank that sends the gradients.
-    """
-
-    stage: int
-    microbatch: int
-    peer: int
-
-    def __str__(self) -> str:
-        return f"b{self.microbatch}<{self.peer}"
 
 
 Part: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
@@ -206,7 +139,4 @@ def parts(action: Action) -> tuple[Part, ...]:
     """
     if isinstance(action, Overlap):
         return action.forward, action.backward
-    return (action,) if isinstance(action, _PARTS) else ()
-
-
-_PARTS = (Forward, Backward, BackwardInput, BackwardWeight)
+    return (action,) if isinstance(action, Part) else ()

@@ -1,7 +1,6 @@
 """Executes one rank of a program: an interpreter that works for any schedule."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
@@ -28,6 +27,7 @@ from d9d_pipeline.actions import (
     ReceiveOutputGradient,
     SendInputGradient,
     SendOutput,
+    Transfer,
     parts,
 )
 from d9d_pipeline.program import Program
@@ -69,39 +69,25 @@ class _Step:
     """State of one step; each entry is removed when it is used, so that its memory is freed.
 
     Attributes:
-        inputs: Inputs by microbatch.
         kinds: For each microbatch the shapes and dtypes of its inputs, part of the key of cached message metadata.
-        on_output: Handler of the last stage's outputs.
-        action: Action that is being executed; None at the end of the step.
-        arriving: Stage inputs that are being received.
-        outputs: Stage outputs that are not yet sent or used.
-        forward_states: State kept from forwards for their backwards.
-        arriving_gradients: Output gradients that are being received.
-        gradients: Input gradients that are not yet sent or used.
-        deferred: Deferred weight gradients.
-        stopwatch: Set in a measured step.
-        ready: Time at which the current action's input had arrived; None if it was on this rank.
+        stopwatch: Measures the step; None if it is not measured.
+        ready: In a measured step, the start of the current action, or the arrival of its input.
     """
 
     inputs: Sequence[Inputs]
     kinds: Sequence[Kind]
     on_output: OutputHandler
-    action: Action | None = None
+    stopwatch: Stopwatch | None
+    ready: Mark = 0.0
     arriving: dict[_Pair, Arriving] = field(default_factory=dict)
     outputs: dict[_Pair, Outputs] = field(default_factory=dict)
     forward_states: dict[_Pair, ForwardState] = field(default_factory=dict)
     arriving_gradients: dict[_Pair, Arriving] = field(default_factory=dict)
     gradients: dict[_Pair, list[Tensor | None]] = field(default_factory=dict)
     deferred: dict[_Pair, DeferredWeightGrads] = field(default_factory=dict)
-    stopwatch: Stopwatch | None = None
-    ready: Mark | None = None
 
-    def begin(self, action: Action) -> None:
-        """Set the current action."""
-        self.action, self.ready = action, None
-
-    def arrived(self) -> None:
-        """Record the time at which the current action's input has arrived: its computation starts here."""
+    def mark_ready(self) -> None:
+        """In a measured step, record that the current action starts now, or that its input has arrived."""
         if self.stopwatch is not None:
             self.ready = self.stopwatch.mark()
 
@@ -146,8 +132,6 @@ class Executor:
                 f"stages that the program assigns to it. Pass the modules of program.stages_of({self._rank})."
             )
         self._program, self._group = program, group
-        self._actions = program.ranks[self._rank]
-        self._num_microbatches = program.num_microbatches
         self._stages = {index: _stage(program, self._rank, index, module) for index, module in stages.items()}
         devices = (parameter.device for module in stages.values() for parameter in module.parameters())
         self._device = device or next(devices, torch.device("cpu"))
@@ -168,10 +152,7 @@ class Executor:
             UserError: If the number of inputs differs from the program's microbatches, a loss does not require a
                 gradient, or a stage's output cannot be sent.
         """
-        with self._new_step(inputs, on_output) as step:
-            for action in self._actions:
-                step.begin(action)
-                self._run(action, step)
+        self._execute(inputs, on_output, None)
 
     def measured_step(self, inputs: Sequence[Inputs], on_output: OutputHandler) -> Timeline:
         """Execute the program once, like `step`, and measure the time of every action.
@@ -179,45 +160,40 @@ class Executor:
         Collective over the pipeline: a barrier before the step, and an all-gather of the times after it. The barrier
         aligns the ranks' clocks.
 
-        Args:
-            inputs: Inputs of each microbatch.
-            on_output: Called with each output of the last stage, on the rank that holds it. In training it returns the
-                loss.
-
         Returns:
             Start and end of every action on all ranks of the pipeline, in seconds.
         """
         if self._group is not None:
             dist.barrier(self._group)
         stopwatch = Stopwatch(self._device)
-        marks: list[tuple[Mark, Mark]] = []
-        with self._new_step(inputs, on_output) as step:
-            step.stopwatch = stopwatch
-            for action in self._actions:
-                step.begin(action)
-                start = stopwatch.mark()
-                self._run(action, step)
-                marks.append((start if step.ready is None else step.ready, stopwatch.mark()))
-        times = [(stopwatch.seconds(start), stopwatch.seconds(end)) for start, end in marks]
-        return self._timeline(times)
+        marks = self._execute(inputs, on_output, stopwatch)
+        return self._timeline([(stopwatch.seconds(start), stopwatch.seconds(end)) for start, end in marks])
 
-    @contextmanager
-    def _new_step(self, inputs: Sequence[Inputs], on_output: OutputHandler) -> Generator[_Step]:
-        """Check the inputs, run the body with a new step, and complete all sends. Add a note to an exception."""
-        if len(inputs) != self._num_microbatches:
+    def _execute(
+        self, inputs: Sequence[Inputs], on_output: OutputHandler, stopwatch: Stopwatch | None
+    ) -> list[tuple[Mark, Mark]]:
+        """Run all actions and complete all sends; return start and end of each action if there is a stopwatch."""
+        if len(inputs) != self._program.num_microbatches:
             raise UserError(
-                f"got inputs for {len(inputs)} microbatches; expected {self._num_microbatches}, as the program was "
-                "built for. Pass one Inputs per microbatch."
+                f"got inputs for {len(inputs)} microbatches; expected {self._program.num_microbatches}, as the program "
+                "was built for. Pass one Inputs per microbatch."
             )
-        step = _Step(inputs, self._kinds(inputs), on_output)
+        step = _Step(inputs, self._kinds(inputs), on_output, stopwatch)
+        marks: list[tuple[Mark, Mark]] = []
+        action: Action | None = None
         try:
-            yield step
-            step.action = None
+            for action in self._program.ranks[self._rank]:
+                step.mark_ready()
+                self._run(action, step)
+                if stopwatch is not None:
+                    marks.append((step.ready, stopwatch.mark()))
+            action = None
             if self._channel is not None:
                 self._channel.finish()
         except Exception as error:
-            error.add_note(f"{_describe(step.action)}, on pipeline rank {self._rank}")
+            error.add_note(f"{_describe(action)}, on pipeline rank {self._rank}")
             raise
+        return marks
 
     def _kinds(self, inputs: Sequence[Inputs]) -> list[Kind]:
         """Return the shapes and dtypes of each microbatch's inputs, which determine those of all messages."""
@@ -247,15 +223,12 @@ class Executor:
                 self._loss(stage, microbatch, step)
             case Backward(stage, microbatch):
                 pair = stage, microbatch
-                gradients = self._gradients_of(pair, step)
-                step.gradients[pair] = self._stages[stage].backward(
-                    step.forward_states.pop(pair), gradients, microbatch
-                )
+                state, gradients = step.forward_states.pop(pair), self._gradients_of(pair, step)
+                step.gradients[pair] = self._stages[stage].backward(state, gradients, microbatch)
             case BackwardInput(stage, microbatch):
                 pair = stage, microbatch
-                gradients = self._gradients_of(pair, step)
-                backward = self._stages[stage].backward_input
-                step.gradients[pair], step.deferred[pair] = backward(step.forward_states.pop(pair), gradients)
+                state, gradients = step.forward_states.pop(pair), self._gradients_of(pair, step)
+                step.gradients[pair], step.deferred[pair] = self._stages[stage].backward_input(state, gradients)
             case BackwardWeight(stage, microbatch):
                 self._stages[stage].backward_weight(step.deferred.pop((stage, microbatch)), microbatch)
             case Overlap():
@@ -264,9 +237,7 @@ class Executor:
             case _:
                 self._transfer(action, step)
 
-    def _transfer(
-        self, action: SendOutput | ReceiveInput | SendInputGradient | ReceiveOutputGradient, step: _Step
-    ) -> None:
+    def _transfer(self, action: Transfer, step: _Step) -> None:
         channel = self._channel
         assert channel is not None, "only a program of several ranks has transfers"
         pair, peer = (action.stage, action.microbatch), action.peer
@@ -276,11 +247,9 @@ class Executor:
                 step.arriving[pair] = channel.receive(kind=("output", stage - 1, shapes), peer=peer)
             case SendOutput(stage):
                 leaves, tree = pytree.tree_flatten(step.outputs.pop(pair))
-                description = Description.of(leaves, tree)
-                channel.send(leaves, description, kind=("output", stage, shapes), peer=peer)
+                channel.send(leaves, Description.of(leaves, tree), kind=("output", stage, shapes), peer=peer)
             case ReceiveOutputGradient(stage):
-                kind = "gradient", stage + 1, shapes
-                step.arriving_gradients[pair] = channel.receive(kind=kind, peer=peer)
+                step.arriving_gradients[pair] = channel.receive(kind=("gradient", stage + 1, shapes), peer=peer)
             case SendInputGradient(stage):
                 channel.send_gradients(step.gradients.pop(pair), kind=("gradient", stage, shapes), peer=peer)
 
@@ -297,7 +266,7 @@ class Executor:
             stage, microbatch = pair
             return step.outputs.pop((stage - 1, microbatch))
         leaves = arriving.wait()
-        step.arrived()
+        step.mark_ready()
         for leaf, expected in zip(leaves, arriving.description.leaves, strict=True):
             if leaf is not None and expected is not None and expected.needs_gradient:
                 leaf.requires_grad_()
@@ -325,7 +294,7 @@ class Executor:
         if arriving is None:  # the next stage, or the loss, is on this rank
             return step.gradients.pop((stage + 1, microbatch))
         gradients = arriving.wait()
-        step.arrived()
+        step.mark_ready()
         return gradients
 
     def _timeline(self, times: list[tuple[float, float]]) -> Timeline:

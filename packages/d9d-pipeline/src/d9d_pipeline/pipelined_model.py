@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 from d9d_pipeline._channel import Channel
 from d9d_pipeline._message import Description
+from d9d_pipeline.build import build
 from d9d_pipeline.executor import Executor, Inputs, Outputs
-from d9d_pipeline.program import build
 from d9d_pipeline.schedule import StagePlacement
 from d9d_pipeline.schedules.fill_drain import ForwardOnly
 
@@ -47,13 +47,6 @@ class PipelinedModel:
         """Run the model.
 
         Collective over the pipeline: the forward's sends, then one send of the result to each other rank.
-
-        Args:
-            first: Positional arguments of the first stage.
-            shared: Keyword arguments of every stage.
-
-        Returns:
-            The last stage's output, the same on every rank.
         """
         outputs: list[Outputs] = []
         self._executor.step([Inputs(*first, **shared)], lambda output, _: outputs.append(output))

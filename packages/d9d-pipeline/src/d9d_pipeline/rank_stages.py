@@ -14,9 +14,6 @@ class RankStages(nn.Module):
 
     It has no forward: an `Executor` runs the stages.
 
-    Attributes:
-        stages: The stage modules by global stage index.
-
     Args:
         stages: The stage modules by global stage index.
         copies: For each stage, the names of its parameters that another stage owns. They are excluded from this

@@ -89,29 +89,19 @@ class SharedParameters:
             if not pair.requires_grad:
                 continue
             gradient = self._to_owner(pair)
-            if pair.owner is None or gradient is None:
-                continue
-            if pair.owner.grad is None:
-                pair.owner.grad = torch.zeros_like(pair.owner)
-            local_tensor(pair.owner.grad).add_(gradient)
+            if pair.owner is not None and gradient is not None:
+                if pair.owner.grad is None:
+                    pair.owner.grad = torch.zeros_like(pair.owner)
+                local_tensor(pair.owner.grad).add_(gradient)
 
     def _to_owner(self, pair: _Pair) -> Tensor | None:
-        """Send this rank's shard of a copy's gradient to the owner, or receive it.
-
-        Returns:
-            The gradient shard on the owner's rank; None on other ranks.
-        """
-        if pair.copy is None:
-            assert pair.owner is not None, "the owner or the copy is on this rank"
-            gradient = torch.empty_like(local_tensor(pair.owner))
-            self._receive(gradient, pair.copy_rank)
-            return gradient
-        gradient = torch.zeros_like(local_tensor(pair.copy)) if pair.copy.grad is None else local_tensor(pair.copy.grad)
-        pair.copy.grad = None
-        if pair.owner is None:
-            self._send(gradient.contiguous(), pair.owner_rank)
-            return None
-        return gradient
+        gradient = None
+        if pair.copy is not None:
+            gradient = (
+                torch.zeros_like(local_tensor(pair.copy)) if pair.copy.grad is None else local_tensor(pair.copy.grad)
+            )
+            pair.copy.grad = None
+        return self._move(gradient, pair.copy_rank, pair.owner, pair.owner_rank)
 
     @torch.no_grad()
     def copy_values(self) -> None:
@@ -120,19 +110,21 @@ class SharedParameters:
         Collective over the pipeline: one send of each parameter to the rank of each copy.
         """
         for pair in self._pairs:
-            if pair.owner is not None and pair.copy is not None:
-                local_tensor(pair.copy).copy_(local_tensor(pair.owner))
-            elif pair.owner is not None:
-                self._send(local_tensor(pair.owner).contiguous(), pair.copy_rank)
-            elif pair.copy is not None:
-                received = torch.empty_like(local_tensor(pair.copy))
-                self._receive(received, pair.owner_rank)
-                local_tensor(pair.copy).copy_(received)
+            value = None if pair.owner is None else local_tensor(pair.owner)
+            value = self._move(value, pair.owner_rank, pair.copy, pair.copy_rank)
+            if pair.copy is not None and value is not None:
+                local_tensor(pair.copy).copy_(value)
 
-    def _send(self, tensor: Tensor, rank: int) -> None:
-        if tensor.numel():
-            dist.send(tensor, group=self._group, group_dst=rank)
-
-    def _receive(self, tensor: Tensor, rank: int) -> None:
-        if tensor.numel():
-            dist.recv(tensor, group=self._group, group_src=rank)
+    def _move(self, tensor: Tensor | None, sender: int, like: nn.Parameter | None, receiver: int) -> Tensor | None:
+        """Send a local shard, or receive it if it is `None` here; return it on the rank that has `like`."""
+        if tensor is not None and like is not None:
+            return tensor
+        if tensor is not None:
+            if tensor.numel():
+                dist.send(tensor.contiguous(), group=self._group, group_dst=receiver)
+            return None
+        assert like is not None, "the sender or the receiver is this rank"
+        received = torch.empty_like(local_tensor(like))
+        if received.numel():
+            dist.recv(received, group=self._group, group_src=sender)
+        return received

@@ -1,22 +1,12 @@
 """Simulates a step of a program from the costs of its actions: times, bubble and held activations."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
 from d9d_dist import UserError
-from d9d_pipeline._earliest import Span, earliest_times, makes
-from d9d_pipeline.actions import (
-    Action,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
-    Forward,
-    Overlap,
-    SendInputGradient,
-    SendOutput,
-)
+from d9d_pipeline._earliest import earliest_times, makes
+from d9d_pipeline.actions import Backward, BackwardInput, Compute, Forward, Overlap, SendInputGradient, SendOutput
 from d9d_pipeline.program import Program
 from d9d_pipeline.timeline import TimedAction, Timeline
 from d9d_pipeline.verify import verify
@@ -52,17 +42,13 @@ class Costs:
 
     def of(self, action: Compute) -> float:
         """Return the duration of an action."""
-        match action:
-            case Forward():
-                return self.forward
-            case BackwardInput():
-                return self.backward_input
-            case BackwardWeight():
-                return self.backward_weight
-            case Backward():
-                return self.backward_input + self.backward_weight
-            case Overlap(forward, backward):
-                return self.overlap * (self.of(forward) + self.of(backward))
+        if isinstance(action, Overlap):
+            return self.overlap * (self.of(action.forward) + self.of(action.backward))
+        if isinstance(action, Forward):
+            return self.forward
+        if isinstance(action, Backward):
+            return self.backward_input + self.backward_weight
+        return self.backward_input if isinstance(action, BackwardInput) else self.backward_weight
 
 
 def simulate(
@@ -93,18 +79,11 @@ def simulate(
     for actions, own, spans in zip(program.ranks, computed, times, strict=True):
         timed = [TimedAction(action, *span) for action, span in zip(own, spans, strict=True)]
         if costs.transfer > 0:
-            timed += _sent(actions, own, spans, costs.transfer)
+            ends = {product: end for action, (_, end) in zip(own, spans, strict=True) for product in makes(action)}
+            for action in actions:
+                if isinstance(action, SendOutput | SendInputGradient):
+                    start = ends[isinstance(action, SendInputGradient), action.stage, action.microbatch]
+                    timed.append(TimedAction(action, start, start + costs.transfer))
             timed.sort(key=lambda each: each.start)
         ranks.append(tuple(timed))
     return Timeline(tuple(ranks))
-
-
-def _sent(
-    actions: Sequence[Action], computed: Sequence[Compute], spans: Sequence[Span], transfer: float
-) -> Iterator[TimedAction]:
-    """Yield the sends of a rank; each starts when its computation ends."""
-    ends = {product: end for action, (_, end) in zip(computed, spans, strict=True) for product in makes(action)}
-    for action in actions:
-        if isinstance(action, SendOutput | SendInputGradient):
-            start = ends[isinstance(action, SendInputGradient), action.stage, action.microbatch]
-            yield TimedAction(action, start, start + transfer)

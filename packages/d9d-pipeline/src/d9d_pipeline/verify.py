@@ -5,51 +5,26 @@ The checks read only the program's actions, so they also hold for a program that
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from d9d_dist import UserError
 from d9d_pipeline._action_rules import (
     BACKWARD_DONE,
     FORWARD_DONE,
-    HAS_GRADIENT,
     HAS_INPUT,
     HAS_WEIGHT_GRADIENTS,
     LOSS_DONE,
     RULES,
-    SENT_GRADIENT,
-    SENT_OUTPUT,
     TRANSFERS,
     Placed,
     Single,
     places,
 )
 from d9d_pipeline._deadlock import deadlock_problems
-from d9d_pipeline.actions import (
-    Action,
-    Backward,
-    BackwardInput,
-    ComputeLoss,
-    Forward,
-    Overlap,
-    ReceiveInput,
-    ReceiveOutputGradient,
-    SendInputGradient,
-    SendOutput,
-)
-
-if TYPE_CHECKING:
-    from d9d_pipeline.program import Program
+from d9d_pipeline.actions import Action, Backward, BackwardInput, ComputeLoss, Forward, Overlap
+from d9d_pipeline.program import Program
 
 _MAX_PROBLEMS = 20  # most problems listed in an error
-
-_SENDS = (SendOutput, SendInputGradient)
-# Each transfer with the fact that it makes true, and the fact that must hold for its absence to be reported.
-_EXCHANGED: tuple[tuple[type[Any], int, int], ...] = (
-    (SendOutput, SENT_OUTPUT, FORWARD_DONE),
-    (ReceiveInput, HAS_INPUT, SENT_OUTPUT),
-    (SendInputGradient, SENT_GRADIENT, BACKWARD_DONE),
-    (ReceiveOutputGradient, HAS_GRADIENT, SENT_GRADIENT),
-)
 
 
 class ProgramError(UserError):
@@ -70,7 +45,7 @@ class Verified:
     peak_activations: tuple[int, ...]
 
 
-def verify(program: "Program", *, max_activations: int | None = None) -> Verified:
+def verify(program: Program, *, max_activations: int | None = None) -> Verified:
     """Verify that a program is correct and cannot deadlock.
 
     - Every microbatch runs forward through every stage and into the loss exactly once, on the rank that holds the
@@ -124,7 +99,7 @@ def refuse(problems: list[str]) -> None:
         )
 
 
-def _shape_problems(program: "Program") -> list[str]:
+def _shape_problems(program: Program) -> list[str]:
     """Return the invalid stage ranks, sizes and action types, which prevent all further checks."""
     num_ranks = len(program.ranks)
     problems = [
@@ -154,19 +129,13 @@ def _is_overlap(action: Any) -> bool:
 class _RankCheck:
     """Checks the actions of one rank in order, assuming that every receive succeeds immediately.
 
-    Attributes:
-        wrong: Messages for actions that are repeated, on the wrong rank or invalid.
-        too_early: Message for the first action that comes before another action that it needs; `None` if there is none.
-        peak: Largest number of held (stage, microbatch) pairs.
+    `facts` has the facts that hold for each (stage, microbatch) pair; it is updated for the stages of this rank.
 
-    Args:
-        program: The program.
-        rank: The pipeline rank to check.
-        placed: Rank and peer of each action type by stage.
-        facts: Facts that hold for each (stage, microbatch) pair; updated in place for the stages of this rank.
+    Attributes:
+        too_early: Message for the first action that comes before another action that it needs.
     """
 
-    def __init__(self, program: "Program", rank: int, placed: Placed, facts: list[int]) -> None:
+    def __init__(self, program: Program, rank: int, placed: Placed, facts: list[int]) -> None:
         self._rank, self._placed, self._facts = rank, placed, facts
         self._actions = program.ranks[rank]
         self._stage_ranks, self._num_microbatches = program.stage_ranks, program.num_microbatches
@@ -235,15 +204,15 @@ class _RankCheck:
             self.peak = max(self.peak, self._held)
 
 
-def _missing(program: "Program", placed: Placed, facts: Sequence[int]) -> Iterator[str]:
+def _missing(program: Program, placed: Placed, facts: Sequence[int]) -> Iterator[str]:
     """Yield a message for each absent action, unless its absence follows from another absent action."""
-    computed, exchanged = FORWARD_DONE, _EXCHANGED[:2]
+    computed, exchanged = FORWARD_DONE, TRANSFERS[:2]
     if program.trains:
-        computed, exchanged = FORWARD_DONE | BACKWARD_DONE | HAS_WEIGHT_GRADIENTS, _EXCHANGED
+        computed, exchanged = FORWARD_DONE | BACKWARD_DONE | HAS_WEIGHT_GRADIENTS, TRANSFERS
     for stage, rank in enumerate(program.stage_ranks):
         loss = LOSS_DONE if stage == program.num_stages - 1 else 0
-        transfers = [each for each in exchanged if (each[0], stage) in placed]
-        complete = computed | loss | sum(made for _, made, _ in transfers)
+        transfers = [kind for kind in exchanged if (kind, stage) in placed]
+        complete = computed | loss | sum(RULES[kind].makes for kind in transfers)
         for microbatch in range(program.num_microbatches):
             cell = stage * program.num_microbatches + microbatch
             if facts[cell] & complete == complete:
@@ -257,8 +226,12 @@ def _missing(program: "Program", placed: Placed, facts: Sequence[int]) -> Iterat
                 yield f"rank {rank} lacks {name}({place})"
             if loss & ~facts[cell] and facts[cell] & FORWARD_DONE:
                 yield f"rank {rank} lacks ComputeLoss({place})"
-            for kind, made, cause in transfers:
+            for kind in transfers:
+                rule = RULES[kind]
                 # A send depends on this stage's computation, a receive on the adjacent stage's send.
-                source = cell if kind in _SENDS else cell + RULES[kind].towards * program.num_microbatches
-                if made & ~facts[cell] and facts[source] & cause:
+                source, cause = cell, rule.needs
+                if rule.counterpart is not None and not rule.needs:
+                    source += rule.towards * program.num_microbatches
+                    cause = RULES[rule.counterpart].makes
+                if rule.makes & ~facts[cell] and facts[source] & cause:
                     yield f"rank {rank} lacks {kind.__name__}({place}, peer={placed[kind, stage][1]})"

@@ -21,12 +21,13 @@ from d9d_state.mapper.compose import parallel, repeat, scope, sequential
 from d9d_state.mapper.convert import cast, permute, transform, transpose
 from d9d_state.mapper.cut import narrow, pad, select
 from d9d_state.mapper.fill import Destination, TensorSource
-from d9d_state.mapper.graph import StateGroup, StateMapper, leaf
+from d9d_state.mapper.graph import StateGroup
 from d9d_state.mapper.join import concat, split, stack, unstack
 from d9d_state.mapper.names import drop, identity, identity_of, keep, rename
 from d9d_state.mapper.operation import Constant, Layout, Local, Operation, Piece, infer_on_meta
 from d9d_state.mapper.placement import distribute, gather_full
 from d9d_state.mapper.reshape import reshape
+from d9d_state.mapper.state_mapper import StateMapper, leaf
 from d9d_state.model_convert import convert_model_state
 from d9d_state.model_folder import ModelFolder
 from d9d_state.model_load import check_model_state, load_model_state

@@ -42,9 +42,6 @@ def add_carried_files(
         source: Folder that the weights were loaded from. Symlinks are followed, as in the Hugging Face cache.
         tensors: The exported tensors, or some of them.
 
-    Returns:
-        File contents by name.
-
     Raises:
         UserError: If the folder or a file in it cannot be read, or its `config.json` is not a JSON object.
     """

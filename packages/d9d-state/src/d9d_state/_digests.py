@@ -18,12 +18,7 @@ _MAX_THREADS = 4  # four threads hash faster than most disks write
 @final
 @dataclass(frozen=True, slots=True)
 class PartRecord:
-    """Expected size and SHA-256 of a contiguous part of a file.
-
-    Attributes:
-        size: Size in bytes.
-        sha256: Hexadecimal digest.
-    """
+    """Expected size and SHA-256 of a contiguous part of a file."""
 
     size: int
     sha256: str

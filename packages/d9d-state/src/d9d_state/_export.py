@@ -38,11 +38,6 @@ class Export:
     def __init__(self, target: Path, files: Sequence[PlannedFile], ctx: DistributedContext | None) -> None:
         """Create the partial folder. Collective.
 
-        Args:
-            target: The final folder.
-            files: All files of the export, equal on every rank.
-            ctx: Distributed context; `None` for a single process.
-
         Raises:
             StateError: On every rank, if the folder cannot be created or a writing rank does not see it.
         """
@@ -80,9 +75,6 @@ class Export:
 
     def commit(self, texts: Mapping[str, bytes]) -> None:
         """Write the extra files and the index, fsync everything, and rename the folder. Collective.
-
-        Args:
-            texts: Contents of the files without tensors, by name.
 
         Raises:
             StateError: On every rank, if any rank failed. An earlier export at the target then stays unchanged.
@@ -171,10 +163,6 @@ def extra_texts(extra_files: Mapping[str, JsonValue | bytes]) -> dict[str, bytes
 
 def refuse_foreign(target: Path, own: Iterable[str]) -> None:
     """Refuse to replace a folder that holds anything but an earlier export.
-
-    Args:
-        target: The final folder; its partial folder is checked too.
-        own: Names of the extra files that this export writes.
 
     Raises:
         UserError: Listing the files that do not belong to an export.

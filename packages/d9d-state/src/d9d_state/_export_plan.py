@@ -18,10 +18,7 @@ class Offer:
 
     Attributes:
         part: Index of a set of ranks with the same values: the ranks of one pipeline stage, or a single rank.
-        consumed: Names of the mapper's inputs that the rank holds.
         produced: The mapper's outputs that the rank can compute, in order.
-        unconsumed: Names of the tensors that the rank holds but the mapper does not consume.
-        problem: Error text if the rank cannot take part; `None` otherwise.
     """
 
     part: int
@@ -34,14 +31,7 @@ class Offer:
 @final
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tensors that the same set of ranks can write.
-
-    Attributes:
-        ranks: Ranks that hold the values; files are assigned to them round-robin.
-        consumed: Names of the mapper's inputs that the ranks hold.
-        tensors: Tensors to write, in the order in which they are written.
-        unconsumed: Names of the tensors that the ranks hold but the mapper does not consume.
-    """
+    """Tensors that the same set of ranks can write."""
 
     ranks: Sequence[int]
     consumed: Sequence[str]
@@ -52,13 +42,7 @@ class Part:
 @final
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """One file of an export.
-
-    Attributes:
-        name: File name.
-        rank: Rank that writes the file.
-        tensors: Tensors in the file.
-    """
+    """One file of an export."""
 
     name: str
     rank: int
@@ -97,12 +81,7 @@ def _to_json(offer: Offer) -> JsonValue:
 
 
 def plan_files(parts: Sequence[Part], *, max_bytes: int) -> tuple[PlannedFile, ...]:
-    """Assign tensors to files in order, filling each file up to `max_bytes`. A file never spans two parts.
-
-    Args:
-        parts: All tensors of the export; names are unique across parts.
-        max_bytes: Maximum bytes of tensor data per file. A larger tensor gets a file of its own.
-    """
+    """Assign tensors to files in order, filling each file up to `max_bytes`. A file never spans two parts."""
     files: list[tuple[int, dict[str, TensorInfo]]] = []
     for part in parts:
         shards: list[dict[str, TensorInfo]] = []

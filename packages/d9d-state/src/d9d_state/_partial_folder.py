@@ -24,12 +24,6 @@ def make_partial(
 ) -> None:
     """Create an empty partial folder, replacing an old one, and check that all writers see it. Collective.
 
-    Args:
-        target: The final folder.
-        ctx: Distributed context; `None` for a single process.
-        writes: True if this rank writes to the folder and therefore must see it.
-        group: Gloo group of all ranks, for use in a background thread; `None` for the default group.
-
     Raises:
         StateError: On every rank, if the folder cannot be created or a writing rank does not see it.
     """

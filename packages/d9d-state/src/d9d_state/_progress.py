@@ -5,13 +5,7 @@ from tqdm import tqdm
 
 
 def byte_bar(what: str, num_bytes: int, *, visible: bool) -> tqdm:
-    """Return a progress bar over bytes. The ranks of a node use one line each; a closed bar disappears.
-
-    Args:
-        what: Label of the bar, such as `"loading"`.
-        num_bytes: Total number of bytes.
-        visible: Draw the bar if standard error is a terminal.
-    """
+    """Return a progress bar over bytes. The ranks of a node use one line each; a closed bar disappears."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     many = dist.is_initialized() and dist.get_world_size() > 1
     return tqdm(

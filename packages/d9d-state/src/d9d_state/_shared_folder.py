@@ -29,12 +29,6 @@ def sharing_problem(
 ) -> str | None:
     """Check that the ranks see a folder of the main process. Collective.
 
-    Args:
-        folder: Folder that the main process created.
-        ctx: Distributed context; `None` for a single process.
-        needed: True if this rank must see the folder.
-        group: Gloo group of all ranks, for use in a background thread; `None` for the default group.
-
     Returns:
         Error text that names the ranks without access, equal on all ranks; `None` if all see the folder.
 

@@ -17,13 +17,7 @@ class StreamedFile:
     """New safetensors file; complete and fsynced when `close` returns."""
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorInfo], *, metadata: Mapping[str, str]) -> None:
-        """Create the file with its header.
-
-        Args:
-            path: Path of the file, which must not exist.
-            tensors: Shape and dtype of every tensor that will be written.
-            metadata: Entries of the header's `__metadata__`.
-        """
+        """Create the file with its header."""
         layout = FileLayout.of(tensors, metadata=metadata)
         self._starts = layout.starts
         self._left = set(tensors)

@@ -72,9 +72,6 @@ class FolderLock:
     def acquire(self, run_id: str | None) -> None:
         """Acquire the lock without waiting. The folder is created if it does not exist.
 
-        Args:
-            run_id: Id of the run, shown to a job that finds the lock taken.
-
         Raises:
             UserError: If another process holds the lock; names its host and process id.
             OSError: If the lock file cannot be created.

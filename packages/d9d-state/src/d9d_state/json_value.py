@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypeAlias
@@ -10,7 +9,6 @@ from typing import NoReturn, TypeAlias
 JsonValue: TypeAlias = bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"] | None
 
 _SHOWN = 100  # characters of untrusted text in a message
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def dump_json(value: JsonValue, *, indent: int | None = None) -> bytes:
@@ -39,14 +37,26 @@ def parse_json(data: bytes) -> JsonValue:
 
     Raises:
         ValueError: If the data is not valid UTF-8 or JSON, repeats a key, or nests too deeply. Also if it contains a
-            non-finite number, an integer of thousands of digits, or an unpaired surrogate.
+            non-finite number or an integer of thousands of digits.
     """
     try:
         value: JsonValue = _DECODER.decode(data.decode())
-        if _SURROGATE.search(data) is not None:
-            _refuse_surrogates(value)
     except RecursionError as error:
         raise ValueError("JSON nests too deeply.") from error
+    return value
+
+
+def as_object(value: JsonValue) -> dict[str, JsonValue]:
+    """Return a parsed JSON object; raise `TypeError` for any other value."""
+    if not isinstance(value, dict):
+        raise TypeError(f"got {shortened(str(value))}; expected an object.")
+    return dict(value)
+
+
+def as_list(value: JsonValue) -> list[JsonValue]:
+    """Return a parsed JSON list; raise `TypeError` for any other value."""
+    if not isinstance(value, list):
+        raise TypeError(f"got {shortened(str(value))}; expected a list.")
     return value
 
 
@@ -93,13 +103,6 @@ def _finite(text: str) -> float:
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"JSON contains {text}, which is not a finite number.")
-
-
-def _refuse_surrogates(value: JsonValue) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("JSON contains an unpaired surrogate.") from error
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_pairs, parse_float=_finite, parse_constant=_refuse_constant)

@@ -12,8 +12,8 @@ from d9d_state._export_plan import Offer, exchange_offers, plan_files
 from d9d_state._ranks import is_main, num_ranks
 from d9d_state.errors import StateError, describe
 from d9d_state.json_value import JsonValue
-from d9d_state.mapper.graph import StateMapper
 from d9d_state.mapper.names import identity
+from d9d_state.mapper.state_mapper import StateMapper
 from d9d_state.model_folder import ModelFolder
 from d9d_state.model_read import produced_tensors, read_model_state
 

@@ -11,8 +11,8 @@ from d9d_dist import local_region, local_tensor
 from d9d_state._progress import byte_bar
 from d9d_state.mapper._check import refuse_mismatches, skipped_groups
 from d9d_state.mapper.fill import Destination
-from d9d_state.mapper.graph import StateMapper
 from d9d_state.mapper.names import identity, identity_of
+from d9d_state.mapper.state_mapper import StateMapper
 from d9d_state.model_folder import ModelFolder
 from d9d_state.module_tensors import aliases, module_tensors
 from d9d_state.region_reader import RegionReader
@@ -66,13 +66,7 @@ def check_model_state(
     *,
     unused: Literal["error", "ignore"] = "error",
 ) -> None:
-    """Run the checks of `load_model_state` without loading: compare files, mapper and model.
-
-    Args:
-        model: Module on any device, including `meta`.
-        folder: As in `load_model_state`.
-        mapper: As in `load_model_state`.
-        unused: As in `load_model_state`.
+    """Run the checks of `load_model_state` without loading; the model may be on `meta`.
 
     Raises:
         UserError: Listing every mismatch between files, mapper and model; or if the folder is malformed.

@@ -13,8 +13,9 @@ from d9d_dist import Region
 from d9d_state._progress import byte_bar
 from d9d_state.mapper._check import refuse_mismatches
 from d9d_state.mapper.fill import Destination
-from d9d_state.mapper.graph import StateGroup, StateMapper
+from d9d_state.mapper.graph import StateGroup
 from d9d_state.mapper.names import identity
+from d9d_state.mapper.state_mapper import StateMapper
 from d9d_state.model_folder import ModelFolder
 from d9d_state.region_reader import RegionReader
 from d9d_state.tensor_info import TensorInfo

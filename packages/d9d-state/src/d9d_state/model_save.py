@@ -14,8 +14,9 @@ from d9d_state._progress import byte_bar
 from d9d_state._ranks import is_main, num_ranks
 from d9d_state.errors import describe
 from d9d_state.json_value import JsonValue
-from d9d_state.mapper.graph import StateGroup, StateMapper
+from d9d_state.mapper.graph import StateGroup
 from d9d_state.mapper.names import identity_of
+from d9d_state.mapper.state_mapper import StateMapper
 from d9d_state.module_tensors import aliases, module_tensors
 from d9d_state.safetensors_header import dtype_name
 from d9d_state.tensor_info import TensorInfo

@@ -70,13 +70,9 @@ class RegionReader:
 
     @torch.no_grad()
     def read_into(self, name: str, region: Region, target: Tensor) -> None:
-        """Read a region of a stored tensor into a target tensor.
+        """Read a region of a stored tensor into a plain tensor of its shape, on any device, with any strides.
 
-        Args:
-            name: Name of the tensor.
-            region: Region to read.
-            target: Plain tensor with the region's shape, on any device, with any strides. Values are converted to its
-                dtype as by `copy_`.
+        Values are converted to the target's dtype as by `copy_`.
 
         Raises:
             StateError: If the file cannot be read or was truncated after its header was read; names tensor and file.
@@ -105,26 +101,21 @@ class RegionReader:
 
     def _read(self, name: str, region: Region, target: Tensor) -> None:
         """Read a region into contiguous memory on the CPU."""
-        info = self._folder.tensors[name]
-        raw = bytes_of(target)
-        position = 0
-        for offset, size in _runs(info, region):
-            start = self._folder.starts[name] + offset
-            self._pread(name, start, raw[position : position + size])
-            position += size
-        with self._lock:
-            self.num_bytes_read += position
-
-    def _pread(self, name: str, start: int, raw: memoryview) -> None:
-        path = self._folder.files[name]
+        path, first = self._folder.files[name], self._folder.starts[name]
+        raw, position = bytes_of(target), 0
         try:
-            while raw:
-                count = os.preadv(self._open(path), [raw], start)
-                if count == 0:
-                    raise StateError(f"{path} ends before {name} does; it has changed since its header was read.")
-                raw, start = raw[count:], start + count
+            descriptor = self._open(path)
+            for offset, size in _runs(self._folder.tensors[name], region):
+                shift, end = first + offset - position, position + size
+                while position < end:
+                    count = os.preadv(descriptor, [raw[position:end]], position + shift)
+                    if count == 0:
+                        raise StateError(f"{path} ends before {name} does; it has changed since its header was read.")
+                    position += count
         except OSError as error:
             raise StateError(f"{name} cannot be read from {path}: {error.strerror}.") from error
+        with self._lock:
+            self.num_bytes_read += position
 
     def _open(self, path: Path) -> int:
         with self._lock:

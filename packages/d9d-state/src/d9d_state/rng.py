@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from d9d_dist import UserError
-from d9d_state.json_value import JsonValue
+from d9d_state.json_value import JsonValue, as_list, as_object
 
 
 def rng_state() -> JsonValue:
@@ -55,16 +55,16 @@ def set_rng_state(state: JsonValue) -> None:
 
 def _set(state: JsonValue) -> None:
     # Validate each state on a temporary generator before any global generator is set.
-    parts = _fields(state)
+    parts = as_object(state)
     python_state = _python_state(parts)
     random.Random().setstate(python_state)  # noqa: S311 - temporary, only for validation
     cpu_state = _bytes(parts["torch"])
     torch.Generator().set_state(cpu_state)
     numpy: Any = sys.modules.get("numpy")
-    numpy_state = None if numpy is None or "numpy" not in parts else _numpy_state(_fields(parts["numpy"]), numpy)
+    numpy_state = None if numpy is None or "numpy" not in parts else _numpy_state(as_object(parts["numpy"]), numpy)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and "accelerator" in parts:
-        saved = _fields(parts["accelerator"])
+        saved = as_object(parts["accelerator"])
         if saved["type"] == accelerator.type:
             torch.get_device_module(accelerator).set_rng_state(_bytes(saved["state"]))
     random.setstate(python_state)
@@ -74,7 +74,7 @@ def _set(state: JsonValue) -> None:
 
 
 def _python_state(parts: dict[str, JsonValue]) -> tuple[Any, ...]:
-    python = _fields(parts["python"])
+    python = as_object(parts["python"])
     if not isinstance(python["gauss"], float | None):
         raise TypeError("expected a float or null for gauss")
     return python["version"], _words(python["words"]), python["gauss"]
@@ -102,16 +102,8 @@ def _bytes(value: JsonValue) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(value), dtype=torch.uint8)
 
 
-def _fields(value: JsonValue) -> dict[str, JsonValue]:
-    if not isinstance(value, dict):
-        raise TypeError("expected an object")
-    return dict(value)
-
-
 def _words(value: JsonValue) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple):
-        raise TypeError("expected a list of integers")
-    words = tuple(word for word in value if type(word) is int)
-    if len(words) != len(value):
+    words = tuple(word for word in as_list(value) if type(word) is int)
+    if len(words) != len(as_list(value)):
         raise TypeError("expected a list of integers")
     return words

@@ -53,8 +53,4 @@ def write_safetensors(
 def _parts(layout: FileLayout, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield layout.header
     for name in layout.starts:
-        on_cpu = tensors[name].detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-        view = bytes_of(on_cpu)
-        if view.nbytes:
-            view.obj.tensor = on_cpu  # ty: ignore[missing-attribute]  (the view keeps the tensor alive until it is hashed)
-        yield view
+        yield bytes_of(tensors[name].detach().resolve_conj().resolve_neg().to("cpu").contiguous())

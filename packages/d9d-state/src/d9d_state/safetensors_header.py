@@ -1,23 +1,26 @@
-"""Strict parser for safetensors headers: names, dtypes, shapes and byte ranges.
+"""Headers of safetensors files: names, dtypes, shapes and byte ranges, parsed by the safetensors library.
 
 A file consists of an 8-byte little-endian header length, a JSON header of that length, and the tensors' bytes
-(https://github.com/safetensors/safetensors#format). Duplicate keys and overlapping or non-contiguous byte ranges are
-refused.
+(https://github.com/safetensors/safetensors#format). The library refuses overlapping or non-contiguous byte ranges. It
+accepts repeated names and any number of dims, and some hostile headers take it 20 times their size in memory. So a scan
+without allocations comes first.
 """
 
 import os
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from d9d_dist import UserError
-from d9d_state._header_text import header_entries, integers
 from d9d_state._member import open_member_file
+from d9d_state.errors import StateError
 from d9d_state.json_value import shortened
 from d9d_state.tensor_info import TensorInfo
 
@@ -45,39 +48,39 @@ _NAME_OF_DTYPE: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 _DTYPE_OF_NAME = {name: dtype for dtype, name in _NAME_OF_DTYPE.items()}
-_MAX_KNOWN = 1000  # cache size: tensors of equal dtype and shape share one TensorInfo
 _MAX_ELEMENTS = (1 << 63) - 1
 _PAIRS = "F4"  # torch packs two 4-bit numbers into one element, the format counts each number
+_MAX_NAME = 10_000  # characters
+_MAX_SHOWN = 300  # characters of a message about an untrusted header
+
+_SPACE = rb"[ \t\n\r]{0,1000}+"
+_STRING = rb'"(?:[^"\\]{1,10000}+|\\.){0,10000}+"'
+_INTEGERS = rb"\[%(s)b(?:[0-9]{1,20}(?:%(s)b,%(s)b[0-9]{1,20}){0,63}+)?+%(s)b\]" % {b"s": _SPACE}
+_FIELD = rb'"(?:dtype|shape|data_offsets)"%(s)b:%(s)b(?:"[A-Z0-9_]{1,20}"|%(i)b)%(s)b' % {b"s": _SPACE, b"i": _INTEGERS}
+_PATTERNS = {b"s": _SPACE, b"t": _STRING, b"f": _FIELD}
+_TENSOR = re.compile(rb"%(s)b%(t)b%(s)b:%(s)b\{(?:%(s)b%(f)b,){2}%(s)b%(f)b\}%(s)b([,}])" % _PATTERNS)
+_PAIR = rb"%(s)b%(t)b%(s)b:%(s)b%(t)b%(s)b" % _PATTERNS
+_METADATA = re.compile(
+    rb'%(s)b"__metadata__"%(s)b:%(s)b\{(?:%(p)b(?:,%(p)b)*+|%(s)b)\}%(s)b([,}])' % {**_PATTERNS, b"p": _PAIR}
+)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the safetensors name of a dtype.
-
-    Raises:
-        ValueError: If safetensors does not support the dtype.
-    """
+    """Return the safetensors name of a dtype; raise `ValueError` if there is none."""
     if dtype not in _NAME_OF_DTYPE:
         raise ValueError(f"safetensors files cannot hold {dtype}; cast the tensor to another dtype first.")
     return _NAME_OF_DTYPE[dtype]
 
 
 def dtype_of(name: object) -> torch.dtype:
-    """Return the dtype of a safetensors dtype name.
-
-    Raises:
-        ValueError: If `name` is not a safetensors dtype name.
-    """
+    """Return the dtype of a safetensors dtype name; raise `ValueError` for any other value."""
     if not isinstance(name, str) or name not in _DTYPE_OF_NAME:
         raise ValueError(f"got the dtype {name!r}; expected one of {', '.join(_DTYPE_OF_NAME)}.")
     return _DTYPE_OF_NAME[name]
 
 
 def parse_shape(value: object) -> tuple[int, ...]:
-    """Convert a parsed JSON list to a shape.
-
-    Raises:
-        ValueError: If the value is not a list of non-negative integers.
-    """
+    """Convert a parsed JSON list to a shape; raise `ValueError` if it is not a list of non-negative integers."""
     sizes = value if isinstance(value, list) else [None]
     shape = tuple(size for size in sizes if type(size) is int and 0 <= size < 1 << 62)
     if len(shape) != len(sizes):
@@ -100,16 +103,14 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read the header of a safetensors file.
+    """Return the tensors of a safetensors file by name, in file order.
 
     Args:
         path: Regular file, or a symlink of the Hugging Face cache.
 
-    Returns:
-        The tensors of the file by name.
-
     Raises:
         UserError: If the file is missing or truncated, or its header is malformed.
+        StateError: If a limit of the process or the system prevents opening.
     """
     with open_member_file(path.parent, path.name) as file:
         size = os.fstat(file.fileno()).st_size
@@ -122,69 +123,53 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             )
         header = file.read(length)
     try:
-        return parse_header(header, num_data_bytes=size - 8 - length)
-    except ValueError as error:
-        raise UserError(f"{path} has a malformed header: {error} Download or copy the file again.") from error
-
-
-def parse_header(header: bytes, *, num_data_bytes: int) -> dict[str, StoredTensor]:
-    """Parse a safetensors header.
-
-    Args:
-        header: JSON text, without the 8-byte length.
-        num_data_bytes: Number of bytes after the header. The tensors must fill them exactly.
-
-    Returns:
-        The tensors by name.
-
-    Raises:
-        ValueError: If the header is malformed.
-    """
-    data_start = 8 + len(header)
+        num_tensors = _num_tensors(header)
+        with safe_open(path, framework="pt") as opened:
+            names = opened.offset_keys()
+            infos = {name: _info(name, opened.get_slice(name)) for name in names}
+        if len(names) != num_tensors:
+            raise ValueError(f"it repeats names: it has {num_tensors} tensors with {len(names)} names.")
+    except (OSError, RuntimeError) as error:
+        raise StateError(f"{path} cannot be opened: {error}") from error
+    except (ValueError, SafetensorError) as error:
+        raise UserError(
+            f"{path} has a malformed header: {str(error)[:_MAX_SHOWN]} Download or copy the file again."
+        ) from error
     tensors: dict[str, StoredTensor] = {}
-    spans: list[tuple[int, int, str]] = []
-    known: dict[tuple[bytes, bytes], tuple[TensorInfo, int]] = {}
-    for name, dtype, shape, offsets in header_entries(header):
-        if name in tensors:
-            raise ValueError(f"it repeats the name {shortened(name)}.")
-        if (dtype, shape) not in known:
-            if len(known) == _MAX_KNOWN:
-                known.clear()
-            info = _description(name, dtype, shape)
-            known[dtype, shape] = info, info.num_bytes
-        info, num_bytes = known[dtype, shape]
-        begin, end = _span(name, offsets, info, num_bytes)
-        if end > num_data_bytes:
-            raise ValueError(f"{shortened(name)} ends at data byte {end}; the file has {num_data_bytes} data bytes.")
-        tensors[name] = StoredTensor(info, data_start + begin)
-        spans.append((begin, end, name))
-    position = 0
-    for begin, end, name in sorted(spans):
-        if begin != position:
-            raise ValueError(
-                f"{shortened(name)} starts at byte {begin}; expected {position}, the end of the tensor before it."
-            )
-        position = end
-    if position != num_data_bytes:
-        raise ValueError(f"its tensors take {position} bytes; the file has {num_data_bytes} data bytes.")
+    start = 8 + length
+    for name, info in infos.items():
+        tensors[name] = StoredTensor(info, start)
+        start += info.num_bytes
     return tensors
 
 
-def _span(name: str, offsets: bytes, info: TensorInfo, num_bytes: int) -> tuple[int, int]:
-    span = integers(offsets)
-    if len(span) != 2 or span[1] - span[0] != num_bytes:
-        raise ValueError(
-            f"{shortened(name)} has data_offsets {list(span)}, which do not match the size of {info.describe()}."
-        )
-    return span[0], span[1]
+def _num_tensors(header: bytes) -> int:
+    """Count the tensors of a header; raise `ValueError` at the first entry that is not one of a safetensors header."""
+    if re.fullmatch(rb"\{[ \t\n\r]*+\}[ \t\n\r]*+", header) is not None:
+        return 0
+    if not header.startswith(b"{"):
+        raise ValueError("it is not a JSON object.")
+    position, count, end = 1, 0, b","
+    while end == b",":
+        tensor = _TENSOR.match(header, position)
+        match = tensor or _METADATA.match(header, position)
+        if match is None:
+            raise ValueError(
+                f"after byte {position} it has {header[position : position + 80]!r}; "
+                'expected a tensor like "name": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}.'
+            )
+        position, count, end = match.end(), count + (tensor is not None), match[1]
+    return count
 
 
-def _description(name: str, dtype: bytes, shape: bytes) -> TensorInfo:
-    sizes = integers(shape)
+def _info(name: str, stored: Any) -> TensorInfo:
+    sizes, dtype = tuple(stored.get_shape()), stored.get_dtype()
+    if len(name) > _MAX_NAME:
+        raise ValueError(f"it has a name of {len(name)} characters; expected at most {_MAX_NAME}.")
     if prod(size for size in sizes if size) > _MAX_ELEMENTS:
         raise ValueError(f"{shortened(name)} has the shape {list(sizes)}, whose size overflows int64.")
-    if dtype.decode() != _PAIRS:
-        return TensorInfo(sizes, dtype_of(dtype.decode()))
+    if dtype != _PAIRS:
+        return TensorInfo(sizes, dtype_of(dtype))
     if not sizes or sizes[-1] % 2:
         raise ValueError(f"{shortened(name)} has the shape {list(sizes)}; expected an even last dim for dtype F4.")
     return TensorInfo((*sizes[:-1], sizes[-1] // 2), torch.float4_e2m1fn_x2)

@@ -27,11 +27,7 @@ class FileLayout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo], *, metadata: Mapping[str, str] | None = None) -> Self:
-        """Compute the layout of a file.
-
-        Args:
-            tensors: Shape and dtype of every tensor in the file.
-            metadata: Entries of the header's `__metadata__`.
+        """Compute the layout of a file; `metadata` has the entries of the header's `__metadata__`.
 
         Raises:
             ValueError: If safetensors does not support a dtype, or the header would exceed its size limit.

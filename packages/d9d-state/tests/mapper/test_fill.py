@@ -28,9 +28,9 @@ from d9d_state import (
 from d9d_state.mapper.convert import permute
 from d9d_state.mapper.cut import narrow, pad, select
 from d9d_state.mapper.fill import Destination
-from d9d_state.mapper.graph import leaf
 from d9d_state.mapper.operation import Piece, infer_on_meta
 from d9d_state.mapper.reshape import reshape
+from d9d_state.mapper.state_mapper import leaf
 
 
 @dataclass

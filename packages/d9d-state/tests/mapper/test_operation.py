@@ -3,8 +3,8 @@ import torch
 from torch import Tensor
 
 from d9d_state import TensorInfo, cast, identity, sequential, stack, transform, transpose
-from d9d_state.mapper.graph import leaf
 from d9d_state.mapper.operation import Layout, Local, infer_on_meta
+from d9d_state.mapper.state_mapper import leaf
 
 
 class _Double:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
 from d9d_dist import UserError
-from d9d_pipeline.actions import Backward, Forward
+from d9d_pipeline.actions import Backward, BackwardInput, BackwardWeight, Forward, Part
 from d9d_pipeline.schedule import Schedule
 
 
@@ -25,16 +25,13 @@ class OneForwardOneBackward(Schedule):
 
     max_activations: int | None = None  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
-    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Forward | Backward]:
-        """Yield the warm-up forwards, then alternate backwards and forwards, then yield the last backwards.
+    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Part]:
+        """Return the warm-up forwards, alternating backwards and forwards, and the last backwards.
 
         Raises:
             UserError: If `max_activations` is less than 1.
         """
-        order = InterleavedOrder.of(
-            rank, num_ranks, num_microbatches, 1, warmup="long", max_activations=self.max_activations
-        )
-        yield from order.one_forward_one_backward()
+        return interleaved_actions(rank, num_ranks, num_microbatches, max_activations=self.max_activations)
 
 
 @final
@@ -55,21 +52,19 @@ class Interleaved(Schedule):
     stages_per_rank: int = 2  # ty: ignore[incompatible-attribute-override] - read-only on purpose
     max_activations: int | None = None  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
-    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Forward | Backward]:
-        """Yield the warm-up forwards, then alternate backwards and forwards, then yield the last backwards.
+    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Part]:
+        """Return the warm-up forwards, alternating backwards and forwards, and the last backwards.
 
         Raises:
             UserError: If `max_activations` is too small for a backward to run.
         """
-        order = InterleavedOrder.of(
+        return interleaved_actions(
             rank,
             num_ranks,
             num_microbatches,
-            self.stages_per_rank,
-            warmup="long",
+            stages_per_rank=self.stages_per_rank,
             max_activations=self.max_activations,
         )
-        yield from order.one_forward_one_backward()
 
 
 Warmup: TypeAlias = Literal["short", "long"]
@@ -79,83 +74,56 @@ For each rank between this one and the last, `"short"` adds one forward and `"lo
 """
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class InterleavedOrder:
-    """The order in which a rank processes its (stage, microbatch) pairs.
+def interleaved_actions(
+    rank: int,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    stages_per_rank: int = 1,
+    warmup: Warmup = "long",
+    max_activations: int | None = None,
+    max_delay: int | None = None,
+) -> Iterator[Part]:
+    """Yield the warm-up forwards, then alternate backwards and forwards, then yield the last backwards.
 
-    Attributes:
-        forwards: (stage, microbatch) pairs in the order of their forwards.
-        backwards: (stage, microbatch) pairs in the order of their backwards.
-        warmup: Number of forwards before the first backward.
-        delay: Number of further `BackwardInput` actions between the `BackwardInput` and the `BackwardWeight` of a pair.
+    `max_delay` splits the backwards: between the `BackwardInput` and the `BackwardWeight` of a pair run at most this
+    many other `BackwardInput` actions. `None` does not split them.
+
+    Raises:
+        UserError: If `max_activations` is less than the number of forwards that precede the first backward.
     """
-
-    forwards: list[tuple[int, int]]
-    backwards: list[tuple[int, int]]
-    warmup: int
-    delay: int
-
-    @staticmethod
-    def of(
-        rank: int,
-        num_ranks: int,
-        num_microbatches: int,
-        stages_per_rank: int,
-        *,
-        warmup: Warmup,
-        max_delay: int = 0,
-        max_activations: int | None = None,
-    ) -> "InterleavedOrder":
-        """Return the order of one rank.
-
-        Args:
-            rank: The pipeline rank.
-            num_ranks: Number of pipeline ranks.
-            num_microbatches: Number of microbatches per step.
-            stages_per_rank: Number of stages on each rank.
-            warmup: Length of the warm-up.
-            max_delay: Largest `delay`.
-            max_activations: Largest number of (stage, microbatch) pairs that the rank may hold; `None` for no bound.
-
-        Raises:
-            UserError: If `max_activations` is less than the number of forwards that precede the first backward.
-        """
-        rounds = _rounds(num_microbatches, num_ranks)
-        stages = [turn * num_ranks + rank for turn in range(stages_per_rank)]
-        forwards = [(stage, microbatch) for each in rounds for stage in stages for microbatch in each]
-        backwards = [(stage, microbatch) for each in rounds for stage in reversed(stages) for microbatch in each]
-        longest = max(len(each) for each in rounds)
-        # With one stage per rank there is no interleaving: the warm-up is that of 1F1B, not twice as long.
-        least = (stages_per_rank - 1) * longest + 1  # forwards up to the first output of the rank's last stage
-        short = least + num_ranks - rank - 1
-        long = least + 2 * (num_ranks - rank - 1) if stages_per_rank > 1 and warmup == "long" else short
-        allowed = long + max_delay if max_activations is None else max_activations
-        if allowed < least:
-            raise UserError(
-                f"got max_activations = {max_activations} for {stages_per_rank} stages on each of {num_ranks} ranks "
-                f"and {num_microbatches} microbatches; expected at least {least}, the forwards before the first "
-                "backward. Allow more activations, or use fewer stages per rank."
-            )
-        # Spend the allowed activations where they save most time: short warm-up, deferred weights, long warm-up.
-        warmed = min(max(min(short, allowed), allowed - max_delay), long, len(forwards))
-        return InterleavedOrder(forwards, backwards, warmed, min(max_delay, allowed - warmed))
-
-    def one_forward_one_backward(self) -> Iterator[Forward | Backward]:
-        """Yield the warm-up forwards, then alternate backwards and forwards, then yield the last backwards."""
-        for cell in self.forwards[: self.warmup]:
-            yield Forward(*cell)
-        for index, cell in enumerate(self.backwards):
-            yield Backward(*cell)
-            if self.warmup + index < len(self.forwards):
-                yield Forward(*self.forwards[self.warmup + index])
+    rounds = _rounds(num_microbatches, num_ranks)
+    stages = [turn * num_ranks + rank for turn in range(stages_per_rank)]
+    forwards = [(stage, microbatch) for each in rounds for stage in stages for microbatch in each]
+    backwards = [(stage, microbatch) for each in rounds for stage in reversed(stages) for microbatch in each]
+    longest = max(len(each) for each in rounds)
+    # With one stage per rank there is no interleaving: the warm-up is that of 1F1B, not twice as long.
+    least = (stages_per_rank - 1) * longest + 1  # forwards up to the first output of the rank's last stage
+    short = least + num_ranks - rank - 1
+    long = least + 2 * (num_ranks - rank - 1) if stages_per_rank > 1 and warmup == "long" else short
+    delay = max_delay or 0
+    allowed = long + delay if max_activations is None else max_activations
+    if allowed < least:
+        raise UserError(
+            f"got max_activations = {max_activations} for {stages_per_rank} stages on each of {num_ranks} ranks "
+            f"and {num_microbatches} microbatches; expected at least {least}, the forwards before the first "
+            "backward. Allow more activations, or use fewer stages per rank."
+        )
+    # Spend the allowed activations where they save most time: short warm-up, deferred weights, long warm-up.
+    warmed = min(max(min(short, allowed), allowed - delay), long, len(forwards))
+    delay = min(delay, allowed - warmed)
+    yield from (Forward(*cell) for cell in forwards[:warmed])
+    for index, cell in enumerate(backwards):
+        yield Backward(*cell) if max_delay is None else BackwardInput(*cell)
+        if max_delay is not None and index >= delay:
+            yield BackwardWeight(*backwards[index - delay])
+        if warmed + index < len(forwards):
+            yield Forward(*forwards[warmed + index])
+    yield from (BackwardWeight(*cell) for cell in backwards[max(0, len(backwards) - delay) :])
 
 
 def _rounds(num_microbatches: int, num_ranks: int) -> list[range]:
-    """Split the microbatches into consecutive rounds of nearly equal length.
-
-    There are as many rounds as possible with at least `num_ranks` microbatches each, and at least one round.
-    """
+    """Split the microbatches into as many rounds of nearly equal length as have at least `num_ranks` microbatches."""
     count = max(1, num_microbatches // num_ranks)
     edges = [index * (num_microbatches // count) + min(index, num_microbatches % count) for index in range(count + 1)]
     return [range(start, end) for start, end in itertools.pairwise(edges)]

@@ -36,10 +36,7 @@ class ZeroBubbleV(Schedule):
 
 @lru_cache(maxsize=4)  # all ranks of one program use the same result
 def _simulate_ranks(num_ranks: int, num_microbatches: int) -> tuple[tuple[Compute, ...], ...]:
-    """Simulate all ranks in time steps, and return the actions of each rank.
-
-    In one time step each rank runs at most one action. A result is visible to all ranks from the next time step on.
-    """
+    """Simulate all ranks in time steps of one action per rank, and return the actions of each rank."""
     simulated = [_SimulatedRank(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
     forwards, gradients = [0] * (2 * num_ranks), [0] * (2 * num_ranks)  # microbatches done by stage, before this step
     while any(rank.weights_left for rank in simulated):
@@ -71,10 +68,7 @@ def _block_order(rank: int, num_ranks: int, num_microbatches: int) -> deque[Forw
 
 
 class _SimulatedRank:
-    """One rank of the simulation.
-
-    Stages process microbatches in order, so one counter per stage identifies the finished microbatches.
-    """
+    """One rank of the simulation; since stages process microbatches in order, one counter per stage is enough."""
 
     def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
         self.done: list[Compute] = []
@@ -86,12 +80,7 @@ class _SimulatedRank:
         self._remaining = _block_order(rank, num_ranks, num_microbatches)
 
     def advance(self, forwards: Sequence[int], gradients: Sequence[int]) -> Compute | None:
-        """Run one action if possible, and return it.
-
-        Args:
-            forwards: Number of finished forwards by stage.
-            gradients: Number of finished `BackwardInput` actions by stage.
-        """
+        """Run one action if possible, and return it. The arguments are the finished actions of each type by stage."""
         action = self._choose(forwards, gradients)
         match action:
             case Forward():
@@ -122,8 +111,8 @@ class _SimulatedRank:
     def _is_steady(self, forwards: Sequence[int]) -> bool:
         """Return True if a `BackwardWeight` directly follows its `BackwardInput`, which gives transfers time to arrive.
 
-        This ends with the backward after the last forward: from then on, other ranks wait for input gradients. With
-        fewer microbatches than ranks, other ranks always wait.
+        From the backward after the last forward on, other ranks wait for input gradients. With fewer microbatches than
+        ranks, they always wait.
         """
         if self._num_microbatches < self._num_stages // 2 or not isinstance(self.done[-1], BackwardInput):
             return False
@@ -201,8 +190,7 @@ def _cooldown(
 ) -> Iterator[Compute]:
     """Yield the last three phases: backwards of both stages, of the early stage, and the remaining weight gradients.
 
-    The first half of the backwards in the first of these phases is not split. The others are: their weight gradients
-    fill the time in which the rank waits for input gradients.
+    Deferred weight gradients fill the time in which the rank waits for input gradients.
     """
     for index in range(2 * (rank + 1)):
         stage = late if index % 2 == 0 else early

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
-from d9d_pipeline.actions import BackwardInput, BackwardWeight, Forward
+from d9d_pipeline.actions import Part
 from d9d_pipeline.schedule import Schedule
-from d9d_pipeline.schedules.one_forward_one_backward import InterleavedOrder, Warmup
+from d9d_pipeline.schedules.one_forward_one_backward import Warmup, interleaved_actions
 
 
 @final
@@ -31,30 +31,18 @@ class ZeroBubble1P(Schedule):
     warmup: Warmup = "short"
     max_activations: int | None = None  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
-    def actions(
-        self, rank: int, num_ranks: int, num_microbatches: int
-    ) -> Iterator[Forward | BackwardInput | BackwardWeight]:
-        """Yield the order of 1F1B with split backwards and deferred weight gradients.
+    def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Part]:
+        """Return the order of 1F1B with split backwards and deferred weight gradients.
 
         Raises:
             UserError: If `max_activations` is too small for a backward to run.
         """
-        order = InterleavedOrder.of(
+        return interleaved_actions(
             rank,
             num_ranks,
             num_microbatches,
-            self.stages_per_rank,
+            stages_per_rank=self.stages_per_rank,
             warmup=self.warmup,
-            max_delay=rank,
             max_activations=self.max_activations,
+            max_delay=rank,
         )
-        for cell in order.forwards[: order.warmup]:
-            yield Forward(*cell)
-        for index, cell in enumerate(order.backwards):
-            yield BackwardInput(*cell)
-            if index >= order.delay:
-                yield BackwardWeight(*order.backwards[index - order.delay])
-            if order.warmup + index < len(order.forwards):
-                yield Forward(*order.forwards[order.warmup + index])
-        for cell in order.backwards[max(0, len(order.backwards) - order.delay) :]:
-            yield BackwardWeight(*cell)

@@ -39,10 +39,6 @@ class Background:
     def start(self, what: str, work: Callable[[], None]) -> None:
         """Wait for the previous task, then start a new one.
 
-        Args:
-            what: Description of the task for messages, such as `"saving step-00000100"`.
-            work: The task; an exception marks it as failed.
-
         Raises:
             StateError: If the previous task failed and its error was not raised yet.
         """

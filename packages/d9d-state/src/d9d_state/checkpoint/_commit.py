@@ -39,15 +39,9 @@ class SaveJob:
     """Everything that one save writes, except the tensor data.
 
     Attributes:
-        folder: Final folder of the checkpoint.
         run_id: Id of the run; only the main process's value is written.
-        step: Number of completed optimizer steps.
-        metric: Quality of the model, for retention; `None` if unknown.
-        mesh: Size of every mesh axis.
-        plan: Assignment of tensor parts to ranks.
         state: Canonical JSON of the shared state; only the main process's value is written.
         rank_state: Canonical JSON of this rank's state.
-        ctx: Distributed context; `None` for a single process.
     """
 
     folder: Path

@@ -29,11 +29,6 @@ def mismatches(info: CheckpointInfo, tensors: Mapping[str, Tensor]) -> str | Non
 def load_tensors(info: CheckpointInfo, tensors: Mapping[str, Tensor], *, threads: int) -> None:
     """Load tensors in place; each rank reads only its local shards. Issues no collective.
 
-    Args:
-        info: The checkpoint.
-        tensors: Tensors to load; `mismatches` must have returned `None` for them.
-        threads: Number of threads that read chunks.
-
     Raises:
         StateError: If a file cannot be read.
         ValueError: If a `DTensor` has a Partial placement.

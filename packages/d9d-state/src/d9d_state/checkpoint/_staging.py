@@ -35,11 +35,6 @@ class Staging:
     def copy(self, parts: Mapping[str, Tensor], plan: SavePlan, rank: int) -> dict[str, Tensor]:
         """Copy a rank's tensor parts to the buffer and wait for the copies (host-device synchronization).
 
-        Args:
-            parts: Tensor parts that the rank writes, by key, on any device.
-            plan: The save plan that assigns them.
-            rank: Rank of this process.
-
         Returns:
             Views of the buffer by key, valid until the next call.
 

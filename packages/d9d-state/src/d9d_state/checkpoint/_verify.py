@@ -2,9 +2,10 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -23,10 +24,7 @@ class FilePart:
     """A contiguous part of a file with a recorded digest.
 
     Attributes:
-        file: Name of the file.
         size: Expected size of the whole file in bytes.
-        start: Position of the part's first byte in the file.
-        record: Expected size and digest of the part.
         what: Description for messages: a tensor, the header, the content.
     """
 
@@ -74,16 +72,8 @@ def num_threads(ctx: DistributedContext | None) -> int:
 
 def damage(folder: Path, parts: Sequence[FilePart], *, threads: int) -> list[str]:
     """Compare parts of a checkpoint's files with their records; return one error text for each damaged part."""
-    if threads == 1 or len(parts) < 2:
-        found: Iterable[str | None] = [_problem(folder, part) for part in parts]
-    else:
-        with ThreadPoolExecutor(threads, thread_name_prefix="d9d-verify") as pool:
-            found = list(pool.map(_with_folder(folder), parts))
-    return [text for text in found if text is not None]
-
-
-def _with_folder(folder: Path) -> Callable[[FilePart], str | None]:
-    return lambda part: _problem(folder, part)
+    with ThreadPoolExecutor(threads, thread_name_prefix="d9d-verify") as pool:
+        return [text for text in pool.map(partial(_problem, folder), parts) if text is not None]
 
 
 def _problem(folder: Path, part: FilePart) -> str | None:

@@ -106,11 +106,7 @@ class CheckpointInfo:
 
 
 def folder_name(step: int) -> str:
-    """Return the folder name of a step's checkpoint, such as `step-00000100`.
-
-    Raises:
-        ValueError: If the step is negative.
-    """
+    """Return the folder name of a step's checkpoint, such as `step-00000100`; raise `ValueError` if it is negative."""
     if step < 0:
         raise ValueError(f"got step = {step}; expected 0 or more.")
     return f"step-{step:08d}"

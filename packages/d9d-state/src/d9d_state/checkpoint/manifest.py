@@ -14,7 +14,7 @@ from d9d_state._digests import PartRecord
 from d9d_state._member import open_member_file
 from d9d_state.checkpoint.cover import cover_problem
 from d9d_state.errors import StateError
-from d9d_state.json_value import JsonValue, dump_json, parse_json
+from d9d_state.json_value import JsonValue, as_list, as_object, dump_json, parse_json
 from d9d_state.safetensors_header import dtype_name, dtype_of, parse_shape
 from d9d_state.tensor_info import TensorInfo
 
@@ -133,7 +133,7 @@ class Manifest:
 
     @classmethod
     def _parse(cls, data: bytes) -> Self:
-        body = _object(parse_json(data))
+        body = as_object(parse_json(data))
         if body.get("format") == _FORMAT:
             _check_version(body.get("version"))
         body.pop("sha256", None)
@@ -144,10 +144,10 @@ class Manifest:
             run_id=_text(body["run_id"]),
             step=_count(body["step"]),
             metric=_metric(body["metric"]),
-            mesh={name: _count(size) for name, size in _object(body["mesh"]).items()},
+            mesh={name: _count(size) for name, size in as_object(body["mesh"]).items()},
             num_ranks=_count(body["num_ranks"]),
-            tensors={name: _parse_tensor(record) for name, record in _object(body["tensors"]).items()},
-            files={name: _parse_file(record) for name, record in _object(body["files"]).items()},
+            tensors={name: _parse_tensor(record) for name, record in as_object(body["tensors"]).items()},
+            files={name: _parse_file(record) for name, record in as_object(body["files"]).items()},
         )
         manifest._check()
         return manifest
@@ -234,17 +234,13 @@ def _dump_tensor(record: TensorRecord) -> JsonValue:
 
 
 def _parse_tensor(value: JsonValue) -> TensorRecord:
-    record = _keys(_object(value), "dtype", "shape", "chunks")
-    chunks = record["chunks"]
-    if not isinstance(chunks, list):
-        raise TypeError("chunks must be a list.")
-    return TensorRecord(
-        TensorInfo(parse_shape(record["shape"]), dtype_of(record["dtype"])), tuple(map(_parse_chunk, chunks))
-    )
+    record = _keys(as_object(value), "dtype", "shape", "chunks")
+    info = TensorInfo(parse_shape(record["shape"]), dtype_of(record["dtype"]))
+    return TensorRecord(info, tuple(map(_parse_chunk, as_list(record["chunks"]))))
 
 
 def _parse_chunk(value: JsonValue) -> Chunk:
-    chunk = _keys(_object(value), "offset", "shape", "file", "start", "sha256")
+    chunk = _keys(as_object(value), "offset", "shape", "file", "start", "sha256")
     return Chunk(
         Region(parse_shape(chunk["offset"]), parse_shape(chunk["shape"])),
         _text(chunk["file"]),
@@ -254,7 +250,7 @@ def _parse_chunk(value: JsonValue) -> Chunk:
 
 
 def _parse_file(value: JsonValue) -> FileRecord:
-    record = _keys(_object(value), "size", "head", "sha256")
+    record = _keys(as_object(value), "size", "head", "sha256")
     return FileRecord(_count(record["size"]), PartRecord(_count(record["head"]), _digest(record["sha256"])))
 
 
@@ -262,12 +258,6 @@ def _keys(value: dict[str, JsonValue], *names: str) -> dict[str, JsonValue]:
     if value.keys() != set(names):
         raise ValueError(f"got the keys {', '.join(sorted(value))}; expected {', '.join(sorted(names))}.")
     return value
-
-
-def _object(value: JsonValue) -> dict[str, JsonValue]:
-    if not isinstance(value, dict):
-        raise TypeError(f"got {value!r}; expected an object.")
-    return dict(value)
 
 
 def _text(value: JsonValue) -> str:

@@ -23,17 +23,10 @@ def newest_sound(
     verify: bool,
     damaged: set[Path],
 ) -> CheckpointInfo | None:
-    """Return the first candidate that all ranks see and that no rank finds damaged. Collective.
+    """Return the first candidate that all ranks see and that no rank finds damaged, or `None`. Collective.
 
-    Args:
-        folder: Folder of the checkpoints.
-        candidates: Checkpoints that the main process sees, newest first; ignored on the other ranks.
-        ctx: Distributed context; `None` for a single process.
-        verify: Compare digests.
-        damaged: The folders of skipped candidates are added to this set.
-
-    Returns:
-        The checkpoint, or `None` if there is none. Equal on all ranks.
+    Only the main process's candidates are used; they come newest first. The folders of skipped candidates are added to
+    `damaged`. `verify` compares digests.
 
     Raises:
         StateError: On every rank, if the folder cannot be read or a process limit prevents opening files.
@@ -63,16 +56,11 @@ def newest_sound(
 def verify_together(info: CheckpointInfo, ctx: DistributedContext | None) -> str | None:
     """Verify all digests of a checkpoint; each rank reads its share of the bytes. Collective.
 
-    Args:
-        info: The checkpoint.
-        ctx: Distributed context; `None` for a single process.
-
     Returns:
         Text with the damaged parts, equal on all ranks; `None` if nothing is damaged.
 
     Raises:
-        StateError: On every rank, if a process limit prevents one rank from opening files, so that the result is
-            unknown.
+        StateError: On every rank, if a process limit prevents one rank from opening files.
     """
     rank, ranks = (0, 1) if ctx is None else (ctx.rank, ctx.world_size)
     share = share_of(parts_of(info.manifest), rank=rank, num_ranks=ranks)
@@ -91,11 +79,7 @@ def verify_together(info: CheckpointInfo, ctx: DistributedContext | None) -> str
 def _open(
     path: Path, chosen: CheckpointInfo | None, ctx: DistributedContext | None
 ) -> tuple[CheckpointInfo | None, str | None]:
-    """Open the checkpoint on every rank and compare the manifests with the main process's. Collective.
-
-    Returns:
-        This rank's checkpoint, and an error text (equal on all ranks) if a rank sees something else.
-    """
+    """Open the checkpoint on every rank and compare the manifests with the main process's. Collective."""
     info, problem, digest, limited = chosen, "", "", None
     try:
         info = open_complete(path) if info is None else info

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from d9d_dist import UserError
 from d9d_state.checkpoint.tensors import named_parameters
-from d9d_state.json_value import JsonValue
+from d9d_state.json_value import JsonValue, as_list, as_object
 
 GroupValues: TypeAlias = list[dict[str, JsonValue]]
 """Values of each parameter group: hyperparameters, and state that the optimizer stores in the group."""
@@ -89,10 +89,10 @@ def set_non_tensor_optimizer_state(model: nn.Module, optimizer: Optimizer, saved
     try:
         numbers: dict[str, Any] = {}
         values_of: dict[str, Any] = {}
-        for each in map(_fields, saved):
-            numbers.update(_fields(each["parameters"]))
-            for group in map(_fields, _items(each["groups"])):
-                values_of.update(dict.fromkeys(map(str, _items(group["parameters"])), group["values"]))
+        for each in map(as_object, saved):
+            numbers.update(as_object(each["parameters"]))
+            for group in map(as_object, as_list(each["groups"])):
+                values_of.update(dict.fromkeys(map(str, as_list(group["parameters"])), group["values"]))
         _set_numbers(model, optimizer, numbers, values_of)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
@@ -106,12 +106,12 @@ def _set_numbers(
     names: dict[int, str] = {}
     for name, parameter, _ in named_parameters(model, optimizer):
         names[id(parameter)] = name
-        for key, value in _fields(numbers.get(name, {})).items():
+        for key, value in as_object(numbers.get(name, {})).items():
             optimizer.state[parameter][key] = _from_plain(value)
     for group in optimizer.param_groups:
         members = [names[id(parameter)] for parameter in group["params"]]
         saved = next((values_of[name] for name in members if name in values_of), {})
-        for key, value in _fields(saved).items():
+        for key, value in as_object(saved).items():
             group[key] = _like(group.get(key), _from_plain(value))
 
 
@@ -144,16 +144,4 @@ def _from_plain(value: JsonValue) -> Any:
             return float(text)
         case list():
             return [_from_plain(item) for item in value]
-    return value
-
-
-def _fields(value: JsonValue) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError("expected an object")
-    return dict(value)
-
-
-def _items(value: JsonValue) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError("expected a list")
     return value

@@ -59,10 +59,6 @@ class SavePlanner:
     def plan(self, tensors: Mapping[str, Tensor], ctx: DistributedContext | None) -> SavePlan:
         """Return the plan for some tensors. Collective: all-gathers a digest, and descriptions if one rank changed.
 
-        Args:
-            tensors: Tensors that this rank holds, by name.
-            ctx: Distributed context; `None` for a single process.
-
         Raises:
             StateError: On every rank, if a tensor cannot be saved or the ranks' tensors are inconsistent.
             ValueError: In a single process, if a tensor cannot be saved.

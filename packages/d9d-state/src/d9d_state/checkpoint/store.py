@@ -3,7 +3,7 @@
 import logging
 import math
 import uuid
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self, final
@@ -11,11 +11,10 @@ from typing import Self, final
 from torch import Tensor
 
 from d9d_dist import DistributedContext, UserError, agree, gather_json
-from d9d_state import _files
-from d9d_state._partial_folder import partial_of
 from d9d_state._ranks import is_main, num_ranks
 from d9d_state.checkpoint._background import Background
 from d9d_state.checkpoint._commit import SaveJob, write_checkpoint
+from d9d_state.checkpoint._folder import delete_old, discard_partials, move_aside, newest_first
 from d9d_state.checkpoint._load import load_tensors, mismatches
 from d9d_state.checkpoint._staging import Staging
 from d9d_state.checkpoint._verify import num_threads
@@ -24,7 +23,7 @@ from d9d_state.checkpoint.newest import newest_sound, verify_together
 from d9d_state.checkpoint.retention import Retention
 from d9d_state.checkpoint.save_plan import SavePlanner, local_parts
 from d9d_state.errors import ProcessLimitError, StateError, describe
-from d9d_state.folder_lock import LOCK_NAME, locked_folder
+from d9d_state.folder_lock import locked_folder
 from d9d_state.json_value import JsonValue, dump_json
 
 _LOGGER = logging.getLogger("d9d.state")
@@ -95,7 +94,7 @@ class CheckpointStore:
             StateError: If the folder cannot be read, or a process limit prevents opening files.
         """
         try:
-            return list(self._newest_first(log_level=logging.WARNING))
+            return list(newest_first(self.folder, only_run=self._only_run, log_level=logging.WARNING))
         except OSError as error:
             raise StateError(f"{self.folder} cannot be read: {describe(error)}") from error
 
@@ -115,7 +114,9 @@ class CheckpointStore:
                 process limit prevents opening files.
         """
         self.wait()
-        candidates = self._newest_first(log_level=logging.WARNING) if is_main(ctx) else iter(())
+        candidates = (
+            newest_first(self.folder, only_run=self._only_run, log_level=logging.WARNING) if is_main(ctx) else iter(())
+        )
         return newest_sound(self.folder, candidates, ctx, verify=verify, damaged=self._damaged)
 
     def check_new(self, ctx: DistributedContext | None = None) -> None:
@@ -202,21 +203,9 @@ class CheckpointStore:
     ) -> None:
         """Save a checkpoint in a background thread after copying this rank's tensor parts to host memory. Collective.
 
-        After this returns, the tensors may change. Only one save runs at a time: this first waits for the previous
-        one. An error in the thread is raised once, by the next call of `raise_if_failed`, `wait`, `close` or a save.
-
-        Args:
-            step: As in `save`.
-            tensors: As in `save`.
-            state: As in `save`.
-            rank_state: As in `save`.
-            metric: As in `save`.
-            ctx: As in `save`.
-
-        Raises:
-            UserError: If an undamaged checkpoint of this step exists.
-            ValueError: If a value is not a tensor or not JSON, or if `ctx` is missing although there are several ranks.
-            StateError: On every rank, if the previous background save failed, or the tensors cannot be saved or copied.
+        Arguments and errors are those of `save`. After this returns, the tensors may change. Only one save runs at a
+        time: this first waits for the previous one. An error in the thread is raised once, by the next call of
+        `raise_if_failed`, `wait`, `close` or a save.
         """
         job = self._begin(step, tensors, state=state, rank_state=rank_state, metric=metric, ctx=ctx)
         group = self._background.group(ctx)
@@ -316,23 +305,7 @@ class CheckpointStore:
             StateError: On every rank, if the main process cannot delete a partial folder.
         """
         self.wait()
-        agree(self._discard_partials() if is_main(ctx) else None, error=StateError, alone=ctx is None)
-
-    def _discard_partials(self) -> str | None:
-        """Delete partial folders; return the error text, or `None` on success."""
-        try:
-            left = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
-        except OSError as error:
-            return f"{self.folder} cannot be read: {describe(error)}"
-        partials = [path for path in left if path.suffix == ".partial" and step_of(path.stem) >= 0]
-        try:
-            for path in partials:
-                if path.is_dir() and not path.is_symlink():
-                    _LOGGER.info("deleting the incomplete checkpoint %s", path)
-                    _files.remove_folder(path)
-        except OSError as error:
-            return f"partial checkpoints in {self.folder} could not be deleted: {describe(error)}"
-        return None
+        agree(discard_partials(self.folder) if is_main(ctx) else None, error=StateError, alone=ctx is None)
 
     def _begin(
         self,
@@ -379,75 +352,18 @@ class CheckpointStore:
         except (OSError, ProcessLimitError) as error:
             problem = f"{folder} cannot be read: {describe(error)}"
         except StateError as reason:
-            problem = _move_aside(folder, reason)
+            problem = move_aside(folder, reason)
         agree(problem, error=StateError, alone=ctx is None)
 
     def _delete_old(self, job: SaveJob) -> None:
-        """Delete checkpoints by the retention policy, never the one just saved. Deletion errors are only logged."""
-        if not is_main(job.ctx) or self._retention.last is None:
-            return
-        try:
-            found = [info for info in self._newest_first() if info.folder not in self._damaged]
-        except (OSError, ProcessLimitError) as error:
-            _LOGGER.warning("%s could not be read, so no old checkpoint is deleted: %s", self.folder, describe(error))
-            return
-        own = [info for info in found if info.run_id == job.run_id]
-        own.sort(key=lambda info: info.step == job.step, reverse=True)
-        kept = self._retention.kept(own)
-        for info in own:
-            if info.step in kept:
-                continue
-            try:
-                # Rename first: a deletion that is killed halfway then leaves a partial folder, not a broken checkpoint.
-                _files.rename(info.folder, partial_of(info.folder))
-                _files.fsync_folder(self.folder)
-                _files.remove_folder(partial_of(info.folder))
-            except OSError as error:
-                _LOGGER.warning("%s could not be deleted: %s", info.folder, describe(error))
+        if is_main(job.ctx) and self._retention.last is not None:
+            delete_old(self.folder, self._retention, run_id=job.run_id, saved_step=job.step, damaged=self._damaged)
 
     def _current_run_id(self) -> str:
         if self._run_id is None:
-            newest = next(self._newest_first(), None)
+            newest = next(newest_first(self.folder, only_run=self._only_run), None)
             self._run_id = uuid.uuid4().hex if newest is None else newest.run_id
         return self._run_id
-
-    def _newest_first(self, *, log_level: int = logging.DEBUG) -> Iterator[CheckpointInfo]:
-        if not self.folder.is_dir():
-            return
-        paths = [path for path in sorted(self.folder.iterdir()) if path.name != LOCK_NAME]
-        foreign = [path for path in paths if step_of(path.name) < 0]
-        ours = [path for path in paths if step_of(path.name) >= 0]
-        for path in [*foreign, *sorted(ours, key=lambda path: step_of(path.name), reverse=True)]:
-            try:
-                info = open_complete(path)
-                if self._only_run is not None and info.run_id != self._only_run:
-                    raise StateError(f"it belongs to run {info.run_id}, not to {self._only_run}.")
-                yield info
-            except ProcessLimitError:
-                raise
-            except StateError as reason:
-                level = logging.WARNING if _is_disk_error(reason) else log_level
-                _LOGGER.log(level, "skipping %s: %s", path, reason)
-
-
-def _is_disk_error(error: BaseException | None) -> bool:
-    """Return True if an `OSError` other than `FileNotFoundError` is in the cause chain: always worth a warning."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__
-    return error is not None and not isinstance(error, FileNotFoundError)
-
-
-def _move_aside(folder: Path, reason: StateError) -> str | None:
-    """Rename a damaged checkpoint; return the error text, or `None` on success."""
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.damaged-{number}")).exists():
-        number += 1
-    _LOGGER.warning("moving %s to %s: %s", folder, aside, reason)
-    try:
-        _files.rename(folder, aside)
-    except OSError as error:
-        return f"{folder} is damaged and could not be moved: {describe(error)}"
-    return None
 
 
 def _mesh_shape(ctx: DistributedContext | None) -> dict[str, int]:

@@ -1,48 +1,16 @@
 """Check of a mapper against a checkpoint and a model, by shapes and dtypes only, with all mismatches in one error."""
 
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import nn
 
 from d9d_dist import UserError
-from d9d_state.mapper._component import Component
-from d9d_state.model_folder import ModelFolder
-from d9d_state.module_tensors import aliases, module_tensors
+from d9d_state.mapper.graph import Component, Graph, StateGroup
 from d9d_state.tensor_info import TensorInfo
-
-if TYPE_CHECKING:
-    from d9d_state.mapper.graph import StateGroup, StateMapper
-
-
-def check(
-    mapper: "StateMapper",
-    *,
-    source: str | Path | Mapping[str, TensorInfo],
-    target: nn.Module | Mapping[str, TensorInfo],
-    unused: Literal["error", "ignore"],
-) -> None:
-    """Raise one `UserError` that lists all mismatches; see `StateMapper.check`."""
-    held = source if isinstance(source, Mapping) else ModelFolder.open(source).tensors
-    if isinstance(target, nn.Module):
-        wanted = {name: TensorInfo.of(tensor) for name, tensor in module_tensors(target).items()}
-        first_names = aliases(target)
-    else:
-        wanted = dict(target)
-        first_names = {name: name for name in wanted}
-    refuse_mismatches(
-        mapper,
-        held=held,
-        wanted=wanted,
-        first_names=first_names,
-        consumed=mapper.inputs if unused == "error" else held.keys(),
-    )
 
 
 def refuse_mismatches(
-    mapper: "StateMapper",
+    graph: Graph,
     *,
     held: Mapping[str, TensorInfo],
     wanted: Mapping[str, TensorInfo],
@@ -52,7 +20,7 @@ def refuse_mismatches(
     """Compare a mapper with the tensors of a source and a model.
 
     Args:
-        mapper: The mapper.
+        graph: Graph of the mapper.
         held: Tensors of the source.
         wanted: Tensors of the model; a tied tensor appears under each of its names.
         first_names: Maps each name of the model to the first name of the same tensor.
@@ -61,8 +29,8 @@ def refuse_mismatches(
     Raises:
         UserError: Listing every mismatch.
     """
-    skipped = skipped_groups(mapper, held=held.keys(), first_names=first_names)
-    parts = [part for part in mapper.components if not skipped or part.group not in skipped]
+    skipped = skipped_groups(graph, held=held.keys(), first_names=first_names)
+    parts = [part for part in graph.components if not skipped or part.group not in skipped]
     produced = [name for part in parts for name in part.group.outputs]
     filled = {first_names[name] for name in produced if name in first_names}
     sections = {
@@ -74,7 +42,7 @@ def refuse_mismatches(
         "in the model, but not produced; keep() them if this is intended": [
             name for name in wanted if first_names[name] == name and name not in filled
         ],
-        "wrong shape or dtype": [line for part in parts for line in _mismatches(mapper, part, held, wanted)],
+        "wrong shape or dtype": [line for part in parts for line in _mismatches(graph, part, held, wanted)],
     }
     report = [
         line
@@ -86,17 +54,15 @@ def refuse_mismatches(
         raise UserError("the checkpoint, the mapper and the model do not match:\n" + "\n".join(report))
 
 
-def skipped_groups(
-    mapper: "StateMapper", *, held: Iterable[str], first_names: Mapping[str, str]
-) -> frozenset["StateGroup"]:
+def skipped_groups(graph: Graph, *, held: Iterable[str], first_names: Mapping[str, str]) -> frozenset[StateGroup]:
     """Return groups that can be skipped: the source has none of their inputs, and tied names fill all their outputs."""
     held = frozenset(held)
-    absent = [group for group in mapper.groups if group.inputs and held.isdisjoint(group.inputs)]
+    absent = [group for group in graph.groups if group.inputs and held.isdisjoint(group.inputs)]
     if not absent:
         return frozenset()
     filled = {
         first_names[name]
-        for group in mapper.groups
+        for group in graph.groups
         if held.issuperset(group.inputs)
         for name in group.outputs
         if name in first_names
@@ -107,19 +73,19 @@ def skipped_groups(
 
 
 def _mismatches(
-    mapper: "StateMapper", part: Component, held: Mapping[str, TensorInfo], wanted: Mapping[str, TensorInfo]
+    graph: Graph, part: Component, held: Mapping[str, TensorInfo], wanted: Mapping[str, TensorInfo]
 ) -> list[str]:
     group = part.group
     if not group.inputs or any(name not in held for name in group.inputs):
         return []
-    values = {mapper.input_wires[name]: held[name] for name in group.inputs}
+    values = {graph.input_wires[name]: held[name] for name in group.inputs}
     try:
         part.infer(values)
     except ValueError as error:
         return [str(error)]
     mismatches = []
     for name in group.outputs:
-        given = values[mapper.output_wires[name]]
+        given = values[graph.output_wires[name]]
         expected = wanted.get(name, given)
         if not _matches(given, expected):
             sources = ", ".join(group.inputs)

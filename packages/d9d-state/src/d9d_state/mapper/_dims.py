@@ -1,35 +1,38 @@
 """Dim and dtype checks that several operations share, with uniform error messages."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from d9d_state.tensor_info import TensorInfo
 
+Shape: TypeAlias = tuple[int, ...]
+
 
 def normalized_dim(dim: int, num_dims: int) -> int:
-    """Convert a possibly negative dim to one counted from 0.
-
-    Raises:
-        ValueError: If the dim is out of range.
-    """
+    """Convert a possibly negative dim to one counted from 0; raise `ValueError` if it is out of range."""
     if not -num_dims <= dim < num_dims:
         raise ValueError(f"got dim {dim}; expected a dim of a tensor with {num_dims} dims.")
     return dim % num_dims
 
 
-def resized(info: TensorInfo, dim: int, size: int) -> TensorInfo:
-    """Replace the size of one dim, counted from 0."""
-    return TensorInfo((*info.shape[:dim], size, *info.shape[dim + 1 :]), info.dtype)
+def sized_dim(shape: Shape, dim: int, size: int) -> int:
+    """Return the dim counted from 0; raise `ValueError` if it does not have the given size."""
+    normalized = normalized_dim(dim, len(shape))
+    if shape[normalized] != size:
+        raise ValueError(f"dim {dim} of shape {list(shape)} must have size {size}.")
+    return normalized
+
+
+def resized(shape: Shape, dim: int, *sizes: int) -> Shape:
+    """Replace the size of one dim, counted from 0, by other sizes; none removes the dim."""
+    return (*shape[:dim], *sizes, *shape[dim + 1 :])
 
 
 def common_dtype(inputs: Sequence[TensorInfo]) -> torch.dtype:
-    """Return the dtype to which `torch.promote_types` promotes all inputs.
-
-    Raises:
-        ValueError: If torch cannot promote the dtypes, such as different float8 types.
-    """
+    """Return the dtype to which `torch.promote_types` promotes all inputs; raise `ValueError` if it cannot."""
     common = inputs[0].dtype
     for info in inputs[1:]:
         if info.dtype != common:
@@ -41,11 +44,7 @@ def common_dtype(inputs: Sequence[TensorInfo]) -> torch.dtype:
 
 
 def same_shapes(inputs: Sequence[TensorInfo]) -> tuple[int, ...]:
-    """Return the shape that all inputs have.
-
-    Raises:
-        ValueError: If the shapes differ.
-    """
+    """Return the shape that all inputs have; raise `ValueError` if the shapes differ."""
     shape = inputs[0].shape
     if any(info.shape != shape for info in inputs):
         shapes = dict.fromkeys(str(list(info.shape)) for info in inputs)

@@ -2,24 +2,24 @@
 
 from collections.abc import Iterator, Mapping
 from itertools import count
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from d9d_state.mapper._outline import Label, Outline, outlines
+from d9d_state.mapper.graph import Graph
 from d9d_state.tensor_info import TensorInfo
-
-if TYPE_CHECKING:
-    from d9d_state.mapper.graph import StateMapper
 
 _PLAIN = frozenset(" ._-,:=()[]{}/+*'!")
 
 
 def explain(
-    mapper: "StateMapper", form: Literal["text", "mermaid"], *, infos: Mapping[str, TensorInfo] | None, fold: bool
+    graph: Graph, form: Literal["text", "mermaid"], *, infos: Mapping[str, TensorInfo] | None, fold: bool
 ) -> str:
     """Render the graph; see `StateMapper.explain`."""
-    shown = outlines(mapper, infos or {}, fold=fold)
+    shown = outlines(graph, infos or {}, fold=fold)
     if form == "text":
-        counts = f"{len(mapper.inputs)} tensors -> {len(mapper.outputs)} tensors, {len(mapper.components)} groups"
+        counts = (
+            f"{len(graph.input_wires)} tensors -> {len(graph.output_wires)} tensors, {len(graph.components)} groups"
+        )
         return "\n".join([counts, *(line for outline in shown for line in _text(outline))])
     if form == "mermaid":
         ids = (f"n{number}" for number in count())

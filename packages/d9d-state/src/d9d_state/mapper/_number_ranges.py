@@ -10,9 +10,6 @@ def folded_rows(rows: Sequence[tuple[int, ...]]) -> list[tuple[list[str], int]]:
     Within a row, ranges of equal length advance together; ranges of different lengths form all combinations. Rows that
     cannot be expressed this way are split into several folded rows.
 
-    Args:
-        rows: Distinct rows of equal length.
-
     Returns:
         For each folded row a text for every column, and the number of rows it represents.
     """

@@ -3,14 +3,11 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, final
+from typing import final
 
-from d9d_state.mapper._component import Component
 from d9d_state.mapper._number_ranges import folded_rows
+from d9d_state.mapper.graph import Component, Graph
 from d9d_state.tensor_info import TensorInfo
-
-if TYPE_CHECKING:
-    from d9d_state.mapper.graph import StateMapper
 
 # Index numbers in a name. Text in braces is skipped (folded ranges and placeholders), as are leading zeros like 007.
 _NUMBER = re.compile(r"(\{[^}]*\})|(?<!\d)(0|[1-9]\d*)(?!\d)")
@@ -36,13 +33,7 @@ class Label:
 @final
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation, or a tensor that passes through unchanged.
-
-    Attributes:
-        inputs: Input labels; empty for a kept output.
-        operation: Description of the operation; `None` if there is none.
-        outputs: Output labels; empty for a dropped input.
-    """
+    """One operation, or a tensor that passes through unchanged."""
 
     inputs: tuple[Label, ...]
     operation: str | None
@@ -52,33 +43,25 @@ class Step:
 @final
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Steps of one group, or of several groups that differ only in the numbers in their names.
-
-    Attributes:
-        steps: The steps, in order.
-        num_groups: Number of groups that the outline represents.
-    """
+    """Steps of one group, or of several groups that differ only in the numbers in their names."""
 
     steps: tuple[Step, ...]
     num_groups: int = 1
 
 
-def outlines(mapper: "StateMapper", infos: Mapping[str, TensorInfo], *, fold: bool) -> list[Outline]:
+def outlines(graph: Graph, infos: Mapping[str, TensorInfo], *, fold: bool) -> list[Outline]:
     """Return the outlines of a mapper's groups, in order.
 
-    Args:
-        mapper: The mapper.
-        infos: Shapes and dtypes of inputs, as far as known.
-        fold: Fold groups and names that differ only in numbers.
+    `infos` has the known shapes and dtypes of inputs. `fold` folds groups and names that differ only in numbers.
     """
-    whole = [Outline(tuple(_steps(mapper, part, infos))) for part in mapper.components]
+    whole = [Outline(tuple(_steps(graph, part, infos))) for part in graph.components]
     return _folded([_with_lists_folded(each) for each in whole]) if fold else whole
 
 
-def _steps(mapper: "StateMapper", part: Component, infos: Mapping[str, TensorInfo]) -> Iterator[Step]:
-    names_in = {mapper.input_wires[name]: name for name in part.group.inputs}
-    names_out = {mapper.output_wires[name]: name for name in part.group.outputs}
-    values = _values(mapper, part, infos)
+def _steps(graph: Graph, part: Component, infos: Mapping[str, TensorInfo]) -> Iterator[Step]:
+    names_in = {graph.input_wires[name]: name for name in part.group.inputs}
+    names_out = {graph.output_wires[name]: name for name in part.group.outputs}
+    values = _values(graph, part, infos)
     numbers: dict[int, int] = {}
 
     def label(wire: int, names: Mapping[int, str]) -> Label:
@@ -96,9 +79,9 @@ def _steps(mapper: "StateMapper", part: Component, infos: Mapping[str, TensorInf
         yield Step((label(wire, names_in),), None, (label(wire, names_out),) if names_out else ())
 
 
-def _values(mapper: "StateMapper", part: Component, infos: Mapping[str, TensorInfo]) -> dict[int, TensorInfo]:
+def _values(graph: Graph, part: Component, infos: Mapping[str, TensorInfo]) -> dict[int, TensorInfo]:
     """Infer shapes and dtypes of the wires, as far as the known inputs allow."""
-    values = {mapper.input_wires[name]: infos[name] for name in part.group.inputs if name in infos}
+    values = {graph.input_wires[name]: infos[name] for name in part.group.inputs if name in infos}
     if part.group.inputs and len(values) == len(part.group.inputs):
         try:
             part.infer(values)

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Mapping, Sequence
 
-from d9d_state.mapper._component import Component
+from d9d_state.mapper.graph import Component
 
 
 def deal(

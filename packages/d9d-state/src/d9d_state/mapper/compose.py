@@ -1,9 +1,11 @@
 """Composition of mappers: in parallel, in sequence, with name prefixes, or repeated over placeholder values."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from itertools import product
 
-from d9d_state.mapper.graph import Node, StateMapper, checked, refuse_duplicates
+from d9d_state.mapper.graph import Node
+from d9d_state.mapper.state_mapper import StateMapper, checked, refuse_duplicates
 
 
 def parallel(*mappers: StateMapper) -> StateMapper:
@@ -57,12 +59,7 @@ def sequential(*mappers: StateMapper) -> StateMapper:
 
 def scope(prefix_in: str, prefix_out: str, mapper: StateMapper) -> StateMapper:
     """Add a prefix to every input name and another to every output name. Prefixes include their trailing dot."""
-    return StateMapper(
-        nodes=mapper.nodes,
-        input_wires={prefix_in + name: wire for name, wire in mapper.input_wires.items()},
-        output_wires={prefix_out + name: wire for name, wire in mapper.output_wires.items()},
-        num_wires=mapper.num_wires,
-    )
+    return _renamed(mapper, lambda name: prefix_in + name, lambda name: prefix_out + name)
 
 
 def repeat(mapper: StateMapper, **values: Iterable[int | str]) -> StateMapper:
@@ -92,12 +89,13 @@ def _filled(mapper: StateMapper, values: dict[str, int | str]) -> StateMapper:
             name = name.replace(f"{{{key}}}", str(value))
         return name
 
-    return StateMapper(
-        nodes=mapper.nodes,
-        input_wires={fill(name): wire for name, wire in mapper.input_wires.items()},
-        output_wires={fill(name): wire for name, wire in mapper.output_wires.items()},
-        num_wires=mapper.num_wires,
-    )
+    return _renamed(mapper, fill, fill)
+
+
+def _renamed(mapper: StateMapper, of_input: Callable[[str], str], of_output: Callable[[str], str]) -> StateMapper:
+    inputs = {of_input(name): wire for name, wire in mapper.input_wires.items()}
+    outputs = {of_output(name): wire for name, wire in mapper.output_wires.items()}
+    return replace(mapper, input_wires=inputs, output_wires=outputs)
 
 
 def _rewired(node: Node, wires: range | list[int]) -> Node:

@@ -9,36 +9,32 @@ import torch
 from torch import Tensor
 
 from d9d_dist import Region
-from d9d_state.mapper._dims import infos_of, normalized_dim, same_shapes
+from d9d_state.mapper._dims import Shape, infos_of, normalized_dim, same_shapes
+from d9d_state.mapper._one_input import OneInput
 from d9d_state.mapper.compose import parallel
-from d9d_state.mapper.graph import StateMapper, leaf
 from d9d_state.mapper.operation import Piece, infer_on_meta
+from d9d_state.mapper.state_mapper import StateMapper, leaf
 from d9d_state.tensor_info import TensorInfo
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Transpose:
+class _Transpose(OneInput):
     dim0: int
     dim1: int
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        self.infer(*infos_of(tensors))
-        (tensor,) = tensors
+    def shapes(self, shape: Shape) -> tuple[Shape]:
+        sizes = list(shape)
+        dim0, dim1 = normalized_dim(self.dim0, len(shape)), normalized_dim(self.dim1, len(shape))
+        sizes[dim0], sizes[dim1] = sizes[dim1], sizes[dim0]
+        return (tuple(sizes),)
+
+    def move(self, tensor: Tensor) -> tuple[Tensor]:
         return (tensor.transpose(self.dim0, self.dim1),)
 
-    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
-        (info,) = inputs
-        shape = list(info.shape)
-        dim0, dim1 = normalized_dim(self.dim0, len(shape)), normalized_dim(self.dim1, len(shape))
-        shape[dim0], shape[dim1] = shape[dim1], shape[dim0]
-        return (TensorInfo(tuple(shape), info.dtype),)
-
-    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
-        assert output == 0
-        dims = list(range(len(inputs[0].shape)))
-        dims[self.dim0], dims[self.dim1] = dims[self.dim1], dims[self.dim0]
-        return (Piece(0, region.permuted(dims), target.transpose(self.dim0, self.dim1)),)
+    def source(self, output: int, region: Region, target: Tensor, shape: Shape) -> tuple[Region, Tensor]:
+        (dims,) = self.shapes(tuple(range(len(shape))))
+        return region.permuted(dims), target.transpose(self.dim0, self.dim1)
 
     def inverse(self) -> "_Transpose":
         return self
@@ -49,24 +45,20 @@ class _Transpose:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Permute:
+class _Permute(OneInput):
     dims: tuple[int, ...]
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        self.infer(*infos_of(tensors))
-        (tensor,) = tensors
+    def shapes(self, shape: Shape) -> tuple[Shape]:
+        if len(shape) != len(self.dims):
+            raise ValueError(f"got shape {list(shape)}; expected {len(self.dims)} dims.")
+        return (tuple(shape[dim] for dim in self.dims),)
+
+    def move(self, tensor: Tensor) -> tuple[Tensor]:
         return (tensor.permute(self.dims),)
 
-    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
-        (info,) = inputs
-        if len(info.shape) != len(self.dims):
-            raise ValueError(f"got shape {list(info.shape)}; expected {len(self.dims)} dims.")
-        return (TensorInfo(tuple(info.shape[dim] for dim in self.dims), info.dtype),)
-
-    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
-        assert output == 0
+    def source(self, output: int, region: Region, target: Tensor, shape: Shape) -> tuple[Region, Tensor]:
         back = self.inverse().dims
-        return (Piece(0, region.permuted(back), target.permute(back)),)
+        return region.permuted(back), target.permute(back)
 
     def inverse(self) -> "_Permute":
         return _Permute(tuple(self.dims.index(dim) for dim in range(len(self.dims))))
@@ -156,25 +148,16 @@ class _ElementwiseFunction:
 def transpose(src: str, dst: str | None = None, *, dim0: int = 0, dim1: int = 1) -> StateMapper:
     """Swap two dims of a tensor. The inverse swaps them back.
 
-    Args:
-        src: Name of the tensor.
-        dst: Name of the result; `None` keeps the name.
-        dim0: First dim; negative values count from the end.
-        dim1: Second dim; negative values count from the end.
+    `dst=None` keeps the name. Negative dims count from the end.
     """
     return leaf(_Transpose(dim0, dim1), [src], [src if dst is None else dst])
 
 
 def permute(src: str, dst: str | None = None, *, dims: Sequence[int]) -> StateMapper:
-    """Permute the dims of a tensor. The inverse permutes them back.
-
-    Args:
-        src: Name of the tensor.
-        dst: Name of the result; `None` keeps the name.
-        dims: All dims of the tensor in their new order, as for `Tensor.permute`; negative values count from the end.
+    """Permute the dims of a tensor, as `Tensor.permute` does; `dst=None` keeps the name.
 
     Raises:
-        ValueError: If `dims` is not a permutation.
+        ValueError: If `dims` is not a permutation of all dims.
     """
     order = tuple(dim + len(dims) if dim < 0 else dim for dim in dims)
     if sorted(order) != list(range(len(dims))):
@@ -183,15 +166,10 @@ def permute(src: str, dst: str | None = None, *, dims: Sequence[int]) -> StateMa
 
 
 def cast(*names: str, dtype: torch.dtype, back: torch.dtype | None = None) -> StateMapper:
-    """Convert tensors to a dtype. The inverse is a `cast` to `back`.
+    """Convert tensors to a dtype, under their names. The inverse is a `cast` to `back`; without it there is none.
 
-    Loading into a model converts between floating-point dtypes without it; use it to choose the dtype in files.
-
-    Args:
-        names: Names of the tensors; they do not change.
-        dtype: New dtype.
-        back: Dtype of the inverse; without it, the mapper has no inverse. The round trip is exact only if `dtype` can
-            represent all values.
+    Loading into a model converts between floating-point dtypes without it; use it to choose the dtype in files. The
+    round trip is exact only if `dtype` can represent all values.
 
     Raises:
         ValueError: If a name occurs twice.

@@ -8,36 +8,33 @@ import torch
 from torch import Tensor
 
 from d9d_dist import Region
-from d9d_state.mapper._dims import infos_of, normalized_dim, resized
-from d9d_state.mapper.graph import StateMapper, leaf
+from d9d_state.mapper._dims import Shape, infos_of, normalized_dim, resized, sized_dim
+from d9d_state.mapper._one_input import OneInput
 from d9d_state.mapper.operation import Constant, Piece
+from d9d_state.mapper.state_mapper import StateMapper, leaf
 from d9d_state.tensor_info import TensorInfo
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Narrow:
+class _Narrow(OneInput):
     dim: int
     start: int
     length: int
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        self.infer(*infos_of(tensors))
-        (tensor,) = tensors
+    def shapes(self, shape: Shape) -> tuple[Shape]:
+        dim = normalized_dim(self.dim, len(shape))
+        end = self.start + self.length
+        if end > shape[dim]:
+            raise ValueError(f"dim {self.dim} of shape {list(shape)} ends before {end}.")
+        return (resized(shape, dim, self.length),)
+
+    def move(self, tensor: Tensor) -> tuple[Tensor]:
         return (tensor.narrow(self.dim, self.start, self.length),)
 
-    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
-        (info,) = inputs
-        dim = normalized_dim(self.dim, len(info.shape))
-        end = self.start + self.length
-        if end > info.shape[dim]:
-            raise ValueError(f"dim {self.dim} of shape {list(info.shape)} ends before {end}.")
-        return (resized(info, dim, self.length),)
-
-    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
-        assert output == 0
-        dim = normalized_dim(self.dim, len(inputs[0].shape))
-        return (Piece(0, region.replaced(dim, region.offsets[dim] + self.start, region.sizes[dim]), target),)
+    def source(self, output: int, region: Region, target: Tensor, shape: Shape) -> tuple[Region, Tensor]:
+        dim = normalized_dim(self.dim, len(shape))
+        return region.replaced(dim, region.offsets[dim] + self.start, region.sizes[dim]), target
 
     def inverse(self) -> "_Narrow":
         raise ValueError(
@@ -50,26 +47,22 @@ class _Narrow:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Select:
+class _Select(OneInput):
     dim: int
     index: int
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        self.infer(*infos_of(tensors))
-        (tensor,) = tensors
+    def shapes(self, shape: Shape) -> tuple[Shape]:
+        dim = normalized_dim(self.dim, len(shape))
+        if not -shape[dim] <= self.index < shape[dim]:
+            raise ValueError(f"dim {self.dim} of shape {list(shape)} has no index {self.index}.")
+        return (resized(shape, dim),)
+
+    def move(self, tensor: Tensor) -> tuple[Tensor]:
         return (tensor.select(self.dim, self.index),)
 
-    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
-        (info,) = inputs
-        dim = normalized_dim(self.dim, len(info.shape))
-        if not -info.shape[dim] <= self.index < info.shape[dim]:
-            raise ValueError(f"dim {self.dim} of shape {list(info.shape)} has no index {self.index}.")
-        return (TensorInfo((*info.shape[:dim], *info.shape[dim + 1 :]), info.dtype),)
-
-    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
-        assert output == 0
-        dim = normalized_dim(self.dim, len(inputs[0].shape))
-        return (Piece(0, region.inserted(dim, self.index % inputs[0].shape[dim], 1), target.unsqueeze(dim)),)
+    def source(self, output: int, region: Region, target: Tensor, shape: Shape) -> tuple[Region, Tensor]:
+        dim = normalized_dim(self.dim, len(shape))
+        return region.inserted(dim, self.index % shape[dim], 1), target.unsqueeze(dim)
 
     def inverse(self) -> "_Select":
         raise ValueError(
@@ -89,15 +82,15 @@ class _Pad:
     value: float
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        (info,) = self.infer(*infos_of(tensors))
+        self.infer(*infos_of(tensors))
         (tensor,) = tensors
-        dim = normalized_dim(self.dim, len(info.shape))
-        missing = resized(info, dim, self.padded_size - self.size).shape
-        return (torch.cat([tensor, tensor.new_full(missing, self.value)], dim=dim),)
+        missing = resized(tuple(tensor.shape), self.dim % tensor.ndim, self.padded_size - self.size)
+        return (torch.cat([tensor, tensor.new_full(missing, self.value)], dim=self.dim),)
 
     def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
         (info,) = inputs
-        return (resized(info, _checked_dim(info, self.dim, self.size), self.padded_size),)
+        dim = sized_dim(info.shape, self.dim, self.size)
+        return (TensorInfo(resized(info.shape, dim, self.padded_size), info.dtype),)
 
     def pieces(
         self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]
@@ -120,25 +113,20 @@ class _Pad:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Unpad:
+class _Unpad(OneInput):
     dim: int
     size: int
     padded_size: int
     value: float
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        self.infer(*infos_of(tensors))
-        (tensor,) = tensors
+    def shapes(self, shape: Shape) -> tuple[Shape]:
+        return (resized(shape, sized_dim(shape, self.dim, self.padded_size), self.size),)
+
+    def move(self, tensor: Tensor) -> tuple[Tensor]:
         return (tensor.narrow(self.dim, 0, self.size),)
 
-    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
-        (info,) = inputs
-        return (resized(info, _checked_dim(info, self.dim, self.padded_size), self.size),)
-
-    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
-        assert output == 0
-        assert len(inputs) == 1
-        return (Piece(0, region, target),)
+    def source(self, output: int, region: Region, target: Tensor, shape: Shape) -> tuple[Region, Tensor]:
+        return region, target
 
     def inverse(self) -> _Pad:
         return _Pad(self.dim, self.size, self.padded_size, self.value)
@@ -148,14 +136,9 @@ class _Unpad:
 
 
 def narrow(src: str, dst: str | None = None, *, dim: int = 0, start: int, length: int) -> StateMapper:
-    """Take a range of one dim of a tensor. It has no inverse, because values are lost; `split` with `drop` has one.
+    """Take `length` indices of a dim, from `start`. It has no inverse; `split` with `drop` has one.
 
-    Args:
-        src: Name of the tensor.
-        dst: Name of the result; `None` keeps the name.
-        dim: Dim to cut; negative values count from the end.
-        start: First index.
-        length: Number of indices.
+    `dst=None` keeps the name. Negative dims count from the end.
 
     Raises:
         ValueError: If `start` or `length` is negative.
@@ -166,13 +149,9 @@ def narrow(src: str, dst: str | None = None, *, dim: int = 0, start: int, length
 
 
 def select(src: str, dst: str | None = None, *, dim: int = 0, index: int) -> StateMapper:
-    """Take one index of one dim of a tensor and remove the dim. It has no inverse, because values are lost.
+    """Take one index of a dim of a tensor and remove the dim. It has no inverse, because values are lost.
 
-    Args:
-        src: Name of the tensor.
-        dst: Name of the result; `None` keeps the name.
-        dim: Dim to remove; negative values count from the end.
-        index: Index in that dim; negative values count from the end.
+    `dst=None` keeps the name. A negative dim or index counts from the end.
     """
     return leaf(_Select(dim, index), [src], [src if dst is None else dst])
 
@@ -182,13 +161,8 @@ def pad(
 ) -> StateMapper:
     """Pad one dim of a tensor at its end, for example a vocabulary to a divisible size. The inverse cuts the padding.
 
-    Args:
-        src: Name of the tensor.
-        dst: Name of the result; `None` keeps the name.
-        dim: Dim to pad; negative values count from the end.
-        size: Current size of the dim.
-        padded_size: New size of the dim.
-        value: Value of the padding.
+    `size` is the size of the dim before, `padded_size` after the padding with `value`. `dst=None` keeps the name.
+    Negative dims count from the end.
 
     Raises:
         ValueError: If `size` is negative or above `padded_size`.
@@ -198,11 +172,3 @@ def pad(
             f"pad of {src} got size {size} and padded_size {padded_size}; expected 0 <= size <= padded_size."
         )
     return leaf(_Pad(dim, size, padded_size, value), [src], [src if dst is None else dst])
-
-
-def _checked_dim(info: TensorInfo, dim: int, size: int) -> int:
-    """Return the dim counted from 0; raise `ValueError` if it does not have the given size."""
-    normalized = normalized_dim(dim, len(info.shape))
-    if info.shape[normalized] != size:
-        raise ValueError(f"dim {dim} of shape {list(info.shape)} must have size {size}.")
-    return normalized

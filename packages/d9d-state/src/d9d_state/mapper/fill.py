@@ -7,19 +7,16 @@ compute need temporary memory, for the required part.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
 from d9d_dist import Region
-from d9d_state.mapper._component import Component, Node
 from d9d_state.mapper._dims import is_lossless
+from d9d_state.mapper.graph import Component, Graph, Node
 from d9d_state.mapper.operation import Constant, Layout, Local, Piece
 from d9d_state.tensor_info import TensorInfo
-
-if TYPE_CHECKING:
-    from d9d_state.mapper.graph import StateMapper
 
 
 class TensorSource(Protocol):
@@ -57,32 +54,32 @@ class Destination:
 
 
 @torch.no_grad()
-def fill(mapper: "StateMapper", destinations: Mapping[str, Destination], source: TensorSource) -> None:
+def fill(graph: Graph, destinations: Mapping[str, Destination], source: TensorSource) -> None:
     """Fill outputs of one group in place; see `StateMapper.fill`."""
     wanted = {name: each for name, each in destinations.items() if each.region.num_elements > 0}
-    component = mapper.component_of_outputs(destinations)
+    component = graph.component_of_outputs(destinations)
     if not wanted or not component.group.inputs:
         return
-    _fill_component(mapper, component, wanted, source)
+    _fill_component(graph, component, wanted, source)
 
 
 @torch.no_grad()
 def planned_reads(
-    mapper: "StateMapper", regions: Mapping[str, Region], tensors: Mapping[str, TensorInfo]
+    graph: Graph, regions: Mapping[str, Region], tensors: Mapping[str, TensorInfo]
 ) -> tuple[tuple[str, Region], ...]:
     """Return the regions that `fill` would read; see `StateMapper.reads`."""
     recorder = _Recorder(tensors)
     wanted: dict[str, Region] = {name: region for name, region in regions.items() if region.num_elements > 0}
     while wanted:
-        component = mapper.component_of_outputs([next(iter(wanted))])
+        component = graph.component_of_outputs([next(iter(wanted))])
         part = {name: wanted.pop(name) for name in component.group.outputs if name in wanted}
         if component.group.inputs:
-            infos = _infer(mapper, component, tensors)
+            infos = _infer(graph, component, tensors)
             destinations = {
-                name: Destination(region, _empty(region, infos[mapper.output_wires[name]].dtype, torch.device("meta")))
+                name: Destination(region, _empty(region, infos[graph.output_wires[name]].dtype, torch.device("meta")))
                 for name, region in part.items()
             }
-            _fill_component(mapper, component, destinations, recorder)
+            _fill_component(graph, component, destinations, recorder)
     return tuple(recorder.reads)
 
 
@@ -100,22 +97,22 @@ class _Recorder:
 
 
 def _fill_component(
-    mapper: "StateMapper", component: Component, destinations: Mapping[str, Destination], source: TensorSource
+    graph: Graph, component: Component, destinations: Mapping[str, Destination], source: TensorSource
 ) -> None:
-    infos = _infer(mapper, component, source.tensors)
+    infos = _infer(graph, component, source.tensors)
     for name, destination in destinations.items():
-        _check_destination(name, destination, infos[mapper.output_wires[name]])
-    names = {mapper.input_wires[name]: name for name in component.group.inputs}
+        _check_destination(name, destination, infos[graph.output_wires[name]])
+    names = {graph.input_wires[name]: name for name in component.group.inputs}
     filling = _Filling(component, names, infos, source)
     for name, destination in destinations.items():
-        filling.fill(mapper.output_wires[name], destination.region, destination.tensor)
+        filling.fill(graph.output_wires[name], destination.region, destination.tensor)
 
 
-def _infer(mapper: "StateMapper", component: Component, held: Mapping[str, TensorInfo]) -> dict[int, TensorInfo]:
+def _infer(graph: Graph, component: Component, held: Mapping[str, TensorInfo]) -> dict[int, TensorInfo]:
     absent = [name for name in component.group.inputs if name not in held]
     if absent:
         raise ValueError(f"the source does not contain {', '.join(absent)}; expected all inputs of the group.")
-    infos = {mapper.input_wires[name]: held[name] for name in component.group.inputs}
+    infos = {graph.input_wires[name]: held[name] for name in component.group.inputs}
     component.infer(infos)
     return infos
 

@@ -1,32 +1,93 @@
-"""`StateMapper`: an immutable graph from named input tensors to named output tensors, executed one group at a time.
-
-Nodes are connected by numbered wires; only the graph's inputs and outputs have names. Hence renaming costs nothing,
-intermediate names of chained mappers cannot clash, and the graph is acyclic by construction.
-"""
+"""`Graph`: operations connected by wires, and its connected components, which run independently of each other."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Literal, Self, final
+from typing import final
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from d9d_dist import Region
-from d9d_state.mapper import _check, _explain
-from d9d_state.mapper._component import Component, Node, StateGroup, components
-from d9d_state.mapper._shard import deal
-from d9d_state.mapper.fill import Destination, TensorSource, fill, planned_reads
 from d9d_state.mapper.operation import Operation
 from d9d_state.tensor_info import TensorInfo
 
 
 @final
-@dataclass(frozen=True, eq=False)
-class StateMapper:
-    """Immutable graph from named input tensors to named output tensors.
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """Smallest set of inputs and outputs that are transformed together, independently of all others.
 
-    Create it with the functions of this package (`rename`, `stack`, `sequential`, ...), not with the constructor.
+    Attributes:
+        inputs: Names that are consumed. Empty if the outputs are kept (`keep`).
+        outputs: Names that are produced. Empty if the inputs are dropped (`drop`).
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation with its input and output wires."""
+
+    operation: Operation
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Component:
+    """Connected component of the graph."""
+
+    group: StateGroup
+    nodes: tuple[Node, ...]
+
+    def call(self, node: Node, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Run the operation of a node.
+
+        Raises:
+            ValueError: If the operation fails or returns a wrong number of tensors; names it and the group's inputs.
+        """
+        try:
+            results = node.operation(*tensors)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise self.failure(node, error) from error
+        self._refuse_count(node, len(results))
+        return results
+
+    def infer(self, values: dict[int, TensorInfo]) -> None:
+        """Infer shape and dtype of every wire from those of the input wires, and add them to `values`.
+
+        Raises:
+            ValueError: If an operation does not accept its inputs; names it and the group's inputs.
+        """
+        for node in self.nodes:
+            try:
+                results = node.operation.infer(*[values[wire] for wire in node.inputs])
+            except ValueError as error:
+                raise self.failure(node, error) from error
+            self._refuse_count(node, len(results))
+            values.update(zip(node.outputs, results, strict=True))
+
+    def failure(self, node: Node, problem: object) -> ValueError:
+        """Return an error that names the operation, the group's inputs and the problem."""
+        return ValueError(f"{node.operation.describe()} on {', '.join(self.group.inputs)} failed: {problem}")
+
+    def _refuse_count(self, node: Node, count: int) -> None:
+        if count != len(node.outputs):
+            raise ValueError(
+                f"{node.operation.describe()} on {', '.join(self.group.inputs)} returned {count} tensors; "
+                f"expected {len(node.outputs)}."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Immutable graph of operations from named inputs to named outputs.
+
+    Nodes are connected by numbered wires; only the graph's inputs and outputs have names. Hence renaming costs nothing,
+    intermediate names of chained mappers cannot clash, and the graph is acyclic by construction.
 
     Attributes:
         nodes: Operations with their wires, in topological order.
@@ -41,180 +102,9 @@ class StateMapper:
     num_wires: int
 
     @property
-    def inputs(self) -> Collection[str]:
-        """Names that the mapper consumes, in order."""
-        return self.input_wires.keys()
-
-    @property
-    def outputs(self) -> Collection[str]:
-        """Names that the mapper produces or keeps, in order."""
-        return self.output_wires.keys()
-
-    @property
     def groups(self) -> tuple[StateGroup, ...]:
         """Independent groups, in a fixed order. Each input and each output is in exactly one group."""
         return tuple(component.group for component in self.components)
-
-    def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Transform the tensors of one group.
-
-        Args:
-            tensors: Exactly the inputs of one group, on any device, including `meta`.
-
-        Returns:
-            The outputs of the group. They may be views of the inputs.
-
-        Raises:
-            ValueError: If `tensors` are not exactly the inputs of one group, or an operation does not accept them.
-        """
-        component = self._component_of_inputs(tensors)
-        values = {self.input_wires[name]: tensor for name, tensor in tensors.items()}
-        for node in component.nodes:
-            results = component.call(node, [values[wire] for wire in node.inputs])
-            values.update(zip(node.outputs, results, strict=True))
-        return {name: values[self.output_wires[name]] for name in component.group.outputs}
-
-    def infer(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-        """Infer shapes and dtypes of the outputs that `apply` would return.
-
-        Args:
-            tensors: Shape and dtype of exactly the inputs of one group.
-
-        Returns:
-            Shape and dtype of the group's outputs.
-
-        Raises:
-            ValueError: If `tensors` are not exactly the inputs of one group, or an operation does not accept them.
-        """
-        component = self._component_of_inputs(tensors)
-        values = {self.input_wires[name]: info for name, info in tensors.items()}
-        component.infer(values)
-        return {name: values[self.output_wires[name]] for name in component.group.outputs}
-
-    def fill(self, destinations: Mapping[str, Destination], source: TensorSource) -> None:
-        """Fill regions of outputs in place, reading only the required regions of inputs.
-
-        Values that operations only move are read directly into the destinations, without a temporary. Elementwise
-        operations run on the required regions, on the destination's device. Any other operation runs on full tensors in
-        host memory, once per call.
-
-        Args:
-            destinations: Some or all outputs of one group. Nothing is read for empty regions. Kept outputs (`keep`) are
-                not changed.
-            source: Source of the inputs.
-
-        Raises:
-            ValueError: If `destinations` are not outputs of one group, the source lacks an input, an operation does not
-                accept its inputs, or a destination's shape or dtype does not match the output. All floating-point
-                dtypes match each other.
-        """
-        fill(self, destinations, source)
-
-    def reads(
-        self, destinations: Mapping[str, Region], tensors: Mapping[str, TensorInfo]
-    ) -> tuple[tuple[str, Region], ...]:
-        """Return the regions of inputs that `fill` would read.
-
-        Args:
-            destinations: Regions of outputs, from any number of groups.
-            tensors: Shape and dtype of the source's tensors.
-
-        Returns:
-            Names and regions of inputs, in the order of the reads.
-
-        Raises:
-            ValueError: As in `fill`.
-        """
-        return planned_reads(self, destinations, tensors)
-
-    def inverse(self) -> "StateMapper":
-        """Return the inverse mapper, which restores the inputs of this mapper from its outputs bit for bit.
-
-        Raises:
-            ValueError: If an operation has no inverse, or some of the tensors that its inverse needs were dropped.
-        """
-        nodes = tuple(Node(node.operation.inverse(), node.outputs, node.inputs) for node in reversed(self.nodes))
-        return checked(StateMapper(nodes, self.output_wires, self.input_wires, self.num_wires))
-
-    def restrict(self, *, inputs: Iterable[str] | None = None, outputs: Iterable[str] | None = None) -> "StateMapper":
-        """Return the mapper with only the groups that contain some names, for example those of a pipeline stage.
-
-        If both `inputs` and `outputs` are given, a group must match both.
-
-        Args:
-            inputs: Keep groups that consume any of these names; `None` keeps all.
-            outputs: Keep groups that produce any of these names; `None` keeps all.
-        """
-        wanted_inputs = None if inputs is None else frozenset(inputs)
-        wanted_outputs = None if outputs is None else frozenset(outputs)
-        kept = [
-            component
-            for component in self.components
-            if (wanted_inputs is None or not wanted_inputs.isdisjoint(component.group.inputs))
-            and (wanted_outputs is None or not wanted_outputs.isdisjoint(component.group.outputs))
-        ]
-        return self._part(kept)
-
-    def shard(self, num_shards: int, index: int, *, num_bytes: Mapping[str, int] | None = None) -> "StateMapper":
-        """Return the mapper with only the groups of one worker, balanced over the workers.
-
-        Each group belongs to exactly one shard, and the result is deterministic, so all workers agree without
-        communication. Groups are not split: of a mapper with a single group, one worker gets everything.
-
-        Args:
-            num_shards: Number of workers.
-            index: Index of the worker.
-            num_bytes: Size of every input in bytes, used to balance the shards; `None` balances the number of inputs.
-
-        Raises:
-            ValueError: If `index` is out of range, or `num_bytes` lacks an input.
-        """
-        return self._part(deal(self.components, num_shards, index, num_bytes))
-
-    def check(
-        self,
-        *,
-        source: str | Path | Mapping[str, TensorInfo],
-        target: nn.Module | Mapping[str, TensorInfo],
-        unused: Literal["error", "ignore"] = "error",
-    ) -> Self:
-        """Compare the mapper with a checkpoint and a model, reading headers only.
-
-        Args:
-            source: Folder in the Hugging Face layout, or shape and dtype of its tensors.
-            target: Model on any device, including `meta`, or shape and dtype of its tensors.
-            unused: `"error"` reports tensors in the source that the mapper does not consume; `"ignore"` allows them.
-
-        Returns:
-            This mapper.
-
-        Raises:
-            UserError: Listing every mismatch: tensors missing in or unused from the source, outputs missing in the
-                model, model tensors that the mapper does not produce, wrong shapes and wrong dtypes. Floating-point
-                dtypes match each other.
-        """
-        _check.check(self, source=source, target=target, unused=unused)
-        return self
-
-    def explain(
-        self,
-        format: Literal["text", "mermaid"] = "text",  # noqa: A002 - the natural name of this argument
-        *,
-        infos: Mapping[str, TensorInfo] | None = None,
-        fold: bool = True,
-    ) -> str:
-        """Render the graph for people: one line per operation, and one per tensor that passes through unchanged.
-
-        Args:
-            format: `"text"` for lines of text, `"mermaid"` for a flowchart, for example for a Markdown code block.
-            infos: Shapes and dtypes of inputs, such as `ModelFolder.tensors`. They and the inferred ones are shown.
-            fold: Show groups and names that differ only in numbers once: `layers.{0..35}.q`. Within one group of lines,
-                ranges of equal length advance together; ranges of different lengths form all combinations.
-
-        Raises:
-            ValueError: If the format is unknown.
-        """
-        return _explain.explain(self, format, infos=infos, fold=fold)
 
     @cached_property
     def unset_wires(self) -> frozenset[int]:
@@ -225,30 +115,8 @@ class StateMapper:
                 is_set.update(node.outputs)
         return frozenset(set(range(self.num_wires)) - is_set)
 
-    def _part(self, kept: Iterable[Component]) -> "StateMapper":
-        """Build a mapper from some components, with renumbered wires. The cost depends on these components only."""
-        nodes: list[Node] = []
-        inputs: dict[str, int] = {}
-        outputs: dict[str, int] = {}
-        wires: dict[int, int] = {}
-        for component in kept:
-            for name in component.group.inputs:
-                inputs[name] = wires.setdefault(self.input_wires[name], len(wires))
-            for node in component.nodes:
-                taken = tuple([wires.setdefault(wire, len(wires)) for wire in node.inputs])
-                nodes.append(
-                    Node(node.operation, taken, tuple([wires.setdefault(wire, len(wires)) for wire in node.outputs]))
-                )
-            for name in component.group.outputs:
-                outputs[name] = wires.setdefault(self.output_wires[name], len(wires))
-        return StateMapper(tuple(nodes), inputs, outputs, len(wires))
-
     def component_of_outputs(self, names: Iterable[str]) -> Component:
-        """Return the component that produces some outputs.
-
-        Raises:
-            ValueError: If `names` is empty or contains outputs of several groups.
-        """
+        """Return the component that produces some outputs; raise `ValueError` if they are not of one group."""
         found: Component | None = None
         for name in names:
             component = self._component_by_output.get(name)
@@ -266,7 +134,7 @@ class StateMapper:
     @cached_property
     def components(self) -> tuple[Component, ...]:
         """Connected components of the graph, one per group, in the order of `groups`."""
-        return components(self.nodes, self.input_wires, self.output_wires, self.num_wires)
+        return _components(self.nodes, self.input_wires, self.output_wires, self.num_wires)
 
     @cached_property
     def _component_by_input(self) -> dict[str, Component]:
@@ -276,7 +144,8 @@ class StateMapper:
     def _component_by_output(self) -> dict[str, Component]:
         return {name: component for component in self.components for name in component.group.outputs}
 
-    def _component_of_inputs(self, names: Collection[str]) -> Component:
+    def component_of_inputs(self, names: Collection[str]) -> Component:
+        """Return the component that consumes exactly some inputs; raise `ValueError` if there is none."""
         for name in names:
             component = self._component_by_input.get(name)
             if component is None:
@@ -291,77 +160,53 @@ class StateMapper:
         )
 
 
-def leaf(operation: Operation, inputs: Iterable[str], outputs: Iterable[str]) -> StateMapper:
-    """Create a mapper with a single operation.
-
-    Args:
-        operation: The operation.
-        inputs: Names of its inputs, in order.
-        outputs: Names of its outputs, in order.
-
-    Raises:
-        ValueError: If `inputs` or `outputs` is empty or contains a name twice.
-    """
-    sources, targets = tuple(inputs), tuple(outputs)
-    if not sources or not targets:
-        raise ValueError(
-            f"{operation.describe()} got {len(sources)} inputs and {len(targets)} outputs; expected at least one each."
-        )
-    wires = tuple(range(len(sources) + len(targets)))
-    return StateMapper(
-        nodes=(Node(operation, wires[: len(sources)], wires[len(sources) :]),),
-        input_wires=named_wires(sources, 0, what="consumed"),
-        output_wires=named_wires(targets, len(sources), what="produced"),
-        num_wires=len(wires),
+def _components(
+    nodes: Iterable[Node], input_wires: Mapping[str, int], output_wires: Mapping[str, int], num_wires: int
+) -> tuple[Component, ...]:
+    """Return the connected components of a graph, ordered by their first input; those without inputs come last."""
+    nodes = tuple(nodes)
+    roots = _connected(num_wires, nodes)
+    nodes_of: dict[int, list[Node]] = {}
+    for node in nodes:
+        nodes_of.setdefault(roots[node.inputs[0]], []).append(node)
+    # Fast path: a wire without nodes is a component with at most one input and one output. There may be very many.
+    bare_outputs = {wire: (name,) for name, wire in output_wires.items() if roots[wire] not in nodes_of}
+    inputs: dict[int, list[str]] = {root: [] for root in nodes_of}
+    outputs: dict[int, list[str]] = {root: [] for root in nodes_of}
+    found: dict[int, Component | None] = {}
+    for name, wire in input_wires.items():
+        root = roots[wire]
+        if root in inputs:
+            inputs[root].append(name)
+            found.setdefault(root)
+        else:
+            found[root] = Component(StateGroup((name,), bare_outputs.get(wire, ())), ())
+    for name, wire in output_wires.items():
+        root = roots[wire]
+        if root in outputs:
+            outputs[root].append(name)
+            found.setdefault(root)
+        elif root not in found:
+            found[root] = Component(StateGroup((), (name,)), ())
+    return tuple(
+        component or Component(StateGroup(tuple(inputs[root]), tuple(outputs[root])), tuple(nodes_of[root]))
+        for root, component in found.items()
     )
 
 
-def named_wires(names: Iterable[str], first: int, *, what: str) -> dict[str, int]:
-    """Assign consecutive wires to names, starting at `first`.
+def _connected(num_wires: int, nodes: Iterable[Node]) -> list[int]:
+    """Return for each wire the representative wire of its connected component (union-find)."""
+    parent = list(range(num_wires))
 
-    Args:
-        names: The names.
-        first: Wire of the first name.
-        what: What happens to the names, for the error message: `"consumed"` or `"produced"`.
+    def root(wire: int) -> int:
+        above = parent[wire]
+        while above != wire:
+            parent[wire] = parent[above]
+            wire, above = above, parent[above]
+        return wire
 
-    Raises:
-        ValueError: If a name occurs more than once; lists these names.
-    """
-    wires: dict[str, int] = {}
-    twice: list[str] = []
-    for wire, name in enumerate(names, first):
-        if name in wires:
-            twice.append(name)
-        wires[name] = wire
-    refuse_duplicates(twice, what=what)
-    return wires
-
-
-def refuse_duplicates(names: Collection[str], *, what: str) -> None:
-    """Raise if there are duplicate names.
-
-    Raises:
-        ValueError: If `names` is not empty; lists them.
-    """
-    if names:
-        raise ValueError(f"{what} more than once: {', '.join(dict.fromkeys(names))}. Each name may be {what} once.")
-
-
-def checked(mapper: StateMapper) -> StateMapper:
-    """Return the mapper if every operation has values for all of its inputs or for none.
-
-    Raises:
-        ValueError: If an operation has values for some of its inputs only; lists these operations.
-    """
-    unset = mapper.unset_wires
-    partial = [
-        node.operation.describe()
-        for node in mapper.nodes
-        if 0 < len(unset.intersection(node.inputs)) < len(node.inputs)
-    ]
-    if partial:
-        raise ValueError(
-            f"{', '.join(partial)} would get only some of its inputs, because the others are kept or dropped; "
-            "keep() or drop() all inputs of an operation, or none."
-        )
-    return mapper
+    for node in nodes:
+        first = root(node.inputs[0])
+        for wire in (*node.inputs[1:], *node.outputs):
+            parent[root(wire)] = first
+    return [root(wire) for wire in range(num_wires)]

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from d9d_dist import Region
-from d9d_state.mapper._dims import common_dtype, infos_of, normalized_dim, resized, same_shapes
-from d9d_state.mapper.graph import StateMapper, leaf
+from d9d_state.mapper._dims import Shape, common_dtype, infos_of, normalized_dim, resized, same_shapes, sized_dim
+from d9d_state.mapper._one_input import OneInput
 from d9d_state.mapper.operation import Piece
+from d9d_state.mapper.state_mapper import StateMapper, leaf
 from d9d_state.tensor_info import TensorInfo
 
 
@@ -44,25 +45,19 @@ class _Stack:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Unstack:
+class _Unstack(OneInput):
     dim: int
     count: int
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        self.infer(*infos_of(tensors))
-        (tensor,) = tensors
+    def shapes(self, shape: Shape) -> tuple[Shape, ...]:
+        return (resized(shape, sized_dim(shape, self.dim, self.count)),) * self.count
+
+    def move(self, tensor: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.unbind(tensor, dim=self.dim))
 
-    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
-        (info,) = inputs
-        dim = normalized_dim(self.dim, len(info.shape))
-        if info.shape[dim] != self.count:
-            raise ValueError(f"dim {self.dim} of shape {list(info.shape)} must have size {self.count}.")
-        return (TensorInfo((*info.shape[:dim], *info.shape[dim + 1 :]), info.dtype),) * self.count
-
-    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
-        dim = normalized_dim(self.dim, len(inputs[0].shape))
-        return (Piece(0, region.inserted(dim, output, 1), target.unsqueeze(dim)),)
+    def source(self, output: int, region: Region, target: Tensor, shape: Shape) -> tuple[Region, Tensor]:
+        dim = normalized_dim(self.dim, len(shape))
+        return region.inserted(dim, output, 1), target.unsqueeze(dim)
 
     def inverse(self) -> "_Stack":
         return _Stack(self.dim, self.count)
@@ -117,29 +112,26 @@ class _Concat:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Split:
+class _Split(OneInput):
     dim: int
     sizes: tuple[int, ...]
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        self.infer(*infos_of(tensors))
-        (tensor,) = tensors
-        return tuple(torch.split(tensor, list(self.sizes), dim=self.dim))
-
-    def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
-        (info,) = inputs
-        dim = normalized_dim(self.dim, len(info.shape))
-        if info.shape[dim] != sum(self.sizes):
+    def shapes(self, shape: Shape) -> tuple[Shape, ...]:
+        dim = normalized_dim(self.dim, len(shape))
+        if shape[dim] != sum(self.sizes):
             raise ValueError(
-                f"dim {self.dim} of shape {list(info.shape)} must have size {sum(self.sizes)}, "
+                f"dim {self.dim} of shape {list(shape)} must have size {sum(self.sizes)}, "
                 f"the sum of {list(self.sizes)}."
             )
-        return tuple(resized(info, dim, size) for size in self.sizes)
+        return tuple(resized(shape, dim, size) for size in self.sizes)
 
-    def pieces(self, output: int, region: Region, target: Tensor, inputs: Sequence[TensorInfo]) -> tuple[Piece]:
-        dim = normalized_dim(self.dim, len(inputs[0].shape))
+    def move(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.split(tensor, list(self.sizes), dim=self.dim))
+
+    def source(self, output: int, region: Region, target: Tensor, shape: Shape) -> tuple[Region, Tensor]:
+        dim = normalized_dim(self.dim, len(shape))
         start = sum(self.sizes[:output]) + region.offsets[dim]
-        return (Piece(0, region.replaced(dim, start, region.sizes[dim]), target),)
+        return region.replaced(dim, start, region.sizes[dim]), target
 
     def inverse(self) -> "_Concat":
         return _Concat(self.dim, self.sizes)
@@ -149,12 +141,9 @@ class _Split:
 
 
 def stack(srcs: Sequence[str], dst: str, *, dim: int = 0) -> StateMapper:
-    """Stack tensors of one shape along a new dim. The inverse is `unstack`.
+    """Stack tensors of one shape along a new dim of size `len(srcs)`. The inverse is `unstack`.
 
-    Args:
-        srcs: Names of the parts, in order.
-        dst: Name of the stack.
-        dim: Position of the new dim of size `len(srcs)`; negative values count from the end of the stack's dims.
+    A negative dim counts from the end of the stack's dims.
 
     Raises:
         ValueError: If `srcs` is empty or contains a name twice.
@@ -165,10 +154,7 @@ def stack(srcs: Sequence[str], dst: str, *, dim: int = 0) -> StateMapper:
 def unstack(src: str, dsts: Sequence[str], *, dim: int = 0) -> StateMapper:
     """Unbind a tensor along a dim of size `len(dsts)`, which is removed. The inverse is `stack`.
 
-    Args:
-        src: Name of the stack.
-        dsts: Names of the parts, in order.
-        dim: Dim to remove; negative values count from the end.
+    A negative dim counts from the end.
 
     Raises:
         ValueError: If `dsts` is empty or contains a name twice.
@@ -179,11 +165,8 @@ def unstack(src: str, dsts: Sequence[str], *, dim: int = 0) -> StateMapper:
 def concat(srcs: Sequence[str], dst: str, *, dim: int = 0, sizes: Sequence[int] | None = None) -> StateMapper:
     """Concatenate tensors along a dim. The inverse is `split`.
 
-    Args:
-        srcs: Names of the parts, in order.
-        dst: Name of the result.
-        dim: Dim along which the parts are joined; negative values count from the end.
-        sizes: Sizes of the parts in `dim`. Only the inverse needs them; if given, they are checked.
+    `sizes` are the sizes of the parts in `dim`. Only the inverse needs them; if given, they are checked. A negative dim
+    counts from the end.
 
     Raises:
         ValueError: If `srcs` is empty or contains a name twice, or `sizes` has a different length or a negative size.
@@ -196,11 +179,7 @@ def concat(srcs: Sequence[str], dst: str, *, dim: int = 0, sizes: Sequence[int] 
 def split(src: str, dsts: Sequence[str], sizes: Sequence[int], *, dim: int = 0) -> StateMapper:
     """Split a tensor along a dim into parts of given sizes. The inverse is `concat`.
 
-    Args:
-        src: Name of the tensor.
-        dsts: Names of the parts, in order.
-        sizes: Sizes of the parts in `dim`.
-        dim: Dim to split; negative values count from the end.
+    A negative dim counts from the end.
 
     Raises:
         ValueError: If `dsts` is empty or contains a name twice, or `sizes` has a different length or a negative size.

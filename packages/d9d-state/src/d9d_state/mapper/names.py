@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from d9d_state.mapper.graph import StateMapper, named_wires
+from d9d_state.mapper.state_mapper import StateMapper, named_wires
 from d9d_state.module_tensors import unique_tensors
 
 

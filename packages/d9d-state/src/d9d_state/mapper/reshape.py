@@ -14,8 +14,8 @@ from torch import Tensor
 
 from d9d_dist import Region
 from d9d_state.mapper._dims import infos_of
-from d9d_state.mapper.graph import StateMapper, leaf
 from d9d_state.mapper.operation import Piece
+from d9d_state.mapper.state_mapper import StateMapper, leaf
 from d9d_state.tensor_info import TensorInfo
 
 _Range: TypeAlias = tuple[int, int]  # offset and size
@@ -60,13 +60,9 @@ class _Reshape:
 
 
 def reshape(src: str, dst: str, shape: Sequence[int], *, source_shape: Sequence[int] | None = None) -> StateMapper:
-    """Reshape a tensor in row-major order. The inverse reshapes it to `source_shape`.
+    """Reshape a tensor in row-major order. One size of `shape` may be -1 and is inferred.
 
-    Args:
-        src: Name of the tensor.
-        dst: Name of the result; may equal `src`.
-        shape: New shape; one size may be -1 and is inferred.
-        source_shape: Current shape of the tensor. Only the inverse needs it; if given, it is checked.
+    The inverse reshapes it to `source_shape`, the shape of `src`. If given, it is checked.
 
     Raises:
         ValueError: If the shapes have different numbers of elements, or `shape` has a negative size other than one -1.

@@ -1,0 +1,273 @@
+"""`StateMapper`: an immutable graph from named input tensors to named output tensors, executed one group at a time."""
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Literal, Self, final
+
+from torch import Tensor, nn
+
+from d9d_dist import Region
+from d9d_state.mapper._check import refuse_mismatches
+from d9d_state.mapper._explain import explain
+from d9d_state.mapper._shard import deal
+from d9d_state.mapper.fill import Destination, TensorSource, fill, planned_reads
+from d9d_state.mapper.graph import Component, Graph, Node
+from d9d_state.mapper.operation import Operation
+from d9d_state.model_folder import ModelFolder
+from d9d_state.module_tensors import aliases, module_tensors
+from d9d_state.tensor_info import TensorInfo
+
+
+@final
+class StateMapper(Graph):
+    """Immutable graph from named input tensors to named output tensors.
+
+    Create it with the functions of this package (`rename`, `stack`, `sequential`, ...), not with the constructor.
+    """
+
+    @property
+    def inputs(self) -> Collection[str]:
+        """Names that the mapper consumes, in order."""
+        return self.input_wires.keys()
+
+    @property
+    def outputs(self) -> Collection[str]:
+        """Names that the mapper produces or keeps, in order."""
+        return self.output_wires.keys()
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Transform exactly the tensors of one group, on any device, including `meta`. Outputs may be views of inputs.
+
+        Raises:
+            ValueError: If `tensors` are not exactly the inputs of one group, or an operation does not accept them.
+        """
+        component = self.component_of_inputs(tensors)
+        values = {self.input_wires[name]: tensor for name, tensor in tensors.items()}
+        for node in component.nodes:
+            results = component.call(node, [values[wire] for wire in node.inputs])
+            values.update(zip(node.outputs, results, strict=True))
+        return {name: values[self.output_wires[name]] for name in component.group.outputs}
+
+    def infer(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """Infer shapes and dtypes of the outputs that `apply` would return.
+
+        Raises:
+            ValueError: If `tensors` are not exactly the inputs of one group, or an operation does not accept them.
+        """
+        component = self.component_of_inputs(tensors)
+        values = {self.input_wires[name]: info for name, info in tensors.items()}
+        component.infer(values)
+        return {name: values[self.output_wires[name]] for name in component.group.outputs}
+
+    def fill(self, destinations: Mapping[str, Destination], source: TensorSource) -> None:
+        """Fill regions of outputs in place, reading only the required regions of inputs.
+
+        Values that operations only move are read directly into the destinations, without a temporary. Elementwise
+        operations run on the required regions, on the destination's device. Any other operation runs on full tensors in
+        host memory, once per call.
+
+        Args:
+            destinations: Some or all outputs of one group. Nothing is read for empty regions. Kept outputs (`keep`) are
+                not changed.
+            source: Source of the inputs.
+
+        Raises:
+            ValueError: If `destinations` are not outputs of one group, the source lacks an input, an operation does not
+                accept its inputs, or a destination's shape or dtype does not match the output. All floating-point
+                dtypes match each other.
+        """
+        fill(self, destinations, source)
+
+    def reads(
+        self, destinations: Mapping[str, Region], tensors: Mapping[str, TensorInfo]
+    ) -> tuple[tuple[str, Region], ...]:
+        """Return names and regions of inputs that `fill` would read, in order, for outputs of any number of groups.
+
+        `tensors` has shape and dtype of the source's tensors.
+
+        Raises:
+            ValueError: As in `fill`.
+        """
+        return planned_reads(self, destinations, tensors)
+
+    def inverse(self) -> "StateMapper":
+        """Return the inverse mapper, which restores the inputs of this mapper from its outputs bit for bit.
+
+        Raises:
+            ValueError: If an operation has no inverse, or some of the tensors that its inverse needs were dropped.
+        """
+        nodes = tuple(Node(node.operation.inverse(), node.outputs, node.inputs) for node in reversed(self.nodes))
+        return checked(StateMapper(nodes, self.output_wires, self.input_wires, self.num_wires))
+
+    def restrict(self, *, inputs: Iterable[str] | None = None, outputs: Iterable[str] | None = None) -> "StateMapper":
+        """Return the mapper with only the groups that contain some names, for example those of a pipeline stage.
+
+        If both `inputs` and `outputs` are given, a group must match both.
+
+        Args:
+            inputs: Keep groups that consume any of these names; `None` keeps all.
+            outputs: Keep groups that produce any of these names; `None` keeps all.
+        """
+        wanted_inputs = None if inputs is None else frozenset(inputs)
+        wanted_outputs = None if outputs is None else frozenset(outputs)
+        kept = [
+            component
+            for component in self.components
+            if (wanted_inputs is None or not wanted_inputs.isdisjoint(component.group.inputs))
+            and (wanted_outputs is None or not wanted_outputs.isdisjoint(component.group.outputs))
+        ]
+        return _part(self, kept)
+
+    def shard(self, num_shards: int, index: int, *, num_bytes: Mapping[str, int] | None = None) -> "StateMapper":
+        """Return the mapper with only the groups of one worker, balanced over the workers.
+
+        Each group belongs to exactly one shard, and the result is deterministic, so all workers agree without
+        communication. Groups are not split: of a mapper with a single group, one worker gets everything.
+
+        Args:
+            num_shards: Number of workers.
+            index: Index of the worker.
+            num_bytes: Size of every input in bytes, used to balance the shards; `None` balances the number of inputs.
+
+        Raises:
+            ValueError: If `index` is out of range, or `num_bytes` lacks an input.
+        """
+        return _part(self, deal(self.components, num_shards, index, num_bytes))
+
+    def check(
+        self,
+        *,
+        source: str | Path | Mapping[str, TensorInfo],
+        target: nn.Module | Mapping[str, TensorInfo],
+        unused: Literal["error", "ignore"] = "error",
+    ) -> Self:
+        """Compare the mapper with a checkpoint and a model, reading headers only.
+
+        Args:
+            source: Folder in the Hugging Face layout, or shape and dtype of its tensors.
+            target: Model on any device, including `meta`, or shape and dtype of its tensors.
+            unused: `"error"` reports tensors in the source that the mapper does not consume; `"ignore"` allows them.
+
+        Returns:
+            This mapper.
+
+        Raises:
+            UserError: Listing every mismatch: tensors missing in or unused from the source, outputs missing in the
+                model, model tensors that the mapper does not produce, wrong shapes and wrong dtypes. Floating-point
+                dtypes match each other.
+        """
+        held = source if isinstance(source, Mapping) else ModelFolder.open(source).tensors
+        if isinstance(target, nn.Module):
+            wanted = {name: TensorInfo.of(tensor) for name, tensor in module_tensors(target).items()}
+            first_names = aliases(target)
+        else:
+            wanted, first_names = target, {name: name for name in target}
+        refuse_mismatches(
+            self,
+            held=held,
+            wanted=wanted,
+            first_names=first_names,
+            consumed=self.inputs if unused == "error" else held.keys(),
+        )
+        return self
+
+    def explain(
+        self,
+        format: Literal["text", "mermaid"] = "text",  # noqa: A002 - the natural name of this argument
+        *,
+        infos: Mapping[str, TensorInfo] | None = None,
+        fold: bool = True,
+    ) -> str:
+        """Render the graph for people: one line per operation, and one per tensor that passes through unchanged.
+
+        Args:
+            format: `"text"` for lines of text, `"mermaid"` for a flowchart, for example for a Markdown code block.
+            infos: Shapes and dtypes of inputs, such as `ModelFolder.tensors`. They and the inferred ones are shown.
+            fold: Show groups and names that differ only in numbers once: `layers.{0..35}.q`. Within one group of lines,
+                ranges of equal length advance together; ranges of different lengths form all combinations.
+
+        Raises:
+            ValueError: If the format is unknown.
+        """
+        return explain(self, format, infos=infos, fold=fold)
+
+
+def leaf(operation: Operation, inputs: Iterable[str], outputs: Iterable[str]) -> StateMapper:
+    """Create a mapper with a single operation from the names of its inputs and outputs, in order.
+
+    Raises:
+        ValueError: If `inputs` or `outputs` is empty or contains a name twice.
+    """
+    sources, targets = tuple(inputs), tuple(outputs)
+    if not sources or not targets:
+        raise ValueError(
+            f"{operation.describe()} got {len(sources)} inputs and {len(targets)} outputs; expected at least one each."
+        )
+    wires = tuple(range(len(sources) + len(targets)))
+    return StateMapper(
+        nodes=(Node(operation, wires[: len(sources)], wires[len(sources) :]),),
+        input_wires=named_wires(sources, 0, what="consumed"),
+        output_wires=named_wires(targets, len(sources), what="produced"),
+        num_wires=len(wires),
+    )
+
+
+def named_wires(names: Iterable[str], first: int, *, what: str) -> dict[str, int]:
+    """Assign consecutive wires to names, starting at `first`.
+
+    Raises:
+        ValueError: If a name occurs more than once; lists these names as `what`: `"consumed"` or `"produced"`.
+    """
+    wires: dict[str, int] = {}
+    twice: list[str] = []
+    for wire, name in enumerate(names, first):
+        if name in wires:
+            twice.append(name)
+        wires[name] = wire
+    refuse_duplicates(twice, what=what)
+    return wires
+
+
+def refuse_duplicates(names: Collection[str], *, what: str) -> None:
+    """Raise a `ValueError` that lists the names, if there are any."""
+    if names:
+        raise ValueError(f"{what} more than once: {', '.join(dict.fromkeys(names))}. Each name may be {what} once.")
+
+
+def checked(mapper: StateMapper) -> StateMapper:
+    """Return the mapper if every operation has values for all of its inputs or for none.
+
+    Raises:
+        ValueError: If an operation has values for some of its inputs only; lists these operations.
+    """
+    unset = mapper.unset_wires
+    partial = [
+        node.operation.describe()
+        for node in mapper.nodes
+        if 0 < len(unset.intersection(node.inputs)) < len(node.inputs)
+    ]
+    if partial:
+        raise ValueError(
+            f"{', '.join(partial)} would get only some of its inputs, because the others are kept or dropped; "
+            "keep() or drop() all inputs of an operation, or none."
+        )
+    return mapper
+
+
+def _part(graph: Graph, kept: Iterable[Component]) -> StateMapper:
+    """Build a mapper from some components, with renumbered wires. The cost depends on these components only."""
+    nodes: list[Node] = []
+    inputs: dict[str, int] = {}
+    outputs: dict[str, int] = {}
+    wires: dict[int, int] = {}
+    for component in kept:
+        for name in component.group.inputs:
+            inputs[name] = wires.setdefault(graph.input_wires[name], len(wires))
+        for node in component.nodes:
+            taken = tuple([wires.setdefault(wire, len(wires)) for wire in node.inputs])
+            nodes.append(
+                Node(node.operation, taken, tuple([wires.setdefault(wire, len(wires)) for wire in node.outputs]))
+            )
+        for name in component.group.outputs:
+            outputs[name] = wires.setdefault(graph.output_wires[name], len(wires))
+    return StateMapper(tuple(nodes), inputs, outputs, len(wires))
