@@ -30,11 +30,13 @@ class Entry:
         build: Builds it in the way that its author does.
         inputs: Keyword arguments of its forward for a whole batch, whose first dim is the sample.
         keep_dtype: Whether parameters and inputs keep the dtypes that they have; else float64.
+        has_tensor_plan: Whether it is a model of `transformers` that carries a plan for tensor parallelism.
     """
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], Batch]
     keep_dtype: bool = False
+    has_tensor_plan: bool = False
 
     def module(self) -> nn.Module:
         """Build the module in the dtype that it is compared in, without dropout, which layouts draw differently."""
