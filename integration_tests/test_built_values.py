@@ -184,8 +184,8 @@ def _frozen_parts_are_thawed() -> AbstractContextManager[object]:
 
 
 def _rows_of_a_block_are_shifted() -> AbstractContextManager[object]:
-    def copy(original: Any, target: Tensor, block: Tensor, begin: int, name: str) -> None:
-        original(target, block.roll(1, 0) if block.ndim else block, begin, name)
+    def copy(original: Any, target: Any, block: Tensor, begin: int) -> None:
+        original(target, block.roll(1, 0), begin)
 
     return _replace(d9d_dist.model_values, "_copy_part", copy)
 

@@ -30,11 +30,13 @@ class Entry:
         build: Builds the module as its author does.
         inputs: Returns keyword arguments of forward for a whole batch; dim 0 is the sample.
         keep_dtype: True if parameters and inputs keep their dtypes; otherwise float64.
+        has_tensor_plan: True for a `transformers` model that carries a plan for tensor parallelism.
     """
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], Batch]
     keep_dtype: bool = False
+    has_tensor_plan: bool = False
 
     def module(self) -> nn.Module:
         """Build the module in the dtype of the comparison, without dropout, which depends on the layout."""

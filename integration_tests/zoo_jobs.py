@@ -18,9 +18,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from zoo import BATCH, Entry, entry, loss_of, values_of
 
-from d9d_dist import UserError, canonical_name
+from d9d_dist import DistributedContext, StageInfo, UserError, canonical_name
 from d9d_dist.testing import full_gradients, full_parameters, full_tree
-from d9d_loop import Finished, GradientsReady, Loss, ModelReady, StepDone, Task, Trainer, TrainerConfig
+from d9d_loop import (
+    Finished,
+    GradientsReady,
+    Loss,
+    ModelProvider,
+    ModelReady,
+    StepDone,
+    Task,
+    Trainer,
+    TrainerConfig,
+    hugging_face_model,
+)
 
 STEPS = 3
 LEARNING_RATE = 1e-2
@@ -139,6 +150,21 @@ class _Sum(Task):
         return Loss(loss_of(outputs, size), weight=size)
 
 
+class _WithItsPlan(ModelProvider):
+    """Provider of a model of `transformers`, split by the plan that it carries."""
+
+    late_init = False
+
+    def __init__(self, animal: Entry) -> None:
+        self._animal = animal
+
+    def build(self, stage: StageInfo) -> torch.nn.Module:
+        return self._animal.module()
+
+    def parallelize(self, model: Any, ctx: DistributedContext) -> None:
+        hugging_face_model(model.config, type(model), tp_plan="auto").parallelize(model, ctx)
+
+
 def differences(names: Sequence[str], meshes: Sequence[Mapping[str, int]], folder: str) -> dict[str, list[str]]:
     """Train in layouts and return the differences from the plain loop; refusals start with "refused".
 
@@ -149,6 +175,8 @@ def differences(names: Sequence[str], meshes: Sequence[Mapping[str, int]], folde
         expected = torch.load(_path(folder, name), weights_only=True)
         found[name] = []
         for mesh in meshes:
+            if "tensor_parallel" in mesh and not entry(name).has_tensor_plan:
+                continue
             layout = ",".join(f"{axis}={size}" for axis, size in mesh.items()) or "one process"
             try:
                 trace = _trace(entry(name), mesh, _path(folder, f"{name} {layout}"))
@@ -173,7 +201,7 @@ def _trace(animal: Entry, mesh: Mapping[str, int], folder: Path) -> Trace:
 
     trainer = Trainer(
         _config(mesh, folder),
-        model=lambda stage: animal.module(),
+        model=_WithItsPlan(animal) if "tensor_parallel" in mesh else lambda stage: animal.module(),
         data=samples,
         task=_Sum(),
         optimizer=_sgd,

@@ -205,7 +205,12 @@ def _transformers(model_type: str) -> Entry:
     assert size <= _MOST_PARAMETERS, f"{size:,} parameters"
     # A router that casts itself in forward computes in float32 from the start.
     keep_dtype = hasattr(config, "router_dtype")
-    return Entry(lambda: kind(copy.deepcopy(config)), lambda: _inputs(meta, config), keep_dtype=keep_dtype)
+    return Entry(
+        lambda: kind(copy.deepcopy(config)),
+        lambda: _inputs(meta, config),
+        keep_dtype=keep_dtype,
+        has_tensor_plan=bool(meta.tp_plan),
+    )
 
 
 def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
@@ -302,4 +307,9 @@ def _diffusers(name: str) -> Entry:
             "attention_mask": torch.ones(BATCH, 77).bool(),
         },
     }
-    return Entry(lambda: kind(**DIFFUSERS[name]), inputs.get(name, lambda: {"sample": normal(3, 8, 8)()}))
+    # AutoencoderTiny rounds latents to bytes, and decodes them in float32.
+    return Entry(
+        lambda: kind(**DIFFUSERS[name]),
+        inputs.get(name, lambda: {"sample": normal(3, 8, 8)()}),
+        keep_dtype=name == "AutoencoderTiny",
+    )

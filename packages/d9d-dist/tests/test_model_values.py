@@ -192,3 +192,32 @@ def test_every_rank_gets_its_shard(
     world_size = torch.tensor(list(degrees.values())).prod().item()
     for wrong in run_ranks(_placed_values, parallelize, degrees, world_size=int(world_size)):
         assert wrong == []
+
+
+def _sent_bytes(parallelize: Callable[[nn.Module, DistributedContext], None], degrees: dict[str, int]) -> list[int]:
+    """Return the bytes that this rank gets by scatters and by broadcasts for two layers of 8 x 8 and 8 elements."""
+    with MeshConfig(**degrees).build() as ctx:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        values = built_values(model) if ctx.is_main_process else None
+        move_to_meta(model)
+        layout = dict(built_values_on_meta(model))
+        parallelize(model, ctx)
+        with (
+            mock.patch.object(torch.distributed, "scatter", wraps=torch.distributed.scatter) as scatter,
+            mock.patch.object(torch.distributed, "broadcast", wraps=torch.distributed.broadcast) as broadcast,
+        ):
+            place_values([model], layout, values, device=ctx.device)
+        return [sum(call.args[0].nbytes for call in sent.call_args_list) for sent in (scatter, broadcast)]
+
+
+@pytest.mark.parametrize(
+    ("parallelize", "degrees", "expected"),
+    [
+        (_shard, {"data_parallel_shard": 2}, [288, 0]),
+        (_replicate, {"data_parallel_replicate": 2}, [0, 576]),
+    ],
+)
+def test_rows_that_are_split_over_all_ranks_are_sent_only_to_their_ranks(
+    parallelize: Callable[[nn.Module, DistributedContext], None], degrees: dict[str, int], expected: list[int]
+) -> None:
+    assert run_ranks(_sent_bytes, parallelize, degrees, world_size=2) == [expected] * 2

@@ -244,8 +244,13 @@ def test_refuses_a_plan_that_does_not_fit(plan: dict[str, TensorStyle], message:
             "embedding.weight and head.weight are one tied parameter, which the plan places as S(1) and as S(0); "
             "expected one placement.",
         ),
+        (
+            {"head": VocabParallelHead()},
+            "head.weight and embedding.weight are one shared parameter, and the plan splits only the first; expected "
+            "styles for both. Name both modules, or neither.",
+        ),
     ],
-    ids=["no loss", "no embedding", "no weight", "tied"],
+    ids=["no loss", "no embedding", "no weight", "tied", "tied to an unnamed one"],
 )
 def test_refuses_a_style_that_does_not_fit(plan: dict[str, TensorStyle], message: str) -> None:
     assert run_ranks(_refusal, plan, {"tied": True}, 2) == [message] * 2

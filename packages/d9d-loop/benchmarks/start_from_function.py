@@ -3,6 +3,7 @@
     python packages/d9d-loop/benchmarks/start_from_function.py --ranks 2 --millions 500
 
 Time is that from `Trainer.train()` to `ModelReady`, as a ratio to one plain build of the same model in the same run.
+The processor time is that of the busiest rank, which does not depend on what else the machine runs.
 Memory is the largest sum of the ranks' proportional set sizes (`/proc/PID/smaps_rollup`) above the sum before the
 start, in copies of the model; the shards are one copy.
 """
@@ -48,19 +49,19 @@ class _ReadyError(Exception):
     """Ends the job: the model has its values."""
 
 
-def _start(build: _Build, folder: Path, mesh: dict[str, int]) -> float:
+def _start(build: _Build, folder: Path, mesh: dict[str, int]) -> tuple[float, float]:
     torch.set_num_threads(1)
     sections = {"mesh": mesh, "trackers": (), "export": False, "logging": {"progress": False}}
     values = {"steps": 1, "batch": {"global_size": 8}, "run": {"folder": folder}, **sections}
     config = validate_config(
         TrainerConfig, {**values, "resilience": {"health": {"enabled": False}, "watchdog": {"enabled": False}}}
     )
-    seconds: list[float] = []
-    begin = time.perf_counter()
+    seconds: list[tuple[float, float]] = []
+    begin, begin_busy = time.perf_counter(), time.process_time()
     trainer = Trainer(config, model=build, data=[torch.ones(_WIDTH)] * 8, task=_Squares())
 
     def stop(ready: ModelReady) -> None:
-        seconds.append(time.perf_counter() - begin)
+        seconds.append((time.perf_counter() - begin, time.process_time() - begin_busy))
         raise _ReadyError
 
     trainer.events.on(ModelReady, stop)
@@ -69,11 +70,11 @@ def _start(build: _Build, folder: Path, mesh: dict[str, int]) -> float:
     return seconds[0]
 
 
-def _plain_build(build: _Build) -> float:
+def _plain_build(build: _Build) -> tuple[float, float]:
     torch.set_num_threads(1)
-    begin = time.perf_counter()
+    begin, begin_busy = time.perf_counter(), time.process_time()
     build(StageInfo())
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, time.process_time() - begin_busy
 
 
 def _pid() -> int:
@@ -96,9 +97,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Start a job from a model that a function builds.")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--millions", type=int, default=500, help="parameters, in millions")
+    parser.add_argument("--layout", choices=("shard", "replicate"), default="shard")
     options = parser.parse_args()
     build = _Build(options.millions)
-    mesh = {"data_parallel_shard": options.ranks}
+    mesh = {f"data_parallel_{options.layout}": options.ranks}
     copy_bytes = build.num_layers * (_WIDTH**2 + _WIDTH) * 4
     peak, done = 0, threading.Event()
 
@@ -110,21 +112,26 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder, RankPool() as pool:
         pool.run(_start, _Build(1), Path(folder) / "warm", mesh, world_size=options.ranks)
-        (plain,) = pool.run(_plain_build, build, world_size=1)
+        ((plain, plain_busy),) = pool.run(_plain_build, build, world_size=1)
         processes = pool.run(_pid, world_size=options.ranks)
         watcher = threading.Thread(target=watch, args=(processes,))
         watcher.start()
-        seconds = max(pool.run(_start, build, Path(folder) / "job", mesh, world_size=options.ranks))
+        starts = pool.run(_start, build, Path(folder) / "job", mesh, world_size=options.ranks)
+        seconds, busy = (max(each) for each in zip(*starts, strict=True))
         done.set()
         watcher.join()
     print(
         json.dumps(
             {
                 "ranks": options.ranks,
+                "layout": options.layout,
                 "parameters": copy_bytes // 4,
                 "plain_build_seconds": round(plain, 2),
                 "start_seconds": round(seconds, 2),
                 "start_ratio": round(seconds / plain, 2),
+                "plain_build_processor_seconds": round(plain_busy, 2),
+                "start_processor_seconds": round(busy, 2),
+                "start_processor_ratio": round(busy / plain_busy, 2),
                 "peak_copies": round(peak / copy_bytes, 2),
             }
         )

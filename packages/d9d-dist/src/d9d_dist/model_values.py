@@ -7,22 +7,21 @@ are built on `meta` are initialized by `d9d_dist.late_init` instead.
 
 import ctypes
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from d9d_dist._model_tensors import empty_on, named_tensors, replace_tensors
 from d9d_dist.errors import UserError
 from d9d_dist.late_init import canonical_name
-from d9d_dist.shards import local_positions
 
-_BLOCK_BYTES = 64 << 20
+_BLOCK_BYTES = 8 << 20
 
 
 def built_values(model: nn.Module, *, ignore_meta: bool = False) -> dict[str, torch.Tensor]:
@@ -88,8 +87,9 @@ def place_values(
 ) -> None:
     """Allocate parallelized stages that are on `meta`, and fill them with rank 0's values, in place.
 
-    Collective over all ranks: a broadcast from rank 0 for each block of at most 64 MiB of each tensor (or one row, if
-    larger). Apart from its own shards a rank holds one block at a time.
+    Collective over all ranks: an all-gather of 16 bytes per tensor, then a scatter or broadcast from rank 0 for each
+    block of at most 8 MiB of each tensor (or one row per rank, if larger). A tensor whose rows are split over all ranks
+    is scattered. Apart from its own shards a rank holds one block at a time.
 
     Args:
         models: This rank's stages, parallelized: plain tensors and DTensors of any placements.
@@ -98,56 +98,115 @@ def place_values(
         values: The values of these tensors on rank 0; None on other ranks.
         device: Device of the parameters and buffers.
     """
-    targets: dict[str, list[torch.Tensor]] = {}
-    for model in models:
-        replace_tensors(model, partial(empty_on, device))
-        for name, tensor in named_tensors(model):
-            targets.setdefault(canonical_name(name), []).append(tensor)
+    targets: dict[str, list[_Target]] = {name: [] for name in layout}
     with torch.no_grad():
-        for name, whole in layout.items():
+        for model in models:
+            replace_tensors(model, partial(empty_on, device))
+            for name, tensor in named_tensors(model):
+                if canonical_name(name) in targets:
+                    targets[canonical_name(name)].append(_Target.of(tensor, name))
+        needed = _gather_rows(targets.values(), device)
+        for (name, whole), rows in zip(layout.items(), needed, strict=True):
             source = None if values is None else values[name]
-            for begin, block in _broadcast_blocks(whole, source, device):
-                for target in targets.get(name, ()):
-                    _copy_part(target, block, begin, name)
+            for begin, block in _blocks(whole, source, rows, device):
+                for target in targets[name]:
+                    _copy_part(target, block, begin)
 
 
-def _broadcast_blocks(
-    whole: torch.Tensor, source: torch.Tensor | None, device: torch.device
+class _Target(NamedTuple):
+    """Tensor to fill, and the positions of its elements in the full tensor for each dim.
+
+    Attributes:
+        local: This rank's shard.
+        places: Positions of the shard in the full tensor, for each dim; see `local_positions`.
+    """
+
+    local: torch.Tensor
+    places: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, name: str) -> "_Target":
+        """Return the target for a tensor of a model."""
+        return cls(local_tensor(tensor), local_positions(tensor, name))
+
+    def rows(self) -> tuple[int, int]:
+        """Return the first row and the end of the rows that the shard spans."""
+        if not self.places:
+            return 0, 1
+        rows = self.places[0]
+        return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
+
+
+def _gather_rows(targets: Collection[Sequence[_Target]], device: torch.device) -> list[list[tuple[int, int]]]:
+    """Return, for each tensor, the first row and the end of the rows that each rank needs."""
+    mine = []
+    for group in targets:
+        begins, ends = zip(*(target.rows() for target in group), strict=True) if group else ((0,), (0,))
+        mine.append((min(begins), max(ends)))
+    if dist.get_world_size() == 1:
+        return [[rows] for rows in mine]
+    rows = torch.tensor(mine, dtype=torch.int64, device=device).view(-1, 2)
+    every = rows.new_empty(dist.get_world_size() * len(rows), 2)
+    dist.all_gather_into_tensor(every, rows)
+    return every.view(dist.get_world_size(), -1, 2).transpose(0, 1).tolist()
+
+
+def _blocks(
+    whole: torch.Tensor, source: torch.Tensor | None, needed: Sequence[tuple[int, int]], device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Broadcast rank 0's values of a tensor in blocks of rows; yield each block and the index of its first row."""
-    num_rows = whole.shape[0] if whole.ndim else 1
-    row_bytes = whole.nbytes // max(num_rows, 1)
-    rows = max(_BLOCK_BYTES // max(row_bytes, 1), 1)
-    for begin in range(0, num_rows if whole.numel() else 0, rows):
-        end = min(begin + rows, num_rows)
-        if source is not None:
-            block = (source[begin:end] if whole.ndim else source).to(device).contiguous()
-        else:
-            shape = (end - begin, *whole.shape[1:]) if whole.ndim else ()
-            block = torch.empty(shape, dtype=whole.dtype, device=device)
-        if dist.get_world_size() > 1:
-            # As bytes: gloo supports neither float8 nor complex dtypes.
-            dist.broadcast(block.view(-1).view(torch.uint8), src=0)
-        yield begin, block
+    """Send blocks of rows of a tensor from rank 0; yield each block that this rank gets, and its first row.
+
+    A block is valid until the next one is taken.
+
+    Args:
+        whole: The full tensor, on `meta`.
+        source: The values, on rank 0; None on other ranks.
+        needed: For each rank, the first row and the end of the rows that it needs.
+        device: Device of the blocks.
+    """
+    longest = max(end - begin for begin, end in needed)
+    if not whole.numel() or not longest:
+        return
+    if not whole.ndim:
+        whole, source = whole.view(1), None if source is None else source.view(1)
+    is_scattered = longest * len(needed) <= 1.25 * len(whole)
+    begins: list[int] = [begin for begin, _ in needed] if is_scattered else [0]
+    num_rows = longest if is_scattered else len(whole)
+    step = min(max(_BLOCK_BYTES // (whole[0].nbytes * len(begins)), 1), num_rows)
+    buffer = None if source is not None else whole.new_empty((step, *whole.shape[1:]), device=device)
+    for offset in range(0, num_rows, step):
+        size = min(step, num_rows - offset)
+        # The last rows of a rank with fewer rows than others come with rows of another rank.
+        starts = [min(begin + offset, len(whole) - size) for begin in begins]
+        parts = [] if source is None else [source[start : start + size].to(device).contiguous() for start in starts]
+        place = dist.get_rank() if is_scattered else 0
+        block = parts[place] if buffer is None else buffer[:size]
+        # As bytes: gloo supports neither float8 nor complex dtypes.
+        raw = block.view(-1).view(torch.uint8)
+        if is_scattered and len(needed) > 1:
+            dist.scatter(raw, [part.view(-1).view(torch.uint8) for part in parts] or None, src=0)
+        elif len(needed) > 1:
+            dist.broadcast(raw, src=0)
+        yield starts[place], block
 
 
-def _copy_part(target: torch.Tensor, block: torch.Tensor, begin: int, name: str) -> None:
-    """Copy this rank's shard of a block of rows into `target`."""
-    if not isinstance(target, DTensor):
-        local, rows = target, slice(begin, begin + len(block)) if block.ndim else ...
-        local[rows].copy_(block)
+def _copy_part(target: _Target, block: torch.Tensor, begin: int) -> None:
+    """Copy this rank's shard of a block of rows into a target."""
+    if not target.places:
+        target.local.copy_(block[0])
         return
-    local = target.to_local()
-    if not block.ndim:
-        local.copy_(block)
+    rows, *columns = target.places
+    mine = torch.searchsorted(rows, torch.tensor([begin, begin + len(block)]))
+    start, stop = mine.tolist()
+    taken = rows[start:stop] - begin
+    if not len(taken):
         return
-    rows, *columns = local_positions(target, name)
-    mine = (rows >= begin) & (rows < begin + len(block))
-    part = block[(rows[mine] - begin).to(block.device)]
+    is_contiguous = int(taken[-1]) - int(taken[0]) + 1 == len(taken)
+    part = block[int(taken[0]) : int(taken[-1]) + 1] if is_contiguous else block[taken.to(block.device)]
     for dim, places in enumerate(columns, start=1):
-        if len(places) < target.shape[dim]:
+        if len(places) < block.shape[dim]:
             part = part.index_select(dim, places.to(block.device))
-    local[mine.to(local.device)] = part
+    target.local[start:stop].copy_(part)
 
 
 def _crc(tensor: torch.Tensor) -> int:

@@ -161,6 +161,7 @@ def _placements(
 ) -> dict[int, Placement]:
     """Return the placements of split parameters, by their `id`. All other parameters are replicated."""
     placements: dict[int, tuple[str, Placement]] = {}
+    placed: set[str] = set()
     for module_name, style in styles.items():
         for name, parameter, placement in _placed(modules[module_name], style):
             full_name = f"{module_name}.{name}"
@@ -171,6 +172,15 @@ def _placements(
                 raise UserError(
                     f"{other_name} and {full_name} are one tied parameter, which the plan places as {other} and as "
                     f"{placement}; expected one placement."
+                )
+            placed.add(full_name)
+    for module_name, module in modules.items():
+        for name, parameter in module._parameters.items():
+            split_name, placement = placements.get(id(parameter), ("", None))
+            if isinstance(placement, Shard) and f"{module_name}.{name}" not in placed:
+                raise UserError(
+                    f"{split_name} and {module_name}.{name} are one shared parameter, and the plan splits only the "
+                    "first; expected styles for both. Name both modules, or neither."
                 )
     return {key: placement for key, (_, placement) in placements.items()}
 

@@ -1,8 +1,9 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from pydantic import JsonValue
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from d9d_dist import DistributedContext, MeshConfig, StageInfo, UserError
 from d9d_dist.testing import assert_trees_close, full_gradients, full_parameters, run_ranks
@@ -33,18 +36,29 @@ from d9d_loop import (
 
 Batch = dict[str, torch.Tensor]
 _NUM_SAMPLES = 4
-_MESHES = {"one rank": {}, "shards": {"data_parallel_shard": 2}, "replicas": {"data_parallel_replicate": 2}}
+_FLOAT32_UNIT = torch.finfo(torch.float32).eps
+_MESHES = {
+    "one rank": {},
+    "shards": {"data_parallel_shard": 2},
+    "replicas": {"data_parallel_replicate": 2},
+    "tensor": {"tensor_parallel": 2},
+    "shards and tensor": {"data_parallel_shard": 2, "tensor_parallel": 2},
+}
 _SAMPLE = [
     ("replicas", "gpt2"),
     ("shards", "llama tied"),
     ("shards", "mixtral"),
     ("shards", "bert"),
     ("shards", "t5"),
+    ("tensor", "qwen3"),
+    ("tensor", "glm4 moe lite"),
+    ("shards and tensor", "mixtral"),
 ]
 _TRIED = [
     pytest.param(mesh, name, marks=() if (mesh, name) in _SAMPLE else pytest.mark.full)
     for mesh in _MESHES
     for name in CASES
+    if "tensor" not in mesh or CASES[name].has_tensor_plan
 ]
 
 
@@ -95,7 +109,9 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**full_parameters(model), **{name: buffer.clone() for name, buffer in model.named_buffers()}}
 
 
-def _train(folder: str, name: str, mesh: dict[str, int], steps: int = 1) -> dict[str, Any]:
+def _train(
+    folder: str, name: str, mesh: dict[str, int], steps: int = 1, tp_plan: Literal["auto"] | None = None
+) -> dict[str, Any]:
     """Train; return the initial values, the results of the last step, and the final values."""
     seen: dict[str, Any] = {}
 
@@ -104,7 +120,9 @@ def _train(folder: str, name: str, mesh: dict[str, int], steps: int = 1) -> dict
 
     trainer = Trainer(
         _config(Path(folder), mesh, steps=steps),
-        model=hugging_face_model(Path(folder) / "model", dtype=torch.float64, experts_implementation="eager"),
+        model=hugging_face_model(
+            Path(folder) / "model", dtype=torch.float64, experts_implementation="eager", tp_plan=tp_plan
+        ),
         data=_samples(name),
         task=_Squares(),
     )
@@ -116,6 +134,23 @@ def _train(folder: str, name: str, mesh: dict[str, int], steps: int = 1) -> dict
     return seen
 
 
+class _Float32Operators(TorchFunctionMode):
+    """Counts operators that compute in less than float64 on the way to the loss, such as those of norms and routers.
+
+    A layout may round the result of each to the other side, which moves it by one unit of float32.
+    """
+
+    num_operators = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        self.num_operators += any(leaf.dtype == torch.float32 for leaf in leaves)
+        return output
+
+
 def _load(name: str, folder: Path) -> Any:
     model_class = getattr(transformers, CASES[name].model_class)
     return model_class.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
@@ -125,18 +160,24 @@ def _load(name: str, folder: Path) -> Any:
 def test_a_folder_trains_as_the_model_of_from_pretrained(tmp_path: Path, name: str, mesh: str) -> None:
     folder = CASES[name].save(tmp_path / "model")
     if _MESHES[mesh]:
-        seen, *_ = run_ranks(_train, str(tmp_path), name, _MESHES[mesh], world_size=2)
+        tp_plan = "auto" if "tensor" in mesh else None
+        seen, *_ = run_ranks(
+            _train, str(tmp_path), name, _MESHES[mesh], 1, tp_plan, world_size=prod(_MESHES[mesh].values())
+        )
     else:
         seen = _train(str(tmp_path), name, {})
     model = _load(name, folder)
     assert_trees_close(seen["before"], _tensors(model), rtol=0, atol=0)
     assert seen["training"]
-    loss = _Squares().loss(model.train()(**_batch(name)), _batch(name))
+    with _Float32Operators() as narrow:
+        loss = _Squares().loss(model.train()(**_batch(name)), _batch(name))
     mean = loss.total / loss.weight
     mean.backward()
     expected = full_gradients(model)
     got = {key: seen["gradients"].get(key, torch.zeros_like(value)) for key, value in expected.items()}
-    assert_trees_close((seen["loss"], got), (mean.item(), expected), rtol=CASES[name].rtol)
+    # Roundings to float32 are independent, so their sum grows as the square root of their number.
+    rtol = _FLOAT32_UNIT * narrow.num_operators**0.5 if CASES[name].rounds_to_float32 else 1e-9
+    assert_trees_close((seen["loss"], got), (mean.item(), expected), rtol=rtol)
     exported = _load(name, tmp_path / "run" / "export")
     assert_trees_close(_tensors(exported), seen["after"], rtol=0, atol=0)
 
@@ -330,23 +371,51 @@ def test_a_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch) ->
         hugging_face_model("folder")
 
 
-def _refusal(folder: str, mesh: dict[str, int]) -> str:
+def _refusal(folder: str, mesh: dict[str, int], tp_plan: Literal["auto"] | None) -> str:
     with MeshConfig(**mesh).build() as ctx:
-        provider = hugging_face_model(folder)
-        model = provider.build(StageInfo())
+        provider = hugging_face_model(folder, tp_plan=tp_plan)
+        model = provider.build(StageInfo()).to_empty(device="meta")
         with pytest.raises(UserError) as caught:
             provider.parallelize(model, ctx)
         return str(caught.value)
 
 
-def test_unsupported_axes_are_refused(tmp_path: Path) -> None:
-    folder = str(CASES["llama"].save(tmp_path))
-    names = {"tensor_parallel": "mesh.tensor_parallel", "context_parallel_shard": "the context-parallel degree"}
-    for axis, name in names.items():
-        for message in run_ranks(_refusal, folder, {axis: 2}, world_size=2):
-            assert message.startswith(
-                f"{name} = 2, but LlamaForCausalLM does not support it; expected 1. Shard the model"
-            )
+@pytest.mark.parametrize(
+    ("name", "mesh", "tp_plan", "message"),
+    [
+        (
+            "llama",
+            {"context_parallel_shard": 2},
+            None,
+            "the context-parallel degree = 2, and LlamaForCausalLM has no plan for it; expected 1. Shard the model",
+        ),
+        (
+            "llama",
+            {"tensor_parallel": 2},
+            None,
+            'mesh.tensor_parallel = 2, and hugging_face_model has no tp_plan; expected 1. Set tp_plan="auto" to split',
+        ),
+        (
+            "bert",
+            {"tensor_parallel": 2},
+            "auto",
+            "mesh.tensor_parallel = 2, and BertForMaskedLM carries no tensor-parallel plan; expected 1. Shard the",
+        ),
+        (
+            "llama",
+            {"tensor_parallel": 4},
+            "auto",
+            "the tp degree = 4 does not divide dim 0 of model.layers.0.self_attn.k_proj.weight, which is 2 blocks of",
+        ),
+    ],
+    ids=["context", "no plan chosen", "no plan carried", "heads"],
+)
+def test_axes_without_a_plan_are_refused(
+    tmp_path: Path, name: str, mesh: dict[str, int], tp_plan: Literal["auto"] | None, message: str
+) -> None:
+    folder = str(CASES[name].save(tmp_path))
+    for refusal in run_ranks(_refusal, folder, mesh, tp_plan, world_size=prod(mesh.values())):
+        assert refusal.startswith(message)
 
 
 def test_weights_that_leave_a_tensor_without_values_are_refused(tmp_path: Path, ctx: DistributedContext) -> None:

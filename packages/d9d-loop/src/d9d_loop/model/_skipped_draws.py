@@ -71,11 +71,11 @@ class SkippedDraws(TorchDispatchMode):
 
     def has_others(self, registered: Iterable[Tensor]) -> bool:
         """Return whether a skipped tensor is alive whose storage is not that of a `registered` tensor."""
-        if not self._unset:
-            return False
-        gc.collect()  # takes half a second; reached only for models with large tensors
         known = {tensor.untyped_storage()._cdata for tensor in registered}
-        return any(not storage.expired() and address not in known for address, (storage, _) in self._unset.items())
+        others = [storage for address, (storage, _) in self._unset.items() if address not in known]
+        if any(not storage.expired() for storage in others):
+            gc.collect()  # takes half a second
+        return any(not storage.expired() for storage in others)
 
     def refuse_read(self) -> NoReturn:
         """Set `failed` and raise.

@@ -6,12 +6,13 @@ from copy import deepcopy
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
 
-from d9d_dist import DistributedContext, Precision, StageInfo, UserError, parallelize_hsdp
+from d9d_dist import DistributedContext, Precision, StageInfo, UserError, parallelize_hsdp, parallelize_tensor
+from d9d_loop._hugging_face_tensor_plan import tensor_plan
 from d9d_loop.model.model_provider import ModelProvider
 from d9d_state import JsonValue, StateMapper
 
@@ -27,6 +28,7 @@ def hugging_face_model(
     dtype: torch.dtype | None = None,
     precision: Precision | None = None,
     from_scratch: bool = False,
+    tp_plan: Literal["auto"] | None = None,
     **config_changes: Any,
 ) -> ModelProvider:
     """Return a provider of a `transformers` model with the weights of a folder, or with the model's initialization.
@@ -48,6 +50,7 @@ def hugging_face_model(
         dtype: Dtype of the parameters; by default the dtype in the configuration, or float32 if it has none.
         precision: Dtypes of computation and reduction, as in `parallelize_hsdp`.
         from_scratch: Read only the configuration from the folder, not the weights.
+        tp_plan: "auto" to split the model over `mesh.tensor_parallel` by the plan that it carries (`model.tp_plan`).
         config_changes: Configuration values to override, such as `num_labels=3` or `attn_implementation="eager"`.
 
     Raises:
@@ -83,6 +86,7 @@ def hugging_face_model(
         unused=unused,
         dtype=dtype,
         precision=precision,
+        tp_plan=tp_plan,
     )
 
 
@@ -98,6 +102,7 @@ class _HuggingFaceModel(ModelProvider):
         unused: As in `hugging_face_model`.
         dtype: As in `hugging_face_model`.
         precision: As in `hugging_face_model`.
+        tp_plan: As in `hugging_face_model`.
     """
 
     late_init = False
@@ -112,10 +117,11 @@ class _HuggingFaceModel(ModelProvider):
         unused: Sequence[str],
         dtype: torch.dtype | None,
         precision: Precision | None,
+        tp_plan: Literal["auto"] | None,
     ) -> None:
         self._config, self._class, self._folder = config, model_class, folder
         self._new, self._unused = new, unused
-        self._dtype, self._precision = dtype, precision
+        self._dtype, self._precision, self._tp_plan = dtype, precision, tp_plan
         self._built_config: JsonValue = None
         self._mappers: dict[Path, StateMapper] = {}
 
@@ -137,7 +143,10 @@ class _HuggingFaceModel(ModelProvider):
         return model.train()
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
-        _refuse_axes(type(model).__name__, ctx)
+        self._refuse_axes(type(model).__name__, ctx)
+        tensor = ctx.mesh_for("dense")["tp"]
+        if tensor.size() > 1:
+            parallelize_tensor(model, tensor, tensor_plan(model, tensor.size()))
         dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
         # Do not cast inputs: blocks get float32 rotary tables, and activations that have the compute dtype already.
         inner = self._precision and replace(self._precision, cast_inputs=False)
@@ -157,6 +166,19 @@ class _HuggingFaceModel(ModelProvider):
 
     def export_files(self) -> Mapping[str, JsonValue]:
         return {"config.json": self._built_config}
+
+    def _refuse_axes(self, name: str, ctx: DistributedContext) -> None:
+        context, tensor = ctx.size("batch", "cp"), ctx.size("dense", "tp")
+        if context > 1:
+            raise UserError(
+                f"the context-parallel degree = {context}, and {name} has no plan for it; expected 1. Shard the model "
+                "with mesh.data_parallel_shard instead, or write a ModelProvider."
+            )
+        if tensor > 1 and self._tp_plan is None:
+            raise UserError(
+                f"mesh.tensor_parallel = {tensor}, and hugging_face_model has no tp_plan; expected 1. Set "
+                f'tp_plan="auto" to split {name} by the plan that it carries, or shard with mesh.data_parallel_shard.'
+            )
 
     def _build_whole(self) -> Any:
         before = torch.get_default_dtype()
@@ -223,19 +245,6 @@ def _find_class(config: Any, model_class: Any) -> Any:
         with torch.device("meta"):
             return type(model_class.from_config(config))
     return model_class
-
-
-def _refuse_axes(name: str, ctx: DistributedContext) -> None:
-    degrees = {
-        "mesh.tensor_parallel": ctx.size("dense", "tp"),
-        "the context-parallel degree": ctx.size("batch", "cp"),
-    }
-    for key, degree in degrees.items():
-        if degree > 1:
-            raise UserError(
-                f"{key} = {degree}, but {name} does not support it; expected 1. Shard the model with "
-                "mesh.data_parallel_shard instead, or write a ModelProvider."
-            )
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -1,0 +1,312 @@
+"""Tensor-parallel styles of a `transformers` model, from the plan that the model carries (`model.tp_plan`).
+
+The plan names styles of `transformers` for modules and parameters, with `*` for layer numbers. All styles keep
+activations between modules as plain tensors, as the styles of `d9d_dist` do.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from d9d_dist import (
+    ColumnParallel,
+    Replicated,
+    RowParallel,
+    SequenceParallel,
+    TensorStyle,
+    UserError,
+    check_token_ids,
+    copy_to_axis,
+    reduce_from_axis,
+    scatter_to_axis,
+)
+
+
+def tensor_plan(model: Any, degree: int) -> dict[str, TensorStyle]:
+    """Return the plan for `parallelize_tensor`, by full module names.
+
+    Embeddings and heads, whose outputs are whole, stay replicated if the degree does not divide them, or if they are
+    tied to a module that stays replicated.
+
+    Args:
+        model: Model of `transformers`.
+        degree: Number of tensor-parallel ranks.
+
+    Raises:
+        UserError: If the model carries no plan, or a style of the plan is not supported.
+    """
+    rules: Mapping[str, str] = model.tp_plan or {}
+    if not rules:
+        raise UserError(
+            f"mesh.tensor_parallel = {degree}, and {type(model).__name__} carries no tensor-parallel plan; expected 1. "
+            "Shard the model with mesh.data_parallel_shard instead, or write a ModelProvider."
+        )
+    plan: dict[str, TensorStyle] = {}
+    unknown: list[str] = []
+    for name, module in model.named_modules():
+        rule = rules.get(_with_wildcards(name))
+        inside = {key: found for key in module._parameters if (found := rules.get(_with_wildcards(f"{name}.{key}")))}
+        if rule is None and not inside:
+            continue
+        style = _style(model, name, rule, inside)
+        if style is None:
+            unknown += [f"{_with_wildcards(f'{name}.{key}')} ({each})" for key, each in inside.items()]
+            unknown += [f"{_with_wildcards(name)} ({type(module).__name__}, {rule})"]
+        else:
+            plan[name] = style
+    unknown += _name_inner_modules(model, plan)
+    if unknown:
+        raise UserError(
+            f"mesh.tensor_parallel = {degree}, and the plan of {type(model).__name__} has styles that are not "
+            f"supported: {', '.join(dict.fromkeys(unknown))}; expected 1. Shard the model with "
+            "mesh.data_parallel_shard instead."
+        )
+    return _without_undivided(model, plan, degree)
+
+
+def _style(model: Any, name: str, rule: str | None, inside: Mapping[str, str]) -> TensorStyle | None:
+    """Return the style of a module by the rule for it and those for its parameters; None if they are not supported."""
+    module = model.get_submodule(name)
+    is_linear, is_embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
+    style: TensorStyle | None = None
+    match rule:
+        case "moe_tp_experts" if model.ep_plan.get(_with_wildcards(name)) == "ep_dispatch_experts":
+            style = _SplitExperts(tuple(key for key, _ in module.named_parameters(recurse=False)))
+        case "local_params" if set(inside.values()) == {"colwise"}:
+            style = _SplitParameters(tuple(inside))
+        case _ if inside:
+            pass
+        case "colwise" if is_linear:
+            style = ColumnParallel(head_dim=_head_size(model, name, module.out_features))
+        case "mla_kv_a_proj":
+            style = _LatentProjection(model.config.get_text_config().qk_rope_head_dim)
+        case "embedding_rowwise" if is_embedding and not _looks_up_rows(module):
+            style = Replicated()
+        case _:
+            style = (_LINEAR_STYLES if is_linear else _EMBEDDING_STYLES if is_embedding else _OTHER_STYLES).get(rule)
+    return style
+
+
+def _with_wildcards(name: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _head_size(model: Any, name: str, num_outputs: int) -> int:
+    """Return the number of consecutive outputs of a layer that belong to one attention head; 1 outside of attention.
+
+    An attention module has fewer heads of keys and values than of queries, or a layer for all three.
+    """
+    attention = model.get_submodule(name.rpartition(".")[0])
+    sizes = [getattr(attention, key) for key in ("head_dim", "head_size", "qk_head_dim") if hasattr(attention, key)]
+    if not sizes:
+        return 1
+    config = getattr(attention, "config", model.config.get_text_config())
+    num_heads = config.num_attention_heads
+    is_whole = num_outputs >= num_heads * sizes[0] and num_outputs % num_heads == 0
+    return num_outputs // num_heads if is_whole else sizes[0]
+
+
+def _name_inner_modules(model: Any, plan: dict[str, TensorStyle]) -> list[str]:
+    """Add styles of modules that the plan of the model leaves out; return those whose gradients would be wrong.
+
+    A module between split layers has partial gradients. Latent attention has replicated modules before split layers.
+    """
+    unknown: list[str] = []
+    for name, module in model.named_modules():
+        children = {child: f"{name}.{child}" for child, _ in module.named_children()}
+        styles = [plan.get(full_name) for full_name in children.values()]
+        is_split = any(isinstance(style, ColumnParallel) and not _has_whole_output(style) for style in styles)
+        if not is_split or any(isinstance(style, _LatentProjection) for style in styles):
+            if name not in plan and any(isinstance(child, nn.Conv1d) for child in module.children()):
+                plan[name] = _ReadsChildren()
+            continue
+        if name not in plan:
+            unknown += [
+                f"{_with_wildcards(f'{name}.{key}')} (no style)" for key, _ in module.named_parameters(recurse=False)
+            ]
+        for child, full_name in children.items():
+            inner = getattr(module, child)
+            shapes = {tuple(parameter.shape) for parameter in inner.parameters()}
+            if not shapes or any(f"{other}.".startswith(f"{full_name}.") for other in plan):
+                continue
+            if child == "act_fn" or (child in ("q_norm", "k_norm") and shapes == {(module.head_dim,)}):
+                plan[full_name] = SequenceParallel()
+            else:
+                unknown.append(f"{_with_wildcards(full_name)} ({type(inner).__name__}, no style)")
+    return unknown
+
+
+def _looks_up_rows(embedding: Any) -> bool:
+    """Return whether an embedding only looks up its rows and scales them."""
+    return type(embedding).forward is nn.Embedding.forward or hasattr(embedding, "embed_scale")
+
+
+def _without_undivided(model: nn.Module, plan: Mapping[str, TensorStyle], degree: int) -> dict[str, TensorStyle]:
+    """Return the plan without embeddings and heads that cannot be split, or are tied to modules that are not split."""
+    holders: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, []).append(name)
+    whole = {
+        name
+        for parameter, names in holders.items()
+        if parameter.shape[:1]
+        and (parameter.shape[0] % degree or not all(_has_whole_output(plan.get(name)) for name in names))
+        for name in names
+    }
+    return {name: style for name, style in plan.items() if name not in whole or not _has_whole_output(style)}
+
+
+def _has_whole_output(style: TensorStyle | None) -> bool:
+    return isinstance(style, _SplitEmbedding) or (isinstance(style, ColumnParallel) and style.output == Replicate())
+
+
+@final
+@dataclass(frozen=True)
+class _SplitInput(TensorStyle):
+    """A `RowParallel` linear layer whose input is equal on all ranks."""
+
+    def placements(self) -> Mapping[str, Placement]:
+        return RowParallel().placements()
+
+    def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return RowParallel().forward(module, mesh, inner, scatter_to_axis(args[0], mesh, dim=-1))
+
+
+@final
+@dataclass(frozen=True)
+class _SplitEmbedding(TensorStyle):
+    """An embedding with split rows, which may have a padding index and scale its rows."""
+
+    def placements(self) -> Mapping[str, Placement]:
+        return {"weight": Shard(0)}
+
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        assert isinstance(module, nn.Embedding)
+        if module.padding_idx is not None:
+            num_rows = module.num_embeddings // mesh.size()
+            local = module.padding_idx - mesh.get_local_rank() * num_rows
+            module.padding_idx = local if 0 <= local < num_rows else None
+
+    def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        (ids,) = args
+        assert isinstance(module, nn.Embedding)
+        check_token_ids(ids, module.num_embeddings, what="token ids")
+        num_rows = module.num_embeddings // mesh.size()
+        local = ids - mesh.get_local_rank() * num_rows
+        is_here = (local >= 0) & (local < num_rows)
+        return reduce_from_axis(inner(local.masked_fill(~is_here, 0)).masked_fill(~is_here.unsqueeze(-1), 0.0), mesh)
+
+
+@final
+@dataclass(frozen=True)
+class _LatentProjection(TensorStyle):
+    """A replicated layer of latent attention. The last features of its output are keys that all heads share.
+
+    The other features go through column-parallel layers, which sum the gradients of their inputs.
+
+    Attributes:
+        num_shared: Number of features of the shared keys.
+    """
+
+    has_partial_gradients: ClassVar[bool] = False
+    num_shared: int
+
+    def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        features = inner(*args, **kwargs)
+        latent, shared = features.split([features.shape[-1] - self.num_shared, self.num_shared], dim=-1)
+        return torch.cat([latent, copy_to_axis(shared, mesh)], dim=-1)
+
+
+@final
+@dataclass(frozen=True)
+class _SplitParameters(TensorStyle):
+    """A module whose own parameters are split on dim 0, and whose submodules have styles of their own.
+
+    Attributes:
+        names: Names of the parameters.
+    """
+
+    has_partial_gradients: ClassVar[bool] = False
+    names: tuple[str, ...]
+
+    def placements(self) -> Mapping[str, Placement]:
+        return dict.fromkeys(self.names, Shard(0))
+
+
+@final
+@dataclass(frozen=True)
+class _ReadsChildren(TensorStyle):
+    """A replicated module that reads the parameters of its children, such as the weight of a causal convolution."""
+
+    has_partial_gradients: ClassVar[bool] = False
+
+    def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = [(child, dict(child._parameters)) for child in module.children()]
+        for child, parameters in before:
+            for name, parameter in parameters.items():
+                if isinstance(parameter, DTensor) and all(
+                    placement.is_replicate() for placement in parameter.placements
+                ):
+                    local = parameter.to_local(grad_placements=parameter.placements)
+                    child._parameters[name] = local  # ty: ignore[invalid-assignment]  (forward only reads it)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            for child, parameters in before:
+                child._parameters.update(parameters)
+
+
+@final
+@dataclass(frozen=True)
+class _SplitExperts(TensorStyle):
+    """Experts of which each rank has some, and computes them for all tokens. The ranks' outputs are summed.
+
+    The plan of `transformers` splits each expert instead; fused gates and projections would then need a strided split.
+    This style uses what its expert parallelism relies on: experts skip tokens whose expert is `num_experts`.
+
+    Attributes:
+        names: Names of the parameters, whose dim 0 is that of the experts.
+    """
+
+    names: tuple[str, ...]
+
+    def placements(self) -> Mapping[str, Placement]:
+        return dict.fromkeys(self.names, Shard(0))
+
+    def prepare(self, module: Any, mesh: DeviceMesh) -> None:
+        module.num_experts //= mesh.size()
+        module._is_expert_parallel = True
+
+    def forward(self, module: Any, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        x, expert_ids, weights, *rest = args
+        x, weights = copy_to_axis(x, mesh), copy_to_axis(weights, mesh)
+        local = expert_ids - mesh.get_local_rank() * module.num_experts
+        is_away = (local < 0) | (local >= module.num_experts)
+        local, weights = local.masked_fill(is_away, module.num_experts), weights.masked_fill(is_away, 0.0)
+        output = inner(x, local, weights, *rest, **kwargs)
+        # Add zero, so that backward reaches the collectives of copy_to_axis on ranks whose experts get no tokens.
+        return reduce_from_axis(output + x[:0].sum() + weights[:0].sum(), mesh)
+
+
+_LINEAR_STYLES: Mapping[str | None, TensorStyle] = {
+    "colwise_gather_output": ColumnParallel(output=Replicate()),
+    "colwise_rep": ColumnParallel(output=Replicate()),
+    "rowwise": RowParallel(),
+    "rowwise_split_input": _SplitInput(),
+    "rowwise_rep": _SplitInput(),
+    "replicate": Replicated(),
+}
+_EMBEDDING_STYLES: Mapping[str | None, TensorStyle] = {
+    "embedding_rowwise": _SplitEmbedding(),
+    "replicate": Replicated(),
+}
+_OTHER_STYLES: Mapping[str | None, TensorStyle] = {
+    "replicated_with_grad_allreduce": SequenceParallel(),
+    "replicate": Replicated(),
+}

@@ -1,0 +1,118 @@
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from d9d_dist import ColumnParallel, MeshConfig, RowParallel, SequenceParallel, UserError, parallelize_tensor
+from d9d_dist.testing import RankError, assert_trees_close, full_gradients, run_ranks
+from d9d_loop._hugging_face_tensor_plan import tensor_plan
+
+_SIZES = {
+    "vocab_size": 12,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+}
+
+
+def _model(kind: str, **changes: Any) -> Any:
+    model_class = getattr(transformers, kind)
+    with torch.device("meta"):
+        return model_class(model_class.config_class(**{**_SIZES, **changes}))
+
+
+def test_heads_of_queries_keys_and_values_stay_whole() -> None:
+    plan = tensor_plan(_model("Qwen3ForCausalLM"), 2)
+    attention = {name.rpartition(".")[2]: style for name, style in plan.items() if "self_attn" in name}
+    assert attention == {
+        "q_proj": ColumnParallel(head_dim=6),
+        "k_proj": ColumnParallel(head_dim=6),
+        "v_proj": ColumnParallel(head_dim=6),
+        "q_norm": SequenceParallel(),
+        "k_norm": SequenceParallel(),
+        "o_proj": RowParallel(),
+    }
+    fused = tensor_plan(_model("GPTNeoXForCausalLM"), 2)["gpt_neox.layers.0.attention.query_key_value"]
+    assert fused == ColumnParallel(head_dim=6)  # 8 / 4 features of a query, a key and a value
+    assert plan["model.layers.0.mlp.up_proj"] == ColumnParallel()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_that_does_not_divide_stays_replicated(tied: bool) -> None:
+    names = {"lm_head", "model.embed_tokens"}
+    assert names <= tensor_plan(_model("LlamaForCausalLM", tie_word_embeddings=tied), 2).keys()
+    plan = tensor_plan(_model("LlamaForCausalLM", tie_word_embeddings=tied, vocab_size=13), 2)
+    assert not names & plan.keys()
+    assert "model.layers.0.mlp.up_proj" in plan
+
+
+def test_a_head_that_is_tied_to_a_replicated_module_stays_replicated() -> None:
+    model = _model("LlamaForCausalLM", tie_word_embeddings=True)
+    model.tp_plan.pop("model.embed_tokens")
+    assert "lm_head" not in tensor_plan(model, 2)
+
+
+def test_unknown_styles_are_refused_by_name() -> None:
+    model = _model("LlamaForCausalLM")
+    model.tp_plan["model.layers.*.mlp.up_proj"] = "diagonal"
+    model.tp_plan["model.layers.*.mlp.down_proj.weight"] = "packed_rowwise"
+    with pytest.raises(
+        UserError,
+        match=r"the plan of LlamaForCausalLM has styles that are not supported: "
+        r"model.layers.\*.mlp.up_proj \(Linear, diagonal\), model.layers.\*.mlp.down_proj.weight \(packed_rowwise\), "
+        r"model.layers.\*.mlp.down_proj \(Linear, rowwise\); expected 1",
+    ):
+        tensor_plan(model, 2)
+
+
+def _embedding(padding_idx: int) -> nn.ModuleDict:
+    torch.manual_seed(3)
+    model = transformers.Gemma3ForCausalLM(_model("Gemma3ForCausalLM", pad_token_id=padding_idx).config).double()
+    return nn.ModuleDict({"embed_tokens": model.model.embed_tokens})
+
+
+def _embed_on_ranks(ids: torch.Tensor, padding_idx: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    style = tensor_plan(_model("Gemma3ForCausalLM", pad_token_id=padding_idx), 2)["model.embed_tokens"]
+    with MeshConfig(tensor_parallel=2).build() as ctx:
+        embedding = _embedding(padding_idx)
+        parallelize_tensor(embedding, ctx.mesh_for("dense")["tp"], {"embed_tokens": style})
+        return _look_up(embedding, ids)
+
+
+def _look_up(embedding: nn.ModuleDict, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    outputs = embedding["embed_tokens"](ids)
+    outputs.square().sum().backward()
+    return outputs.detach(), full_gradients(embedding)
+
+
+@pytest.mark.parametrize("padding_idx", [0, 7])
+def test_a_split_embedding_scales_its_rows_and_gives_padding_no_gradient(padding_idx: int) -> None:
+    ids = torch.arange(12).view(3, 4)
+    expected = _look_up(_embedding(padding_idx), ids)
+    assert not expected[1]["embed_tokens.weight"][padding_idx].any()
+    for found in run_ranks(_embed_on_ranks, ids, padding_idx, world_size=2):
+        assert_trees_close(found, expected, rtol=1e-12)
+
+
+def test_a_split_embedding_refuses_ids_out_of_range() -> None:
+    with pytest.raises(RankError, match=r"token ids within 0 ... 11"):
+        run_ranks(_embed_on_ranks, torch.tensor([[12]]), 0, world_size=2)
+
+
+def test_modules_between_split_layers_have_partial_gradients_or_are_refused() -> None:
+    plan = tensor_plan(_model("ApertusForCausalLM"), 2)  # its plan does not name the trained activation
+    assert plan["model.layers.0.mlp.act_fn"] == SequenceParallel()
+    model = _model("Qwen3ForCausalLM")
+    model.tp_plan.pop("model.layers.*.self_attn.q_norm")
+    assert tensor_plan(model, 2)["model.layers.0.self_attn.q_norm"] == SequenceParallel()
+    model.model.layers[0].mlp.norm = nn.LayerNorm(12)
+    model.model.layers[0].mlp.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(
+        UserError, match=r"model.layers.\*.mlp.scale \(no style\), model.layers.\*.mlp.norm \(LayerNorm, no style\)"
+    ):
+        tensor_plan(model, 2)
