@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from d9d_dist._model_tensors import empty_on, named_tensors, replace_tensors
 from d9d_dist.errors import UserError
 from d9d_dist.late_init import canonical_name
+from d9d_dist.shards import local_positions, local_tensor
 
 _BLOCK_BYTES = 8 << 20
 
