@@ -59,7 +59,7 @@ def tensor_plan(model: Any, degree: int) -> dict[str, TensorStyle]:
             unknown += [f"{_with_wildcards(name)} ({type(module).__name__}, {rule})"]
         else:
             plan[name] = style
-    unknown += _name_inner_modules(model, plan)
+    unknown = unknown or _name_inner_modules(model, plan)
     if unknown:
         raise UserError(
             f"mesh.tensor_parallel = {degree}, and the plan of {type(model).__name__} has styles that are not "
