@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def _reader(num_workers: int) -> BatchReader:
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_reads_the_batches_in_order_and_ends(num_workers: int) -> None:
-    with _reader(num_workers) as batches, _reader(0) as here:
+    with closing(_reader(num_workers)) as batches, closing(_reader(0)) as here:
         read = list(batches)
         assert [batch["value"].tolist() for batch in read] == [[0, 1], [4, 9], [16]]
         assert all(batch["is_placed"] for batch in read)

@@ -1,9 +1,9 @@
 """Jobs defined by a configuration file alone: it names the model, task and data by import path."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from pydantic import Field
 
@@ -11,9 +11,10 @@ from d9d_loop.config.component import Component
 from d9d_loop.config.config_source import split_words
 from d9d_loop.config.inference_config import InferenceConfig
 from d9d_loop.config.trainer_config import TrainerConfig
-from d9d_loop.event_bus import Events
 from d9d_loop.inference.inference import Inference
 from d9d_loop.job.trainer import Trainer
+
+J = TypeVar("J", Trainer, Inference)
 
 
 class PresetConfig(TrainerConfig):
@@ -49,20 +50,13 @@ def preset_trainer(config: PresetConfig) -> Trainer:
     Raises:
         UserError: If a component cannot be imported, or cannot be called with the preset's arguments.
     """
-    trainer = Trainer(
+    return _configured(
+        Trainer,
         config,
-        model=config.model.build("model"),
-        data=config.dataset.build("dataset"),
-        task=config.task.build("task"),
-        **_built(
-            evaluation_data=("evaluation_dataset", config.evaluation_dataset),
-            collate=("collate", config.collate),
-            optimizer=("optimizer_provider", config.optimizer_provider),
-            lr_schedule=("lr_schedule_provider", config.lr_schedule_provider),
-        ),
+        evaluation_data=("evaluation_dataset", config.evaluation_dataset),
+        optimizer=("optimizer_provider", config.optimizer_provider),
+        lr_schedule=("lr_schedule_provider", config.lr_schedule_provider),
     )
-    _subscribe(trainer.events, config.subscribers)
-    return trainer
 
 
 def preset_inference(config: InferencePresetConfig) -> Inference:
@@ -71,15 +65,7 @@ def preset_inference(config: InferencePresetConfig) -> Inference:
     Raises:
         UserError: If a component cannot be imported, or cannot be called with the preset's arguments.
     """
-    inference = Inference(
-        config,
-        model=config.model.build("model"),
-        data=config.dataset.build("dataset"),
-        task=config.task.build("task"),
-        **_built(collate=("collate", config.collate)),
-    )
-    _subscribe(inference.events, config.subscribers)
-    return inference
+    return _configured(Inference, config)
 
 
 def look_beside_preset(arguments: Sequence[str] | None = None) -> None:
@@ -93,17 +79,23 @@ def look_beside_preset(arguments: Sequence[str] | None = None) -> None:
     sys.path[:0] = [folder for folder in dict.fromkeys(map(str, folders)) if folder not in sys.path]
 
 
-def _built(**parts: tuple[str, Component | None]) -> dict[str, Any]:
-    """Build the components that a preset sets.
+def _configured(
+    job: Callable[..., J], config: PresetConfig | InferencePresetConfig, **parts: tuple[str, Component | None]
+) -> J:
+    """Build a job and the components that its preset sets.
 
     Args:
-        parts: For each keyword argument, the configuration key and the component; `None` if the key is not set.
-
-    Returns:
-        The built objects by keyword argument, without those that are not set.
+        job: Class of the job.
+        config: The preset.
+        parts: For each further keyword argument, the configuration key and the component; `None` if it is not set.
     """
-    return {name: part.build(key) for name, (key, part) in parts.items() if part is not None}
-
-
-def _subscribe(events: Events, subscribers: Sequence[Component]) -> None:
-    events.subscribe(*(each.build(f"subscribers.{number}") for number, each in enumerate(subscribers)))
+    optional = {"collate": ("collate", config.collate), **parts}
+    built = job(
+        config,
+        model=config.model.build("model"),
+        data=config.dataset.build("dataset"),
+        task=config.task.build("task"),
+        **{name: part.build(key) for name, (key, part) in optional.items() if part is not None},
+    )
+    built.events.subscribe(*(each.build(f"subscribers.{number}") for number, each in enumerate(config.subscribers)))
+    return built

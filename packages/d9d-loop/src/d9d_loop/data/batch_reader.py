@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 
@@ -74,14 +73,6 @@ class BatchReader:
             self._pool.close()
         if self._prefetcher is not None:
             self._prefetcher.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _read_here(self, job: ReadJob) -> Any:
         if self._draws:

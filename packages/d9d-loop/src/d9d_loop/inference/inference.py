@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -194,7 +194,7 @@ class Inference:
             visible=ctx.is_main_process,
             bar=config.logging.progress,
         )
-        with batches:
+        with closing(batches):
             for number, part in enumerate(parts):
                 with torch.no_grad(), isolated_random(config.seed, "part", -1 if part is None else part, device=True):
                     start = number * batches_of_a_part

@@ -1,7 +1,7 @@
 """Evaluation of the loss and the task's metrics on held-out data, without side effects on training."""
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -78,7 +78,7 @@ class Evaluator:
         batches = BatchReader(
             self._reader, iter(self._jobs), seed=self._seed, place=self._place, device=self._ctx.device
         )
-        with _without_trace(self._pipeline.model), batches:
+        with _without_trace(self._pipeline.model), closing(batches):
             for start in range(0, len(self._jobs), self._forward.batches_per_step):
                 some = list(islice(batches, self._forward.batches_per_step))
 

@@ -37,14 +37,7 @@ class JoinedOptimizer(Optimizer):
     def step(  # ty: ignore[incompatible-method-override]  (torch declares an overload for each kind of closure)
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: Recomputes and returns the loss; called once, with gradients enabled.
-
-        Returns:
-            The loss, or `None` without a closure.
-        """
+        """Step all optimizers; the closure is called once, with gradients enabled."""
         loss = loss_of(closure)
         for optimizer in self.optimizers:
             optimizer.step()

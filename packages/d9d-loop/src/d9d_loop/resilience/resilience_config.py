@@ -4,17 +4,16 @@ from datetime import timedelta
 from signal import Signals
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from d9d_dist import Timeouts
+from d9d_loop.config.section import Section
 
 BadStepAction = Literal["skip", "rewind", "stop"]
 
 
-class HealthConfig(BaseModel):
+class HealthConfig(Section):
     """Configuration of the health check of devices and links, which runs before the model is built."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     enabled: bool = Field(True, description="Check every rank's device and links at the start.")
     matrix_size: PositiveInt = Field(512, description="Rows of the square matrices in the matmul test.")
@@ -25,10 +24,8 @@ class HealthConfig(BaseModel):
     )
 
 
-class StopConfig(BaseModel):
+class StopConfig(Section):
     """Configuration of the signals on which a job saves a checkpoint and exits."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...] = Field(
         ("SIGTERM", "SIGUSR1"), description="Signals that stop the job; empty: none."
@@ -57,10 +54,8 @@ class StopConfig(BaseModel):
         return timedelta(seconds=self.repeat_seconds)
 
 
-class BadStepConfig(BaseModel):
+class BadStepConfig(Section):
     """Configuration of bad steps: a non-finite loss or gradient norm, or a loss far above the recent losses."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     non_finite: BadStepAction = Field(
         "skip",
@@ -82,28 +77,22 @@ class BadStepConfig(BaseModel):
     )
 
 
-class WatchdogConfig(BaseModel):
+class WatchdogConfig(Section):
     """Configuration of the watchdog, which ends a job without progress. It uses the timeouts of `TimeoutConfig`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = Field(
         True, description="Run the watchdog; without it, timeouts of collectives do not name the missing rank."
     )
 
 
-class ReplicaConfig(BaseModel):
+class ReplicaConfig(Section):
     """Configuration of the check that replicas of parameters and optimizer states are equal."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     every: PositiveInt | None = Field(1000, description="Steps between checks; null disables them.")
 
 
-class TimeoutConfig(BaseModel):
+class TimeoutConfig(Section):
     """Timeouts of start-up and of steps, for collectives and the watchdog."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     startup_seconds: PositiveFloat = Field(
         1800.0,
@@ -121,10 +110,8 @@ class TimeoutConfig(BaseModel):
         return Timeouts(timedelta(seconds=self.startup_seconds), timedelta(seconds=self.step_seconds))
 
 
-class HangConfig(BaseModel):
+class HangConfig(Section):
     """Configuration of hang detection: timeouts and the watchdog."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     timeouts: TimeoutConfig = TimeoutConfig.model_validate({})
     watchdog: WatchdogConfig = WatchdogConfig.model_validate({})
