@@ -1,7 +1,7 @@
 """Model provider for `transformers` models: builds without weights, which each rank reads for its own shards only."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from importlib.util import find_spec
@@ -247,16 +247,16 @@ def _find_class(config: Any, model_class: Any) -> Any:
     return model_class
 
 
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks to gather separately, inner ones first; skip blocks that share a parameter with the outside."""
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks to gather separately, inner ones first, without those that share a parameter with the outside.
+
+    A list, since the caller replaces parameters of one block before it takes the next.
+    """
     names: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
     uses = _num_uses(model)
-    for module in reversed(list(model.modules())):
-        if module is model or type(module).__name__ not in set(names):
-            continue
-        inside = _num_uses(module)
-        if inside and all(uses[parameter] == count for parameter, count in inside.items()):
-            yield module
+    blocks = [module for module in model.modules() if module is not model and type(module).__name__ in set(names)]
+    inside = [(block, _num_uses(block)) for block in reversed(blocks)]
+    return [block for block, own in inside if own and all(uses[parameter] == count for parameter, count in own.items())]
 
 
 def _num_uses(model: nn.Module) -> dict[nn.Parameter, int]:
