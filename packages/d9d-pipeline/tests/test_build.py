@@ -94,7 +94,7 @@ class Emitting(Schedule):
         ),
         (
             [Forward(0, 0), ComputeLoss(0, 0)],
-            r"has Loss\(stage=0, microbatch=0\), expected computations only: build adds the loss and",
+            r"has ComputeLoss\(stage=0, microbatch=0\), expected computations only: build adds the loss and",
         ),
         (["F0"], r"rank 0 has 'F0', expected computations only"),
         (

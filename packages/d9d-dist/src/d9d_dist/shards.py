@@ -152,7 +152,7 @@ def local_positions(tensor: Tensor, name: str = "a tensor") -> list[Tensor]:
     held = tuple(tensor.to_local().shape)
     if held != tuple(map(len, positions)):
         raise UserError(
-            f"{name} has the shape {tuple(tensor.shape)}, of which this rank holds {held}, but its placements say "
+            f"{name} has the shape {tuple(tensor.shape)}, and this rank holds {held}, but its placements say "
             f"{tuple(map(len, positions))}: the size does not divide by the axes that split one dim, each rounding up "
             "by itself. torch cannot put such a parameter together again. Choose a size that is a multiple of their "
             "product, or lower a degree."

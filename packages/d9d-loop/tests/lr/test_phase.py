@@ -55,5 +55,5 @@ def test_two_lengths_are_refused() -> None:
 
 
 def test_an_exponential_from_zero_is_refused() -> None:
-    with pytest.raises(UserError, match=r"starts at 0; expected a number above 0\. Put a linear phase before it"):
+    with pytest.raises(UserError, match=r"starts at 0; expected a start above 0\. Put a linear phase before it"):
         ExponentialPhase(to=0.5).end(0.0)

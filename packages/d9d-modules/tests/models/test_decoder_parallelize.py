@@ -117,7 +117,7 @@ def _pooled() -> str:
 
 def test_pooled_heads_reject_context_parallelism() -> None:
     message = (
-        "head, a ClassificationHead, pools whole rows, and 2 context-parallel ranks share each row out; expected one. "
+        "head, a ClassificationHead, pools whole rows, but 2 context-parallel ranks shard each sequence; expected one. "
         "Change that, or use other parallelism."
     )
     assert run_ranks(_pooled, world_size=2) == [message] * 2

@@ -147,9 +147,9 @@ class JobState:
             return Record()
         if expected is not None and self._frozen_digest != expected:
             raise UserError(
-                f"{info.folder} has trainable parameters only, and the frozen ones of this job are not those it was "
-                "saved with; expected the same initial_weights, or without them the same seed. Use what the run began "
-                "with, or --run.name for a new run."
+                f"{info.folder} has only trainable parameters, and the frozen parameters of this job differ from those "
+                "it was saved with; expected the same initial_weights, or without them the same seed. Use those that "
+                "the run started from, or --run.name for a new run."
             )
         prepare_optimizer_for_load(self._model, self._optimizer, info)
         self.store.load(info, self._tensors(trainable_only=expected is not None), self._ctx)

@@ -64,7 +64,7 @@ class ModelPlan:
         kept = {output for group in groups if not group.inputs for output in group.outputs}
         if empty := sorted(kept & self.built.without_values):
             raise UserError(
-                f"{key} = {folder} has no values for {', '.join(empty)}, and the model was built without them; "
+                f"{key} = {folder} has no values for {', '.join(empty)}, and the build does not set them; "
                 "expected all weights of the model. Choose a folder with weights of this model."
             )
         return replace(self, weights=folder, load_mapper=mapper)
