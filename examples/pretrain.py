@@ -27,7 +27,6 @@ from d9d_dist import (
 from d9d_loop import (
     DataProvider,
     Finished,
-    Inputs,
     Loss,
     ModelProvider,
     Section,
@@ -60,6 +59,7 @@ from d9d_moe import (
     qwen3_moe_from_hugging_face,
     qwen3_moe_hugging_face_config,
 )
+from d9d_pipeline import Inputs
 from d9d_state import JsonValue, StateMapper
 
 

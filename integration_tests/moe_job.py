@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, StageInfo
-from d9d_loop import Inputs, Loss, ModelProvider, ModelReady, OptimizerDone, Task, Trainer, TrainerConfig, on_event
+from d9d_loop import Loss, ModelProvider, ModelReady, OptimizerDone, Task, Trainer, TrainerConfig, on_event
 from d9d_loop.testing import parse_layout
 from d9d_metrics import Accumulator, Metric, MetricValue
 from d9d_modules import parallelize_decoder
@@ -20,6 +20,7 @@ from d9d_moe import (
     load_statistics,
     parallelize_moe,
 )
+from d9d_pipeline import Inputs
 
 NUM_ROWS, LENGTH, VOCAB = 8, 16, 32
 

@@ -13,7 +13,7 @@ from oracle_models import BATCH_SIZE, LENGTH, VOCAB
 from torch import Tensor, nn
 
 from d9d_dist import ContextMethod, ContextSplit, DistributedContext, StageInfo
-from d9d_loop import Inputs, Loss, ModelProvider, Task
+from d9d_loop import Loss, ModelProvider, Task
 from d9d_loop.testing import Experiment
 from d9d_modules import (
     CheckpointPolicy,
@@ -33,6 +33,7 @@ from d9d_modules import (
     decoder_lm_head,
     parallelize_decoder,
 )
+from d9d_pipeline import Inputs
 
 NUM_CLASSES = 3
 IGNORED = -100

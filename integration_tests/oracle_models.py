@@ -25,9 +25,10 @@ from d9d_dist import (
     parallelize_tensor,
     sdpa_attention,
 )
-from d9d_loop import Inputs, Loss, ModelProvider, Task
+from d9d_loop import Loss, ModelProvider, Task
 from d9d_modules import CheckpointPolicy, Qwen3Params, checkpoint_activations
 from d9d_moe import Qwen3MoeParams
+from d9d_pipeline import Inputs
 
 LENGTH = 16
 BATCH_SIZE = 8

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
 from d9d_dist import StageInfo
-from d9d_loop import Inputs, Loss, ModelProvider, Task, Trainer, TrainerConfig, validate_config
+from d9d_loop import Loss, ModelProvider, Task, Trainer, TrainerConfig, validate_config
 from d9d_modules import (
     Qwen3ForCausalLM,
     Qwen3Params,
@@ -22,6 +22,7 @@ from d9d_modules import (
     qwen3_hugging_face_config,
     qwen3_params_from_hugging_face,
 )
+from d9d_pipeline import Inputs
 from d9d_state import JsonValue, StateMapper
 
 VOCAB = 24

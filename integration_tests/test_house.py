@@ -1,6 +1,7 @@
 """Repository rules that no tool checks."""
 
 import ast
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -152,3 +153,11 @@ def test_each_file_and_name_of_find_your_way_exists() -> None:
             last = name.rpartition(".")[2]
             is_there = re.search(rf"\b{last}\b", sources) or re.search(rf"(def|class) {last}\b", everything)
             assert is_there, f"{name} of {paragraph}"
+
+
+def test_no_name_is_exported_by_two_packages() -> None:
+    owners: dict[str, list[str]] = {}
+    for path in sorted(ROOT.glob("packages/*/src/*/__init__.py")):
+        for name in importlib.import_module(path.parent.name).__all__:
+            owners.setdefault(name, []).append(path.parent.name)
+    assert not {name: packages for name, packages in owners.items() if len(packages) > 1}

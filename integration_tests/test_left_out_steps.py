@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from d9d_dist import MeshConfig, StageInfo
 from d9d_dist.testing import differences, full_gradients, full_parameters, run_ranks
-from d9d_loop import BadStepFound, Finished, GradientsReady, Inputs, Loss, ModelProvider, Task, Trainer, TrainerConfig
+from d9d_loop import BadStepFound, Finished, GradientsReady, Loss, ModelProvider, Task, Trainer, TrainerConfig
 from d9d_modules import Qwen3ForCausalLM, Qwen3Params
+from d9d_pipeline import Inputs
 
 STEPS, BAD_STEP = 4, 2
 MICROBATCHES, LENGTH, VOCAB = 2, 8, 17

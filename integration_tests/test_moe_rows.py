@@ -21,7 +21,7 @@ import d9d_moe.grouped_linear
 import d9d_moe.moe_parallel
 from d9d_dist import DistributedContext, StageInfo, canonical_name, gather_from_axis
 from d9d_dist.testing import differences, full_gradients
-from d9d_loop import GradientsReady, Inputs, ModelProvider, Trainer
+from d9d_loop import GradientsReady, ModelProvider, Trainer
 from d9d_loop.testing import Around, Experiment, parse_layout, trace_layout
 from d9d_modules import CheckpointPolicy, RowParts, parallelize_decoder
 from d9d_moe import (
@@ -40,6 +40,7 @@ from d9d_moe import (
     balance_experts,
     parallelize_moe,
 )
+from d9d_pipeline import Inputs
 
 RTOL = 1e-9
 

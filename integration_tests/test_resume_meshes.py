@@ -19,7 +19,6 @@ from d9d_dist.testing import run_ranks
 from d9d_loop import (
     ConfigReady,
     DataProvider,
-    Inputs,
     Loss,
     ModelProvider,
     StepDone,
@@ -32,6 +31,7 @@ from d9d_loop.data import IndexedStream, SampleStream, ShuffledStream
 from d9d_loop.testing import parse_layout
 from d9d_modules import parallelize_decoder
 from d9d_moe import Qwen3MoeForCausalLM, Qwen3MoeParams, parallelize_moe
+from d9d_pipeline import Inputs
 
 STEPS, SAVED = 4, 2
 GLOBAL_SIZE = 4

@@ -22,7 +22,8 @@ from torch import nn
 
 from d9d_dist import StageInfo
 from d9d_dist.testing import RankPool
-from d9d_loop import Inputs, Loss, ModelReady, Task, Trainer, TrainerConfig, validate_config
+from d9d_loop import Loss, ModelReady, Task, Trainer, TrainerConfig, validate_config
+from d9d_pipeline import Inputs
 
 _WIDTH = 2048
 

@@ -3,8 +3,9 @@ from typing import Any
 
 import torch
 
-from d9d_loop import Inputs, Loss, Task
+from d9d_loop import Loss, Task
 from d9d_loop.task import to_inputs
+from d9d_pipeline import Inputs
 
 
 class _Plain(Task):

@@ -75,7 +75,6 @@ from d9d_loop.optimizers.optimizer import (
 )
 from d9d_loop.resilience import ExitCode, ResilienceConfig, Stopped
 from d9d_loop.task import BatchTask, InferenceTask, Loss, Task
-from d9d_pipeline import Inputs
 
 __all__ = [
     "AdamConfig",
@@ -114,7 +113,6 @@ __all__ = [
     "InferencePresetConfig",
     "InferenceResult",
     "InferenceTask",
-    "Inputs",
     "Job",
     "JobConfig",
     "JobPlan",

@@ -11,7 +11,8 @@ from torch import nn
 
 from d9d_dist import ContextSplit, StageInfo, UserError
 from d9d_dist.testing import run_ranks
-from d9d_loop import FunctionProvider, Inference, InferenceConfig, InferenceTask, Inputs, PartWritten, validate_config
+from d9d_loop import FunctionProvider, Inference, InferenceConfig, InferenceTask, PartWritten, validate_config
+from d9d_pipeline import Inputs
 from d9d_state import save_model_state
 
 Batch = dict[str, torch.Tensor]

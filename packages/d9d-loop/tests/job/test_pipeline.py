@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, StageInfo, parallelize_replicate
 from d9d_dist.testing import run_ranks
-from d9d_loop import Inputs, Loss, ModelProvider, StepDone, Task, Trainer, TrainerConfig
+from d9d_loop import Loss, ModelProvider, StepDone, Task, Trainer, TrainerConfig
+from d9d_pipeline import Inputs
 from d9d_state import save_model_state
 
 SIZE = 4

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from d9d_dist import DistributedContext, StageInfo, parallelize_replicate
 from d9d_dist.testing import run_ranks
-from d9d_loop import EvaluationDone, Inputs, Loss, ModelProvider, StepDone, Task, Trainer, TrainerConfig
+from d9d_loop import EvaluationDone, Loss, ModelProvider, StepDone, Task, Trainer, TrainerConfig
+from d9d_pipeline import Inputs
 
 SIZE, NUM_LAYERS = 4, 4
 Run = tuple[str, dict[str, Any]]

@@ -9,8 +9,9 @@ from torch.optim import Optimizer
 
 from d9d_dist import DistributedContext, MeshConfig, parallelize_hsdp
 from d9d_dist.testing import run_ranks
-from d9d_loop import AdamWConfig, Events, Inputs, Loss, StepOutcome, Task, TrainStep, WarmupCosineConfig
+from d9d_loop import AdamWConfig, Events, Loss, StepOutcome, Task, TrainStep, WarmupCosineConfig
 from d9d_metrics import Metric, WeightedMean
+from d9d_pipeline import Inputs
 
 Batch = dict[str, torch.Tensor]
 GLOBAL_SIZE = 16

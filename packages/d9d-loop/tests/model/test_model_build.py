@@ -13,7 +13,8 @@ from torch import nn
 
 from d9d_dist import StageInfo, UserError
 from d9d_dist.testing import RankError, full_parameters, run_ranks
-from d9d_loop import FunctionProvider, Inputs, Loss, ModelReady, Task, Trainer, TrainerConfig, validate_config
+from d9d_loop import FunctionProvider, Loss, ModelReady, Task, Trainer, TrainerConfig, validate_config
+from d9d_pipeline import Inputs
 
 
 class _Squares(Task):
