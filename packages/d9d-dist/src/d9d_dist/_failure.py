@@ -24,8 +24,8 @@ _GLOO = "/gloo/"
 def report_failure(error: BaseException, *, rank: int, world_size: int) -> None:
     """Publish this rank's error, unless another rank failed first; then add that rank's error to this error's notes.
 
-    Does not wait for other ranks. If a collective failed, it looks for the cause for up to one second. Does nothing if
-    the store is unreachable.
+    Does not wait for other ranks, but after a failed collective it looks for the cause for up to one second. Does
+    nothing if the store is unreachable.
     """
     with suppress(RuntimeError, ValueError):
         store = dist.distributed_c10d._get_default_store()
@@ -38,7 +38,7 @@ def report_failure(error: BaseException, *, rank: int, world_size: int) -> None:
 
 
 def is_victim(error: BaseException) -> bool:
-    """Return True for errors of collectives, which report a broken connection but not what happened to the peer."""
+    """Return True for errors of collectives, which report a broken connection but not why the peer failed."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _GLOO in str(error))
 
 
@@ -46,7 +46,7 @@ def abort_process_groups() -> None:
     """Destroy all process groups of this process without waiting for pending collectives."""
     try:
         abort = dist.distributed_c10d._abort_process_group
-    except AttributeError:  # a private function, which torch may remove
+    except AttributeError:  # private in torch
         dist.destroy_process_group()
     else:
         abort()
