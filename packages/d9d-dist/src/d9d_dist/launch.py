@@ -53,16 +53,11 @@ _SLURM = {
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     """Read the environment variables of torchrun, else of a Slurm step; without either, return a single process.
 
-    `D9D_DEVICE` selects the device type, e.g. `D9D_DEVICE=cpu` on a machine with an accelerator.
-
-    Slurm variables are used only if `MASTER_ADDR` is set: an interactive Slurm allocation has them without being a
-    distributed job.
+    `D9D_DEVICE` selects the device type, e.g. `D9D_DEVICE=cpu` on a machine with an accelerator. Slurm variables are
+    used only if `MASTER_ADDR` is set: an interactive Slurm allocation has them without being a distributed job.
 
     Args:
         environment: Environment variables; default: those of this process.
-
-    Returns:
-        The place of this process.
 
     Raises:
         UserError: If a variable is not an integer, or the rank is not less than the world size.

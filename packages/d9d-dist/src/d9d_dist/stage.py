@@ -18,11 +18,7 @@ class StageInfo:
     count: int = 1
 
     def __post_init__(self) -> None:
-        """Validate the index.
-
-        Raises:
-            ValueError: If `index` is not in `range(count)`.
-        """
+        """Raise `ValueError` if `index` is not in `range(count)`."""
         if not 0 <= self.index < self.count:
             raise ValueError(f"stage index = {self.index}; expected 0 <= index < count = {self.count}.")
 
@@ -41,11 +37,11 @@ class StageInfo:
 
         Args:
             num_layers: Number of layers of the whole model.
-            virtual_before: Cost of the embedding on the first stage, as a number of layers.
-            virtual_after: Cost of the final norm and head on the last stage, as a number of layers.
+            virtual_before: Cost of the embedding on the first stage, in layers.
+            virtual_after: Cost of the final norm and head on the last stage, in layers.
 
         Returns:
-            A range within `range(num_layers)`. The ranges of all stages together cover it.
+            A range within `range(num_layers)`. The ranges of all stages together cover `range(num_layers)`.
 
         Raises:
             UserError: If there are fewer layers, including virtual ones, than stages.

@@ -7,10 +7,10 @@ from d9d_dist.errors import UserError
 
 
 def check_token_ids(ids: Tensor, vocab_size: int, *, what: str, ignored: int | None = None) -> None:
-    """Raise if an id is not in `range(vocab_size)`.
+    """Raise an error if an id is not in `range(vocab_size)`.
 
-    On an accelerator the check is asynchronous: no host-device synchronization, and a failure is raised by a later
-    operation that synchronizes.
+    On an accelerator the check is asynchronous: no host-device synchronization; a later operation that synchronizes
+    raises the failure.
 
     Args:
         ids: Token ids of any shape, integer.
