@@ -55,12 +55,7 @@ of a tensor.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Named:
-    """Parameter or buffer of the model.
-
-    Attributes:
-        name: Canonical name, without the names of wrapper modules.
-        tensor: DTensor or plain tensor of the model.
-    """
+    """Parameter or buffer of the model under its canonical name, without the names of wrapper modules."""
 
     name: str
     tensor: torch.Tensor

@@ -99,10 +99,8 @@ def local_parameters_of(module: nn.Module) -> LocalParameters | None:
 class PartialParameter(NamedTuple):
     """Parameter whose gradient is partial.
 
-    Attributes:
-        parameter: The parameter.
-        placements: Placements of the gradient before the reduction.
-        reduce_dtype: dtype of the reduction; `None` for the gradient's own.
+    `placements` are those of the gradient before the reduction. The `reduce_dtype` `None` stands for the gradient's own
+    dtype.
     """
 
     parameter: DTensor
@@ -174,14 +172,8 @@ def distribute_parameters(
     """Make every parameter of a model a DTensor on one more mesh axis, in place. No collectives.
 
     Tied parameters stay tied. The new axis becomes the first axis of a DTensor; parameters that are already on the axis
-    are unchanged. Parameter values must be equal on all ranks of the axis, or on `meta`.
-
-    Args:
-        model: The model.
-        mesh: Mesh of one named axis.
-        placements: Placements on the axis, by the `id` of the parameter.
-        default: Placement of all other parameters.
-        leave: Modules whose own parameters are not changed.
+    are unchanged. Parameter values must be equal on all ranks of the axis, or on `meta`. `placements` are by the `id`
+    of the parameter. The modules in `leave` keep their own parameters.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -16,13 +16,9 @@ from d9d_dist.errors import UserError
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dim: int = 0, stack: bool = False) -> Tensor:
-    """Return the concatenated tensors of all ranks. One all-gather.
+    """Return the tensors of all ranks, of equal shapes, concatenated along `dim`. One all-gather.
 
-    Args:
-        tensor: A tensor of the same shape on all ranks.
-        group: Process group.
-        dim: Dim of the result along which the ranks' tensors are concatenated.
-        stack: True to stack the tensors along a new dim `dim`.
+    With `stack` they are stacked along a new dim `dim` instead.
     """
     parts = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
     # Flat, because gloo supports concatenation along dim 0 only for flat tensors.
@@ -52,11 +48,7 @@ def reduce_scatter(
 ) -> Tensor:
     """Return this rank's shard of the sum over ranks, in the dtype of the tensor. One reduce-scatter.
 
-    Args:
-        tensor: A tensor of the same shape on all ranks.
-        group: Process group.
-        dim: Dim that is split into one shard per rank, in rank order.
-        op: Reduction operator.
+    The tensor, of the same shape on all ranks, is split along `dim` in rank order. `op` is the reduction operator.
 
     Raises:
         UserError: If the group size does not divide the size of the dim.
@@ -154,9 +146,6 @@ def all_reduce_scalars(
 
     Returns:
         0-dim float64 tensors by name, on the accelerator if the group has a backend for it, else on the CPU.
-
-    Raises:
-        UserError: If a tensor does not have exactly one element.
     """
     if not values:
         return {}

@@ -30,7 +30,7 @@ class Timeouts:
 
     Attributes:
         startup: Timeout from `MeshConfig.build` on, while ranks import, load and compile at different speeds.
-        step: Timeout while the job runs steps. Switch to it by `ctx.set_timeout(ctx.timeouts.step)`.
+        step: Timeout while the job runs steps. Set it by `ctx.set_timeout(ctx.timeouts.step)`.
     """
 
     startup: timedelta = timedelta(minutes=30)
@@ -52,10 +52,7 @@ class DistributedContext:
 
     Attributes:
         rank: Global rank.
-        world_size: Number of ranks.
         local_rank: Rank on this node.
-        node_rank: Index of this node.
-        num_nodes: Number of nodes.
         timeouts: Timeouts of collectives. The start-up timeout applies until `set_timeout` is called.
         device: Device of this rank: an accelerator if available and not disabled by `Launch.device`, else the CPU.
         logger: Logger that adds the rank to its messages.
@@ -109,8 +106,7 @@ class DistributedContext:
     def mesh_for(self, domain: Domain) -> DeviceMesh:
         """Return the mesh of a domain. Slice it by axis names: `ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"]`.
 
-        Raises:
-            UserError: If the domain does not exist.
+        Raises `UserError` for an unknown domain.
         """
         if domain not in self._meshes:
             raise UserError(f"got the mesh domain {domain!r}; expected one of {', '.join(self._meshes)}.")
@@ -133,20 +129,12 @@ class DistributedContext:
         return self._groups.over(self._domains[domain], axes, name=f"mesh_{'_'.join(axes)}")
 
     def coordinate(self, domain: Domain, axis: str) -> int:
-        """Return this rank's coordinate on an axis.
-
-        Raises:
-            UserError: If the domain or the axis does not exist.
-        """
+        """Return this rank's coordinate on an axis. Raises `UserError` for an unknown domain or axis."""
         self._check_axis(domain, axis)
         return self.mesh_for(domain).get_local_rank(axis)
 
     def size(self, domain: Domain, axis: str) -> int:
-        """Return the size of an axis, in ranks.
-
-        Raises:
-            UserError: If the domain or the axis does not exist.
-        """
+        """Return the size of an axis, in ranks. Raises `UserError` for an unknown domain or axis."""
         self._check_axis(domain, axis)
         return self._domains[domain][axis]
 
@@ -157,13 +145,10 @@ class DistributedContext:
             raise UserError(f"got the axis {axis!r} of the {domain} mesh; expected one of {', '.join(names)}.")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of all collectives that start from now on, equal on all ranks. No collectives.
+        """Set the timeout of all collectives that start from now on, equal on all ranks and positive. No collectives.
 
         Applies to all process groups of this process, also those of flattened meshes, and to later groups of
         `group_for`. Groups that other code creates later have torch's default timeout until the next call.
-
-        Raises:
-            UserError: If the timeout is not positive.
         """
         _check_timeout("timeout", timeout)
         self._groups.set_timeout(timeout)
@@ -188,11 +173,8 @@ class DistributedContext:
     def main_process_first(self) -> Generator[None]:
         """Run the body on rank 0 first, then on all other ranks.
 
-        Collective over all ranks. Other ranks wait for rank 0's body, at most for the groups' timeout, and skip the
-        body if it raises on rank 0.
-
-        Raises:
-            RuntimeError: On all other ranks, if the body raises on rank 0.
+        Collective over all ranks. Other ranks wait for rank 0's body, at most for the groups' timeout. If the body
+        raises on rank 0, they skip it and raise a `RuntimeError`.
         """
         yield from self._run_first(self.is_main_process)
 
@@ -200,8 +182,7 @@ class DistributedContext:
     def local_main_process_first(self) -> Generator[None]:
         """Run the body on the first rank of every node, then on all other ranks; see `main_process_first`.
 
-        Raises:
-            RuntimeError: On all ranks whose own body did not raise, if the body raises on the first rank of a node.
+        If the body raises on the first rank of a node, all ranks whose own body did not raise get a `RuntimeError`.
         """
         yield from self._run_first(self.is_local_main_process)
 

@@ -120,11 +120,7 @@ def parallelize_hsdp(
 
 
 def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, *, precision: Precision | None = None) -> None:
-    """Shard a module's parameters over all ranks of a one-axis mesh, in place; see `parallelize_hsdp`.
-
-    Raises:
-        UserError: If the mesh does not have exactly one named axis.
-    """
+    """Shard a module's parameters over all ranks of a one-axis mesh, in place; see `parallelize_hsdp`."""
     parallelize_hsdp(module, mesh, shard_axis=only_axis(mesh, example="dp_shard"), precision=precision)
 
 

@@ -24,17 +24,11 @@ def writes_to_rows(module: nn.Module) -> bool:
 def synchronize_embeddings(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
     """Make embeddings with `max_norm` or `scale_grad_by_freq` count the lookups of all ranks of a group, in place.
 
-    Weights with `max_norm` must be replicated, as `parallelize_hsdp` and `parallelize_replicate` do: forward makes
-    equal writes on all ranks. Each layer's class becomes a subclass.
+    Call it before parallelization, with the ranks that split a batch: `ctx.group_for("batch", "dp", "cp")`. Weights
+    with `max_norm` must be replicated, as `parallelize_hsdp` and `parallelize_replicate` do: forward makes equal writes
+    on all ranks. Each layer's class becomes a subclass. Returns the names of the layers.
 
     Collective in training: for each layer an all-reduce of one integer per row. Synchronizes host and accelerator.
-
-    Args:
-        model: Model before parallelization.
-        group: Ranks that split a batch: `ctx.group_for("batch", "dp", "cp")`.
-
-    Returns:
-        The names of the layers.
     """
     found: list[str] = []
     for name, module in model.named_modules():

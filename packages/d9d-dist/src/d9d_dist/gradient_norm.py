@@ -55,19 +55,11 @@ def grad_norm_parts(
     """Return the norms of groups of gradients that are sharded over the same axes, e.g. to locate exploding gradients.
 
     The p-th powers of the norms add up to that of the stage's norm. Issues the collectives of `global_grad_norm` except
-    the one over pipeline stages, which have separate parts.
-
-    Args:
-        parameters: All parameters of this rank, as for `global_grad_norm`.
-        ctx: Distributed context.
-        norm_type: The p of the p-norm; `float("inf")` for the maximum.
+    the one over pipeline stages, which have separate parts. Arguments and errors are those of `global_grad_norm`.
 
     Returns:
         0-dim tensors by the axes of more than one rank that shard the gradients, e.g. `"dp_cp_shard x tp"`;
         `"replicated"` for gradients that are equal on every rank of a stage.
-
-    Raises:
-        UserError: As for `global_grad_norm`.
     """
     powers = _reduced_powers(parameters, ctx, norm_type)
     return {name: _root(power, norm_type) for name, power in powers.items()}
@@ -76,13 +68,7 @@ def grad_norm_parts(
 @final
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Gradients that are sharded over the same axes.
-
-    Attributes:
-        name: The axes, joined by " x ".
-        groups: Process groups of those axes.
-        gradients: This rank's shards.
-    """
+    """Shards of gradients that are sharded over the same axes, whose names `name` joins by " x "."""
 
     name: str
     groups: tuple[dist.ProcessGroup, ...]

@@ -13,11 +13,8 @@ class Launch:
 
     Attributes:
         rank: Global rank, `0 <= rank < world_size`.
-        world_size: Number of processes of the job.
         local_rank: Rank among the processes of this node.
         local_world_size: Number of processes on this node.
-        node_rank: Index of this node.
-        num_nodes: Number of nodes.
         device: Device type to use, e.g. "cpu"; `None` for an accelerator if available.
         has_launcher: True if a launcher started this process and set up a rendezvous (`MASTER_ADDR`, `MASTER_PORT`).
     """
@@ -55,9 +52,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
 
     `D9D_DEVICE` selects the device type, e.g. `D9D_DEVICE=cpu` on a machine with an accelerator. Slurm variables are
     used only if `MASTER_ADDR` is set: an interactive Slurm allocation has them without being a distributed job.
-
-    Args:
-        environment: Environment variables; default: those of this process.
+    `environment` defaults to the variables of this process.
 
     Raises:
         UserError: If a variable is not an integer, or the rank is not less than the world size.

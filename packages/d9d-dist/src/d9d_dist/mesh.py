@@ -107,14 +107,8 @@ class MeshConfig(BaseModel):
     def build(self, *, launch: Launch | None = None, timeouts: Timeouts | None = None) -> DistributedContext:
         """Join the job: check the degrees, start the process group and build the meshes.
 
-        Collective over all ranks of the job. Without a launcher the job has one process.
-
-        Args:
-            launch: Place of this process; default: read from the environment.
-            timeouts: Timeouts of collectives in all groups; default: `Timeouts()`.
-
-        Returns:
-            The context of this rank. Close it, or use it in a `with` statement.
+        Collective over all ranks of the job. Without a launcher the job has one process. By default `launch` is read
+        from the environment. Close the returned context, or use it in a `with` statement.
 
         Raises:
             UserError: If the degrees do not match the number of ranks, before any process group starts. On every rank,

@@ -28,12 +28,9 @@ _BLOCK_BYTES = 8 << 20
 def built_values(model: nn.Module, *, ignore_meta: bool = False) -> dict[str, torch.Tensor]:
     """Return a CPU model's parameters and buffers by canonical name, detached. Tied tensors are returned once.
 
-    Args:
-        model: The model.
-        ignore_meta: True to skip tensors on `meta` instead of raising.
-
     Raises:
-        UserError: If a tensor has no values: it is on `meta`, or its lazy module has not run yet.
+        UserError: If a tensor has no values: it is on `meta` (unless `ignore_meta`, which skips it), or its lazy module
+            has not run yet.
     """
     found = {canonical_name(name): tensor for name, tensor in named_tensors(model)}
     if ignore_meta:
@@ -115,12 +112,7 @@ def place_values(
 
 
 class _Target(NamedTuple):
-    """Tensor to fill, and the positions of its elements in the full tensor.
-
-    Attributes:
-        local: This rank's shard.
-        places: Positions of the shard in the full tensor, for each dim; see `local_positions`.
-    """
+    """Tensor to fill: this rank's shard, and its positions in the full tensor for each dim (`local_positions`)."""
 
     local: torch.Tensor
     places: list[torch.Tensor]

@@ -23,19 +23,11 @@ class Offloadable(Protocol):
     """Object whose state can be offloaded from the device."""
 
     def offload(self) -> None:
-        """Free the device memory of the state.
-
-        Raises:
-            UserError: If the state is already offloaded.
-        """
+        """Free the device memory of the state. Raises `UserError` if the state is already offloaded."""
         ...
 
     def onload(self) -> None:
-        """Restore the state on the device.
-
-        Raises:
-            UserError: If the state is not offloaded.
-        """
+        """Restore the state on the device. Raises `UserError` if the state is not offloaded."""
         ...
 
 
@@ -78,12 +70,9 @@ def offload_tensor(*tensors: Tensor) -> Offloaded:
 
 @torch.no_grad()
 def onload_tensor(offloaded: Offloaded) -> None:
-    """Restore offloaded tensors on their device: the same objects and storages, with the same bits.
+    """Restore offloaded tensors, once, on their device: the same objects and storages, with the same bits.
 
     No collectives. On an accelerator the copies are asynchronous on the current stream.
-
-    Raises:
-        UserError: If the tensors are already onloaded.
     """
     if not offloaded._copies and offloaded.num_bytes:
         raise UserError("these tensors were already onloaded; expected one onload_tensor for each offload_tensor.")
@@ -110,11 +99,7 @@ class ModuleOffloader:
         self._offloaded: Offloaded | None = None
 
     def offload(self) -> None:
-        """Free the device memory of the state. No collectives.
-
-        Raises:
-            UserError: If the state is already offloaded.
-        """
+        """Free the device memory of the state; see `Offloadable.offload`. No collectives."""
         if self._offloaded is not None:
             raise UserError("got offload() of a module that is already offloaded; call onload() first.")
         for module in self._module.modules():
@@ -123,11 +108,7 @@ class ModuleOffloader:
         self._offloaded = offload_tensor(*self._tensors())
 
     def onload(self) -> None:
-        """Restore the state on the device. No collectives.
-
-        Raises:
-            UserError: If the state is not offloaded.
-        """
+        """Restore the state on the device; see `Offloadable.onload`. No collectives."""
         if self._offloaded is None:
             raise UserError("got onload() of a module that is not offloaded; call offload() first.")
         onload_tensor(self._offloaded)

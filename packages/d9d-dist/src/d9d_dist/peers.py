@@ -18,14 +18,7 @@ ProcessState = Literal["runs", "is stopped", "is gone"]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Process of a rank.
-
-    Attributes:
-        rank: Global rank.
-        host: Host name.
-        namespace: Namespace of the process id on the host: containers may have their own.
-        pid: Process id in the namespace.
-    """
+    """Process of a rank: its host, and its process id in a namespace of that host, as containers may have their own."""
 
     rank: int
     host: str

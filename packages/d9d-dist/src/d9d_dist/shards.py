@@ -23,12 +23,7 @@ _BLOCK_ELEMENTS = 1 << 20
 @final
 @dataclass(frozen=True, slots=True, order=True)
 class Region:
-    """Rectangular part of a tensor.
-
-    Attributes:
-        offsets: First index in each dim.
-        sizes: Number of indices in each dim.
-    """
+    """Rectangular part of a tensor: the first index and the number of indices in each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -123,9 +118,7 @@ def from_local(shard: Tensor, like: Tensor) -> Tensor:
 def local_positions(tensor: Tensor, name: str = "a tensor") -> list[Tensor]:
     """Return, for each dim, the ascending positions of this rank's shard in the full tensor, int64 on the CPU.
 
-    Args:
-        tensor: A DTensor or a plain tensor. A rank outside the mesh of a DTensor has no positions.
-        name: Name of the tensor, for the error.
+    A rank outside the mesh of a DTensor has no positions. `name` is for the error.
 
     Raises:
         UserError: If a placement is Partial, or the local shape disagrees with the placements because several mesh axes
@@ -161,10 +154,9 @@ def local_positions(tensor: Tensor, name: str = "a tensor") -> list[Tensor]:
 
 
 def local_region(tensor: Tensor, name: str = "a tensor") -> Region:
-    """Return this rank's region of the full tensor. No collectives. `name` is for the error.
+    """Return this rank's region of the full tensor. No collectives.
 
-    Raises:
-        UserError: If the positions have gaps, and as for `local_positions`.
+    Raises `UserError`, with `name`, if the positions have gaps, and as `local_positions` does.
     """
     if not isinstance(tensor, DTensor):
         return Region.whole(tensor.shape)
@@ -180,13 +172,7 @@ def local_region(tensor: Tensor, name: str = "a tensor") -> Region:
 def local_part(full: Tensor, like: Tensor, name: str = "a tensor") -> Tensor:
     """Return the part of a full tensor that this rank holds of `like`: a view, if it is one region. No collectives.
 
-    Args:
-        full: Plain tensor of the shape of `like`, on any device.
-        like: A DTensor or a plain tensor.
-        name: Name of `like`, for the error.
-
-    Raises:
-        UserError: As for `local_positions`.
+    `full` is a plain tensor of the shape of `like`, on any device. Raises `UserError` as `local_positions` does.
     """
     for dim, places in enumerate(local_positions(like, name)):
         if _is_consecutive(places):
@@ -198,11 +184,7 @@ def local_part(full: Tensor, like: Tensor, name: str = "a tensor") -> Tensor:
 
 @torch.no_grad()
 def copy_from_full_(tensor: Tensor, full: Tensor, name: str = "a tensor") -> None:
-    """Copy this rank's part of a full tensor into a tensor of the same shape, in place. No collectives.
-
-    Raises:
-        UserError: As for `local_positions`.
-    """
+    """Copy this rank's part (`local_part`) of a full tensor into a tensor of the same shape. No collectives."""
     local_tensor(tensor).copy_(local_part(full, tensor, name))
 
 
@@ -215,13 +197,10 @@ def is_first_replica(tensor: DTensor) -> bool:
 
 
 def indexed_blocks(tensor: Tensor, name: str = "a tensor") -> Iterator[tuple[Tensor, Tensor]]:
-    """Split this rank's shard into blocks of at most 2^20 elements, in order. `name` is for the error.
+    """Split this rank's shard into blocks of at most 2^20 elements, in order; errors are those of `local_positions`.
 
     Yields:
         Each block, a view of the shard, and the flat index of its elements in the full tensor, int64 of the same shape.
-
-    Raises:
-        UserError: As for `local_positions`.
     """
     local = local_tensor(tensor)
     positions = [places.to(local.device) for places in local_positions(tensor, name)]

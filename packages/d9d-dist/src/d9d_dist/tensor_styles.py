@@ -55,11 +55,7 @@ class TensorStyle:
         return 1
 
     def check(self, module: nn.Module) -> None:
-        """Validate the submodule before any change.
-
-        Raises:
-            UserError: If the style does not support the module.
-        """
+        """Raise `UserError` if the style does not support the submodule, before any change."""
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Change the submodule in place, beyond the conversion of its activations."""

@@ -63,15 +63,10 @@ def replicate_spec(tree: object) -> ShardSpec:
 
 
 def shard_tree(tree: _Tree, spec: ShardSpec, *, rank: int, size: int, even: bool = False) -> _Tree:
-    """Return the shard of one rank. No collectives. Tensors are differentiable views.
+    """Return the shard of one rank of `size`. No collectives. Tensors are differentiable views.
 
-    Args:
-        tree: The whole tree.
-        spec: The nodes to split.
-        rank: Rank of the shard.
-        size: Number of ranks. If it does not divide a length, the first ranks have one more element, as in
-            `torch.tensor_split`.
-        even: True to raise if `size` does not divide a length.
+    If `size` does not divide a length, the first ranks have one more element, as in `torch.tensor_split`; with `even`
+    that is an error.
 
     Raises:
         UserError: If tree and spec do not match, or a node cannot be split as specified; names the path.
@@ -96,12 +91,8 @@ def unshard_tree(tree: _Tree, spec: ShardSpec, group: dist.ProcessGroup | None =
     """Return the whole tree from the ranks' shards: the collective inverse of `shard_tree`. Not differentiable.
 
     Collective over the group: for each `ShardOn` tensor `all_gather_variadic`; for each list `agree`, `gather_json` and
-    a broadcast of each of its tensors. Synchronizes the host.
-
-    Args:
-        tree: This rank's shard. Shards may differ in size.
-        spec: The nodes that are split, the same on all ranks.
-        group: Process group; `None` for all ranks of the job.
+    a broadcast of each of its tensors. Synchronizes the host. Shards may differ in size; the spec must be the same on
+    all ranks.
 
     Raises:
         UserError: If tree and spec do not match; names the path. On every rank, if a leaf of a list is neither a tensor

@@ -1,7 +1,6 @@
-"""Base class of adapters: an adapter is the child module `adapter` of a layer and wraps the layer's forward.
+"""Base class of modules that change the output of a layer with parameters of their own.
 
-The layer is the same object as before, and its parameters keep their names. So tensor-parallel plans, checkpoint
-mappers, weight tying and initial values of the model remain valid.
+Methods get the layer as an argument: as an attribute its parameters would be registered twice.
 """
 
 from abc import ABC, abstractmethod

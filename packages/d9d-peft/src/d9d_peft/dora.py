@@ -28,24 +28,19 @@ from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod, factor_pla
 
 @final
 class DoraAdapter(LowRankAdapter):
-    """Adapter that updates the direction and the magnitude of the weight rows of a linear layer.
-
-    It initially has no effect: `lora_b` and `magnitude_offset` are zero.
+    """Adapter that updates direction and magnitude of the weight rows of a linear layer, initially without effect.
 
     Attributes:
         lora_a: $A$ [rank, in].
-        lora_b: $B$ [out, rank].
-        magnitude_offset: $d$ [out]: magnitude of each row minus the norm of the base weight's row.
+        lora_b: $B$ [out, rank], initially zero.
+        magnitude_offset: $d$ [out]: magnitude of each row minus the norm of the base weight's row; initially zero.
         low_rank: Rank, scale and dropout.
     """
 
     def __init__(self, layer: nn.Linear, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:
-        """Create an adapter on the device of the layer's weight.
+        """Create an adapter for a layer with the forward of `nn.Linear`, on the device of the layer's weight.
 
-        Args:
-            layer: Layer with the forward of `nn.Linear`.
-            low_rank: Rank, scale and dropout.
-            dtype: dtype of the adapter's parameters; `None` for that of the weight, but at least float32.
+        `dtype` is that of the adapter's parameters; `None` for the dtype of the weight, but at least float32.
         """
         super().__init__(layer.weight, low_rank, dtype)
         self.magnitude_offset = nn.Parameter(self.lora_b.new_empty(layer.out_features))

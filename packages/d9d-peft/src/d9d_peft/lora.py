@@ -20,23 +20,18 @@ from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod, factor_pla
 
 @final
 class LoraAdapter(LowRankAdapter):
-    """Adapter that adds a low-rank update to the output of a layer.
-
-    It initially has no effect: `lora_b` is zero.
+    """Adapter that adds a low-rank update to the output of a layer, initially without effect.
 
     Attributes:
         lora_a: $A$ [rank, in]; [groups, rank, in] in a grouped layer.
-        lora_b: $B$ [out, rank]; [groups, out, rank] in a grouped layer.
+        lora_b: $B$ [out, rank]; [groups, out, rank] in a grouped layer. Initially zero.
         low_rank: Rank, scale and dropout.
     """
 
     def __init__(self, layer: nn.Module, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:
-        """Create an adapter on the device of the layer's weight.
+        """Create an adapter for an `nn.Linear` or a `d9d_moe.GroupedLinear`, on the device of the layer's weight.
 
-        Args:
-            layer: An `nn.Linear` or a `d9d_moe.GroupedLinear`.
-            low_rank: Rank, scale and dropout.
-            dtype: dtype of A and B; `None` for that of the weight, but at least float32.
+        `dtype` is that of A and B; `None` for the dtype of the weight, but at least float32.
         """
         product, weight = product_of(layer), layer._parameters["weight"]
         assert product is not None

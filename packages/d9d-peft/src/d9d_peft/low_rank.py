@@ -59,13 +59,7 @@ class LowRank:
 
 
 class LowRankAdapter(Adapter, ABC):
-    """Base class of the adapters with factors A [..., R, I] and B [..., O, R] for a weight [..., O, I].
-
-    Attributes:
-        lora_a: A, on the device of the weight.
-        lora_b: B.
-        low_rank: Rank, scale and dropout.
-    """
+    """Base class of adapters with factors `lora_a` [..., R, I] and `lora_b` [..., O, R] for a weight [..., O, I]."""
 
     def __init__(self, weight: Tensor, low_rank: LowRank, dtype: torch.dtype | None) -> None:
         super().__init__()

@@ -40,9 +40,8 @@ class Attention(Protocol):
 class DeclaresStandardSdpa(Protocol):
     """`Attention` that declares if other kernels may replace it.
 
-    Attributes:
-        is_standard_sdpa: True if the function computes the same as `sdpa_attention` and may be replaced by other
-            kernels.
+    `is_standard_sdpa` is True if the function computes the same as `sdpa_attention` and may be replaced by other
+    kernels.
     """
 
     @property

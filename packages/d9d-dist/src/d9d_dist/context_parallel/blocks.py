@@ -21,12 +21,9 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """Queries, keys, values and mask of one block.
+    """Queries [B, H, L, K], keys and values [B, G, S, K], and mask of one block.
 
     Attributes:
-        q: Queries [B, H, L, K].
-        k: Keys [B, G, S, K].
-        v: Values [B, G, S, K].
         causal: True if query i sees only keys up to i, which requires L = S; False if every query sees all keys.
         query_documents: Document ids of the queries [B, L]; `None` if there is no document mask.
         key_documents: Document ids of the keys [B, S]; `None` if there is no document mask.
@@ -57,11 +54,7 @@ class BlockKernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the block's contributions to the gradients of its queries, keys and values.
 
-        Args:
-            block: The same block as in forward.
-            grad_BHLK: Gradient of the output merged over all blocks.
-            out_BHLK: Output merged over all blocks.
-            lse_BHL: Log-sum-exp over all blocks, contiguous.
+        `grad_BHLK`, `out_BHLK` and `lse_BHL` (contiguous) are merged over all blocks.
         """
         ...
 

@@ -30,9 +30,8 @@ class HasAttention(Protocol):
 class RequiresFullSequence(Protocol):
     """Module that needs all positions of a row, and so does not support context parallelism.
 
-    Attributes:
-        full_sequence_reason: Reason, as a predicate that follows the module's name in an error message; `None` if the
-            module, as configured, supports context parallelism.
+    `full_sequence_reason` is a predicate that follows the module's name in an error message; `None` if the module, as
+    configured, supports context parallelism.
     """
 
     @property
@@ -86,13 +85,8 @@ def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextM
     Replaces the attention function of every `HasAttention` submodule; all other modules act on single positions and are
     not changed. Split batches by `ContextSplit.split`; for batches without position ids use `ContextSplit.positions`.
     Ranks compute different tokens with equal parameters, so gradients must be summed over this axis too: use
-    `dp_cp_shard` and `cp_replicate` of the dense mesh for data parallelism. Call this function before compiling. On a
-    mesh of one rank nothing is changed.
-
-    Args:
-        module: Module on any device.
-        mesh: Mesh of one axis, e.g. `ctx.mesh_for("batch")["cp"]`.
-        method: Exchange of keys and values between ranks.
+    `dp_cp_shard` and `cp_replicate` of the dense mesh for data parallelism. Call this function before compiling. The
+    mesh has one axis, e.g. `ctx.mesh_for("batch")["cp"]`; if it has one rank, nothing is changed.
 
     Raises:
         UserError: If no submodule is a `HasAttention`, or one is already context parallel or has a module as its

@@ -39,11 +39,7 @@ class RingAttention:
         self._kernel = kernel
 
     def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
-        """Compute `Attention`. All arguments and the output are this rank's part of the rows.
-
-        Raises:
-            UserError: If the length of the part is odd.
-        """
+        """Compute `Attention`. All arguments and the output are this rank's part of the rows, of even length."""
         check_part(q_BLHK.shape[1])
         kernel = self._kernel or default_kernel(q_BLHK, has_documents=documents_BS is not None)
         if documents_BS is not None:

@@ -18,16 +18,10 @@ Tree = TypeVar("Tree")
 
 @final
 class ContextSplit:
-    """Load-balanced causal split of Llama 3 (arXiv:2407.21783, section 3.3.2).
+    """Load-balanced causal split of Llama 3 (arXiv:2407.21783, section 3.3.2), over a mesh of one axis.
 
     A row is cut into 2R equal chunks for R ranks; rank r holds chunks r and 2R-1-r, in this order. On a mesh of one
     rank `split` and `join` return their argument.
-
-    Args:
-        mesh: Mesh of one axis, e.g. `ctx.mesh_for("batch")["cp"]`.
-
-    Raises:
-        UserError: If the mesh does not have exactly one axis.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -76,10 +70,7 @@ class ContextSplit:
     def positions(self, length: int) -> Tensor:
         """Return the positions of this rank's tokens in the whole row: [1, length / R], int64, on the mesh's device.
 
-        Use them as position ids for batches that have none. `length` is that of the whole row.
-
-        Raises:
-            UserError: If the length is not a multiple of 2R.
+        Use them as position ids for batches that have none. `length`, that of the whole row, must be a multiple of 2R.
         """
         device = torch.device(self._mesh.device_type)
         if self._mesh.size() == 1:

@@ -51,7 +51,6 @@ class Difference:
 
     Attributes:
         path: Keys and indices of the node, joined by dots.
-        reason: Description of the difference.
         error: Relative error ||actual - expected|| / ||expected||; infinite if undefined.
         index: Index of the element with the largest deviation; `None` if the leaves are not tensors of one shape.
         actual: Actual value of that element.
