@@ -11,10 +11,10 @@ from d9d_dist.late_init import canonical_name
 
 
 def refuse_writes_in_first_forward(module: nn.Module) -> None:
-    """Raise `UserError` in the first forward if it replaces or writes to parameters: the next all-gather would undo it.
+    """Make the first forward raise `UserError` if it replaces or writes to parameters: FSDP would lose the writes.
 
-    Call it before `fully_shard`: the check must run after tensor parallelism's hooks restore the parameters and before
-    FSDP frees them.
+    Call it before `fully_shard`: the check must run after the hooks of tensor parallelism restore the parameters and
+    before FSDP frees them.
     """
     before: dict[str, tuple[torch.Tensor, int, int]] = {}
 

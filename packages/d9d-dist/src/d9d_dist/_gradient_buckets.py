@@ -137,10 +137,10 @@ class Bucket:
 
 
 def plan_buckets(slots: Sequence[Slot], *, bucket_bytes: int) -> list[list[Slot]]:
-    """Assign gradients to buckets in the order in which backward completes them: from the last parameter to the first.
+    """Assign gradients to buckets, from the last parameter to the first: the order in which backward completes them.
 
     Gradients of a bucket have equal ranks and dtypes and at most `bucket_bytes` in total; a larger gradient has a
-    bucket of its own. The result depends only on parameter metadata, so all ranks that reduce together agree.
+    bucket of its own. The result depends only on parameter metadata, so it is equal on all ranks that reduce together.
     """
     closed: list[list[int]] = []
     filling: dict[object, tuple[list[int], int]] = {}

@@ -1,8 +1,8 @@
 """Hooks that let a module whose parameters are DTensors compute with plain tensors, without changes to its code.
 
 The forward of a replicated or tensor-parallel module gets this rank's shard of each DTensor parameter as a plain
-tensor. So any operator and kernel works, without DTensor's overhead per operator. The gradient becomes a DTensor again.
-It is `Partial` on axes whose ranks compute different parts of it; `d9d_dist.gradient_sync` reduces such gradients.
+tensor. So any operator and kernel works, without DTensor's overhead per operator. The gradient becomes a DTensor again:
+`Partial` on axes whose ranks compute different parts. `d9d_dist.gradient_sync` reduces partial gradients.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -39,7 +39,7 @@ class LocalParameters:
         self._outside: list[dict[str, nn.Parameter | None]] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook: replaces the module's own parameters by their local tensors."""
+        """Replace the module's own parameters by their local tensors (forward pre-hook)."""
         parameters = module._parameters
         self._outside.append(dict(parameters))
         for name, parameter in parameters.items():
@@ -47,7 +47,7 @@ class LocalParameters:
                 parameters[name] = self._local(parameter)  # ty: ignore[invalid-assignment]  (forward only reads it)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: restores the parameters, also if forward raised."""
+        """Restore the parameters, also if forward raised (forward hook)."""
         module._parameters.update(self._outside.pop())
 
     def gradient_placements(self, parameter: DTensor) -> tuple[Placement, ...]:
@@ -99,8 +99,7 @@ def local_parameters_of(module: nn.Module) -> LocalParameters | None:
 class PartialParameter(NamedTuple):
     """Parameter whose gradient is partial.
 
-    `placements` are those of the gradient before the reduction. The `reduce_dtype` `None` stands for the gradient's own
-    dtype.
+    `placements` are those of the gradient before the reduction. `reduce_dtype` is `None` for the gradient's own dtype.
     """
 
     parameter: DTensor
@@ -144,7 +143,7 @@ def modules_outside_fsdp(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def modules_apart(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules below and including `module` whose parameters are on a mesh of their own, unmanaged by FSDP."""
+    """Yield a module and its descendants, if their parameters are on a mesh of their own, outside of FSDP."""
     for submodule in module.modules():
         hooks = local_parameters_of(submodule)
         if hooks is not None and hooks.is_apart:

@@ -18,7 +18,7 @@ from d9d_dist.errors import UserError
 def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dim: int = 0, stack: bool = False) -> Tensor:
     """Return the tensors of all ranks, of equal shapes, concatenated along `dim`. One all-gather.
 
-    With `stack` they are stacked along a new dim `dim` instead.
+    With `stack` the tensors are stacked along a new dim `dim` instead.
     """
     parts = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
     # Flat, because gloo supports concatenation along dim 0 only for flat tensors.
@@ -49,9 +49,7 @@ def reduce_scatter(
     """Return this rank's shard of the sum over ranks, in the dtype of the tensor. One reduce-scatter.
 
     The tensor, of the same shape on all ranks, is split along `dim` in rank order. `op` is the reduction operator.
-
-    Raises:
-        UserError: If the group size does not divide the size of the dim.
+    Raises `UserError` if the group size does not divide the size of the dim.
     """
     parts = torch.stack(even_parts(tensor.detach(), dist.get_world_size(group), dim=dim))
     mine = parts.new_empty(parts.shape[1:])
@@ -146,6 +144,9 @@ def all_reduce_scalars(
 
     Returns:
         0-dim float64 tensors by name, on the accelerator if the group has a backend for it, else on the CPU.
+
+    Raises:
+        UserError: If a tensor does not have exactly one element.
     """
     if not values:
         return {}
@@ -162,7 +163,7 @@ def host_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def even_parts(tensor: Tensor, num_parts: int, *, dim: int) -> tuple[Tensor, ...]:
-    """Split a tensor into equal views. Raises `UserError` if the size of the dim is not divisible."""
+    """Split a tensor into equal views. Raises `UserError` if `num_parts` does not divide the size of the dim."""
     if tensor.shape[dim] % num_parts:
         raise UserError(
             f"got a tensor of shape {tuple(tensor.shape)} to split over {num_parts} ranks on dim {dim}, whose size "

@@ -145,10 +145,11 @@ class DistributedContext:
             raise UserError(f"got the axis {axis!r} of the {domain} mesh; expected one of {', '.join(names)}.")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of all collectives that start from now on, equal on all ranks and positive. No collectives.
+        """Set the timeout of all collectives that start from now on, equal on all ranks. No collectives.
 
         Applies to all process groups of this process, also those of flattened meshes, and to later groups of
-        `group_for`. Groups that other code creates later have torch's default timeout until the next call.
+        `group_for`. Groups that other code creates later have torch's default timeout until the next call. Raises
+        `UserError` if the timeout is not positive.
         """
         _check_timeout("timeout", timeout)
         self._groups.set_timeout(timeout)
@@ -174,7 +175,7 @@ class DistributedContext:
         """Run the body on rank 0 first, then on all other ranks.
 
         Collective over all ranks. Other ranks wait for rank 0's body, at most for the groups' timeout. If the body
-        raises on rank 0, they skip it and raise a `RuntimeError`.
+        raises on rank 0, the other ranks skip the body and raise a `RuntimeError`.
         """
         yield from self._run_first(self.is_main_process)
 
@@ -182,7 +183,7 @@ class DistributedContext:
     def local_main_process_first(self) -> Generator[None]:
         """Run the body on the first rank of every node, then on all other ranks; see `main_process_first`.
 
-        If the body raises on the first rank of a node, all ranks whose own body did not raise get a `RuntimeError`.
+        If the body raises on the first rank of a node, all ranks whose own body did not raise raise a `RuntimeError`.
         """
         yield from self._run_first(self.is_local_main_process)
 

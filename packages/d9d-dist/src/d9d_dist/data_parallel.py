@@ -120,7 +120,10 @@ def parallelize_hsdp(
 
 
 def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, *, precision: Precision | None = None) -> None:
-    """Shard a module's parameters over all ranks of a one-axis mesh, in place; see `parallelize_hsdp`."""
+    """Shard a module's parameters over all ranks of a one-axis mesh, in place; see `parallelize_hsdp`.
+
+    Raises `UserError` if the mesh does not have exactly one named axis.
+    """
     parallelize_hsdp(module, mesh, shard_axis=only_axis(mesh, example="dp_shard"), precision=precision)
 
 
@@ -181,7 +184,7 @@ def _unsupported_by_fsdp(module: nn.Module, parameters: Sequence[nn.Parameter]) 
 
 
 def _refuse_second_derivatives(module: nn.Module, args: Any, outputs: Any) -> None:
-    """Forward hook: registers hooks that raise if backward builds a graph."""
+    """Register hooks that raise if backward builds a graph (forward hook)."""
     for output in pytree.tree_leaves(outputs):
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(_check_no_graph)
@@ -209,7 +212,7 @@ def _check_no_fsdp(module: nn.Module) -> None:
 def cast_inputs(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook: casts all floating-point tensors among the arguments."""
+    """Cast all floating-point tensors among the arguments (forward pre-hook)."""
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf

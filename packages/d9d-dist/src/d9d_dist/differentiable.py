@@ -84,8 +84,8 @@ def reduce_scatter_to_axis(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
     """Return this rank's shard, along `dim`, of the sum over ranks. One reduce-scatter; backward all-gathers.
 
     For a partial value of which each rank needs one shard of the sum: the output of a row-parallel layer before a
-    sequence-parallel one. The adjoint of `gather_from_axis` with partial gradients. The number of ranks must divide the
-    size of the dim.
+    sequence-parallel one. The adjoint of `gather_from_axis` with partial gradients. Raises `UserError` if the number of
+    ranks does not divide the size of the dim.
     """
     group = _group(mesh)
     forward, backward = partial(reduce_scatter, group=group, dim=dim), partial(all_gather, group=group, dim=dim)
@@ -95,8 +95,8 @@ def reduce_scatter_to_axis(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
 def scatter_to_axis(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
     """Return a copy of this rank's shard, along `dim`, of a tensor that is equal on all ranks.
 
-    Backward all-gathers, so that the gradient of `x` is equal on all ranks. The number of ranks must divide the size of
-    the dim.
+    Backward all-gathers, so that the gradient of `x` is equal on all ranks. Raises `UserError` if the number of ranks
+    does not divide the size of the dim.
     """
     group = _group(mesh)
     return _apply(x, mesh, partial(_take, group=group, dim=dim), partial(all_gather, group=group, dim=dim))
@@ -105,9 +105,9 @@ def scatter_to_axis(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
 def all_to_all_reshard(x: Tensor, mesh: DeviceMesh, *, scatter_dim: int, gather_dim: int) -> Tensor:
     """Return a tensor that is split on `scatter_dim` instead of `gather_dim`. One all-to-all; backward is the inverse.
 
-    Each rank keeps one part of `scatter_dim` and sends one to every other rank; received parts are concatenated along
-    `gather_dim`. The number of ranks must divide the size of `scatter_dim`. For attention over some heads and the whole
-    sequence, between layers over all heads and a part of the sequence: "DeepSpeed Ulysses", arXiv:2309.14509.
+    For attention over some heads and the whole sequence, between layers over all heads and a part of the sequence:
+    "DeepSpeed Ulysses", arXiv:2309.14509. The received parts are concatenated along `gather_dim`. Raises `UserError` if
+    the number of ranks does not divide the size of `scatter_dim`.
     """
     group = _group(mesh)
     forward = partial(_exchange, group=group, scatter_dim=scatter_dim, gather_dim=gather_dim)

@@ -17,7 +17,7 @@ from d9d_dist.late_init import canonical_name
 
 
 def writes_to_rows(module: nn.Module) -> bool:
-    """Return True for embeddings with `max_norm`: forward writes to the weight, so it must not be sharded."""
+    """Return True for embeddings with `max_norm`: forward writes to the weight, which must therefore not be sharded."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
 
 

@@ -68,7 +68,7 @@ def grad_norm_parts(
 @final
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Shards of gradients that are sharded over the same axes, whose names `name` joins by " x "."""
+    """This rank's shards of gradients that are sharded over the axes `name`, joined by " x "."""
 
     name: str
     groups: tuple[dist.ProcessGroup, ...]

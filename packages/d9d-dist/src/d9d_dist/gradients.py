@@ -15,9 +15,9 @@ from d9d_dist.shards import local_tensor
 def set_gradient_sync(module: nn.Module, enabled: bool) -> None:
     """Enable or disable the reduction of gradients over ranks in the next FSDP backward passes.
 
-    If disabled, gradients are only accumulated locally. Enable it for the last microbatch of a step: the sum is the
-    same, with the traffic of one reduction. Gradients that `GradientSync` reduces are not affected: they are always
-    accumulated locally first. Submodules without FSDP are not changed.
+    If disabled, gradients are only accumulated locally. Enable the reduction for the last microbatch of a step: the sum
+    is the same, with the traffic of one reduction. Gradients that `GradientSync` reduces are always accumulated locally
+    first. Submodules without FSDP are not changed.
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):
@@ -33,7 +33,7 @@ def defer_gradient_sync(module: nn.Module) -> None:
     for root in _fsdp_roots(module):
         root.set_requires_gradient_sync(False)
         root.set_reshard_after_backward(False)
-        # Newer versions of torch support this directly.
+        # Only newer versions of torch have this function.
         if hasattr(root, "set_manual_backward_finalization"):
             root.set_manual_backward_finalization(True)
 

@@ -86,8 +86,8 @@ def place_values(
     """Allocate parallelized stages that are on `meta`, and fill them with rank 0's values, in place.
 
     Collective over all ranks: an all-gather of 16 bytes per tensor, then a scatter or broadcast from rank 0 for each
-    block of at most 8 MiB of each tensor (or one row per rank, if larger). A tensor whose rows are split over all ranks
-    is scattered. Besides its own shards a rank holds one block at a time.
+    block of each tensor. A block has at most 8 MiB, or one row per rank if larger. A tensor whose rows are split over
+    all ranks is scattered. Besides its own shards a rank holds one block at a time.
 
     Args:
         models: This rank's stages, parallelized: plain tensors and DTensors of any placements.

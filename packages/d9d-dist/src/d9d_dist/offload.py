@@ -70,9 +70,10 @@ def offload_tensor(*tensors: Tensor) -> Offloaded:
 
 @torch.no_grad()
 def onload_tensor(offloaded: Offloaded) -> None:
-    """Restore offloaded tensors, once, on their device: the same objects and storages, with the same bits.
+    """Restore offloaded tensors on their device: the same objects and storages, with the same bits.
 
-    No collectives. On an accelerator the copies are asynchronous on the current stream.
+    No collectives. On an accelerator the copies are asynchronous on the current stream. A second call raises
+    `UserError`.
     """
     if not offloaded._copies and offloaded.num_bytes:
         raise UserError("these tensors were already onloaded; expected one onload_tensor for each offload_tensor.")

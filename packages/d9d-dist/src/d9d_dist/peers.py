@@ -18,7 +18,7 @@ ProcessState = Literal["runs", "is stopped", "is gone"]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Process of a rank: its host, and its process id in a namespace of that host, as containers may have their own."""
+    """Process of a rank: its host, and its process id in a namespace of the host (containers may have namespaces)."""
 
     rank: int
     host: str

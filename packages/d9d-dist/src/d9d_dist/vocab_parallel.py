@@ -21,11 +21,7 @@ TokenLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 @runtime_checkable
 class HasTokenLoss(Protocol):
-    """Module whose loss function can be replaced.
-
-    Attributes:
-        token_loss: The loss function.
-    """
+    """Module whose loss function, `token_loss`, can be replaced."""
 
     token_loss: TokenLoss
 

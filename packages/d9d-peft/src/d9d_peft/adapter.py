@@ -89,7 +89,7 @@ def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
 
 
 def _adapted_forward(layer: nn.Module, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Forward of a layer with an adapter: calls the adapter."""
+    """Call the adapter of a layer, in place of the layer's forward."""
     adapter = layer._modules[ADAPTER]
     assert adapter is not None
     return adapter(layer, inner, *args, **kwargs)

@@ -32,7 +32,10 @@ class AllGatherAttention:
         self._mesh = mesh
 
     def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
-        """Compute `Attention`. All arguments and the output are this rank's part of the rows, of even length."""
+        """Compute `Attention`. All arguments and the output are this rank's part of the rows.
+
+        Raises `UserError` if the length of the part is odd.
+        """
         check_part(q_BLHK.shape[1])
         num_ranks, size = self._mesh.size(), q_BLHK.shape[1] // 2
         k_BSGK, v_BSGK = self._gather_sequence(torch.cat((k_BSGK, v_BSGK), dim=2)).chunk(2, dim=2)

@@ -45,7 +45,7 @@ class DeclaresStandardSdpa(Protocol):
     """
 
     @property
-    def is_standard_sdpa(self) -> bool: ...  # noqa: D102  (see Attributes)
+    def is_standard_sdpa(self) -> bool: ...  # noqa: D102  (see the class)
 
 
 @runtime_checkable

@@ -17,11 +17,7 @@ ContextMethod = Literal["all_gather", "all_to_all", "ring"]
 
 @runtime_checkable
 class HasAttention(Protocol):
-    """Module whose attention function can be replaced.
-
-    Attributes:
-        attention_function: The attention function.
-    """
+    """Module whose attention function, `attention_function`, can be replaced."""
 
     attention_function: Attention
 
@@ -35,7 +31,7 @@ class RequiresFullSequence(Protocol):
     """
 
     @property
-    def full_sequence_reason(self) -> str | None: ...  # noqa: D102  (see Attributes)
+    def full_sequence_reason(self) -> str | None: ...  # noqa: D102  (see the class)
 
 
 def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method: ContextMethod) -> Attention:
@@ -51,8 +47,8 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
             kernels replace `sdpa_attention` and functions that declare to compute the same (`DeclaresStandardSdpa`).
 
     Raises:
-        UserError: If the mesh does not have exactly one axis, the function is already context parallel, the method is
-            unknown, or the method is `"ring"` and the function does not compute the same as `sdpa_attention`.
+        UserError: If the mesh does not have exactly one axis, the function is already context parallel, or the method
+            is unknown. Also if the method is `"ring"` and the function does not compute the same as `sdpa_attention`.
     """
     only_axis(mesh, example="cp")
     if isinstance(attention, AllGatherAttention | AllToAllAttention | RingAttention):

@@ -39,7 +39,10 @@ class RingAttention:
         self._kernel = kernel
 
     def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
-        """Compute `Attention`. All arguments and the output are this rank's part of the rows, of even length."""
+        """Compute `Attention`. All arguments and the output are this rank's part of the rows.
+
+        Raises `UserError` if the length of the part is odd.
+        """
         check_part(q_BLHK.shape[1])
         kernel = self._kernel or default_kernel(q_BLHK, has_documents=documents_BS is not None)
         if documents_BS is not None:
@@ -50,7 +53,7 @@ class RingAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """Options of one pass. `documents` are the document ids [B, S] in rank order."""
+    """Options of one pass. `documents` are document ids [B, S] in rank order."""
 
     mesh: DeviceMesh
     kernel: BlockKernel
@@ -145,7 +148,7 @@ def _block(pair: _Pair, q_BLHK: Tensor, kv: list[Tensor], ring: _Ring) -> Attent
 
 
 class _Arrival:
-    """Tensors in flight from the previous rank. Also keeps the tensors being sent alive."""
+    """Tensors in flight from the previous rank, and the tensors being sent, which must stay alive."""
 
     def __init__(self, sent: list[Tensor], received: list[Tensor], works: list[dist.Work]) -> None:
         self._sent, self._received, self._works = sent, received, works

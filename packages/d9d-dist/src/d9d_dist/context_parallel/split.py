@@ -21,7 +21,7 @@ class ContextSplit:
     """Load-balanced causal split of Llama 3 (arXiv:2407.21783, section 3.3.2), over a mesh of one axis.
 
     A row is cut into 2R equal chunks for R ranks; rank r holds chunks r and 2R-1-r, in this order. On a mesh of one
-    rank `split` and `join` return their argument.
+    rank `split` and `join` return their argument. Raises `UserError` for a mesh of several axes.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -70,7 +70,8 @@ class ContextSplit:
     def positions(self, length: int) -> Tensor:
         """Return the positions of this rank's tokens in the whole row: [1, length / R], int64, on the mesh's device.
 
-        Use them as position ids for batches that have none. `length`, that of the whole row, must be a multiple of 2R.
+        Use them as position ids for batches without position ids. `length` is that of the whole row. Raises `UserError`
+        if the length is not a multiple of 2R.
         """
         device = torch.device(self._mesh.device_type)
         if self._mesh.size() == 1:

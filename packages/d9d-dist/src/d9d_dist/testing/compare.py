@@ -1,6 +1,7 @@
 """Comparison of the results of two layouts: full tensors under canonical names, and their differences.
 
-Tensors are compared by the norm of their difference: a wrong factor or a missing reduction changes it, rounding hardly.
+Tensors are compared by the norm of their difference: a wrong factor or a missing reduction has a large effect on the
+norm, rounding a small one.
 """
 
 from collections.abc import Iterator
