@@ -43,7 +43,7 @@ class Timeouts:
 
 
 class DistributedContext:
-    """A rank's membership in a job, created by `MeshConfig.build`.
+    """Membership of this rank in a job, created by `MeshConfig.build`.
 
     Construction is collective over all ranks. It starts the default process group, unless one exists, and checks that
     all ranks have the same mesh. It creates a process group for each set of ranks that an axis of a domain spans. Use
