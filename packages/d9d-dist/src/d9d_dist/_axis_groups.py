@@ -1,7 +1,7 @@
 """Process groups over mesh axes, one for each set of ranks: domains with the same split share their communicators.
 
 `init_device_mesh` creates new groups for every axis of every mesh, and every rank takes part in creating all of them.
-Here each rank creates only the groups that it belongs to, so start-up time does not grow with the number of ranks.
+Here each rank creates only its own groups, so start-up time does not grow with the number of ranks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,12 +27,9 @@ class AxisGroups:
         self._groups: dict[_Split, dist.ProcessGroup] = {}
 
     def over(self, domain: Mapping[str, int], axes: Iterable[str], *, name: str) -> dist.ProcessGroup:
-        """Return the process group over one or more axes of a domain. Collective over all ranks if it is a new group.
+        """Return the process group over axes of a domain, given the size of every axis, slowest first.
 
-        Args:
-            domain: Size of every axis by name, slowest axis first.
-            axes: Names of the axes to span, in any order. The order of ranks in the group is that of the domain.
-            name: Description of a new group in torch's debugging tools.
+        Ranks have the order of the domain. Collective over all ranks if the group is new.
         """
         split = _split(domain, set(axes))
         if split not in self._groups:
@@ -40,7 +37,7 @@ class AxisGroups:
         return self._groups[split]
 
     def mesh(self, domain: Mapping[str, int], *, device_type: str) -> DeviceMesh:
-        """Return a root mesh of all ranks with the axes of a domain. Collective over all ranks if it creates groups."""
+        """Return a mesh of all ranks with the axes of a domain. Collective over all ranks if it creates groups."""
         groups = [self.over(domain, [axis], name=f"mesh_{axis}") for axis in domain]
         ranks = torch.arange(dist.get_world_size(), dtype=torch.int, device="cpu").view(*domain.values())
         if len(groups) == 1:
@@ -48,10 +45,7 @@ class AxisGroups:
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(domain))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of all existing process groups of this process, also of groups created elsewhere.
-
-        Groups that this object creates later have it too.
-        """
+        """Set the timeout of all process groups of this process, including later ones and groups created elsewhere."""
         self._timeout = timeout
         # In torch 2.11 the function is private; later versions deprecate the private name.
         name = "set_timeout" if hasattr(dist, "set_timeout") else "_set_pg_timeout"
@@ -71,7 +65,7 @@ class AxisGroups:
 
 
 def _split(domain: Mapping[str, int], axes: set[str]) -> _Split:
-    """Return sizes and strides of the axes. Axes of size 1 are dropped, and adjacent axes are merged into one."""
+    """Return sizes and strides of the axes. Axes of size 1 are dropped, and adjacent axes are merged."""
     split: list[tuple[int, int]] = []
     stride = 1
     for axis, size in reversed(list(domain.items())):

@@ -1,7 +1,7 @@
 """Failure reports: a failing rank publishes its error in the store and exits without waiting for other ranks.
 
 A collective usually fails because another rank failed. A rank whose collective failed therefore looks for the cause
-before it publishes: the error of another rank, or a process on this machine that exited or is stopped.
+before it publishes. The cause is the error of another rank, or a process on this machine that exited or is stopped.
 """
 
 import time
@@ -15,7 +15,7 @@ FIRST_FAILURE = "d9d/first_failure"
 """Store key with the first failure: the rank, a line break and the error message."""
 
 _LONGEST = 500  # characters; longer messages are truncated
-_CAUSE_SECONDS = 1.0  # how long a rank whose collective failed looks for the cause
+_CAUSE_SECONDS = 1.0  # time in which a rank looks for the cause of a failed collective
 _POLL_SECONDS = 0.02
 # Part of the source path in gloo's error messages. Gloo raises plain RuntimeErrors, NCCL raises DistErrors.
 _GLOO = "/gloo/"
@@ -24,8 +24,8 @@ _GLOO = "/gloo/"
 def report_failure(error: BaseException, *, rank: int, world_size: int) -> None:
     """Publish this rank's error, unless another rank failed first; then add that rank's error to this error's notes.
 
-    Does not wait for other ranks. If a collective failed, it looks for the cause for up to one second. Does nothing if
-    the store is unreachable.
+    Does not wait for other ranks, but searches for the cause of a failed collective for up to one second. Does nothing
+    if the store is unreachable.
     """
     with suppress(RuntimeError, ValueError):
         store = dist.distributed_c10d._get_default_store()
@@ -38,7 +38,7 @@ def report_failure(error: BaseException, *, rank: int, world_size: int) -> None:
 
 
 def is_victim(error: BaseException) -> bool:
-    """Return True for errors of collectives, which report a broken connection but not what happened to the peer."""
+    """Return True for errors of collectives, which report a broken connection but not why the peer failed."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _GLOO in str(error))
 
 

@@ -1,8 +1,8 @@
-"""Runs `reset_parameters` so that random numbers depend on names and global indices, not on the layout.
+"""Layout-independent `reset_parameters`: random numbers depend on names and global indices.
 
-Numbers drawn into a parameter come from a counter-based generator, so a rank draws its own shard alone. Other operators
-give a shard the values of the full tensor only if they are elementwise; `ELEMENTWISE` lists those that are supported.
-Any other operator on a DTensor raises `NeedsFullTensor`, and the caller runs `reset_parameters` again on full tensors.
+A counter-based generator draws the numbers of a parameter, so a rank draws its own shard alone. Other operators give
+shards the values of the full tensor only if they are elementwise; `ELEMENTWISE` lists the supported ones. Any other
+operator on a DTensor raises `NeedsFullTensor`, and the caller runs `reset_parameters` again on full tensors.
 """
 
 import sys
@@ -48,19 +48,14 @@ ELEMENTWISE = frozenset(
 )
 """In-place operators whose result for an element has the same bits at any position in memory.
 
-Vectorized CPU kernels of `erfinv_`, `sigmoid_` and `pow_` do not: they use another formula for the last elements of a
-shard than for elements in the middle of the full tensor.
+This excludes `erfinv_`, `sigmoid_` and `pow_`: their vectorized CPU kernels use another formula for the last elements
+of a tensor.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Named:
-    """A parameter or buffer of the model.
-
-    Attributes:
-        name: Canonical name, without the names of wrapper modules.
-        tensor: The tensor in the model: a DTensor or a plain tensor.
-    """
+    """Parameter or buffer of the model under its canonical name, without the names of wrapper modules."""
 
     name: str
     tensor: torch.Tensor
@@ -76,10 +71,10 @@ class Named:
 
 
 class NeedsFullTensor(BaseException):
-    """Raised if `reset_parameters` cannot run on shards. Not an `Exception`, so that user code does not catch it.
+    """Signal that `reset_parameters` cannot run on shards. Not an `Exception`, so that user code does not catch it.
 
     Attributes:
-        tensors: The DTensors that were passed to an operator whose result depends on the layout.
+        tensors: DTensors that were passed to an operator whose result depends on the layout.
     """
 
     def __init__(self, tensors: Collection[Named]) -> None:
@@ -88,22 +83,22 @@ class NeedsFullTensor(BaseException):
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a key of the storage of a tensor, or of this rank's shard of a DTensor."""
+    """Return a key of a tensor's storage; for a DTensor that of this rank's shard."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()._cdata
 
 
 class FillByIndex(TorchDispatchMode):
-    """Replaces random in-place fills by index-based numbers, and records which tensors are written.
+    """Dispatch mode that replaces random in-place fills by index-based numbers and records writes.
 
     Attributes:
-        written: Parameters and buffers that were written by any operator.
+        written: Parameters and buffers that any operator wrote.
 
     Args:
         seed: Seed of the initial values.
         scope: Name of the module. It seeds draws into temporary tensors before the first draw into a parameter.
-        known: The model's tensors by `storage_key`. A tensor that is replaced by a full tensor has the key of the
-            latter.
+        known: The model's tensors by `storage_key`; for a tensor that a full tensor replaces, the key of the full
+            tensor.
         before_write: Called before the first write to each tensor in `known`.
     """
 
@@ -179,8 +174,8 @@ class FillByIndex(TorchDispatchMode):
     def _next_key(self, tensor: torch.Tensor, truncated: torch.Tensor | None) -> int:
         """Return a new key for each draw into a tensor.
 
-        Draws into temporary tensors are numbered from the last draw into a parameter. The redraws of `trunc_normal_`
-        are numbered separately: their number differs between ranks and must not change the values of the next draw.
+        Draws into temporary tensors are numbered from the last draw into a parameter. Redraws of `trunc_normal_` are
+        numbered separately: their number differs between ranks and must not change the values of the next draw.
         """
         named = self._find(tensor)
         if named is not None:
@@ -195,7 +190,7 @@ class FillByIndex(TorchDispatchMode):
         return stream_key(self._seed, name, draw)
 
     def _find(self, tensor: torch.Tensor) -> Named | None:
-        """Return the parameter or buffer if the tensor covers all of its storage, e.g. its `.data`; else `None`."""
+        """Return the parameter or buffer if `tensor` covers all of its storage, e.g. its `.data`; else `None`."""
         named = self._known.get(storage_key(tensor))
         if named is None or tensor.shape != named.tensor.shape or tensor.stride() != named.tensor.stride():
             return None

@@ -1,4 +1,4 @@
-"""Detection of parameter writes in the first forward of a module that FSDP shards; sharding would lose the writes."""
+"""Detection of parameter writes in the first forward of an FSDP module; sharding would lose the writes."""
 
 from typing import Any
 
@@ -11,13 +11,10 @@ from d9d_dist.late_init import canonical_name
 
 
 def refuse_writes_in_first_forward(module: nn.Module) -> None:
-    """Raise if the first forward replaces or writes to parameters: FSDP all-gathers them again and loses the writes.
+    """Make the first forward raise `UserError` if it replaces or writes to parameters: FSDP would lose the writes.
 
-    Call it before `fully_shard`: the comparison must run after the hooks of tensor parallelism have restored the
-    parameters, and before FSDP frees them.
-
-    Raises:
-        UserError: In the first forward, with the names of the parameters.
+    Call it before `fully_shard`: the check must run after the hooks of tensor parallelism restore the parameters and
+    before FSDP frees them.
     """
     before: dict[str, tuple[torch.Tensor, int, int]] = {}
 

@@ -24,7 +24,7 @@ class Slot:
         wire_dtype: dtype of the all-reduce.
         shape: Local shape of the gradient.
         num_received: Number of gradients accumulated in this step.
-        before: Reduced gradient that was in `.grad` before the step; `None` if there was none.
+        before: Reduced gradient in `.grad` before the step, or `None`.
         is_used: True if this rank has computed a gradient in this step.
     """
 
@@ -44,14 +44,14 @@ class Slot:
         return self.shape.numel() * self.wire_dtype.itemsize
 
     def set_aside(self, gradient: torch.Tensor) -> None:
-        """Move a reduced gradient from `.grad` to `before`; partial gradients cannot be accumulated into it."""
+        """Move a reduced gradient from `.grad` to `before`; partial gradients cannot be added to it."""
         present = self.parameter.grad
         if present is not None and not is_partial(present):
             self.before = present if self.before is None else self.before + present
             self.parameter.grad = None
 
     def take(self) -> torch.Tensor | None:
-        """Take this rank's partial gradient out of `.grad`, as a contiguous local tensor; `None` if there is none."""
+        """Move this rank's partial gradient out of `.grad`, as a contiguous local tensor; `None` if there is none."""
         gradient = self.parameter.grad
         if gradient is None or not is_partial(gradient):
             if gradient is not None:
@@ -77,7 +77,7 @@ class Slot:
 
 @final
 class Bucket:
-    """Gradients that are reduced by one asynchronous all-reduce."""
+    """Gradients that one asynchronous all-reduce reduces."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = slots
@@ -100,9 +100,8 @@ class Bucket:
     def finish(self, is_used: Sequence[bool]) -> None:
         """Wait for the all-reduce, set the parameters' gradients, and reset the bucket for the next step.
 
-        Args:
-            is_used: For each slot, True if any rank has computed a gradient. Other parameters get back their previous
-                gradient.
+        `is_used` is True for each slot of which any rank has computed a gradient. Other parameters get their previous
+        gradient.
         """
         assert self._buffer is not None
         assert self._work is not None
@@ -117,7 +116,7 @@ class Bucket:
         self._buffer, self._work, self.num_ready = None, None, 0
 
     def _pack(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Return one flat tensor of all gradients, zeros for missing ones. A single gradient is not copied."""
+        """Return a flat tensor of all gradients, zeros for missing ones. A single gradient is not copied."""
         first, dtype = parts[0], self.slots[0].wire_dtype
         if len(parts) == 1 and first is not None and first.dtype == dtype:
             return first.view(-1)
@@ -138,16 +137,10 @@ class Bucket:
 
 
 def plan_buckets(slots: Sequence[Slot], *, bucket_bytes: int) -> list[list[Slot]]:
-    """Assign gradients to buckets, from the last parameter to the first, in the order in which backward completes them.
+    """Assign gradients to buckets, from the last parameter to the first: the order in which backward completes them.
 
-    The result depends only on the parameters' metadata, so it is equal on all ranks that reduce together.
-
-    Args:
-        slots: The gradients, in the order of the model.
-        bucket_bytes: Maximum size of a bucket in bytes. A gradient of at least this size has a bucket of its own.
-
-    Returns:
-        Buckets of gradients with equal ranks and dtypes, in the order in which backward completes them.
+    Gradients of a bucket have equal ranks and dtypes and at most `bucket_bytes` in total; a larger gradient has a
+    bucket of its own. The result depends only on parameter metadata, so it is equal on all ranks that reduce together.
     """
     closed: list[list[int]] = []
     filling: dict[object, tuple[list[int], int]] = {}
@@ -185,7 +178,7 @@ def _ranks(parameter: DTensor, placements: Sequence[Placement]) -> tuple[int, ..
 
 
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the gradient process group of these ranks, created if torch's registry does not have it yet."""
+    """Return the gradient process group of these ranks; create it if torch's registry lacks it."""
     for group, members in dist.distributed_c10d._world.pg_group_ranks.items():
         if isinstance(group, dist.ProcessGroup) and group.group_desc == _GROUP_NAME and tuple(sorted(members)) == ranks:
             return group

@@ -1,9 +1,8 @@
 """Hooks that let a module whose parameters are DTensors compute with plain tensors, without changes to its code.
 
-Parameters of a replicated or tensor-parallel module are DTensors. Its forward gets this rank's shard of each parameter
-as a plain tensor, so any operator and kernel works, without DTensor's overhead per operator. The gradient becomes a
-DTensor again. On an axis whose ranks compute different parts of it, its placement is `Partial`;
-`d9d_dist.gradient_sync` reduces gradients with that placement.
+The forward of a replicated or tensor-parallel module gets this rank's shard of each DTensor parameter as a plain
+tensor. So any operator and kernel works, without DTensor's overhead per operator. The gradient becomes a DTensor again:
+`Partial` on axes whose ranks compute different parts. `d9d_dist.gradient_sync` reduces partial gradients.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,13 +19,12 @@ from d9d_dist._owned_gradient import own_gradient
 
 
 class LocalParameters:
-    """Forward hooks of one module. They are found again and extended when another mesh axis is added.
+    """Forward hooks of one module. Adding another mesh axis extends the existing hooks.
 
     Attributes:
-        partial_axes: Names of mesh axes over which this module's ranks compute different parts of a replicated
-            parameter's gradient.
+        partial_axes: Names of mesh axes whose ranks compute different parts of a replicated parameter's gradient.
         compute_dtype: dtype of floating-point parameters in forward; `None` keeps their own dtype.
-        reduce_dtype: dtype of the gradients while they are reduced; `None` keeps their own dtype.
+        reduce_dtype: dtype in which gradients are reduced; `None` keeps their own dtype.
         is_apart: True if the parameters are on a mesh of their own, as experts are. FSDP of an outer module ignores
             them.
         beside_fsdp: Names of parameters that are replicated although FSDP shards the module's other parameters.
@@ -41,7 +39,7 @@ class LocalParameters:
         self._outside: list[dict[str, nn.Parameter | None]] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Replace the module's own parameters by their local tensors. A forward pre-hook."""
+        """Replace the module's own parameters by their local tensors (forward pre-hook)."""
         parameters = module._parameters
         self._outside.append(dict(parameters))
         for name, parameter in parameters.items():
@@ -49,7 +47,7 @@ class LocalParameters:
                 parameters[name] = self._local(parameter)  # ty: ignore[invalid-assignment]  (forward only reads it)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Restore the parameters, also if forward raised. A forward hook."""
+        """Restore the parameters, also if forward raised (forward hook)."""
         module._parameters.update(self._outside.pop())
 
     def gradient_placements(self, parameter: DTensor) -> tuple[Placement, ...]:
@@ -76,11 +74,8 @@ def compute_locally(
 ) -> None:
     """Make a module's own parameters, not those of its children, plain tensors in its forward.
 
-    Args:
-        module: Module that owns the DTensors. Further calls add to the options of earlier ones.
-        partial_axes: Axes over which gradients of replicated parameters are partial.
-        compute_dtype: dtype of the parameters in forward.
-        reduce_dtype: dtype of the gradients while they are reduced.
+    Gradients of replicated parameters are partial over `partial_axes` and are reduced in `reduce_dtype`. Repeated calls
+    extend the options.
     """
     hooks = local_parameters_of(module)
     if hooks is None:
@@ -102,12 +97,9 @@ def local_parameters_of(module: nn.Module) -> LocalParameters | None:
 
 
 class PartialParameter(NamedTuple):
-    """A parameter whose gradient is partial.
+    """Parameter whose gradient is partial.
 
-    Attributes:
-        parameter: The parameter.
-        placements: Placements of its gradient before the reduction.
-        reduce_dtype: dtype of the reduction; `None` for the gradient's own.
+    `placements` are those of the gradient before the reduction. `reduce_dtype` is `None` for the gradient's own dtype.
     """
 
     parameter: DTensor
@@ -118,7 +110,7 @@ class PartialParameter(NamedTuple):
 def partial_parameters(model: nn.Module) -> Iterator[PartialParameter]:
     """Yield the trainable parameters with partial gradients, each once, in the order of the model.
 
-    Parameters that FSDP manages are skipped: FSDP reduces their gradients.
+    FSDP's parameters are skipped: FSDP reduces their gradients.
     """
     seen: set[int] = set()
     outside = set(modules_outside_fsdp(model))
@@ -140,7 +132,7 @@ def partial_parameters(model: nn.Module) -> Iterator[PartialParameter]:
 def modules_outside_fsdp(module: nn.Module) -> Iterator[nn.Module]:
     """Yield a module and its descendants that FSDP does not manage, parents first.
 
-    Below a module that FSDP manages, only modules with parameters on a mesh of their own (`is_apart`) are yielded.
+    Below an FSDP module only modules with parameters on a mesh of their own (`is_apart`) are yielded.
     """
     if isinstance(module, FSDPModule):
         yield from modules_apart(module)
@@ -151,7 +143,7 @@ def modules_outside_fsdp(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def modules_apart(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and its descendants if their parameters are on a mesh of their own, which FSDP does not manage."""
+    """Yield a module and its descendants, if their parameters are on a mesh of their own, outside of FSDP."""
     for submodule in module.modules():
         hooks = local_parameters_of(submodule)
         if hooks is not None and hooks.is_apart:
@@ -159,7 +151,7 @@ def modules_apart(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def parameters_beside_fsdp(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a module and its descendants that `replicate_beside_fsdp` has replicated."""
+    """Yield the parameters below a module that `replicate_beside_fsdp` has replicated."""
     for submodule in module.modules():
         hooks = local_parameters_of(submodule)
         for name in hooks.beside_fsdp if hooks else ():
@@ -178,15 +170,9 @@ def distribute_parameters(
 ) -> None:
     """Make every parameter of a model a DTensor on one more mesh axis, in place. No collectives.
 
-    Parameters that are shared between modules stay shared. A parameter that is a DTensor on other axes becomes a
-    DTensor on all axes, the new axis first.
-
-    Args:
-        model: Model whose parameters are equal on all ranks of the axis, or on `meta`.
-        mesh: A mesh of one named axis.
-        placements: Placements on the axis, by the `id` of the parameter.
-        default: Placement of all other parameters. Parameters that are on the axis already are not changed.
-        leave: Modules whose own parameters are not changed.
+    Tied parameters stay tied. The new axis becomes the first axis of a DTensor; parameters that are already on the axis
+    are unchanged. Parameter values must be equal on all ranks of the axis, or on `meta`. `placements` are by the `id`
+    of the parameter. The modules in `leave` keep their own parameters.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -208,14 +194,10 @@ def replicate_beside_fsdp(
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> None:
-    """Replicate parameters that FSDP cannot shard over all axes of its mesh, in place. No collectives.
+    """Replicate parameters that FSDP cannot shard over all axes of FSDP's mesh, in place. No collectives.
 
-    Args:
-        model: Model with the parameters, on `meta` or equal on all ranks.
-        mesh: FSDP's mesh, of one or more named axes.
-        parameters: Parameters to replicate. FSDP will shard the model's other parameters.
-        compute_dtype: dtype of the parameters in forward.
-        reduce_dtype: dtype of their gradients while they are reduced.
+    Parameter values must be equal on all ranks or on `meta`. `compute_dtype` is for forward, `reduce_dtype` for the
+    reduction of gradients.
     """
     axes = axis_names(mesh)
     made: dict[int, nn.Parameter] = {}
@@ -238,7 +220,7 @@ def replicate_beside_fsdp(
 
 
 def _enter_with(model: nn.Module, module: nn.Module, hooks: LocalParameters) -> None:
-    """Make a module's parameters plain tensors in all of `model`'s forward, which may use them directly."""
+    """Make a module's parameters plain tensors during all of `model`'s forward, which may use them directly."""
     model.register_forward_pre_hook(lambda _, args: hooks.enter(module, args))
     model.register_forward_hook(
         lambda _, args, output: hooks.leave(module, args, output), prepend=True, always_call=True
@@ -264,7 +246,7 @@ def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement)
 
 
 def _take_part(full: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """Return this rank's shard of a full tensor. The shard is a copy, so that the full tensor can be freed."""
+    """Return this rank's shard as a copy, so that the full tensor can be freed."""
     local = full
     if isinstance(placement, Shard):
         local = full.chunk(mesh.size(), dim=placement.dim)[mesh.get_local_rank()].clone()

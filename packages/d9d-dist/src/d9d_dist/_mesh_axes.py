@@ -19,15 +19,7 @@ def axes_of(parameter: torch.Tensor) -> tuple[str, ...]:
 
 
 def only_axis(mesh: DeviceMesh, *, example: str) -> str:
-    """Return the axis name of a one-axis mesh.
-
-    Args:
-        mesh: Any mesh.
-        example: Axis name that the error message shows as an example of slicing.
-
-    Raises:
-        UserError: If the mesh does not have exactly one named axis.
-    """
+    """Return the axis name of a one-axis mesh, else raise `UserError`, with `example` as the axis to slice."""
     names = mesh.mesh_dim_names or ()
     if len(names) != 1:
         raise UserError(

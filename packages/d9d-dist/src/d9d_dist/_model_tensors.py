@@ -1,4 +1,4 @@
-"""Iteration over the parameters and buffers of a model, and their replacement in place, which keeps weight tying."""
+"""Iteration over the parameters and buffers of a model, and in-place replacement that keeps weight tying."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from d9d_dist.shards import from_local, local_tensor
 
 
 class Slot(NamedTuple):
-    """Attribute of a module that holds a parameter or buffer."""
+    """Module attribute that holds a parameter or buffer."""
 
     module: nn.Module
     name: str
@@ -41,7 +41,7 @@ def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tenso
 
 
 def empty_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized tensor on a device, as `Module.to_empty` does, with the same placements."""
+    """Return an uninitialized tensor on a device with the same placements, like `Module.to_empty`."""
     return from_local(torch.empty_like(local_tensor(tensor), device=device), tensor)
 
 

@@ -1,9 +1,8 @@
-"""Gradients with memory of their own, where autograd cannot see inside a DTensor whether memory is shared.
+"""Gradients with memory of their own, for tensors inside a DTensor, where autograd cannot detect shared memory.
 
-Autograd stores a gradient in a parameter's `.grad` without a copy if no other tensor refers to it, else it copies it.
-For example, both operands of a sum receive the same gradient tensor, and later accumulation into `.grad` is in place. A
-gradient that is wrapped as a DTensor always looks unshared, so it is copied before wrapping, like DDP copies gradients
-into buckets.
+Autograd stores a gradient in `.grad` without a copy if no other tensor refers to the gradient, and later accumulates
+into `.grad` in place. Gradients may be shared: both operands of a sum receive the same tensor. A gradient wrapped as a
+DTensor always looks unshared, so it is copied before wrapping, as DDP copies gradients into buckets.
 """
 
 from typing import Any

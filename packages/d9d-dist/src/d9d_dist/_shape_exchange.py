@@ -16,13 +16,7 @@ _DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(va
 def exchange_shapes(tensor: Tensor, group: dist.ProcessGroup | None) -> list[torch.Size]:
     """Return the shapes of all ranks' tensors. Collective: one all-gather of 144 bytes per rank; synchronizes the host.
 
-    Args:
-        tensor: This rank's tensor.
-        group: Process group; `None` for all ranks of the job.
-
-    Raises:
-        UserError: On every rank, with the same message, if dtypes or numbers of dims differ, or a tensor has more than
-            16 dims.
+    Raises `UserError` on every rank if dtypes or numbers of dims differ, or a tensor has more than 16 dims.
     """
     header = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape[:_MAX_DIMS]]
     header += [0] * (2 + _MAX_DIMS - len(header))

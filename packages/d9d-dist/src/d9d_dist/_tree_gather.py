@@ -13,17 +13,10 @@ _Tree = TypeVar("_Tree")
 
 
 def all_gather_trees(tree: _Tree, group: dist.ProcessGroup | None) -> list[_Tree]:
-    """Return the trees of all ranks, in rank order.
+    """Return the trees of all ranks, in rank order. Leaves are tensors and JSON values.
 
-    Collective over the group: `agree`, `gather_json`, then a broadcast of each tensor that is not empty. Synchronizes
-    the host.
-
-    Args:
-        tree: This rank's tree. Its leaves are tensors and JSON values.
-        group: Process group; `None` for all ranks of the job.
-
-    Raises:
-        UserError: On every rank, if a leaf or the type of a container cannot be sent.
+    Collective over the group: `agree`, `gather_json`, then a broadcast of each non-empty tensor. Synchronizes the host.
+    Raises `UserError` on every rank if a leaf or a container type cannot be sent.
     """
     leaves, structure = tree_flatten(tree)
     text, problem = "", None
@@ -52,7 +45,7 @@ def _describe(tensor: Tensor) -> dict[str, Any]:
 def _broadcast(
     description: dict[str, Any], index: int, own: list[Any], rank: int, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Broadcast a tensor from a rank, which has it at `index` of its own leaves."""
+    """Broadcast a tensor from `rank`, where it is `own[index]`."""
     if dist.get_rank(group) == rank:
         tensor = own[index].detach().clone(memory_format=torch.contiguous_format)
     else:

@@ -18,18 +18,11 @@ def map_along(
     is_spec_leaf: Callable[[Any], bool],
     expected: str,
 ) -> Any:
-    """Return a tree of the results of a function, called at each leaf of a spec.
+    """Call a function at each leaf of a spec and return the tree of its results.
 
-    Args:
-        function: Called with the path, the leaf of the spec and the nodes at this path, one for each tree. A node is a
-            leaf or a subtree.
-        spec: A tree. Each of `trees` has at least its nesting.
-        trees: One or more trees.
-        is_spec_leaf: Returns True for nodes of the spec that are passed to `function`.
-        expected: Description of valid leaves of the spec, for the error message.
-
-    Raises:
-        UserError: If a tree does not match the spec, or the spec has an invalid leaf; names the path.
+    `function` gets the path, the leaf of the spec and one node (leaf or subtree) per tree. Each tree has at least the
+    nesting of the spec. `expected` describes valid leaves for the message. Raises `UserError` with the path if a tree
+    does not match the spec or a leaf of the spec is invalid.
     """
 
     def visit(path: KeyPath, spec: Any, trees: Sequence[Any]) -> Any:
@@ -75,7 +68,7 @@ def _matching_children(path: KeyPath, spec: Any, spec_children: dict[KeyEntry, A
 
 
 def _children(node: Any) -> tuple[dict[KeyEntry, Any] | None, TreeSpec]:
-    """Return the children of a node by key, `None` for a leaf, and the spec to rebuild the node."""
+    """Return the children of a node by key (`None` for a leaf) and the spec to rebuild the node."""
     items, structure = tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
     if len(items) == 1 and not items[0][0]:
         return None, structure

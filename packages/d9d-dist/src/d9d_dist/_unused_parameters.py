@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 
 @final
 class UnusedParameters:
-    """Gives FSDP zeros for gradients that a rank lacks, and removes the zero gradients that no rank computed.
+    """Zero gradients for parameters that a rank does not use, until FSDP has reduced them.
 
-    Without FSDP an unused parameter has no gradient, so optimizers skip it: no weight decay and no optimizer state.
+    `finish` removes the zero gradients that no rank computed. Optimizers then skip the parameter, as without FSDP: no
+    weight decay and no optimizer state.
 
     Args:
         model: A model or one stage of it, after parallelization.
@@ -30,7 +31,7 @@ class UnusedParameters:
         self._installed = [_hook_post_backward(group, WeakMethod(self._record_missing)) for group in self._groups]
 
     def finish(self) -> None:
-        """Remove zero gradients of parameters that no rank used. Collective: one small all-reduce for each mesh axis.
+        """Remove zero gradients of parameters that no rank used. Collective: one small all-reduce per mesh axis.
 
         Synchronizes the host only on ranks that lacked a gradient.
         """
@@ -85,7 +86,7 @@ class UnusedParameters:
 
 
 def _hook_post_backward(group: Any, callback: WeakMethod[Any]) -> Any:
-    """Call `callback` before a group is reduced, as long as the object of that method is alive."""
+    """Call `callback` before FSDP reduces a group, while the callback's object is alive."""
 
     def post_backward(*unused: Any) -> None:
         if (alive := callback()) is not None:

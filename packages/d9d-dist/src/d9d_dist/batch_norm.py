@@ -1,13 +1,12 @@
 """Synchronized batch norm: statistics over the microbatches of all data-parallel ranks, on any device.
 
-`torch.nn.SyncBatchNorm` needs an accelerator. Here each layer keeps its own `forward`, and only its call of
+`torch.nn.SyncBatchNorm` needs an accelerator. Here each layer keeps its own `forward`, and only the call of
 `F.batch_norm` is computed over all ranks, so subclasses that add an activation still work. For a channel with n values,
 mean m, variance v and x' = (x - m) / sqrt(v + eps), the gradient on each rank is
 
     dx = weight / sqrt(v + eps) * (dy - sum(dy) / n - x' * sum(dy * x') / n)
 
-with n, m, v and sums over all ranks. Gradients of weight and bias are sums over this rank's values, as in any other
-layer.
+with n, m, v and sums over all ranks. Gradients of weight and bias are sums over this rank's values, as in other layers.
 """
 
 from typing import Any
@@ -29,16 +28,16 @@ from d9d_dist.late_init import canonical_name
 def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
     """Make batch norms compute their statistics over the microbatches of all ranks of a group, in place.
 
-    Applies to `nn.BatchNorm1d`, `2d`, `3d`, `nn.SyncBatchNorm` and their subclasses, with any momentum (also None),
-    with or without running statistics and affine parameters, and in eval mode. Ranks may have different numbers of
-    values. Running statistics become equal on all ranks, also those of `nn.InstanceNorm1d`, `2d` and `3d`. The class of
-    each layer becomes a subclass of it; state-dict names, hooks and `isinstance` are not affected.
+    Applies to `nn.BatchNorm1d`, `2d`, `3d`, `nn.SyncBatchNorm` and their subclasses, with any options, also in eval
+    mode. Ranks may have different numbers of values. Running statistics become equal on all ranks, also those of
+    `nn.InstanceNorm1d`, `2d` and `3d`. Each layer's class becomes a subclass; state-dict names, hooks and `isinstance`
+    are not affected.
 
     Collective in training: for each batch norm an all-gather in forward and an all-reduce in backward; for each
     instance norm with running statistics an all-reduce. No collectives in evaluation (eval mode without gradients).
 
     Args:
-        model: Model before or after parallelization. Call this function before FSDP, which also changes classes.
+        model: Model before or after parallelization, but before FSDP, which also changes classes.
         group: Ranks that split a batch: `ctx.group_for("batch", "dp", "cp")`.
 
     Returns:
@@ -78,7 +77,7 @@ def _synchronized(kind: Any, group: dist.ProcessGroup) -> type[nn.Module]:
 
 
 class _SynchronizedMode(TorchFunctionMode):
-    """Computes `F.batch_norm` of a layer's input over all ranks of a group.
+    """Function mode that computes `F.batch_norm` of a layer's input over all ranks of a group.
 
     Attributes:
         is_exact: True if `F.batch_norm` was called exactly once, on the layer's input.
@@ -136,7 +135,7 @@ class _SynchronizedMode(TorchFunctionMode):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Average the running statistics over the instances of all ranks, after each rank updated them by its own."""
+        """Average the running statistics over the instances of all ranks, after each rank's own update."""
         if running_mean is None or running_var is None or not use_input_stats:
             return
         with torch.no_grad():
@@ -151,8 +150,8 @@ class _SynchronizedMode(TorchFunctionMode):
 def _moments(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean, biased variance and number of values per channel over all ranks, bitwise equal on every rank.
 
-    The ranks' moments are merged by Chan's formula, which has no cancellation between large sums, in at least float32.
-    Collective: one all-gather.
+    Moments are merged in at least float32 by Chan's formula, which has no cancellation between large sums. Collective:
+    one all-gather.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     dims = _all_but_channels(x)

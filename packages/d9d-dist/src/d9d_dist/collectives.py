@@ -1,10 +1,8 @@
 """Collectives that allocate their outputs. They are not differentiable; see `d9d_dist.differentiable`.
 
-All functions are collective over the ranks of a process group; `None` means all ranks of the job. They accept
-non-contiguous tensors and negative dims, do not change their arguments, and return new, contiguous tensors. Supported
-dtypes are those of the group's backend; gloo does not support float8.
-
-Ranks are numbered within the group.
+All functions are collective over a process group; `None` means all ranks of the job. Ranks are numbered within the
+group. The functions accept non-contiguous tensors and negative dims, do not change their arguments, and return new,
+contiguous tensors. Supported dtypes are those of the group's backend; gloo does not support float8.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +16,9 @@ from d9d_dist.errors import UserError
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dim: int = 0, stack: bool = False) -> Tensor:
-    """Return the concatenated tensors of all ranks. One all-gather.
+    """Return the tensors of all ranks, of equal shapes, concatenated along `dim`. One all-gather.
 
-    Args:
-        tensor: A tensor of the same shape on all ranks.
-        group: Process group.
-        dim: Dim of the result along which the ranks' tensors are concatenated.
-        stack: True to stack the tensors along a new dim `dim`.
+    With `stack` the tensors are stacked along a new dim `dim` instead.
     """
     parts = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
     # Flat, because gloo supports concatenation along dim 0 only for flat tensors.
@@ -35,15 +29,7 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dim: i
 def gather(
     tensor: Tensor, group: dist.ProcessGroup | None = None, *, dst: int = 0, dim: int = 0, stack: bool = False
 ) -> Tensor | None:
-    """Return the concatenated tensors of all ranks on rank `dst`, `None` on other ranks. One gather.
-
-    Args:
-        tensor: A tensor of the same shape on all ranks.
-        group: Process group.
-        dst: Destination rank.
-        dim: Dim of the result along which the ranks' tensors are concatenated.
-        stack: True to stack the tensors along a new dim `dim`.
-    """
+    """Return the result of `all_gather` on rank `dst`, `None` on other ranks. One gather."""
     mine = tensor.detach().contiguous()
     if dist.get_rank(group) != dst:
         dist.gather(mine, None, group=group, group_dst=dst)
@@ -62,14 +48,8 @@ def reduce_scatter(
 ) -> Tensor:
     """Return this rank's shard of the sum over ranks, in the dtype of the tensor. One reduce-scatter.
 
-    Args:
-        tensor: A tensor of the same shape on all ranks.
-        group: Process group.
-        dim: Dim that is split into one shard per rank, in rank order.
-        op: Reduction operator.
-
-    Raises:
-        UserError: If the size of the dim is not a multiple of the group size.
+    The tensor, of the same shape on all ranks, is split along `dim` in rank order. `op` is the reduction operator.
+    Raises `UserError` if the group size does not divide the size of the dim.
     """
     parts = torch.stack(even_parts(tensor.detach(), dist.get_world_size(group), dim=dim))
     mine = parts.new_empty(parts.shape[1:])
@@ -87,9 +67,9 @@ def all_to_all(
     """Return the parts that all ranks send to this rank, concatenated in rank order along dim 0. One all-to-all.
 
     Args:
-        tensor: The parts to send, in rank order along dim 0. All other dims are the same on all ranks.
+        tensor: Parts to send, in rank order along dim 0. Other dims must be equal on all ranks.
         group: Process group.
-        send_sizes: Number of rows of `tensor` sent to each rank; `None` for equal parts.
+        send_sizes: Number of rows sent to each rank; `None` for equal parts.
         receive_sizes: Number of rows received from each rank; required if and only if `send_sizes` is given.
 
     Raises:
@@ -105,17 +85,10 @@ def all_to_all(
 
 
 def all_gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Return the tensors of all ranks, whose shapes may differ. Tensors may be empty.
+    """Return the tensors of all ranks, in rank order. Shapes may differ, dtype and number of dims must not.
 
-    First an all-gather of the shapes, which synchronizes the host. If all shapes are equal, an all-gather of the
-    tensors; else a broadcast of each tensor that is not empty, without padding.
-
-    Args:
-        tensor: A tensor of the same dtype and number of dims on all ranks.
-        group: Process group.
-
-    Returns:
-        The tensors in rank order.
+    An all-gather of the shapes, which synchronizes the host. Then an all-gather of the tensors if all shapes are equal,
+    else a broadcast of each non-empty tensor, without padding.
 
     Raises:
         UserError: On every rank, if dtypes or numbers of dims differ.
@@ -137,18 +110,10 @@ def all_gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None) 
 
 
 def gather_variadic(tensor: Tensor, group: dist.ProcessGroup | None = None, *, dst: int = 0) -> list[Tensor] | None:
-    """Return the tensors of all ranks, whose shapes may differ, on rank `dst`; `None` on other ranks.
+    """Return the tensors of all ranks, in rank order, on rank `dst`; `None` on other ranks.
 
-    First an all-gather of the shapes, which synchronizes the host; then an all-to-all in which only `dst` receives
-    data.
-
-    Args:
-        tensor: A tensor of the same dtype and number of dims on all ranks; may be empty.
-        group: Process group.
-        dst: Destination rank.
-
-    Returns:
-        The tensors in rank order, views of one storage.
+    Shapes may differ, dtype and number of dims must not. The returned tensors are views of one storage. An all-gather
+    of the shapes, which synchronizes the host; then an all-to-all in which only `dst` receives data.
 
     Raises:
         UserError: On every rank, if dtypes or numbers of dims differ.
@@ -172,13 +137,13 @@ def all_reduce_scalars(
     """Return sums of numbers over ranks. One all-reduce in float64; no host-device synchronization.
 
     Args:
-        values: Numbers or one-element tensors by name. Names and their order must be the same on all ranks; this is not
+        values: Numbers or one-element tensors by name. Names and their order must be equal on all ranks; this is not
             checked.
         group: Process group.
         op: Reduction operator.
 
     Returns:
-        0-dim float64 tensors by name: on the accelerator if the group has the backend for it, else on the CPU.
+        0-dim float64 tensors by name, on the accelerator if the group has a backend for it, else on the CPU.
 
     Raises:
         UserError: If a tensor does not have exactly one element.
@@ -198,11 +163,7 @@ def host_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def even_parts(tensor: Tensor, num_parts: int, *, dim: int) -> tuple[Tensor, ...]:
-    """Split a tensor into equal parts, which are views. No collectives.
-
-    Raises:
-        UserError: If the size of the dim is not a multiple of the number of parts.
-    """
+    """Split a tensor into equal views. Raises `UserError` if `num_parts` does not divide the size of the dim."""
     if tensor.shape[dim] % num_parts:
         raise UserError(
             f"got a tensor of shape {tuple(tensor.shape)} to split over {num_parts} ranks on dim {dim}, whose size "
@@ -212,7 +173,7 @@ def even_parts(tensor: Tensor, num_parts: int, *, dim: int) -> tuple[Tensor, ...
 
 
 def _join(parts: Tensor, *, dim: int, stack: bool) -> Tensor:
-    """Move the dim of ranks from the front to its place in the result."""
+    """Move the dim of ranks from dim 0 to its place in the result."""
     if stack:
         return parts.movedim(0, dim).contiguous()
     return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim=dim)
@@ -248,7 +209,7 @@ def _scalar(name: str, value: Tensor | float, device: torch.device) -> Tensor:
 
 
 def _compute_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the accelerator if the group has its default backend, else the CPU. A gloo-only group means a CPU job."""
+    """Return the accelerator if the group has its default backend, else the CPU (a gloo-only group)."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")

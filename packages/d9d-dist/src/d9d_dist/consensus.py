@@ -1,6 +1,6 @@
-"""Consensus of ranks: all ranks get the same JSON values, and raise the same errors.
+"""Consensus of ranks: all ranks get the same JSON values and raise the same errors.
 
-Ranks exchange JSON and tensors, never pickles: data of a peer must not run code.
+Ranks exchange JSON and tensors, never pickles: data from another rank must not run code.
 """
 
 import hashlib
@@ -17,21 +17,21 @@ from d9d_dist.collectives import all_gather, host_device
 from d9d_dist.errors import UserError
 
 _MAX_BYTES = 1 << 28  # of JSON per rank
-_MAX_PROBLEM = 4000  # characters of a problem's text, if the ranks' problems differ
+_MAX_PROBLEM = 4000  # characters of each problem's text if the ranks' problems differ
 _RANKS_SHOWN = 8
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> list[Any]:
     """Return the JSON values of all ranks, in rank order. Synchronizes the host.
 
-    Collective over the group: an all-gather of the sizes and one of the texts, padded to the longest. The second is
-    skipped if the value is `None` on all ranks. The tensors are on the CPU if the group has a backend for it. Ranks in
-    messages are numbered within the group.
+    Collective over the group: an all-gather of the sizes and one of the texts, padded to the longest; the latter is
+    skipped if all values are `None`. The tensors are on the CPU if the group has a CPU backend. Messages number ranks
+    within the group.
 
     Args:
         value: This rank's value, encoded by `json.dumps`: tuples become lists, and keys become strings.
         group: Process group; `None` for all ranks of the job.
-        alone: True to return only this process's value, without collectives. Also without a default process group.
+        alone: True to return only this process's value, without collectives. Needs no process group.
 
     Raises:
         UserError: On every rank, if the value of a rank is not JSON, is not finite, or exceeds 256 MiB.
@@ -56,11 +56,11 @@ def agree(
     """Raise the same error on all ranks if a rank has a problem, or if a value differs between ranks.
 
     Collective over the group: those of `gather_json`, for the problem and a 32-byte digest per value. No rank raises
-    before all ranks know of the error, so that none closes its connections while another needs them.
+    before all ranks know the error, so no rank closes connections that another rank still needs.
 
     Args:
-        problem: What failed on this rank; `None` if nothing failed. A `UserError` is raised as one if every failed rank
-            has one; other problems are raised as `error`.
+        problem: Description of this rank's failure, or `None`. The error is a `UserError` if all failed ranks pass one,
+            else `error`.
         group: Process group; `None` for all ranks of the job.
         same: Values that must be equal on all ranks, by their names in the message, e.g. "the configuration". All ranks
             pass the same names.
@@ -68,8 +68,8 @@ def agree(
         alone: As in `gather_json`.
 
     Raises:
-        Exception: The problems, with the ranks that have them. A `UserError` that is the same on all failed ranks is
-            raised without ranks.
+        Exception: The problems with their ranks. A `UserError` that is equal on all failed ranks is raised without
+            ranks.
         UserError: A value that differs, with the ranks that differ from the most common value; on a tie, from that of
             the lowest rank.
     """
@@ -98,7 +98,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _encode(value: Any) -> tuple[bytes, bool]:
-    """Return JSON text, empty for `None`, and True; or an error text and False."""
+    """Return the JSON text, empty for `None`, and True; or an error text and False."""
     try:
         text = b"" if value is None else json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -109,7 +109,7 @@ def _encode(value: Any) -> tuple[bytes, bool]:
 
 
 def _gather_texts(text: bytes, is_value: bool, group: dist.ProcessGroup | None) -> list[tuple[bytes, bool]]:
-    """All-gather bytes with a flag, which is sent as the sign of the size."""
+    """All-gather texts, each with a flag, which is sent as the sign of the size."""
     device = host_device(group)
     sizes = all_gather(torch.tensor(len(text) if is_value else -len(text), device=device), group, stack=True).tolist()
     width = max(map(abs, sizes))
@@ -122,7 +122,7 @@ def _gather_texts(text: bytes, is_value: bool, group: dist.ProcessGroup | None) 
 
 
 def _raise_together(error: Exception, group: dist.ProcessGroup | None, *, num_ranks: int) -> NoReturn:
-    """Raise an error that all ranks have, after all of them know of it."""
+    """Raise an error that all ranks have, once all ranks know of it."""
     if num_ranks > 1:
         with suppress(RuntimeError):
             _gather_texts(b"", True, group)

@@ -1,4 +1,4 @@
-"""The distributed context of a rank: its place in the job, its device, its meshes and its process groups."""
+"""Distributed context of a rank: its place in the job, its device, its meshes and its process groups."""
 
 import logging
 from collections.abc import Generator, Mapping, MutableMapping
@@ -30,35 +30,29 @@ class Timeouts:
 
     Attributes:
         startup: Timeout from `MeshConfig.build` on, while ranks import, load and compile at different speeds.
-        step: Timeout while the job runs steps. Switch to it by `ctx.set_timeout(ctx.timeouts.step)`.
+        step: Timeout while the job runs steps. Set it by `ctx.set_timeout(ctx.timeouts.step)`.
     """
 
     startup: timedelta = timedelta(minutes=30)
     step: timedelta = timedelta(minutes=10)
 
     def __post_init__(self) -> None:
-        """Validate the timeouts.
-
-        Raises:
-            UserError: If a timeout is not positive.
-        """
+        """Raise `UserError` if a timeout is not positive."""
         for name, timeout in (("startup", self.startup), ("step", self.step)):
             _check_timeout(f"timeouts.{name}", timeout)
 
 
 class DistributedContext:
-    """A rank's membership in a job. Created by `MeshConfig.build`.
+    """Membership of this rank in a job, created by `MeshConfig.build`.
 
     Construction is collective over all ranks. It starts the default process group, unless one exists, and checks that
-    all ranks have the same mesh. It creates one process group for each set of ranks that an axis of a domain spans. Use
-    it as a context manager, or call `close`. Leaving the context on an exception does not wait for other ranks.
+    all ranks have the same mesh. It creates a process group for each set of ranks that an axis of a domain spans. Use
+    the context in a `with` statement, or call `close`. On an exception, leaving the `with` body does not wait for other
+    ranks.
 
     Attributes:
         rank: Global rank.
-        world_size: Number of ranks.
         local_rank: Rank on this node.
-        node_rank: Index of this node.
-        num_nodes: Number of nodes.
         timeouts: Timeouts of collectives. The start-up timeout applies until `set_timeout` is called.
         device: Device of this rank: an accelerator if available and not disabled by `Launch.device`, else the CPU.
         logger: Logger that adds the rank to its messages.
@@ -101,7 +95,7 @@ class DistributedContext:
 
     @property
     def is_main_process(self) -> bool:
-        """True on rank 0, which writes the files that exist once."""
+        """True on rank 0, which writes the files that the job has only one copy of."""
         return self.rank == 0
 
     @property
@@ -112,8 +106,7 @@ class DistributedContext:
     def mesh_for(self, domain: Domain) -> DeviceMesh:
         """Return the mesh of a domain. Slice it by axis names: `ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard"]`.
 
-        Raises:
-            UserError: If the domain does not exist.
+        Raises `UserError` for an unknown domain.
         """
         if domain not in self._meshes:
             raise UserError(f"got the mesh domain {domain!r}; expected one of {', '.join(self._meshes)}.")
@@ -123,12 +116,8 @@ class DistributedContext:
         """Return the process group over one or more axes of a domain, e.g. `group_for("batch", "dp", "cp")`.
 
         The group has the ranks that differ from this rank only on those axes, in ascending order. Equal sets of ranks
-        share one group, for any domain and axes. The first request for a combination of several axes is collective over
-        all ranks of the job: every rank must request the same groups in the same order.
-
-        Args:
-            domain: Domain of the axes.
-            axes: One or more axis names, in any order.
+        share one group, for any domain and axes. The first request for several axes is collective over all ranks of the
+        job: every rank must request the same groups in the same order.
 
         Raises:
             UserError: If the domain or an axis does not exist, no axis is given, or an axis is given twice.
@@ -140,20 +129,12 @@ class DistributedContext:
         return self._groups.over(self._domains[domain], axes, name=f"mesh_{'_'.join(axes)}")
 
     def coordinate(self, domain: Domain, axis: str) -> int:
-        """Return the coordinate of this rank on an axis.
-
-        Raises:
-            UserError: If the domain or the axis does not exist.
-        """
+        """Return this rank's coordinate on an axis. Raises `UserError` for an unknown domain or axis."""
         self._check_axis(domain, axis)
         return self.mesh_for(domain).get_local_rank(axis)
 
     def size(self, domain: Domain, axis: str) -> int:
-        """Return the size of an axis, in ranks.
-
-        Raises:
-            UserError: If the domain or the axis does not exist.
-        """
+        """Return the size of an axis, in ranks. Raises `UserError` for an unknown domain or axis."""
         self._check_axis(domain, axis)
         return self._domains[domain][axis]
 
@@ -164,25 +145,20 @@ class DistributedContext:
             raise UserError(f"got the axis {axis!r} of the {domain} mesh; expected one of {', '.join(names)}.")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of all collectives that start from now on. No collectives.
+        """Set the timeout of all collectives that start from now on, equal on all ranks. No collectives.
 
-        Applies to all existing process groups of this process, also those of flattened meshes, and to groups that
-        `group_for` creates later. Groups created later by other code have torch's default timeout until the next call.
-
-        Args:
-            timeout: The timeout, equal on all ranks.
-
-        Raises:
-            UserError: If the timeout is not positive.
+        Applies to all process groups of this process, also those of flattened meshes, and to later groups of
+        `group_for`. Groups that other code creates later have torch's default timeout until the next call. Raises
+        `UserError` if the timeout is not positive.
         """
         _check_timeout("timeout", timeout)
         self._groups.set_timeout(timeout)
 
     def align_groups(self) -> None:
-        """Align torch's counter of process groups, after only some ranks have created groups.
+        """Align torch's counter of process groups after only some ranks have created groups.
 
-        Collective over all ranks: one all-reduce. torch names a group by the number of groups that the rank has
-        created. With different counters, the next group created by all ranks would deadlock.
+        Collective over all ranks: one all-reduce. torch names a group by the rank's number of created groups. With
+        different counters, the next group created by all ranks would deadlock.
         """
         world = dist.distributed_c10d._world
         count = torch.tensor(world.group_count, device=self.device)
@@ -198,20 +174,16 @@ class DistributedContext:
     def main_process_first(self) -> Generator[None]:
         """Run the body on rank 0 first, then on all other ranks.
 
-        Collective over all ranks. The other ranks wait for the body on rank 0, at most for the groups' timeout. They
-        skip the body if it raises on rank 0.
-
-        Raises:
-            RuntimeError: On all other ranks, if the body raises on rank 0.
+        Collective over all ranks. Other ranks wait for rank 0's body, at most for the groups' timeout. If the body
+        raises on rank 0, the other ranks skip the body and raise a `RuntimeError`.
         """
         yield from self._run_first(self.is_main_process)
 
     @contextmanager
     def local_main_process_first(self) -> Generator[None]:
-        """Run the body on the first rank of every node first, then on all other ranks; see `main_process_first`.
+        """Run the body on the first rank of every node, then on all other ranks; see `main_process_first`.
 
-        Raises:
-            RuntimeError: If the body raises on the first rank of a node: on all ranks except those whose body raised.
+        If the body raises on the first rank of a node, all ranks whose own body did not raise raise a `RuntimeError`.
         """
         yield from self._run_first(self.is_local_main_process)
 
@@ -228,7 +200,7 @@ class DistributedContext:
             self._wait_for_first(failed=False)
 
     def _wait_for_first(self, *, failed: bool) -> None:
-        """Synchronize all ranks after the body of the first ranks, and raise if the body failed on one of them."""
+        """Synchronize all ranks after the body of the first ranks; raise if the body failed on one of them."""
         first_failed = torch.tensor(self.rank if failed else self.world_size, device=self.device)
         dist.all_reduce(first_failed, op=dist.ReduceOp.MIN)
         rank = int(first_failed)
@@ -245,7 +217,7 @@ class DistributedContext:
         self._owns_process_group = False
 
     def _abort(self, error: BaseException) -> None:
-        """Abort the process group, if this context started it; other ranks may be inside collectives."""
+        """Abort the process group if this context started it; other ranks may be inside collectives."""
         if self._owns_process_group and dist.is_initialized():
             report_failure(error, rank=self.rank, world_size=self.world_size)
             abort_process_groups()
@@ -292,8 +264,7 @@ def _start_process_group(device: torch.device, launch: Launch, timeout: timedelt
 def _rendezvous(launch: Launch, timeout: timedelta) -> dist.Store:
     """Return the launcher's store, with a key prefix that is unique to this context.
 
-    A process may build a context, close it and build another one. Without the prefix, the second would read the first
-    one's keys, such as addresses of peers.
+    Without the prefix, a second context of the process would read keys of the first, such as addresses of peers.
     """
     store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     store.set_timeout(timeout)

@@ -1,8 +1,8 @@
 """Counter-based random numbers: element i of a stream is a function of (key, i), so any slice can be computed alone.
 
-A torch generator returns numbers in call order, so values would depend on the layout. Here each element is hashed from
-its global index with the finalizer of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
-2014). The hash uses integer tensor operations, which give the same bits on every device.
+A torch generator returns numbers in call order, so values would depend on the layout. Here each global index is hashed
+with the finalizer of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014). The hash
+uses integer tensor operations, which give the same bits on every device.
 """
 
 import torch
@@ -18,7 +18,7 @@ def random_bits_at(index: torch.Tensor, key: int) -> torch.Tensor:
 
 
 def uniform_at(index: torch.Tensor, key: int) -> torch.Tensor:
-    """Return a uniform float64 number in the open interval (0, 1) for each int64 index."""
+    """Return a float64 number, uniform in the open interval (0, 1), for each int64 index."""
     return _unit(random_bits_at(index, key))
 
 
@@ -30,14 +30,14 @@ def normal_at(index: torch.Tensor, key: int) -> torch.Tensor:
 
 
 def mix_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Return the finalizer of SplitMix64 of each int64 element: a bijection of the 64-bit integers."""
+    """Apply the finalizer of SplitMix64, a bijection of the 64-bit integers, to each int64 element."""
     bits = (bits ^ _shift_right(bits, 30)).mul_(_MIX_1)
     bits = (bits ^ _shift_right(bits, 27)).mul_(_MIX_2)
     return bits.bitwise_xor_(_shift_right(bits, 31))
 
 
 def _shift_right(bits: torch.Tensor, places: int) -> torch.Tensor:
-    """Shift right logically; torch's `>>` on int64 is arithmetic, i.e. it copies the sign bit."""
+    """Shift right logically; torch's `>>` on int64 copies the sign bit."""
     return (bits >> places).bitwise_and_((1 << (64 - places)) - 1)
 
 

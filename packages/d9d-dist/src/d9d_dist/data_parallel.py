@@ -38,9 +38,9 @@ class Precision:
 
     Attributes:
         compute: dtype of parameters in forward and backward.
-        reduce: dtype of gradients while they are reduced over ranks.
-        cast_inputs: True to cast floating-point inputs of forward to the compute dtype. Set it to False for inner
-            blocks that take float32 tables as inputs, such as rotary embeddings.
+        reduce: dtype in which gradients are reduced over ranks.
+        cast_inputs: True to cast floating-point inputs of forward to the compute dtype. Use False for inner blocks with
+            float32 tables as inputs, such as rotary embeddings.
     """
 
     compute: torch.dtype | None = None
@@ -61,29 +61,28 @@ def parallelize_hsdp(
 
     Parameters become DTensors: `Shard(shard_dim)` on the shard axis, `Replicate()` on other axes of more than one rank.
     Tensor-parallel parameters become DTensors on all of these axes. Forward and backward all-gather parameters over the
-    shard axis. Gradients are reduce-scattered over it and all-reduced over the other axes, as sums. Several replicate
-    axes are merged into one, e.g. `dp_replicate_cp_replicate`. Call this function on inner blocks first and on the
-    whole model last. On a mesh of one rank without `precision` the module is not changed.
+    shard axis. Gradients are reduce-scattered over the shard axis and all-reduced over the other axes, as sums. Several
+    replicate axes are merged into one, e.g. `dp_replicate_cp_replicate`. Call this function on inner blocks first and
+    on the whole model last. On a mesh of one rank without `precision` the module is not changed.
 
     Parameters that FSDP cannot shard are replicated over all axes of the mesh, and `GradientSync` sums their gradients.
     These are parameters of 0 dims, without elements, with `max_norm`, or trained in another dtype than most elements of
     the module. To shard parameters of another dtype, call this function on the inner modules of that dtype first.
-
-    Second derivatives (`create_graph=True`) raise an error in backward: FSDP frees the tensors that they need.
 
     The first call that merges several axes is collective over all ranks of the job: it creates their process group.
 
     Args:
         module: The module to parallelize. Parameters that an inner call has sharded are skipped, as are experts
             (`parallelize_experts`).
-        mesh: A mesh with named axes, in any order, all of them data parallel for this module.
+        mesh: Mesh with named axes, in any order, all of them data parallel for this module.
         shard_axis: Axis over which parameters are sharded.
         precision: dtypes of computation and reduction.
         reshard_after_forward: True to free the gathered parameters after forward and gather them again in backward.
         shard_dim: Dim of all parameters that is sharded. If it is not 0, the number of ranks must divide its size.
 
     Raises:
-        UserError: If the mesh has no axis of that name; in backward, if it is called with `create_graph=True`.
+        UserError: If the mesh lacks the axis. In backward with `create_graph=True`: FSDP frees the tensors that second
+            derivatives need.
     """
     names = mesh.mesh_dim_names or ()
     if shard_axis not in names:
@@ -98,7 +97,7 @@ def parallelize_hsdp(
         compute_dtype=dtypes.compute,
         reduce_dtype=dtypes.reduce,
     )
-    # Before FSDP's hooks, one of which frees the parameters that this one compares.
+    # Registered before FSDP's hooks, one of which frees the parameters that this hook compares.
     refuse_writes_in_first_forward(module)
     fully_shard(
         module,
@@ -123,8 +122,7 @@ def parallelize_hsdp(
 def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, *, precision: Precision | None = None) -> None:
     """Shard a module's parameters over all ranks of a one-axis mesh, in place; see `parallelize_hsdp`.
 
-    Raises:
-        UserError: If the mesh does not have exactly one named axis.
+    Raises `UserError` if the mesh does not have exactly one named axis.
     """
     parallelize_hsdp(module, mesh, shard_axis=only_axis(mesh, example="dp_shard"), precision=precision)
 
@@ -138,13 +136,12 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh, *, precision: Pre
     without `precision` the module is not changed.
 
     Args:
-        module: A whole model, on `meta` or equal on all ranks of the axis. All submodules are replicated; shared
-            parameters stay shared.
-        mesh: A mesh of one named axis.
+        module: A whole model, on `meta` or equal on all ranks of the axis. Tied parameters stay tied.
+        mesh: Mesh of one named axis.
         precision: dtypes of computation and reduction.
 
     Raises:
-        UserError: If the mesh does not have exactly one named axis, or FSDP manages the module already.
+        UserError: If the mesh does not have exactly one named axis, or FSDP already manages the module.
     """
     axis = only_axis(mesh, example="dp_replicate")
     _check_no_fsdp(module)
@@ -187,7 +184,7 @@ def _unsupported_by_fsdp(module: nn.Module, parameters: Sequence[nn.Parameter]) 
 
 
 def _refuse_second_derivatives(module: nn.Module, args: Any, outputs: Any) -> None:
-    """Register hooks that raise if backward builds a graph. A forward hook."""
+    """Register hooks that raise if backward builds a graph (forward hook)."""
     for output in pytree.tree_leaves(outputs):
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(_check_no_graph)
@@ -215,7 +212,7 @@ def _check_no_fsdp(module: nn.Module) -> None:
 def cast_inputs(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast all floating-point tensors among the arguments. A forward pre-hook."""
+    """Cast all floating-point tensors among the arguments (forward pre-hook)."""
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
@@ -224,9 +221,9 @@ def cast_inputs(
 
 
 def _replicate_and_shard(mesh: DeviceMesh, shard_axis: str) -> DeviceMesh:
-    """Return the mesh for FSDP2: [shard] or [replicate, shard]; axes of one rank are dropped.
+    """Return the mesh for FSDP2, [shard] or [replicate, shard], without axes of one rank.
 
-    Several replicate axes are merged into one. torch creates its process group once and caches it with the mesh.
+    Several replicate axes are merged into one, whose process group torch creates once and caches with the mesh.
     """
     replicate = [name for name in axis_names(mesh) if name != shard_axis and mesh[name].size() > 1]
     if not replicate:

@@ -3,7 +3,7 @@
 The correct adjoint depends on how ranks use the result. For a value that is equal on all ranks, gradients are *partial*
 if each rank uses the value differently: the full gradient is their sum over ranks. Gradients are *equal* if all ranks
 compute the same with the value: each rank has the full gradient. The name of a function or its argument `gradient`
-states which of both it assumes. A wrong choice silently scales gradients by a factor.
+states which case applies. A wrong choice silently scales gradients by a factor.
 
     function                          forward             backward
     copy_to_axis                      identity            all-reduce
@@ -15,8 +15,9 @@ states which of both it assumes. A wrong choice silently scales gradients by a f
     all_to_all_reshard                all-to-all          all-to-all
     sum_over_ranks                    all-reduce          all-reduce
 
-All functions take a mesh of one axis (`sum_over_ranks` takes a group) and are collective over it, also in backward, so
-all ranks must run backward. On one rank they return the tensor itself. Sums are computed in the dtype of the tensor.
+All functions take a mesh of one axis (`sum_over_ranks` a group) and are collective over it, also in backward, so all
+ranks must run backward. On one rank they return the tensor itself. Sums are computed in the dtype of the tensor.
+Tensors have the same shape on all ranks.
 """
 
 from collections.abc import Callable
@@ -36,43 +37,37 @@ _Map: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def copy_to_axis(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return `x`. Backward sums its gradient over ranks, by an all-reduce (adjoint of `reduce_from_axis`).
+    """Return `x`, a tensor that is equal on all ranks. Backward all-reduces its gradient.
 
-    For a value that is equal on all ranks, if each rank computes a part of its gradient: the input of a column-parallel
-    layer.
-
-    Args:
-        x: A tensor that is equal on all ranks.
-        mesh: A mesh of one axis.
+    For a value of whose gradient each rank computes a part: the input of a column-parallel layer. The adjoint of
+    `reduce_from_axis`.
     """
     return _apply(x, mesh, _identity, partial(_sum, group=_group(mesh)))
 
 
 def reduce_from_axis(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the sum over ranks, by an all-reduce. Backward is the identity (adjoint of `copy_to_axis`).
+    """Return the sum over ranks, by an all-reduce. Backward is the identity.
 
-    For a partial value whose sum all ranks use in the same way: the output of a row-parallel layer.
-
-    Args:
-        x: This rank's part of the sum, of the same shape on all ranks.
-        mesh: A mesh of one axis.
+    For a partial value whose sum all ranks use in the same way: the output of a row-parallel layer. The adjoint of
+    `copy_to_axis`.
     """
     return _apply(x, mesh, partial(_sum, group=_group(mesh)), _identity)
 
 
 def gather_from_axis(x: Tensor, mesh: DeviceMesh, *, dim: int, gradient: Literal["partial", "equal"]) -> Tensor:
-    """Return the all-gathered shards. Backward is a reduce-scatter, or takes this rank's part of its own gradient.
+    """Return the ranks' shards, concatenated along `dim`, by an all-gather.
 
     Args:
-        x: This rank's shard, of the same shape on all ranks.
-        mesh: A mesh of one axis.
+        x: This rank's shard.
+        mesh: Mesh of one axis.
         dim: Dim along which the ranks' shards are concatenated.
-        gradient: `"partial"` if ranks use the result differently, such as for their own columns of a matrix; backward
-            reduce-scatters (adjoint of `reduce_scatter_to_axis`). `"equal"` if all ranks compute the same with it;
-            backward has no collective (adjoint of `scatter_to_axis`).
+        gradient: `"partial"` if ranks use the result differently, such as for their own columns of a matrix: backward
+            reduce-scatters (adjoint of `reduce_scatter_to_axis`). `"equal"` if all ranks compute the same with the
+            result: backward takes this rank's part of its own gradient, without a collective (adjoint of
+            `scatter_to_axis`).
 
     Raises:
-        UserError: If `gradient` is neither of both.
+        UserError: If `gradient` is neither `"partial"` nor `"equal"`.
     """
     group = _group(mesh)
     forward = partial(all_gather, group=group, dim=dim)
@@ -86,18 +81,11 @@ def gather_from_axis(x: Tensor, mesh: DeviceMesh, *, dim: int, gradient: Literal
 
 
 def reduce_scatter_to_axis(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
-    """Return this rank's shard of the sum over ranks, by a reduce-scatter. Backward all-gathers the gradient.
+    """Return this rank's shard, along `dim`, of the sum over ranks. One reduce-scatter; backward all-gathers.
 
     For a partial value of which each rank needs one shard of the sum: the output of a row-parallel layer before a
-    sequence-parallel one. The adjoint of `gather_from_axis` with partial gradients.
-
-    Args:
-        x: This rank's part of the sum, of the same shape on all ranks.
-        mesh: A mesh of one axis.
-        dim: Dim of `x` that is split over the ranks.
-
-    Raises:
-        UserError: If the number of ranks does not divide the size of the dim.
+    sequence-parallel one. The adjoint of `gather_from_axis` with partial gradients. Raises `UserError` if the number of
+    ranks does not divide the size of the dim.
     """
     group = _group(mesh)
     forward, backward = partial(reduce_scatter, group=group, dim=dim), partial(all_gather, group=group, dim=dim)
@@ -105,15 +93,10 @@ def reduce_scatter_to_axis(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
 
 
 def scatter_to_axis(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
-    """Return a copy of this rank's shard. Backward all-gathers, so that the gradient of `x` is equal on all ranks.
+    """Return a copy of this rank's shard, along `dim`, of a tensor that is equal on all ranks.
 
-    Args:
-        x: A tensor that is equal on all ranks.
-        mesh: A mesh of one axis.
-        dim: Dim of `x` that is split over the ranks.
-
-    Raises:
-        UserError: If the number of ranks does not divide the size of the dim.
+    Backward all-gathers, so that the gradient of `x` is equal on all ranks. Raises `UserError` if the number of ranks
+    does not divide the size of the dim.
     """
     group = _group(mesh)
     return _apply(x, mesh, partial(_take, group=group, dim=dim), partial(all_gather, group=group, dim=dim))
@@ -123,16 +106,8 @@ def all_to_all_reshard(x: Tensor, mesh: DeviceMesh, *, scatter_dim: int, gather_
     """Return a tensor that is split on `scatter_dim` instead of `gather_dim`. One all-to-all; backward is the inverse.
 
     For attention over some heads and the whole sequence, between layers over all heads and a part of the sequence:
-    "DeepSpeed Ulysses", arXiv:2309.14509.
-
-    Args:
-        x: A tensor of the same shape on all ranks.
-        mesh: A mesh of one axis.
-        scatter_dim: Dim that is split: each rank keeps one part and sends one to every other rank.
-        gather_dim: Dim along which the received parts are concatenated.
-
-    Raises:
-        UserError: If the number of ranks does not divide the size of `scatter_dim`.
+    "DeepSpeed Ulysses", arXiv:2309.14509. The received parts are concatenated along `gather_dim`. Raises `UserError` if
+    the number of ranks does not divide the size of `scatter_dim`.
     """
     group = _group(mesh)
     forward = partial(_exchange, group=group, scatter_dim=scatter_dim, gather_dim=gather_dim)
@@ -145,17 +120,13 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     For a sum that each rank uses differently, such as a statistic of the whole batch: gradients of the result are
     partial.
-
-    Args:
-        x: This rank's part of the sum, of the same shape on all ranks.
-        group: Process group.
     """
     total = partial(_sum, group=group)
     return x if group.size() == 1 else _Collective.apply(x, total, total)
 
 
 class _Collective(torch.autograd.Function):
-    """A linear map of a tensor and its adjoint; differentiable any number of times."""
+    """Linear map of a tensor and its adjoint; differentiable any number of times."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: _Map, adjoint: _Map) -> Tensor:

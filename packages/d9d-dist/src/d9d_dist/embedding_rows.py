@@ -1,8 +1,8 @@
 """Embeddings with `max_norm` or `scale_grad_by_freq`, computed over the ids of all data-parallel ranks.
 
 `max_norm` writes to the rows that are looked up; `scale_grad_by_freq` divides gradients by the number of lookups. Each
-rank has only a part of the batch, so the lookups of all ranks are counted. Layers keep their own `forward`; its call of
-`F.embedding` or `F.embedding_bag` is replaced.
+rank has only a part of the batch, so the lookups of all ranks are counted. Layers keep their own `forward`, whose call
+of `F.embedding` or `F.embedding_bag` is replaced.
 """
 
 from typing import Any
@@ -17,25 +17,18 @@ from d9d_dist.late_init import canonical_name
 
 
 def writes_to_rows(module: nn.Module) -> bool:
-    """Return True for embeddings with `max_norm`: forward writes to the weight, so the weight must not be sharded."""
+    """Return True for embeddings with `max_norm`: forward writes to the weight, which must therefore not be sharded."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
 
 
 def synchronize_embeddings(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
     """Make embeddings with `max_norm` or `scale_grad_by_freq` count the lookups of all ranks of a group, in place.
 
-    Weights with `max_norm` must be replicated, as `parallelize_hsdp` and `parallelize_replicate` do: forward makes
-    equal writes to them on all ranks. The class of each layer becomes a subclass of it.
+    Call it before parallelization, with the ranks that split a batch: `ctx.group_for("batch", "dp", "cp")`. Weights
+    with `max_norm` must be replicated, as `parallelize_hsdp` and `parallelize_replicate` do: forward makes equal writes
+    on all ranks. Each layer's class becomes a subclass. Returns the names of the layers.
 
-    Collective in training: for each layer an all-reduce of one integer per row. Synchronizes the host with an
-    accelerator.
-
-    Args:
-        model: Model before parallelization.
-        group: Ranks that split a batch: `ctx.group_for("batch", "dp", "cp")`.
-
-    Returns:
-        The names of the layers.
+    Collective in training: for each layer an all-reduce of one integer per row. Synchronizes host and accelerator.
     """
     found: list[str] = []
     for name, module in model.named_modules():
@@ -118,5 +111,5 @@ class _SynchronizedMode(TorchFunctionMode):
 
 
 def _clip_rows(weight: Tensor, counts: Tensor, max_norm: float, norm_type: float) -> None:
-    # `.data`, because autograd rejects in-place writes to views from custom functions, as of replicated parameters.
+    # `.data`: autograd rejects in-place writes to views from custom functions, such as replicated parameters.
     torch.embedding_renorm_(weight.data, counts.nonzero().flatten(), max_norm, norm_type)

@@ -1,4 +1,4 @@
-"""The exception for invalid user input, which a command line can tell from a bug."""
+"""Exception for invalid user input, which a command line distinguishes from a bug."""
 
 
 class UserError(ValueError):

@@ -2,7 +2,7 @@
 
 The expert mesh consists of the ranks of data, context and tensor parallelism, which all have different tokens at the
 expert layers. Each rank computes a partial gradient of its experts, which is summed over the ranks with the same
-experts. The dispatch of tokens to experts is not part of this module.
+experts. This module does not dispatch tokens to experts.
 """
 
 from functools import partial
@@ -27,11 +27,11 @@ def parallelize_experts(
     """Distribute parameters with one expert per index of dim 0 over the expert mesh, in place.
 
     Parameters become DTensors with their global shapes and names, `Shard(0)` on `ep_shard`, so checkpoints and exports
-    do not depend on the degree. Over `ep_replicate` they are either sharded by `parallelize_hsdp`, or `Replicate()`. In
-    the latter case their gradients are `Partial()` there, and `GradientSync` sums them. Forward computes with plain
+    do not depend on the degree. Over `ep_replicate` they are either sharded by `parallelize_hsdp` or replicated. The
+    gradients of replicated experts are `Partial()` there, and `GradientSync` sums them. Forward computes with plain
     tensors of this rank's experts. Data parallelism of outer modules ignores these parameters.
 
-    Call it after `parallelize_tensor` of the model, before activation checkpointing and data parallelism.
+    Call this function after `parallelize_tensor`, and before activation checkpointing and data parallelism.
 
     Args:
         module: Module whose parameters all have the experts on dim 0, on `meta` or equal on all ranks.
@@ -41,8 +41,8 @@ def parallelize_experts(
         precision: dtypes of computation and reduction.
 
     Raises:
-        UserError: If the mesh has other axes, `ep_shard` does not divide the number of experts, or a parameter is split
-            over other ranks or sharded already. Nothing is changed then.
+        UserError: If the mesh has other axes, `ep_shard` does not divide the number of experts, or a parameter is
+            already sharded. Nothing is changed then.
     """
     if axis_names(mesh) != _AXES:
         raise UserError(
@@ -113,7 +113,7 @@ def _unwrap_replicated_parameters(module: nn.Module) -> None:
 
 
 def _shard_dim(module: nn.Module, num_ranks: int) -> int | None:
-    """Return the first dim of the local parameters that `num_ranks` divides in all of them; `None` if there is none."""
+    """Return the first dim whose size `num_ranks` divides in all local parameters; `None` if there is none."""
     shapes = [local_tensor(parameter).shape for parameter in module.parameters()]
     for dim in range(min((len(shape) for shape in shapes), default=0)):
         if all(shape[dim] % num_ranks == 0 for shape in shapes):

@@ -1,7 +1,7 @@
-"""Protocol of modules inside a layer, such as low-rank adapters, that are split in the same way as its weight.
+"""Protocol of modules inside a layer, such as low-rank adapters, that are split in the same way as the layer's weight.
 
-A plan for `parallelize_tensor` names only layers. Modules that a fine-tuning method adds to a layer define how they
-follow its weight.
+A plan for `parallelize_tensor` names only layers. Modules that a fine-tuning method adds to a layer define their own
+placements.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,28 +17,22 @@ WEIGHT = "weight"
 
 @runtime_checkable
 class FollowsWeight(Protocol):
-    """A child of a layer that is split together with the layer's weight by tensor parallelism."""
+    """Child of a layer that tensor parallelism splits together with the layer's weight."""
 
     def tensor_placements(self, weight: Placement) -> Mapping[str, Placement]:
         """Return the placements of this module's own parameters on the mesh axis, by name; others are replicated.
 
-        Args:
-            weight: Placement of the layer's weight.
+        `weight` is the placement of the layer's weight.
         """
         ...
 
     def prepare_tensor(self, weight: Placement, mesh: DeviceMesh) -> None:
-        """Prepare the forward of a split layer. Called after the parameters are distributed.
-
-        Args:
-            weight: Placement of the layer's weight.
-            mesh: The mesh axis, of more than one rank.
-        """
+        """Prepare the forward of a split layer, after its parameters are distributed over an axis of several ranks."""
         ...
 
 
 def followers(layer: nn.Module) -> Iterator[tuple[str, nn.Module, FollowsWeight]]:
-    """Yield the children of a layer that follow its weight: the name, and the child twice, typed as each of both."""
+    """Yield the children of a layer that follow its weight: name, child as a module, child as a `FollowsWeight`."""
     for name, child in layer.named_children():
         if isinstance(child, FollowsWeight):
             yield name, child, child

@@ -27,9 +27,9 @@ def global_grad_norm(
     synchronization.
 
     Args:
-        parameters: All parameters of this rank, including those without a gradient: collectives depend on the
-            parameters, so that a gradient may be missing on one rank alone. Plain tensors count as replicated over all
-            ranks of a stage, missing gradients as zero.
+        parameters: All parameters of this rank, including those without a gradient: collectives depend only on the
+            parameters, so a gradient may be missing on some ranks. Plain tensors count as replicated over all ranks of
+            a stage, missing gradients as zero.
         ctx: Distributed context.
         norm_type: The p of the p-norm; `float("inf")` for the maximum.
 
@@ -52,22 +52,14 @@ def global_grad_norm(
 def grad_norm_parts(
     parameters: Iterable[nn.Parameter], *, ctx: DistributedContext, norm_type: float = 2.0
 ) -> dict[str, torch.Tensor]:
-    """Return the norms of groups of gradients that are sharded over the same axes.
+    """Return the norms of groups of gradients that are sharded over the same axes, e.g. to locate exploding gradients.
 
-    Useful to locate exploding gradients. The p-th powers of the norms add up to that of the stage's norm. Issues the
-    collectives of `global_grad_norm` without the one over pipeline stages, which have separate parts.
-
-    Args:
-        parameters: All parameters of this rank, as for `global_grad_norm`.
-        ctx: Distributed context.
-        norm_type: The p of the p-norm; `float("inf")` for the maximum.
+    The p-th powers of the norms add up to that of the stage's norm. Issues the collectives of `global_grad_norm` except
+    the one over pipeline stages, which have separate parts. Arguments and errors are those of `global_grad_norm`.
 
     Returns:
         0-dim tensors by the axes of more than one rank that shard the gradients, e.g. `"dp_cp_shard x tp"`;
         `"replicated"` for gradients that are equal on every rank of a stage.
-
-    Raises:
-        UserError: As for `global_grad_norm`.
     """
     powers = _reduced_powers(parameters, ctx, norm_type)
     return {name: _root(power, norm_type) for name, power in powers.items()}
@@ -76,13 +68,7 @@ def grad_norm_parts(
 @final
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Gradients that are sharded over the same axes.
-
-    Attributes:
-        name: The axes, joined by " x ".
-        groups: Process groups of those axes.
-        gradients: This rank's shards.
-    """
+    """This rank's shards of gradients that are sharded over the axes `name`, joined by " x "."""
 
     name: str
     groups: tuple[dist.ProcessGroup, ...]
@@ -108,7 +94,7 @@ def _reduced_powers(
 
 
 def _group(parameters: Sequence[nn.Parameter]) -> list[_Part]:
-    """Return the parts, in an order that depends only on the parameters and so is equal on all ranks of a stage."""
+    """Return the parts. The order depends only on the parameters and so is equal on all ranks of a stage."""
     spread = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     parts: dict[str, _Part] = {}
     if len(spread) < len(parameters):
@@ -127,7 +113,7 @@ def _group(parameters: Sequence[nn.Parameter]) -> list[_Part]:
 
 
 def _splits(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[str, tuple[dist.ProcessGroup, ...]]:
-    """Return names and process groups of the mesh axes of more than one rank that shard the elements."""
+    """Return the names, and the process groups, of the mesh axes of more than one rank that shard the elements."""
     axes = [
         (name, mesh.get_group(axis))
         for axis, (name, placement) in enumerate(zip(axis_names(mesh), placements, strict=True))
@@ -137,7 +123,7 @@ def _splits(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[str, t
 
 
 def _local_gradient(parameter: DTensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a gradient, after a check that its placements are those of its parameter."""
+    """Return this rank's shard of a gradient; raise if its placements differ from the parameter's."""
     if not isinstance(gradient, DTensor):
         raise UserError(
             f"got a plain tensor as the gradient of a parameter of shape {tuple(parameter.shape)} that is a DTensor; "
@@ -161,7 +147,7 @@ def _show(placements: Sequence[Placement]) -> str:
 def _power(
     gradients: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return the sum of |g|^p, or the largest |g|, over this rank's shards, some of which may be empty."""
+    """Return the sum of |g|^p, or the largest |g|, over this rank's shards. Shards may be empty."""
     filled = [gradient.abs() if gradient.is_complex() else gradient for gradient in gradients if gradient.numel()]
     if not filled:
         return torch.zeros((), dtype=dtype, device=device)

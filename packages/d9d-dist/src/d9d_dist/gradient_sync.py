@@ -2,10 +2,10 @@
 
 A parameter's placements define which ranks have a part of its gradient, so no configuration is needed. Data-parallel
 replicas and norms inside tensor-parallel regions are reduced alike, over several axes at once if needed. FSDP reduces
-the gradients of parameters that it manages; `d9d_dist._unused_parameters` handles ranks that use different parameters.
+the gradients of its own parameters; `d9d_dist._unused_parameters` handles ranks that use different parameters.
 
 Bucketing and overlap follow "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-arXiv:2006.15704, without its copy back: reduced gradients are views of their bucket.
+arXiv:2006.15704, without the copy back: reduced gradients are views of their bucket.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ BUCKET_BYTES = 4 * 2**20
 
 @final
 class GradientSync:
-    """Reduces the partial gradients of a model over ranks, once per step.
+    """Reduction of a model's partial gradients over ranks, once per step.
 
     Every backward accumulates a microbatch's gradients locally. In the last backward gradients become final, from the
     last layers to the first. A bucket starts its asynchronous all-reduce once all its gradients are final. `finish`
@@ -38,17 +38,17 @@ class GradientSync:
 
     - `.grad` is a DTensor with the placements of its parameter. Gradients of one bucket share their memory.
     - A parameter that any rank used has a gradient on all ranks. A parameter that no rank used has its previous
-      gradient: usually `None`, so optimizers skip it. Only a rank that lacks a gradient synchronizes its host with the
-      device. The same holds for parameters that FSDP manages. A module that was passed to `parallelize_hsdp` must run
-      on all ranks or on none, because FSDP all-gathers its parameters; its submodules may differ.
+      gradient: usually `None`, so optimizers skip it. Only ranks that lack a gradient synchronize host and device. The
+      same holds for FSDP parameters. But a module that was passed to `parallelize_hsdp` must run on all ranks or on
+      none, because FSDP all-gathers its parameters; its submodules may differ.
     - If `.grad` was not `None` before the step, the sum is added to it.
 
-    Construction is collective over the ranks of each gradient's axes: it creates separate process groups, so that its
+    Construction is collective over the ranks of each gradient's axes: it creates separate process groups, whose
     all-reduces do not interleave with other collectives. Construct it after the model is parallelized and filled by
     `materialize`.
 
     Attributes:
-        num_microbatches: Number of backward passes per step; may be changed between steps. With None, e.g. for split
+        num_microbatches: Number of backward passes per step; may be changed between steps. With `None`, e.g. for split
             backward passes, nothing is reduced before `finish`.
 
     Args:
@@ -90,7 +90,7 @@ class GradientSync:
                 self._handles.append(slot.parameter.register_post_accumulate_grad_hook(receive))
 
     def finish(self) -> None:
-        """Reduce all gradients that are not reduced yet, and wait for all reductions.
+        """Reduce the remaining gradients, and wait for all reductions.
 
         Also reduces `Partial()` gradients of modules without local-parameter hooks, such as those of torch's own
         tensor-parallel styles. Such a gradient must exist on all ranks of its axes or on none.
@@ -105,7 +105,7 @@ class GradientSync:
         self._num_started = 0
 
     def close(self) -> None:
-        """Remove the hooks from the parameters. Call it after the last `finish`. Safe to call twice."""
+        """Remove the hooks from the parameters, after the last `finish`. Safe to call twice."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -140,13 +140,7 @@ class GradientSync:
 
 
 def sync_gradients(model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None) -> None:
-    """Sum the gradients of a model over ranks, after all backward passes of a step; see `GradientSync`.
-
-    Args:
-        model: A model, or one stage of it.
-        bucket_bytes: Bucket size in bytes, see `GradientSync`.
-        dtype: dtype of the reduction.
-    """
+    """Sum the gradients of a model over ranks, after all backward passes of a step; see `GradientSync`."""
     sync = GradientSync(model, bucket_bytes=bucket_bytes, dtype=dtype)
     try:
         sync.finish()
@@ -166,7 +160,7 @@ def _weak(method: Callable[..., None], *args: Any) -> Callable[[torch.Tensor], N
 
 
 def _used_by_any(buckets: Sequence[Bucket]) -> list[list[bool]]:
-    """Return, by bucket, which parameters any rank has used. Collective: one small all-reduce for each group."""
+    """Return, by bucket, which parameters any rank has used. Collective: one small all-reduce per group."""
     by_group: dict[dist.ProcessGroup, list[Slot]] = {}
     for bucket in buckets:
         by_group.setdefault(bucket.group, []).extend(bucket.slots)
@@ -177,7 +171,7 @@ def _used_by_any(buckets: Sequence[Bucket]) -> list[list[bool]]:
         for index in missing:
             counts[index].zero_()
         dist.all_reduce(counts, group=group)
-        # A rank that used all parameters does not read the counts, because reading synchronizes the host.
+        # Reading the counts synchronizes the host, so a rank that used all parameters skips it.
         numbers = counts.tolist() if missing else [1] * len(slots)
         used.update(id(slot) for slot, number in zip(slots, numbers, strict=True) if number)
     return [[id(slot) in used for slot in bucket.slots] for bucket in buckets]

@@ -13,14 +13,11 @@ from d9d_dist.shards import local_tensor
 
 
 def set_gradient_sync(module: nn.Module, enabled: bool) -> None:
-    """Choose whether the next FSDP backward passes reduce gradients over ranks, or only accumulate them locally.
+    """Enable or disable the reduction of gradients over ranks in the next FSDP backward passes.
 
-    Enable it for the last microbatch of a step: the sum is the same, with the traffic of one reduction. Gradients that
-    `GradientSync` reduces are not affected; they are always accumulated locally first.
-
-    Args:
-        module: A model or one stage of it. Submodules without FSDP are not changed.
-        enabled: True to reduce gradients in backward.
+    If disabled, gradients are only accumulated locally. Enable the reduction for the last microbatch of a step: the sum
+    is the same, with the traffic of one reduction. Gradients that `GradientSync` reduces are always accumulated locally
+    first. Submodules without FSDP are not changed.
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):
@@ -28,29 +25,23 @@ def set_gradient_sync(module: nn.Module, enabled: bool) -> None:
 
 
 def defer_gradient_sync(module: nn.Module) -> None:
-    """Make FSDP backward passes accumulate gradients only, from the next forward on; see `finish_gradient_sync`.
+    """Make FSDP backward passes only accumulate gradients, from the next forward on; see `finish_gradient_sync`.
 
     For weight gradients that are computed outside of backward, as `SplitBackward` defers them. Parameters stay gathered
-    from the first backward of a step to its end.
-
-    Args:
-        module: A model or one stage of it. A module without FSDP is not changed.
+    from the first backward of a step to its end. A module without FSDP is not changed.
     """
     for root in _fsdp_roots(module):
         root.set_requires_gradient_sync(False)
         root.set_reshard_after_backward(False)
-        # Newer versions of torch support this directly.
+        # Only newer versions of torch have this function.
         if hasattr(root, "set_manual_backward_finalization"):
             root.set_manual_backward_finalization(True)
 
 
 def finish_gradient_sync(module: nn.Module) -> None:
-    """Reduce the gradients accumulated since `defer_gradient_sync`, which stays in effect.
+    """Reduce the gradients accumulated since `defer_gradient_sync` of the module, which stays in effect.
 
     Collectives are those of FSDP: for each parameter group a reduce-scatter, with replicas also an all-reduce.
-
-    Args:
-        module: The module passed to `defer_gradient_sync`.
     """
     for root in _fsdp_roots(module):
         root.set_requires_gradient_sync(True)
@@ -73,7 +64,7 @@ def _fsdp_roots(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 def _finalize_backward(root: FSDPModule) -> None:
-    """Fallback for `FSDPModule.finalize_backward` in versions of torch without it."""
+    """Replace `FSDPModule.finalize_backward` in versions of torch without it."""
     assert isinstance(root, nn.Module)
     states = [child._get_fsdp_state() for child in root.modules() if isinstance(child, FSDPModule)]
     for state in reversed(states):
@@ -84,11 +75,9 @@ def _finalize_backward(root: FSDPModule) -> None:
 
 @torch.no_grad()
 def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor | float) -> None:
-    """Multiply every gradient by a factor, in place. No collectives.
+    """Multiply every gradient by a factor, in place. No collectives. Parameters without a gradient are skipped.
 
-    Args:
-        parameters: Parameters. Those without a gradient are skipped.
-        factor: Factor, e.g. 1 / global weight of the batch. A 0-dim tensor causes no host-device synchronization.
+    The factor is, for example, 1 / global weight of the batch. A 0-dim tensor causes no host-device synchronization.
     """
     gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:
@@ -113,19 +102,19 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients in place so that their global norm is at most `max_norm`, for any layout.
 
-    As in `torch.nn.utils.clip_grad_norm_`, gradients are multiplied by `max_norm / (norm + 1e-6)`, at most 1.
+    As in `torch.nn.utils.clip_grad_norm_`, gradients are multiplied by `max_norm / (norm + 1e-6)`, at most 1. Issues
+    the collectives of `global_grad_norm`.
 
     Args:
         parameters: All parameters of this rank.
         max_norm: Maximum norm; infinity only computes the norm.
         ctx: Distributed context.
         norm_type: The p of the p-norm.
-        factor: Factor applied before clipping, fused into the same pass, e.g. 1 / global weight of the batch. Not
-            negative. A 0-dim tensor causes no host-device synchronization.
+        factor: Non-negative factor applied before clipping, in the same pass, e.g. 1 / global weight of the batch. A
+            0-dim tensor causes no host-device synchronization.
 
     Returns:
-        The global norm of the gradients times the factor, before clipping. Issues the collectives of
-        `global_grad_norm`.
+        The global norm of the gradients times the factor, before clipping.
 
     Raises:
         UserError: As for `global_grad_norm`.

@@ -29,9 +29,9 @@ _WRAPPER_NAMES = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)\.")
 
 @runtime_checkable
 class ModuleLateInit(Protocol):
-    """A module that can initialize its own parameters and buffers, but not those of its children.
+    """Module that can initialize its own parameters and buffers, but not those of its children.
 
-    Most layers of torch do, e.g. `torch.nn.Linear` and `torch.nn.Embedding`.
+    Examples are `torch.nn.Linear` and `torch.nn.Embedding`.
     """
 
     def reset_parameters(self) -> None:
@@ -45,12 +45,12 @@ def canonical_name(name: str) -> str:
 
 
 def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
-    """Allocate a model that was built on `meta`, and initialize its values, in place.
+    """Allocate a model that was built on `meta` and initialize its values, in place.
 
     Calls `reset_parameters` of every submodule that has it, children before parents. The values are bitwise equal to
     those of a single process, for every layout and every way of writing. Random numbers that `normal_` or `uniform_`
-    draw into a parameter, and so those of `torch.nn.init`, are a function of (seed, parameter name, global index).
-    Other random functions use the generators of torch, Python and NumPy, which are seeded for each module.
+    draw into a parameter, as `torch.nn.init` does, are a function of (seed, parameter name, global index). Other random
+    functions use the generators of torch, Python and NumPy, which are seeded for each module.
 
     A module that only fills whole parameters and scales them computes this rank's shards alone. For any other module
     (slices, views, indices, `copy_`, `orthogonal_`) `reset_parameters` runs again on full tensors, of which this rank
@@ -60,15 +60,15 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
     another module has filled, the parameter is all-gathered over its mesh.
 
     Args:
-        model: A model on `meta`, parallelized or not.
+        model: Model on `meta`, parallelized or not.
         device: Device of the parameters and buffers.
         seed: Seed of the initial values.
 
     Raises:
-        ValueError: If a parameter or buffer was not set by any `reset_parameters`; lists all of them.
-        UserError: If the local shape of a parameter disagrees with its placements, because two axes split one dim
-            unevenly; if a sharded parameter is replaced by one of another shape; or if it is written through a
-            reference that is not an attribute of a module.
+        ValueError: If no `reset_parameters` sets a parameter or buffer; lists all unset ones.
+        UserError: If a parameter's local shape disagrees with its placements, because two axes split one dim unevenly.
+            If a sharded parameter is replaced by one of another shape, or written through a reference that is not a
+            module attribute.
     """
     replace_tensors(model, partial(empty_on, device))
     initializer = _Initializer(model, seed)
@@ -86,7 +86,7 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int) -> None:
 
 @final
 class _Initializer:
-    """Runs `reset_parameters`: on shards if that gives the values of a single process, else on full tensors."""
+    """Execution of `reset_parameters`: on shards if that gives the values of a single process, else on full tensors."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model, self._seed = model, seed
@@ -101,10 +101,9 @@ class _Initializer:
         self._set: set[Named] = set()
 
     def fill(self, module: nn.Module, scope: str) -> None:
-        """Run one module's `reset_parameters`; repeat it with more full tensors until the result is layout-independent.
+        """Run one module's `reset_parameters`, with more full tensors until the result is layout-independent.
 
-        Raises:
-            UserError: See `materialize`.
+        Raises `UserError` as `materialize` does.
         """
         whole: list[Named] = []
         while True:
@@ -136,8 +135,7 @@ class _Initializer:
     def _attempt(self, module: nn.Module, scope: str, whole: Sequence[Named]) -> None:
         """Run `reset_parameters` with some tensors replaced by full ones. If it raises, restore all values.
 
-        Raises:
-            NeedsFullTensor: If more tensors have to be full.
+        Raises `NeedsFullTensor` if more tensors have to be full.
         """
         assert isinstance(module, ModuleLateInit)
         placed = {named: self._full(named) for named in whole}
@@ -207,7 +205,7 @@ class _Initializer:
 
 @contextmanager
 def _keep_host_generators() -> Generator[None]:
-    """Restore the state of the generators of Python and NumPy on exit."""
+    """Restore the states of Python's and NumPy's generators on exit."""
     numpy = sys.modules.get("numpy")
     state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     try:

@@ -13,11 +13,8 @@ class Launch:
 
     Attributes:
         rank: Global rank, `0 <= rank < world_size`.
-        world_size: Number of processes of the job.
         local_rank: Rank among the processes of this node.
         local_world_size: Number of processes on this node.
-        node_rank: Index of this node.
-        num_nodes: Number of nodes.
         device: Device type to use, e.g. "cpu"; `None` for an accelerator if available.
         has_launcher: True if a launcher started this process and set up a rendezvous (`MASTER_ADDR`, `MASTER_PORT`).
     """
@@ -53,16 +50,9 @@ _SLURM = {
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     """Read the environment variables of torchrun, else of a Slurm step; without either, return a single process.
 
-    `D9D_DEVICE` selects the device type, e.g. `D9D_DEVICE=cpu` on a machine with an accelerator.
-
-    Slurm variables are used only if `MASTER_ADDR` is set: an interactive Slurm allocation has them without being a
-    distributed job.
-
-    Args:
-        environment: Environment variables; default: those of this process.
-
-    Returns:
-        The place of this process.
+    `D9D_DEVICE` selects the device type, e.g. `D9D_DEVICE=cpu` on a machine with an accelerator. Slurm variables are
+    used only if `MASTER_ADDR` is set: an interactive Slurm allocation has them without being a distributed job.
+    `environment` defaults to the variables of this process.
 
     Raises:
         UserError: If a variable is not an integer, or the rank is not less than the world size.

@@ -50,13 +50,7 @@ class MeshConfig(BaseModel):
         return degree
 
     def resolve(self, world_size: int) -> Self:
-        """Replace -1 by the number of ranks that the other degrees leave, and check the product of the degrees.
-
-        Args:
-            world_size: Number of ranks of the job.
-
-        Returns:
-            A configuration without -1; the product of its degrees is `world_size`.
+        """Replace -1 by the number of remaining ranks, and check that the product of the degrees is `world_size`.
 
         Raises:
             UserError: If the product cannot be `world_size`, or the expert degree does not divide the ranks of a stage.
@@ -113,18 +107,12 @@ class MeshConfig(BaseModel):
     def build(self, *, launch: Launch | None = None, timeouts: Timeouts | None = None) -> DistributedContext:
         """Join the job: check the degrees, start the process group and build the meshes.
 
-        Collective over all ranks of the job. Without a launcher the job has one process.
-
-        Args:
-            launch: Place of this process; default: read from the environment.
-            timeouts: Timeouts of collectives in all groups; default: `Timeouts()`.
-
-        Returns:
-            The context of this rank. Close it, or use it as a context manager.
+        Collective over all ranks of the job. Without a launcher the job has one process. By default `launch` is read
+        from the environment. Close the returned context, or use it in a `with` statement.
 
         Raises:
-            UserError: If the degrees do not fit the number of ranks, before any process group starts. On every rank, if
-                the degrees differ between ranks.
+            UserError: If the degrees do not match the number of ranks, before any process group starts. On every rank,
+                if the degrees differ between ranks.
         """
         launch = launch or read_launch()
         domains = self.resolve(launch.world_size).domains()
@@ -152,6 +140,6 @@ def _describe_product(degrees: dict[str, int], known: int, world_size: int) -> s
 
 
 def _divisors(number: int) -> str:
-    """Format the divisors of a number; if there are more than ten, the middle ones are replaced by "..."."""
+    """Format the divisors of a number; of more than ten, the middle ones are replaced by "..."."""
     divisors = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
     return ", ".join(divisors if len(divisors) <= 10 else [*divisors[:5], "...", *divisors[-4:]])

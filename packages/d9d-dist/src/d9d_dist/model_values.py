@@ -1,8 +1,8 @@
 """Preservation of a model's initial values while the model is parallelized.
 
 A model built on the CPU has values before it has a layout. `move_to_meta` moves it to `meta`, as the `parallelize_*`
-functions require; `place_values` then copies to every rank its shards of the values, for any placements. Models that
-are built on `meta` are initialized by `d9d_dist.late_init` instead.
+functions require; `place_values` then copies the values to every rank's shards, for any placements.
+`d9d_dist.late_init` initializes models that are built on `meta`.
 """
 
 import ctypes
@@ -26,14 +26,11 @@ _BLOCK_BYTES = 8 << 20
 
 
 def built_values(model: nn.Module, *, ignore_meta: bool = False) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a model by canonical name, detached. Tied tensors are returned once.
-
-    Args:
-        model: The model, on the CPU.
-        ignore_meta: True to skip tensors on `meta` instead of raising.
+    """Return a CPU model's parameters and buffers by canonical name, detached. Tied tensors are returned once.
 
     Raises:
-        UserError: If a tensor has no values: it is on `meta`, or its lazy module has not run yet.
+        UserError: If a tensor has no values: it is on `meta` (unless `ignore_meta`, which skips it), or its lazy module
+            has not run yet.
     """
     found = {canonical_name(name): tensor for name, tensor in named_tensors(model)}
     if ignore_meta:
@@ -59,8 +56,8 @@ def move_to_meta(model: nn.Module) -> None:
     Tied tensors stay tied. Shapes, strides, dtypes, `requires_grad` and module hooks are kept; gradients are freed.
 
     Raises:
-        UserError: If values could not be restored later: two tensors overlap in memory, or a module has a parameter in
-            a plain list or dict, where it cannot be replaced.
+        UserError: If values could not be restored later: two tensors overlap in memory, or a module also keeps a
+            parameter in a plain list or dict.
     """
     _check_no_overlap(model)
     before = {id(tensor): canonical_name(name) for name, tensor in named_tensors(model)}
@@ -89,14 +86,14 @@ def place_values(
     """Allocate parallelized stages that are on `meta`, and fill them with rank 0's values, in place.
 
     Collective over all ranks: an all-gather of 16 bytes per tensor, then a scatter or broadcast from rank 0 for each
-    block of at most 8 MiB of each tensor (or one row per rank, if larger). A tensor whose rows are split over all ranks
-    is scattered. Apart from its own shards a rank holds one block at a time.
+    block of each tensor. A block has at most 8 MiB, or one row per rank if larger. A tensor whose rows are split over
+    all ranks is scattered. Besides its own shards a rank holds one block at a time.
 
     Args:
         models: This rank's stages, parallelized: plain tensors and DTensors of any placements.
-        layout: The tensors of the whole model that have values, on `meta`, by canonical name, in the same order on
-            every rank. Other tensors of the stages are not initialized.
-        values: The values of these tensors on rank 0; None on other ranks.
+        layout: Tensors of the whole model that have values, on `meta`, by canonical name, in the same order on every
+            rank. Other tensors of the stages are not initialized.
+        values: Values of these tensors on rank 0; `None` on other ranks.
         device: Device of the parameters and buffers.
     """
     targets: dict[str, list[_Target]] = {name: [] for name in layout}
@@ -115,12 +112,7 @@ def place_values(
 
 
 class _Target(NamedTuple):
-    """Tensor to fill, and the positions of its elements in the full tensor for each dim.
-
-    Attributes:
-        local: This rank's shard.
-        places: Positions of the shard in the full tensor, for each dim; see `local_positions`.
-    """
+    """Tensor to fill: this rank's shard, and its positions in the full tensor for each dim (`local_positions`)."""
 
     local: torch.Tensor
     places: list[torch.Tensor]
@@ -131,7 +123,7 @@ class _Target(NamedTuple):
         return cls(local_tensor(tensor), local_positions(tensor, name))
 
     def rows(self) -> tuple[int, int]:
-        """Return the first row and the end of the rows that the shard spans."""
+        """Return the begin and the end of the rows that the shard spans."""
         if not self.places:
             return 0, 1
         rows = self.places[0]
@@ -139,7 +131,7 @@ class _Target(NamedTuple):
 
 
 def _gather_rows(targets: Collection[Sequence[_Target]], device: torch.device) -> list[list[tuple[int, int]]]:
-    """Return, for each tensor, the first row and the end of the rows that each rank needs."""
+    """Return, for each tensor, the begin and the end of the rows that each rank needs."""
     mine = []
     for group in targets:
         begins, ends = zip(*(target.rows() for target in group), strict=True) if group else ((0,), (0,))
@@ -155,15 +147,10 @@ def _gather_rows(targets: Collection[Sequence[_Target]], device: torch.device) -
 def _blocks(
     whole: torch.Tensor, source: torch.Tensor | None, needed: Sequence[tuple[int, int]], device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Send blocks of rows of a tensor from rank 0; yield each block that this rank gets, and its first row.
+    """Send blocks of rows of a tensor from rank 0; yield each block of this rank and its first row.
 
-    A block is valid until the next one is taken.
-
-    Args:
-        whole: The full tensor, on `meta`.
-        source: The values, on rank 0; None on other ranks.
-        needed: For each rank, the first row and the end of the rows that it needs.
-        device: Device of the blocks.
+    A block is valid until the next iteration. `whole` is the full tensor on `meta`, `source` its values on rank 0,
+    `needed` the begin and the end of each rank's rows.
     """
     longest = max(end - begin for begin, end in needed)
     if not whole.numel() or not longest:
@@ -177,7 +164,7 @@ def _blocks(
     buffer = None if source is not None else whole.new_empty((step, *whole.shape[1:]), device=device)
     for offset in range(0, num_rows, step):
         size = min(step, num_rows - offset)
-        # The last rows of a rank with fewer rows than others come with rows of another rank.
+        # The last rows of a rank with fewer rows than others are sent together with rows of another rank.
         starts = [min(begin + offset, len(whole) - size) for begin in begins]
         parts = [] if source is None else [source[start : start + size].to(device).contiguous() for start in starts]
         place = dist.get_rank() if is_scattered else 0

@@ -1,8 +1,8 @@
 """Offloading of tensors to the host and back, without changes to the objects that refer to them.
 
 The memory of a tensor's storage is freed, not the tensor. Parameters, views, optimizer keys, DTensors and FSDP's
-internal references stay the same objects, and are valid again after onloading. Offloaded tensors must not be read: that
-raises an error or returns garbage.
+internal references stay the same objects, and are valid again after onloading. Reading an offloaded tensor raises an
+error or returns garbage.
 """
 
 from collections.abc import Iterator
@@ -20,22 +20,14 @@ from d9d_dist.shards import local_tensor
 
 @runtime_checkable
 class Offloadable(Protocol):
-    """An object whose state can be offloaded from the device."""
+    """Object whose state can be offloaded from the device."""
 
     def offload(self) -> None:
-        """Free the device memory of the state.
-
-        Raises:
-            UserError: If the state is offloaded already.
-        """
+        """Free the device memory of the state. Raises `UserError` if the state is already offloaded."""
         ...
 
     def onload(self) -> None:
-        """Restore the state on the device.
-
-        Raises:
-            UserError: If the state is not offloaded.
-        """
+        """Restore the state on the device. Raises `UserError` if the state is not offloaded."""
         ...
 
 
@@ -45,7 +37,7 @@ class Offloaded:
     """Host copies of offloaded tensors; pass it to `onload_tensor` once.
 
     Attributes:
-        num_bytes: Size of the copies in host memory, in bytes.
+        num_bytes: Size of the copies in host memory.
     """
 
     num_bytes: int
@@ -59,12 +51,12 @@ def offload_tensor(*tensors: Tensor) -> Offloaded:
     No collectives. The host waits for the copies.
 
     Args:
-        tensors: Tensors of any dtype and device; of a DTensor, this rank's shard. A shared storage is copied once. All
-            tensors on that storage, also those not passed, are invalid until `onload_tensor`. Accelerator tensors are
-            copied to pinned memory. CPU tensors are copied to other CPU memory, which saves nothing.
+        tensors: Tensors of any dtype and device; of a DTensor, this rank's shard. A shared storage is copied once; all
+            tensors on it, also those not passed, are invalid until `onload_tensor`. Accelerator tensors are copied to
+            pinned memory. CPU tensors are copied to other CPU memory, which saves nothing.
 
     Raises:
-        UserError: If a tensor is offloaded already, or torch does not own its memory, e.g. NumPy does. Nothing is
+        UserError: If a tensor is already offloaded, or torch does not own its memory, as for NumPy arrays. Nothing is
             offloaded then.
     """
     storages = {storage.data_ptr(): storage for storage in map(_storage, tensors) if storage.nbytes()}
@@ -80,10 +72,8 @@ def offload_tensor(*tensors: Tensor) -> Offloaded:
 def onload_tensor(offloaded: Offloaded) -> None:
     """Restore offloaded tensors on their device: the same objects and storages, with the same bits.
 
-    No collectives. On an accelerator the copies are asynchronous on the current stream.
-
-    Raises:
-        UserError: If the tensors are onloaded already.
+    No collectives. On an accelerator the copies are asynchronous on the current stream. A second call raises
+    `UserError`.
     """
     if not offloaded._copies and offloaded.num_bytes:
         raise UserError("these tensors were already onloaded; expected one onload_tensor for each offload_tensor.")
@@ -95,14 +85,14 @@ def onload_tensor(offloaded: Offloaded) -> None:
 
 @final
 class ModuleOffloader:
-    """Offloads a module's training state: parameters, buffers, gradients and optimizer state.
+    """Offloader of a module's training state: parameters, buffers, gradients and optimizer state.
 
-    Use it between steps. FSDP modules whose parameters are gathered are resharded first. Unreduced gradients that FSDP
+    Use it between steps. FSDP modules with gathered parameters are resharded first. Unreduced gradients that FSDP
     accumulates within a step stay on the device.
 
     Args:
         module: A model or one stage of it.
-        optimizer: Optimizer of its parameters.
+        optimizer: Optimizer of the module's parameters.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -110,11 +100,7 @@ class ModuleOffloader:
         self._offloaded: Offloaded | None = None
 
     def offload(self) -> None:
-        """Free the device memory of the state. No collectives.
-
-        Raises:
-            UserError: If the state is offloaded already.
-        """
+        """Free the device memory of the state; see `Offloadable.offload`. No collectives."""
         if self._offloaded is not None:
             raise UserError("got offload() of a module that is already offloaded; call onload() first.")
         for module in self._module.modules():
@@ -123,11 +109,7 @@ class ModuleOffloader:
         self._offloaded = offload_tensor(*self._tensors())
 
     def onload(self) -> None:
-        """Restore the state on the device. No collectives.
-
-        Raises:
-            UserError: If the state is not offloaded.
-        """
+        """Restore the state on the device; see `Offloadable.onload`. No collectives."""
         if self._offloaded is None:
             raise UserError("got onload() of a module that is not offloaded; call offload() first.")
         onload_tensor(self._offloaded)

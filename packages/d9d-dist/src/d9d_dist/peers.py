@@ -18,14 +18,7 @@ ProcessState = Literal["runs", "is stopped", "is gone"]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The process of a rank.
-
-    Attributes:
-        rank: Global rank.
-        host: Host name.
-        namespace: Namespace of the process id on that host: containers may have their own.
-        pid: Process id in that namespace.
-    """
+    """Process of a rank: its host, and its process id in a namespace of the host (containers may have namespaces)."""
 
     rank: int
     host: str
@@ -38,7 +31,7 @@ class Peer:
         return (self.host, self.namespace) == (socket.gethostname(), _namespace())
 
     def state(self) -> ProcessState:
-        """Return the state of the process. Only for a peer with `is_here`."""
+        """Return the state of the process. Requires `is_here`."""
         return process_state(self.pid)
 
     def describe(self) -> str:
@@ -47,12 +40,12 @@ class Peer:
 
 
 def publish_self(store: dist.Store, rank: int) -> None:
-    """Publish host, namespace and process id of this rank in the store."""
+    """Publish this rank's host, namespace and process id in the store."""
     store.set(f"d9d/peer/{rank}", f"{socket.gethostname()}\n{_namespace()}\n{os.getpid()}")
 
 
 def peers_here(store: dist.Store, ranks: Iterable[int]) -> list[Peer]:
-    """Return the processes of the given ranks that are on this machine. Ranks that have not published are skipped."""
+    """Return the processes of the given ranks on this machine. Ranks that have not published are skipped."""
     keys = {rank: f"d9d/peer/{rank}" for rank in ranks}
     if not store.check(
         list(keys.values())
@@ -65,7 +58,7 @@ def peers_here(store: dist.Store, ranks: Iterable[int]) -> list[Peer]:
 def process_state(pid: int) -> ProcessState:
     """Return the state of a process on this machine."""
     with suppress(OSError):
-        # "pid (name) state ..."; the name may contain any characters, including parentheses.
+        # "pid (name) state ..."; the name may contain parentheses.
         letter = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
         return "is gone" if letter in "ZX" else "is stopped" if letter in "Tt" else "runs"
     try:

@@ -19,14 +19,10 @@ def stream_key(*parts: str | int) -> int:
 
 
 def seed_everything(seed: int, ctx: DistributedContext, *, step: int = 0) -> None:
-    """Seed Python, NumPy (if it is imported) and torch on every device.
+    """Seed Python, NumPy (if imported) and torch on every device.
 
-    Ranks with different samples, tokens or layers get different seeds; tensor-parallel ranks get equal seeds.
-
-    Args:
-        seed: Seed of the job.
-        ctx: Distributed context.
-        step: Step of the job, mixed into the seed, so that a resumed job does not repeat earlier random numbers.
+    Ranks with different samples, tokens or layers get different seeds; tensor-parallel ranks get equal seeds. `step` is
+    mixed into the seed so that a resumed job does not repeat random numbers.
     """
     rank_seed = stream_key(seed, step, *(ctx.coordinate("regular", axis) for axis in _AXES))
     random.seed(rank_seed)

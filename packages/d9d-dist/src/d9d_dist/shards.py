@@ -1,8 +1,8 @@
-"""Which part of a `DTensor` this rank holds: the only module that computes positions from placements.
+"""Part of a `DTensor` that this rank holds: the only module that computes positions from placements.
 
-A rank's part is the product of one list of positions per dim (`local_positions`), split by torch's own code for values.
-With FSDP2 and tensor parallelism the positions are consecutive, so the part is a `Region`; a lone strided split has
-gaps. A plain tensor is a `DTensor` that every rank holds in full.
+A rank's part is the product of one list of positions per dim (`local_positions`), computed by torch's own split. With
+FSDP2 and tensor parallelism the positions are consecutive, so the part is a `Region`; a strided split without its outer
+split has gaps. A plain tensor counts as a `DTensor` that every rank holds in full.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,19 +23,14 @@ _BLOCK_ELEMENTS = 1 << 20
 @final
 @dataclass(frozen=True, slots=True, order=True)
 class Region:
-    """Rectangular part of a tensor.
-
-    Attributes:
-        offsets: First index in each dim.
-        sizes: Number of indices in each dim.
-    """
+    """Rectangular part of a tensor: the first index and the number of indices in each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @staticmethod
     def whole(shape: Sequence[int]) -> "Region":
-        """Return the region that covers a tensor of the given shape."""
+        """Return the region that covers a tensor of this shape."""
         return Region((0,) * len(shape), tuple(shape))
 
     @property
@@ -49,11 +44,11 @@ class Region:
         return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def is_whole(self, shape: Sequence[int]) -> bool:
-        """Return True if the region covers a tensor of the given shape."""
+        """Return True if the region covers a tensor of this shape."""
         return self.sizes == tuple(shape)
 
     def is_within(self, shape: Sequence[int]) -> bool:
-        """Return True if the region lies inside a tensor of the given shape."""
+        """Return True if the region lies inside a tensor of this shape."""
         return len(self.sizes) == len(shape) and all(
             0 <= part.start <= part.stop <= size for part, size in zip(self.slices, shape, strict=True)
         )
@@ -66,20 +61,20 @@ class Region:
         return tensor
 
     def intersect(self, other: "Region") -> "Region | None":
-        """Return the common part of two regions; `None` if they have no element in common."""
+        """Return the intersection of two regions; `None` if it is empty."""
         pairs = list(zip(self.slices, other.slices, strict=True))
         offsets = tuple(max(one.start, two.start) for one, two in pairs)
         sizes = tuple(min(one.stop, two.stop) - offset for (one, two), offset in zip(pairs, offsets, strict=True))
         return Region(offsets, sizes) if min(sizes, default=1) > 0 else None
 
     def relative_to(self, outer: "Region") -> "Region":
-        """Return the region with offsets counted from those of a region that contains it."""
+        """Return the region with offsets relative to those of a region that contains it."""
         return Region(
             tuple(offset - first for offset, first in zip(self.offsets, outer.offsets, strict=True)), self.sizes
         )
 
     def replaced(self, dim: int, offset: int, size: int) -> "Region":
-        """Return the region with a different offset and size in one dim, counted from 0."""
+        """Return the region with another offset and size in one dim."""
         return self.removed(dim).inserted(dim, offset, size)
 
     def inserted(self, dim: int, offset: int, size: int) -> "Region":
@@ -96,7 +91,7 @@ class Region:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, sharing its memory; a plain tensor unchanged. Differentiable."""
+    """Return this rank's shard of a DTensor, sharing its memory, or a plain tensor unchanged. Differentiable."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -110,7 +105,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def from_local(shard: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor of the shape and placements of `like` that has this shard. The inverse of `local_tensor`.
+    """Return a tensor with the shape and placements of `like` and this shard; the inverse of `local_tensor`.
 
     No collectives and no sharding propagation, which takes seconds on a mesh of many axes.
     """
@@ -123,12 +118,10 @@ def from_local(shard: Tensor, like: Tensor) -> Tensor:
 def local_positions(tensor: Tensor, name: str = "a tensor") -> list[Tensor]:
     """Return, for each dim, the ascending positions of this rank's shard in the full tensor, int64 on the CPU.
 
-    Args:
-        tensor: A DTensor or a plain tensor. A rank outside the mesh of a DTensor has no positions.
-        name: Name of the tensor, for the error.
+    A rank outside the mesh of a DTensor has no positions. `name` is for the error.
 
     Raises:
-        UserError: If a placement is Partial, or the placements disagree with the local shape, because several mesh axes
+        UserError: If a placement is Partial, or the local shape disagrees with the placements because several mesh axes
             split one dim unevenly.
     """
     positions = [torch.arange(size, device="cpu") for size in tensor.shape]
@@ -163,12 +156,7 @@ def local_positions(tensor: Tensor, name: str = "a tensor") -> list[Tensor]:
 def local_region(tensor: Tensor, name: str = "a tensor") -> Region:
     """Return this rank's region of the full tensor. No collectives.
 
-    Args:
-        tensor: A DTensor or a plain tensor.
-        name: Name of the tensor, for the error.
-
-    Raises:
-        UserError: If the positions have gaps, and as for `local_positions`.
+    Raises `UserError`, with `name`, if the positions have gaps, and as `local_positions` does.
     """
     if not isinstance(tensor, DTensor):
         return Region.whole(tensor.shape)
@@ -184,13 +172,7 @@ def local_region(tensor: Tensor, name: str = "a tensor") -> Region:
 def local_part(full: Tensor, like: Tensor, name: str = "a tensor") -> Tensor:
     """Return the part of a full tensor that this rank holds of `like`: a view, if it is one region. No collectives.
 
-    Args:
-        full: Plain tensor of the shape of `like`, on any device.
-        like: A DTensor or a plain tensor.
-        name: Name of `like`, for the error.
-
-    Raises:
-        UserError: As for `local_positions`.
+    `full` is a plain tensor of the shape of `like`, on any device. Raises `UserError` as `local_positions` does.
     """
     for dim, places in enumerate(local_positions(like, name)):
         if _is_consecutive(places):
@@ -202,16 +184,12 @@ def local_part(full: Tensor, like: Tensor, name: str = "a tensor") -> Tensor:
 
 @torch.no_grad()
 def copy_from_full_(tensor: Tensor, full: Tensor, name: str = "a tensor") -> None:
-    """Copy this rank's part of a full tensor into a tensor of the same shape, in place. No collectives.
-
-    Raises:
-        UserError: As for `local_positions`.
-    """
+    """Copy this rank's part (`local_part`) of a full tensor into a tensor of the same shape. No collectives."""
     local_tensor(tensor).copy_(local_part(full, tensor, name))
 
 
 def is_first_replica(tensor: DTensor) -> bool:
-    """Return True on one of the ranks that hold the same shard: at coordinate 0 of the axes that replicate it."""
+    """Return True on one of the ranks with the same shard: that at coordinate 0 of the axes that replicate it."""
     coordinate = tensor.device_mesh.get_coordinate()
     return coordinate is not None and not any(
         place for place, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()
@@ -219,17 +197,10 @@ def is_first_replica(tensor: DTensor) -> bool:
 
 
 def indexed_blocks(tensor: Tensor, name: str = "a tensor") -> Iterator[tuple[Tensor, Tensor]]:
-    """Split this rank's shard into blocks of at most 2^20 elements, in order.
-
-    Args:
-        tensor: A DTensor or a plain tensor.
-        name: Name of the tensor, for the error.
+    """Split this rank's shard into blocks of at most 2^20 elements, in order; errors are those of `local_positions`.
 
     Yields:
         Each block, a view of the shard, and the flat index of its elements in the full tensor, int64 of the same shape.
-
-    Raises:
-        UserError: As for `local_positions`.
     """
     local = local_tensor(tensor)
     positions = [places.to(local.device) for places in local_positions(tensor, name)]
@@ -240,7 +211,7 @@ def indexed_blocks(tensor: Tensor, name: str = "a tensor") -> Iterator[tuple[Ten
 def _blocks(
     local: Tensor, positions: Sequence[Tensor], shape: Sequence[int], index: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Split the last dims of a shard; `index` is the 0-dim flat index of this part in the dims before them."""
+    """Split the last dims of a shard; `index` is the 0-dim flat index of this part in the preceding dims."""
     if local.numel() <= _BLOCK_ELEMENTS:
         for size, places in zip(shape, positions, strict=True):
             index = index.unsqueeze(-1) * size + places

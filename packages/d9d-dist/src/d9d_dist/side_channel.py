@@ -11,13 +11,11 @@ from d9d_dist.peers import Peer, peers_here
 
 @final
 class SideChannel:
-    """Key-value texts that every rank may write and read at any time, in the job's store.
+    """Texts by key in the job's store, which every rank may write and read at any time.
 
-    It has its own connection, so a thread can use it while the main thread waits in the store or in a collective. No
-    method waits for a rank. All methods wait for the process that hosts the store: the launcher under torchrun, else
-    rank 0. A thread that must not block should call them through another thread.
-
-    Every method raises a `RuntimeError` if the store is unreachable.
+    The channel has its own connection, so a thread can use it while the main thread waits in the store or in a
+    collective. No method waits for a rank, but all methods wait for the process that hosts the store: the launcher
+    under torchrun, else rank 0. Every method raises a `RuntimeError` if the store is unreachable.
 
     Args:
         ctx: Distributed context.
@@ -30,19 +28,15 @@ class SideChannel:
         self._texts = dist.PrefixStore(f"d9d/{name}", self._root)
 
     def write(self, key: str, text: str) -> None:
-        """Write a text and overwrite the previous one."""
+        """Write a text, which overwrites the previous one."""
         self._texts.set(key, text)
 
     def write_first(self, key: str, text: str) -> str:
-        """Write a text unless the key has one.
-
-        Returns:
-            The text of the key: this rank's, or that of the first rank.
-        """
+        """Write a text unless the key has one; return the text of the key."""
         return self._texts.compare_set(key, "", text).decode(errors="replace")
 
     def read(self, key: str) -> str | None:
-        """Return the text of a key; `None` if there is none yet."""
+        """Return the text of a key; `None` if the key has none yet."""
         return self._texts.get(key).decode(errors="replace") if self._texts.check([key]) else None
 
     def has(self, *keys: str) -> bool:
@@ -50,7 +44,7 @@ class SideChannel:
         return self._texts.check(list(keys))
 
     def first_failure(self) -> tuple[int, str] | None:
-        """Return rank and error of the first rank that left its `DistributedContext` on an exception; else `None`."""
+        """Return rank and error of the first rank that left its `DistributedContext` on an exception, or `None`."""
         if not self._root.check([FIRST_FAILURE]):
             return None
         rank, _, text = self._root.get(FIRST_FAILURE).decode(errors="replace").partition("\n")

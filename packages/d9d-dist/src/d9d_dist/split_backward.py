@@ -2,7 +2,7 @@
 
 The previous pipeline stage waits for the gradients of a stage's inputs, but no rank waits for weight gradients, which
 cost as much to compute. In `SplitBackward.backward` every linear layer saves the operands of its weight gradient.
-`DeferredWeightGrads.compute` computes the weight gradients later and accumulates them into `.grad`, as backward does.
+`DeferredWeightGrads.compute` computes the weight gradients later and accumulates them into `.grad`.
 
 Backward runs once, so activation checkpoints are recomputed once, and a weight that is used twice receives both
 gradients. Gradients that cannot be deferred, such as those of norms and of compiled code, are computed in backward. A
@@ -64,13 +64,13 @@ class DeferredWeightGrads:
                 gradient = works.pop()()
                 while works:  # not in place: the result of a work may be a tensor in use elsewhere
                     gradient = gradient + works.pop()()
-            # The weight is not always a leaf: of a DTensor parameter the layer gets the local tensor.
+            # The weight is not always a leaf: for a DTensor parameter it is the local tensor.
             torch.autograd.backward(weight, gradient)
 
 
 @final
 class SplitBackward:
-    """Splits the backward of one pipeline stage into input gradients and weight gradients, for all its microbatches.
+    """Backward of one pipeline stage, split into input gradients and weight gradients, for all its microbatches.
 
     split = SplitBackward()
     with split.forward():
@@ -96,17 +96,14 @@ class SplitBackward:
     def backward(
         self, outputs: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]
     ) -> DeferredWeightGrads:
-        """Run backward, and defer weight gradients where possible.
+        """Run backward, defer weight gradients where possible, and return the deferred ones.
 
         Args:
             outputs: Outputs of forward, or their gradient edges, which do not keep the outputs' memory alive.
-            gradients: Gradients of the outputs; None means 1 for a scalar output.
-
-        Returns:
-            The deferred weight gradients.
+            gradients: Gradients of the outputs; `None` means 1 for a scalar output.
         """
         assert self._later is None, "one backward pass at a time"
-        # With tensors, torch would dispatch backward to active modes and disable them meanwhile; not so with edges.
+        # With tensors instead of edges, torch would dispatch backward to active modes and disable them meanwhile.
         edges = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in outputs]
         self._later = later = DeferredWeightGrads()
         try:
@@ -119,7 +116,7 @@ class SplitBackward:
 
 @final
 class WeightGradHandle:
-    """Handle by which a custom function's backward gives the gradient of its weight. Created by `defer_weight_grad`."""
+    """Handle through which a custom autograd function returns the gradient of its weight; see `defer_weight_grad`."""
 
     __slots__ = ("_split", "_weight")
 
@@ -127,12 +124,12 @@ class WeightGradHandle:
         self._split, self._weight = split, weight
 
     def give(self, work: Callable[[], Tensor]) -> Tensor | None:
-        """Compute or defer the weight gradient. Return the value that backward has to return: the gradient or None.
+        """Compute or defer the weight gradient; return the value for backward to return: the gradient or None.
 
         Args:
-            work: Computes the gradient, now or later; objects that it refers to are kept alive until then. It should
-                refer to the gradient passed to backward, not to a view of it, so that autograd does not reuse the
-                memory.
+            work: Function that computes the gradient, now or later; objects that it refers to are kept alive until
+                then. It should refer to the gradient passed to backward, not to a view, so that autograd does not reuse
+                the memory.
         """
         if not self._weight.requires_grad:
             return None
@@ -158,7 +155,7 @@ def defer_weight_grad(weight: Tensor, *inputs: Tensor) -> tuple[Tensor, WeightGr
 
     Args:
         weight: A parameter, or a tensor computed from one.
-        inputs: Other tensors of the function. If none of them requires a gradient, the weight gradient is not deferred:
+        inputs: Other tensors of the function. If none requires a gradient, the weight gradient is not deferred:
             backward would not reach the function.
     """
     return _defer_weight_grad(_active.get(), weight, *inputs)
@@ -172,10 +169,10 @@ def _defer_weight_grad(split: SplitBackward | None, weight: Tensor, *inputs: Ten
 
 
 class _LinearMode(TorchFunctionMode):
-    """Replaces `torch.nn.functional.linear` if the weight gradient can be deferred.
+    """Function mode that replaces `torch.nn.functional.linear` if the weight gradient can be deferred.
 
-    Holds its split instead of reading the context variable: on accelerators, activation checkpoints are recomputed in
-    autograd's threads, which inherit torch's modes but not Python's context variables.
+    The mode holds its split instead of reading the context variable: on accelerators, activation checkpoints are
+    recomputed in autograd's threads, which inherit torch's modes but not Python's context variables.
     """
 
     def __init__(self, split: SplitBackward) -> None:

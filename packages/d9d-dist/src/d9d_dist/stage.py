@@ -7,22 +7,13 @@ from d9d_dist.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class StageInfo:
-    """Place of one pipeline stage in a model.
-
-    Attributes:
-        index: Index of this stage, from 0.
-        count: Number of stages of the whole model; 1 if the model is not split.
-    """
+    """Place of one pipeline stage in a model: its index, from 0, and the number of stages."""
 
     index: int = 0
     count: int = 1
 
     def __post_init__(self) -> None:
-        """Validate the index.
-
-        Raises:
-            ValueError: If `index` is not in `range(count)`.
-        """
+        """Raise `ValueError` if `index` is not in `range(count)`."""
         if not 0 <= self.index < self.count:
             raise ValueError(f"stage index = {self.index}; expected 0 <= index < count = {self.count}.")
 
@@ -41,11 +32,8 @@ class StageInfo:
 
         Args:
             num_layers: Number of layers of the whole model.
-            virtual_before: Cost of the embedding on the first stage, as a number of layers.
-            virtual_after: Cost of the final norm and head on the last stage, as a number of layers.
-
-        Returns:
-            A range within `range(num_layers)`. The ranges of all stages together cover it.
+            virtual_before: Cost of the embedding on the first stage, in layers.
+            virtual_after: Cost of the final norm and head on the last stage, in layers.
 
         Raises:
             UserError: If there are fewer layers, including virtual ones, than stages.

@@ -26,17 +26,16 @@ def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, T
     parallelism. On a mesh of one rank it only checks the plan.
 
     Args:
-        module: Module on `meta` or equal on all ranks. Parameters shared between submodules stay shared, if `module`
-            holds all of them.
-        mesh: A mesh of one axis, e.g. `ctx.mesh_for("dense")["tp"]`.
+        module: Module on `meta` or equal on all ranks. Tied parameters stay tied if `module` holds all of them.
+        mesh: Mesh of one axis, e.g. `ctx.mesh_for("dense")["tp"]`.
         plan: Styles by the names of submodules; the empty name is `module` itself. A `*` matches one part of a name, as
             in `layers.*.attention`. Names of submodules that are `None`, because another pipeline stage has them, are
-            allowed. Submodules of a named submodule that are not named themselves follow its `has_partial_gradients`.
-            All other modules compute the same on every rank.
+            allowed. Unnamed descendants of a named submodule follow its `has_partial_gradients`. All other modules
+            compute the same on every rank.
 
     Raises:
         UserError: If a name matches no submodule, two names match one submodule, a style does not support its
-            submodule, the axis size does not divide a split dim, or a submodule is parallelized already. Nothing is
+            submodule, the axis size does not divide a split dim, or a submodule is already parallelized. Nothing is
             changed then.
     """
     axis = only_axis(mesh, example="tp")
@@ -102,7 +101,7 @@ def _check_splits(name: str, module: nn.Module, style: TensorStyle) -> None:
 
 
 def _check_is_first(modules: Mapping[str, nn.Module], axis: str) -> None:
-    """Reject modules that are data parallel already."""
+    """Reject modules that are already data parallel."""
     for name, submodule in modules.items():
         axes = {
             other
@@ -138,7 +137,7 @@ def _examples(names: list[str]) -> Iterator[str]:
 
 
 def _style_above(name: str, styles: Mapping[str, TensorStyle]) -> TensorStyle:
-    """Return the style of the submodule, or of its nearest ancestor with a style; `Replicated()` if there is none."""
+    """Return the style of the submodule or of its nearest ancestor with a style, else `Replicated()`."""
     while name not in styles:
         if not name:
             return Replicated()
@@ -159,7 +158,7 @@ def _check_divides(name: str, parameter: nn.Parameter, dim: int, block: int, mes
 def _placements(
     modules: Mapping[str, nn.Module], styles: Mapping[str, TensorStyle], mesh: DeviceMesh
 ) -> dict[int, Placement]:
-    """Return the placements of split parameters, by their `id`. All other parameters are replicated."""
+    """Return the placements of split parameters, by `id`. All other parameters are replicated."""
     placements: dict[int, tuple[str, Placement]] = {}
     placed: set[str] = set()
     for module_name, style in styles.items():

@@ -1,6 +1,6 @@
 """Tensor-parallel styles of submodules, for plans of `parallelize_tensor`.
 
-A style defines the placements of parameters on the mesh axis, and how activations are converted on entry and exit.
+A style defines the placements of parameters on the mesh axis, and the conversion of activations on entry and exit.
 Between modules, activations are plain tensors: equal on all ranks (`Replicate()`) or split on a dim (`Shard(dim)`). So
 a module's own code needs no changes.
 
@@ -38,9 +38,9 @@ class TensorStyle:
     """Tensor-parallel behavior of a submodule. Base class for custom styles.
 
     Attributes:
-        has_partial_gradients: True if ranks compute different parts of the gradients of replicated parameters. Applies
-            to the submodule and to its descendants that the plan does not name. It is True for modules that compute on
-            a part of the sequence or on some of the heads.
+        has_partial_gradients: True if ranks compute different parts of the gradients of replicated parameters, as in
+            modules that compute on a part of the sequence or on some of the heads. Applies to the submodule and to its
+            descendants that the plan does not name.
     """
 
     has_partial_gradients: ClassVar[bool] = True
@@ -55,17 +55,13 @@ class TensorStyle:
         return 1
 
     def check(self, module: nn.Module) -> None:
-        """Validate the submodule before anything is changed.
-
-        Raises:
-            UserError: If the style does not support the module.
-        """
+        """Raise `UserError` if the style does not support the submodule, before any change."""
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Change the submodule in place, beyond the conversion of its activations."""
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replace the submodule's forward, `inner`. When it is called, parameters are this rank's shards."""
+        """Replace the submodule's forward, `inner`. During the call, parameters are this rank's shards."""
         return inner(*args, **kwargs)
 
 
@@ -76,7 +72,7 @@ class TensorRegion(TensorStyle):
 
     The first positional argument becomes a whole tensor once for all layers; in backward its partial gradients are
     summed once. Replicated parameters inside the region, such as those of a QK norm, have partial gradients. After the
-    region's row-parallel layer, activations are whole again. If there is a norm after it in the region, name the norm
+    region's row-parallel layer, activations are whole again. If a norm follows that layer in the region, name the norm
     `Replicated()`, or `SequenceParallel()` if the output is split.
 
     Attributes:
@@ -94,11 +90,11 @@ class TensorRegion(TensorStyle):
 @final
 @dataclass(frozen=True)
 class ColumnParallel(TensorStyle):
-    """A linear layer with split outputs: weight [out, in] and bias [out] are `Shard(0)`.
+    """Linear layer with split outputs: weight [out, in] and bias [out] are `Shard(0)`.
 
     Attributes:
         input: Placement of the input: equal on all ranks, or split on a dim. `None` inside a `TensorRegion`, which has
-            converted the input already.
+            already converted the input.
         output: Placement of the output: this rank's features, or all features on every rank (`Replicate()`,
             all-gathered).
         head_dim: Number of outputs per attention head. Heads are not split between ranks.
@@ -126,12 +122,12 @@ class ColumnParallel(TensorStyle):
 @final
 @dataclass(frozen=True)
 class RowParallel(TensorStyle):
-    """A linear layer with split inputs: weight [out, in] is `Shard(1)`. The ranks' outputs are summed.
+    """Linear layer with split inputs: weight [out, in] is `Shard(1)`. The ranks' outputs are summed.
 
     Only the first rank adds the bias, so that the sum includes it once.
 
     Attributes:
-        output: Placement of the output: the sum on all ranks (all-reduced), or a part of it on each (`Shard(dim)`,
+        output: Placement of the output: the sum on all ranks (all-reduced), or one part per rank (`Shard(dim)`,
             reduce-scattered).
     """
 
@@ -152,7 +148,7 @@ class RowParallel(TensorStyle):
 @final
 @dataclass(frozen=True)
 class SequenceParallel(TensorStyle):
-    """A module that computes on this rank's part of an activation, with replicated parameters. No collectives.
+    """Module that computes on this rank's part of an activation, with replicated parameters. No collectives.
 
     For norms and other modules that act on single tokens, between a layer with output `Shard(1)` and one with that
     input.
@@ -162,7 +158,7 @@ class SequenceParallel(TensorStyle):
 @final
 @dataclass(frozen=True)
 class Replicated(TensorStyle):
-    """A module that computes the same on every rank; the default style outside of named submodules.
+    """Module that computes the same on every rank; the default style outside of named submodules.
 
     Name it to exclude a submodule from the style of an outer one.
     """
@@ -173,9 +169,9 @@ class Replicated(TensorStyle):
 @final
 @dataclass(frozen=True)
 class VocabParallelEmbedding(TensorStyle):
-    """A `torch.nn.Embedding` with split rows: weight [vocabulary, D] is `Shard(0)`.
+    """`torch.nn.Embedding` with split rows: weight [vocabulary, D] is `Shard(0)`.
 
-    Each rank looks up its own ids and returns zeros for all others; the ranks' outputs are summed.
+    Each rank looks up its own ids and returns zeros for all other ids; the ranks' outputs are summed.
 
     Attributes:
         output: Placement of the output: whole vectors on all ranks, or a part on each (`Shard(1)`: of the sequence).
@@ -213,16 +209,16 @@ class VocabParallelEmbedding(TensorStyle):
 @final
 @dataclass(frozen=True)
 class VocabParallelHead(TensorStyle):
-    """A language-model head with split rows: weight [vocabulary, D] is `Shard(0)`.
+    """Language-model head with split rows: weight [vocabulary, D] is `Shard(0)`.
 
     The head computes its losses by its attribute `token_loss` (`HasTokenLoss`), which works on this rank's logits, so
-    no rank holds all logits. Without labels, `labels=` or the second argument, the logits are all-gathered.
+    no rank holds all logits. Without labels (`labels=` or the second argument) the logits are all-gathered.
 
     Attributes:
         input: Placement of the hidden states: equal on all ranks, or split on a dim.
-        token_loss: Returns the loss over a vocabulary that is split on a mesh axis. `None` selects the vocab-parallel
-            form of the head's own loss (`HasVocabParallelForm`), or cross entropy if that loss is
-            `token_cross_entropy`. Required for heads with any other loss.
+        token_loss: Function that returns the loss over a vocabulary that is split on a mesh axis. `None` selects the
+            vocab-parallel form of the head's own loss (`HasVocabParallelForm`), or of `token_cross_entropy`. Required
+            for heads with any other loss.
     """
 
     input: Placement = REPLICATE
@@ -278,7 +274,7 @@ def _first_arg(args: tuple[Any, ...], style: TensorStyle, module: nn.Module) -> 
 
 
 def _redistribute_input(x: Tensor, layout: Placement | None, mesh: DeviceMesh) -> Tensor:
-    """Make an activation whole for layers that each compute a partial gradient of it."""
+    """Make an activation whole for layers that each compute a part of its gradient."""
     if layout is None:
         return x
     if isinstance(layout, Shard):
@@ -287,7 +283,7 @@ def _redistribute_input(x: Tensor, layout: Placement | None, mesh: DeviceMesh) -
 
 
 def _redistribute_output(x: Tensor, layout: Placement, mesh: DeviceMesh) -> Tensor:
-    """Sum over ranks; return the whole sum, or this rank's part of it."""
+    """Sum over ranks; return the whole sum, or this rank's part."""
     if isinstance(layout, Shard):
         return reduce_scatter_to_axis(x, mesh, dim=layout.dim)
     return reduce_from_axis(x, mesh)

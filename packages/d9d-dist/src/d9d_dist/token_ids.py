@@ -7,19 +7,10 @@ from d9d_dist.errors import UserError
 
 
 def check_token_ids(ids: Tensor, vocab_size: int, *, what: str, ignored: int | None = None) -> None:
-    """Raise if an id is not in `range(vocab_size)`.
+    """Raise `UserError` if an id, of an integer tensor of any shape, is neither in `range(vocab_size)` nor `ignored`.
 
-    On an accelerator the check is asynchronous: no host-device synchronization, and a failure is raised by a later
-    operation that synchronizes.
-
-    Args:
-        ids: Token ids of any shape, integer.
-        vocab_size: Number of token ids.
-        what: Name of the ids, for the error message.
-        ignored: Additional valid id.
-
-    Raises:
-        UserError: On the CPU, if an id is out of range.
+    On an accelerator the check is asynchronous: no host-device synchronization; a later operation that synchronizes
+    raises the failure. `what` names the ids in the message.
     """
     if ids.is_meta or not ids.numel():
         return

@@ -26,7 +26,7 @@ _Tree = TypeVar("_Tree")
 @final
 @dataclass(frozen=True, slots=True)
 class ShardOn:
-    """A tensor or a list that is split over ranks.
+    """Tensor or list that is split over ranks.
 
     Attributes:
         dim: Dim of the tensor that is split; 0 for a list.
@@ -40,11 +40,11 @@ class ShardOn:
 @final
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A node that every rank holds in full."""
+    """Node that every rank holds in full."""
 
 
 ShardSpec: TypeAlias = Tree[ShardOn | Whole]
-"""A tree of `ShardOn` and `Whole`."""
+"""Tree of `ShardOn` and `Whole`."""
 
 
 def shard_spec(tree: object, *, dim: int = 0) -> ShardSpec:
@@ -63,15 +63,10 @@ def replicate_spec(tree: object) -> ShardSpec:
 
 
 def shard_tree(tree: _Tree, spec: ShardSpec, *, rank: int, size: int, even: bool = False) -> _Tree:
-    """Return the shard of one rank. No collectives. Tensors are differentiable views.
+    """Return the shard of one rank of `size`. No collectives. Tensors are differentiable views.
 
-    Args:
-        tree: The whole tree.
-        spec: The nodes to split.
-        rank: Rank of the shard.
-        size: Number of ranks. If it does not divide a size, the first ranks have one more element, as in
-            `torch.tensor_split`.
-        even: True to raise if it does not divide a size.
+    If `size` does not divide a length, the first ranks have one more element, as in `torch.tensor_split`; with `even`
+    that is an error.
 
     Raises:
         UserError: If tree and spec do not match, or a node cannot be split as specified; names the path.
@@ -80,11 +75,9 @@ def shard_tree(tree: _Tree, spec: ShardSpec, *, rank: int, size: int, even: bool
 
 
 def join_trees(parts: Sequence[_Tree], spec: ShardSpec) -> _Tree:
-    """Return the whole tree of all ranks' shards: the inverse of `shard_tree`. No collectives.
+    """Join the shards of all ranks, in rank order, into the whole tree: the inverse of `shard_tree`. No collectives.
 
-    Args:
-        parts: Shards of all ranks, in rank order. Replicated nodes are taken from the first.
-        spec: The nodes that are split.
+    Replicated nodes are taken from the first shard.
 
     Raises:
         UserError: If there are no shards, or a shard does not match the spec; names the path.
@@ -98,12 +91,8 @@ def unshard_tree(tree: _Tree, spec: ShardSpec, group: dist.ProcessGroup | None =
     """Return the whole tree from the ranks' shards: the collective inverse of `shard_tree`. Not differentiable.
 
     Collective over the group: for each `ShardOn` tensor `all_gather_variadic`; for each list `agree`, `gather_json` and
-    a broadcast of each of its tensors. Synchronizes the host.
-
-    Args:
-        tree: This rank's shard. Shards may differ in size.
-        spec: The nodes that are split, the same on all ranks.
-        group: Process group; `None` for all ranks of the job.
+    a broadcast of each of its tensors. Synchronizes the host. Shards may differ in size; the spec must be the same on
+    all ranks.
 
     Raises:
         UserError: If tree and spec do not match; names the path. On every rank, if a leaf of a list is neither a tensor
@@ -166,7 +155,7 @@ def _unshard(path: KeyPath, spec: ShardOn | Whole, trees: Sequence[Any], *, grou
 
 
 def _check_part(path: KeyPath, spec: ShardOn | Whole, trees: Sequence[Any], *, is_whole: bool = False) -> None:
-    """Check that a node can be split as the spec says, or that it can be such a shard."""
+    """Check that a node can be split as the spec says, or can be such a shard."""
     (node,) = trees
     if isinstance(spec, Whole):
         return

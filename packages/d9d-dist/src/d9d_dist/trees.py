@@ -1,8 +1,8 @@
 """Types of nested trees of tensors: batches, inputs and outputs of stages, and step state.
 
-A tree is a leaf, or a dict, list or tuple of trees, as in `torch.utils._pytree`. Containers that are registered there
-work too; any other object is a leaf. The aliases use `Mapping` and `Sequence`, so that a type checker accepts a
-`dict[str, Tensor]` as a `TensorTree`.
+A tree is a leaf, or a dict, list or tuple of trees, as in `torch.utils._pytree`. Containers registered there work too;
+any other object is a leaf. The aliases use `Mapping` and `Sequence`, so that a type checker accepts a `dict[str,
+Tensor]` as a `TensorTree`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ from torch import Tensor
 _Leaf = TypeVar("_Leaf")
 
 Tree: TypeAlias = _Leaf | Mapping[Any, "Tree[_Leaf]"] | Sequence["Tree[_Leaf]"]
-"""A nested tree with leaves of one type."""
+"""Nested tree with leaves of one type."""
 
 TensorTree: TypeAlias = Tree[Tensor]
-"""A nested tree of tensors."""
+"""Nested tree of tensors."""
 
 Scalar: TypeAlias = float | bool | str | None
-"""A leaf that is not a tensor. Type checkers accept an int as a float."""
+"""Leaf that is not a tensor. Type checkers accept an int as a float."""
 
 ScalarTree: TypeAlias = Tree[Scalar]
-"""A nested tree of scalars."""
+"""Nested tree of scalars."""

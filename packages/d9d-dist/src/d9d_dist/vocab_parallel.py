@@ -16,29 +16,24 @@ from torch.nn import functional as F
 from d9d_dist.token_ids import check_token_ids
 
 TokenLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Maps logits [T, V] and labels [T], int64, to the negative log-likelihood of each label [T], in nats."""
+"""Function that maps logits [T, V] and labels [T], int64, to the negative log-likelihood of each label [T], in nats."""
 
 
 @runtime_checkable
 class HasTokenLoss(Protocol):
-    """A module whose loss function can be replaced.
-
-    Attributes:
-        token_loss: The loss function.
-    """
+    """Module whose loss function, `token_loss`, can be replaced."""
 
     token_loss: TokenLoss
 
 
 @runtime_checkable
 class HasVocabParallelForm(Protocol):
-    """A `TokenLoss` with a form for a vocabulary that is split over ranks."""
+    """`TokenLoss` with a form for a vocabulary that is split over ranks."""
 
     def vocab_parallel(self, mesh: DeviceMesh) -> TokenLoss:
         """Return the loss function for this rank's logits.
 
-        Args:
-            mesh: A mesh of one axis, over which the vocabulary is split evenly, in rank order.
+        The vocabulary is split evenly over the mesh of one axis, in rank order.
         """
         ...
 
@@ -49,15 +44,10 @@ def token_cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 
 
 def embed_vocab_shard(ids: Tensor, weight_VD: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Look up this rank's ids, and return zeros for all others. The sum over ranks is the embedding. No collectives.
+    """Embed this rank's ids; other ids give zeros. The sum over ranks is the embedding. No collectives.
 
-    Args:
-        ids: Token ids of any shape, int64, below V.
-        weight_VD: This rank's rows [V_local, D].
-        mesh: A mesh of one axis, over which the rows are split.
-
-    Raises:
-        UserError: On the CPU, if an id is out of range. On an accelerator the device raises later.
+    `ids` are int64 of any shape, `weight_VD` is this rank's rows [V_local, D]. An id of at least V raises `UserError`
+    on the CPU; on an accelerator the device raises later.
     """
     check_token_ids(ids, mesh.size() * len(weight_VD), what="token ids")
     local_ids, is_here = _local_ids(ids, weight_VD.shape[0], mesh)
@@ -73,7 +63,7 @@ class VocabParallelCrossEntropy:
     of the logits.
 
     Args:
-        mesh: A mesh of one axis, over which the vocabulary is split evenly.
+        mesh: Mesh of one axis, over which the vocabulary is split evenly.
         ignored_label: Label of tokens with loss 0 and without gradient.
     """
 

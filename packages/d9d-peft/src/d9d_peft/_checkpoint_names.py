@@ -13,15 +13,7 @@ from d9d_state import StateMapper
 
 
 def checkpoint_name(name: str, base_mapper: StateMapper | None) -> str:
-    """Return the name of a parameter or buffer in the base checkpoint.
-
-    Args:
-        name: Name in the model.
-        base_mapper: Mapper from the base checkpoint to the model; `None` if the names are the same.
-
-    Raises:
-        UserError: If the mapper does more than rename the tensor.
-    """
+    """Return the name of a tensor in the base checkpoint. Raises `UserError` if the mapper does more than rename it."""
     if base_mapper is None:
         return name
     part = base_mapper.restrict(outputs=[name])
@@ -47,19 +39,11 @@ class JointParameter:
 def group_names(
     name: str, shapes: Mapping[str, Sequence[int]], base_mapper: StateMapper | None
 ) -> tuple[str, ...] | JointParameter:
-    """Return the names in the base checkpoint of the groups of a weight [groups, out, in].
+    """Return the name of each group of a weight [groups, out, in], or the parameter that holds all groups.
 
-    Args:
-        name: Name of the weight in the model.
-        shapes: Shapes of all weights [groups, out, in] with adapters, by name in the model.
-        base_mapper: Mapper from the base checkpoint to the model; `None` if the names are the same.
-
-    Returns:
-        One name per group, in the order of the groups; or the parameter that holds all groups.
-
-    Raises:
-        UserError: If the mapper neither renames the weight, nor stacks it from one tensor per group, nor splits a
-            parameter along its rows. Or if it splits the parameter into several weights of which one has no adapter.
+    Names are those of the base checkpoint. `shapes` holds the shapes of all weights with adapters, by name in the
+    model. Raises `UserError` unless the mapper renames the weight, stacks one tensor per group, or splits a parameter
+    along its rows. All weights of a split parameter need adapters.
     """
     part = None if base_mapper is None else base_mapper.restrict(outputs=[name])
     if part is None or not part.nodes:
@@ -70,7 +54,7 @@ def group_names(
             f"{name} comes from {shorten(list(part.inputs))} of the base checkpoint, as {shorten(without_adapter)} "
             "does, which has no adapter; expected adapters in all weights of the parameter. Widen the target."
         )
-    # Apply the inverse of the mapper to numbered rows: the result shows which tensor holds which group and which rows.
+    # The inverse of the mapper, applied to numbered rows, shows which tensor holds which group and which rows.
     numbers: dict[str, Tensor] = {}
     for output in part.outputs:
         num_groups, num_rows, _ = shapes[output]

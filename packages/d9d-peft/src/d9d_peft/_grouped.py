@@ -1,4 +1,4 @@
-"""Optional support of `d9d_moe.GroupedLinear`, without an import of `d9d_moe` by jobs that do not use it."""
+"""Optional support of `d9d_moe.GroupedLinear`. Jobs that do not use `d9d_moe` never import it."""
 
 import sys
 from collections.abc import Callable
@@ -10,10 +10,7 @@ Product = Callable[..., Tensor]
 
 
 def grouped_product(layer: nn.Module) -> Product | None:
-    """Return `d9d_moe.grouped_matmul` if the layer is a `d9d_moe.GroupedLinear`, else `None`.
-
-    A model with such a layer has already imported `d9d_moe`; this function never imports it first.
-    """
+    """Return `d9d_moe.grouped_matmul` for a `d9d_moe.GroupedLinear`, else `None`. Never imports `d9d_moe` first."""
     if "d9d_moe" not in sys.modules:
         return None
     from d9d_moe import GroupedLinear, grouped_matmul  # noqa: PLC0415  (the extra `moe`)

@@ -20,11 +20,7 @@ _NOT_CALLED: Mapping[type[nn.Module], tuple[tuple[str, ...], str]] = {
 
 
 def check_target(target: Target, method: str) -> None:
-    """Check that a target is a regular expression or module types.
-
-    Raises:
-        UserError: If it is neither, or the regular expression is invalid.
-    """
+    """Raise `UserError` unless a target is a valid regular expression or module types."""
     if isinstance(target, str):
         try:
             re.compile(target)
@@ -51,21 +47,10 @@ def is_target(target: Target, name: str, module: nn.Module) -> bool:
 def find_layers(
     model: nn.Module, target: Target, fits: Callable[[nn.Module], bool], *, method: str, expected: str
 ) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
-    """Find the layers that match a target and that a method supports, each once, by its first name.
+    """Return the supported layers that match a target, by first name, and a message if there are none, else `()`.
 
-    Args:
-        model: The model.
-        target: Names or types to match.
-        fits: Returns True if the method supports a module; other matches are skipped.
-        method: Name of the method, for messages.
-        expected: Supported module types, for messages.
-
-    Returns:
-        The layers by name; and a message if no layer was found, else an empty tuple.
-
-    Raises:
-        UserError: If torch uses the weight of a matching layer without calling the layer, so that an adapter would have
-            no effect.
+    `fits` returns True for supported modules; other matches are skipped. `method` and `expected` are for messages.
+    Raises `UserError` if torch uses the weight of a match without calling the layer: an adapter would have no effect.
     """
     modules = dict(model.named_modules())
     found = {name: module for name, module in modules.items() if is_target(target, name, module)}
@@ -100,7 +85,7 @@ def shorten(names: list[str]) -> str:
 
 
 def claims(layers: Mapping[str, nn.Module], first_names: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of the parameters that layers own; a tied parameter has its first name."""
+    """Return the names of the parameters of the layers; a tied parameter is listed under its first name only."""
     return frozenset(
         first_names[f"{name}.{parameter}".lstrip(".")]
         for name, layer in layers.items()

@@ -1,7 +1,6 @@
-"""Base class of adapters: an adapter is the child module `adapter` of a layer and wraps the layer's forward.
+"""Base class of modules that change the output of a layer with parameters of their own.
 
-The layer is the same object as before, and its parameters keep their names. So tensor-parallel plans, checkpoint
-mappers, weight tying and initial values of the model remain valid.
+Methods get the layer as an argument: as an attribute its parameters would be registered twice.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +22,7 @@ ADAPTER = "adapter"
 class Adapter(nn.Module, ABC):
     """Base class of modules that change the output of a layer with parameters of their own.
 
-    An adapter does not store its layer, but gets it as an argument. So the layer's parameters are not registered twice.
+    The layer is an argument of the methods, not an attribute, so its parameters are not registered twice.
     """
 
     @abstractmethod
@@ -31,27 +30,24 @@ class Adapter(nn.Module, ABC):
         """Compute the output of the layer with the adapter; replaces the layer's forward.
 
         Args:
-            layer: The layer. Its parameters are plain tensors here: the full tensors under FSDP, this rank's shards
-                under tensor parallelism.
+            layer: The layer. Its parameters are plain tensors here: full tensors under FSDP, this rank's shards under
+                tensor parallelism.
             inner: Original forward of the layer.
             args: Arguments of the call.
 
         Returns:
-            The adapted output, of the shape and dtype of the layer's output.
+            The adapted output, with the shape and dtype of the layer's output.
         """
 
     @abstractmethod
     def reset_parameters(self) -> None:
-        """Initialize all parameters in place, such that the adapter has no effect."""
+        """Initialize all parameters in place such that the adapter has no effect."""
 
     @abstractmethod
     def merge_(self, layer: nn.Module) -> None:
-        """Merge the adapter into the layer's parameters, in place, and reset it such that it has no effect.
+        """Merge the adapter into the materialized layer's parameters, in place, and reset it to have no effect.
 
         Collective if parameters are sharded.
-
-        Args:
-            layer: The layer, materialized.
         """
 
     def tensor_placements(self, weight: Placement) -> Mapping[str, Placement]:
@@ -59,7 +55,7 @@ class Adapter(nn.Module, ABC):
         return {}
 
     def prepare_tensor(self, weight: Placement, mesh: DeviceMesh) -> None:
-        """Prepare the adapter after tensor parallelism has split the layer; see `d9d_dist.FollowsWeight`."""
+        """Prepare the adapter after tensor parallelism has sharded the layer; see `d9d_dist.FollowsWeight`."""
 
 
 @final
@@ -79,7 +75,7 @@ def attach(adapter: Adapter, layer: nn.Module) -> None:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
-    """Return the layers with adapters, by their names in the whole model, also if `model` is a pipeline stage."""
+    """Return the layers with adapters by name in the whole model, also if `model` is a pipeline stage."""
     names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
     layers: dict[str, AdaptedLayer] = {}
     for layer in model.modules():
@@ -93,7 +89,7 @@ def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
 
 
 def _adapted_forward(layer: nn.Module, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Call the adapter of a layer; the forward of a layer with an adapter."""
+    """Call the adapter of a layer, in place of the layer's forward."""
     adapter = layer._modules[ADAPTER]
     assert adapter is not None
     return adapter(layer, inner, *args, **kwargs)

@@ -29,20 +29,20 @@ def load_adapters(
 ) -> None:
     """Load adapters from a folder that `save_adapters` or Hugging Face `peft` wrote, in place.
 
-    Each rank reads the files and keeps its shards. Collective over the job if `ctx` is given. Also collective for DoRA
-    with sharded weights, whose row norms are summed over ranks.
+    Each rank reads the files and keeps its shards. Collective over the job if `ctx` is given, and for DoRA with sharded
+    weights, whose row norms are summed over ranks.
 
     Args:
-        model: Materialized model with injected adapters, and for DoRA with loaded weights. The whole model, or this
-            rank's pipeline stages of it.
+        model: The whole model, or this rank's pipeline stages of it; materialized, with injected adapters, and for DoRA
+            with loaded weights.
         folder: Folder with `adapter_model.safetensors` and `adapter_config.json`.
         base_mapper: As in `save_adapters`.
-        ctx: Distributed context; all ranks then raise together. Required for pipeline stages, where a rank has only a
-            part of the adapters in the files. `None` for a single process.
+        ctx: Distributed context; all ranks then raise together. Required for pipeline stages, which hold only a part of
+            the adapters. `None` for a single process.
 
     Raises:
-        UserError: If the layers, rank, scale or kind of the adapters in the files differ from those of the model, or an
-            entry of the configuration is not supported. The model is then unchanged.
+        UserError: If layers, rank, scale or kind of the adapters differ between files and model, or an entry of the
+            configuration is not supported. The model is then unchanged.
     """
     folder = Path(folder)
     stored, is_dora = agreed_adapters(model, base_mapper, ctx)
@@ -65,17 +65,9 @@ def load_adapters(
 def _check(
     folder: Path, stored: StoredAdapters, all_names: StoredNames, base: Collection[str], *, is_dora: bool
 ) -> None:
-    """Check that files match the model's adapters.
+    """Raise `UserError` if the files are missing or unreadable, or do not match the adapters of this rank (`stored`).
 
-    Args:
-        folder: Folder of the files.
-        stored: Adapters of this rank.
-        all_names: Names of the adapters of all ranks.
-        base: Names of the tensors of the base checkpoint.
-        is_dora: True if the model's adapters are DoRA.
-
-    Raises:
-        UserError: If the files are missing, unreadable, or do not match the adapters.
+    `all_names` holds the names of the adapters of all ranks, `base` the tensor names of the base checkpoint.
     """
     origin = str(folder / CONFIG_NAME)
     config = read_config(_existing(folder / CONFIG_NAME).read_text(encoding="utf-8"), origin=origin, is_dora=is_dora)

@@ -1,4 +1,4 @@
-"""Save the trained tensors of a model in the layout of Hugging Face `peft`; the main process writes the files."""
+"""Saving of a model's trained tensors in the layout of Hugging Face `peft`; the main process writes the files."""
 
 import json
 import os
@@ -28,21 +28,20 @@ def save_adapters(
 ) -> None:
     """Save the trained tensors of a model in the layout of Hugging Face `peft`. Collective over the job.
 
-    The files hold the LoRA or DoRA adapters, and modules that are fully fine-tuned (`modules_to_save`). The ranks of
-    each pipeline stage gather full tensors. The main process collects the tensors of all stages in host memory and
-    writes them.
+    The files hold LoRA or DoRA adapters and fully fine-tuned modules (`modules_to_save`). The ranks of each pipeline
+    stage gather full tensors. The main process collects the tensors of all stages in host memory and writes them.
 
     Args:
         model: The whole model, or this rank's pipeline stages of it; materialized, and for DoRA with loaded weights.
         folder: Output folder. Files of an earlier save are replaced one by one, each by an atomic rename.
-        base_mapper: Mapper from the base checkpoint to the model before `inject`; `None` if the names are the same.
-            Every pipeline stage passes the mapper of the whole model. Adapters have the names of the base checkpoint:
-            one adapter per expert if it has one weight per expert, else the names of `target_parameters` in `peft`.
+        base_mapper: Mapper from the base checkpoint to the whole model before `inject`; `None` if the names are the
+            same. Adapters use the names of the base checkpoint. Experts get one adapter each if the base checkpoint
+            stores one weight per expert; otherwise the names follow peft's `target_parameters`.
         ctx: Distributed context; `None` for a single process.
 
     Raises:
-        UserError: On all ranks, if the model has no adapters, has adapters of both kinds, or has a trained tensor
-            without a counterpart in the base checkpoint, such as a weight that joins several tensors.
+        UserError: On all ranks, if the model has no adapters, or both LoRA and DoRA adapters. Also if a trained tensor
+            has no counterpart in the base checkpoint, such as a weight that joins several tensors.
         StateError: On all ranks, if writing failed. A file that was not yet replaced keeps its old contents.
     """
     stored, is_dora = agreed_adapters(model, base_mapper, ctx)
@@ -63,12 +62,7 @@ def save_adapters(
 
 
 def _gather(stored: StoredAdapters, *, keeps: bool) -> dict[str, Tensor]:
-    """Return the full tensors in host memory, by name in the file. Collective over the ranks of a pipeline stage.
-
-    Args:
-        stored: Contents of the adapter files on this rank.
-        keeps: False if this rank only takes part in the collectives and drops the tensors.
-    """
+    """Gather full tensors in host memory by name in the file, for ranks that keep them. Collective over the stage."""
     kept: dict[str, Tensor] = {}
 
     def keep(gathered: dict[str, Tensor]) -> None:
@@ -89,7 +83,7 @@ def _is_first_of_stage(ctx: DistributedContext) -> bool:
 def _collect(
     tensors: bytes, description: dict[str, Any], ctx: DistributedContext | None
 ) -> list[tuple[bytes, dict[str, Any]]]:
-    """Gather the safetensors data and the descriptions of all stages on the main process; elsewhere return nothing.
+    """Gather the safetensors data and descriptions of all stages on the main process; other ranks get an empty list.
 
     Collective over the main process's `pp` group.
     """
@@ -134,7 +128,6 @@ def _write(folder: Path, parts: list[tuple[bytes, dict[str, Any]]], *, is_dora: 
 
 
 def _write_and_fsync(path: Path, content: bytes) -> None:
-    """Write a file and fsync it."""
     path.write_bytes(content)
     _fsync(path, os.O_RDWR)
 

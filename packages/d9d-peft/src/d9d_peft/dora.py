@@ -1,13 +1,12 @@
 r"""DoRA: a low-rank update of the direction of each weight row, and a trained magnitude of each row.
 
-Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation" (https://arxiv.org/abs/2402.09353), equation 5:
-$W' = m \frac{W + s B A}{\lVert W + s B A \rVert}$, with a magnitude $m$ and a norm per row (output feature). As in the
-paper's section 4.3, backward treats the norm as a constant.
+Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation" (https://arxiv.org/abs/2402.09353), equation 5: $W' = m
+\frac{W + s B A}{\lVert W + s B A \rVert}$, with a magnitude $m$ and a norm per row (output feature). As in the paper's
+section 4.3, backward treats the norm as a constant.
 
-There are two differences from the paper. First, the trained parameter is the offset $d$ of
-$m = \lVert W \rVert + d$. It starts at zero, so its initialization does not need the weight. Its gradient equals the
-gradient of $m$, but weight decay pulls $m$ to its initial value. Second, dropout is applied only to the input of $B A$,
-as in LoRA.
+There are two differences from the paper. First, the trained parameter is the offset $d$ of $m = \lVert W \rVert + d$.
+It starts at zero, so its initialization does not need the weight. The gradients of $d$ and $m$ are equal, but weight
+decay pulls $m$ to its initial value. Second, dropout is applied only to the input of $B A$, as in LoRA.
 
 Shape legend: O output features, I input features.
 """
@@ -29,24 +28,19 @@ from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod, factor_pla
 
 @final
 class DoraAdapter(LowRankAdapter):
-    """Adapter that updates the direction and the magnitude of the weight rows of a linear layer.
-
-    The initial adapter has no effect, because `lora_b` and `magnitude_offset` are zero.
+    """Adapter that updates direction and magnitude of the weight rows of a linear layer, initially without effect.
 
     Attributes:
         lora_a: $A$ [rank, in].
-        lora_b: $B$ [out, rank].
-        magnitude_offset: $d$ [out]: magnitude of each row minus the norm of the base weight's row.
+        lora_b: $B$ [out, rank], initially zero.
+        magnitude_offset: $d$ [out]: magnitude of each row minus the norm of the base weight's row; initially zero.
         low_rank: Rank, scale and dropout.
     """
 
     def __init__(self, layer: nn.Linear, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:
-        """Create an adapter on the device of the layer's weight.
+        """Create an adapter for a layer with the forward of `nn.Linear`, on the device of the layer's weight.
 
-        Args:
-            layer: Layer with the forward of `nn.Linear`.
-            low_rank: Rank, scale and dropout.
-            dtype: dtype of the adapter's parameters; `None` for the dtype of the weight, but at least float32.
+        `dtype` is that of the adapter's parameters; `None` for the dtype of the weight, but at least float32.
         """
         super().__init__(layer.weight, low_rank, dtype)
         self.magnitude_offset = nn.Parameter(self.lora_b.new_empty(layer.out_features))
@@ -54,14 +48,14 @@ class DoraAdapter(LowRankAdapter):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw A uniformly from ±1 / sqrt(in), as `nn.Linear` does its weight, and set B and d to zero."""
+        """Draw A uniformly from ±1 / sqrt(in), like the weight of `nn.Linear`, and set B and d to zero."""
         self._reset_factors()
         nn.init.zeros_(self.magnitude_offset)
 
     def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any) -> Tensor:
         """Compute `m / ||W + s B A|| * (W x + s B A x)` plus the bias; see `Adapter.forward`.
 
-        If tensor parallelism splits the input features: one all-reduce of the squared norms [2, out].
+        If tensor parallelism splits the input features: one all-reduce of squared norms [2, out].
         """
         (x,) = args
         weight_OI, bias_O = layer._parameters["weight"], layer._parameters["bias"]
@@ -112,7 +106,7 @@ class DoraAdapter(LowRankAdapter):
         return {**factors, "magnitude_offset": weight} if "lora_b" in factors else factors
 
     def prepare_tensor(self, weight: Placement, mesh: DeviceMesh) -> None:
-        """Store the mesh axis if it splits the rows' elements, to sum squared norms over it."""
+        """Keep the mesh axis if it splits the rows' elements: squared norms are then summed over it."""
         if isinstance(weight, Shard) and weight.dim == 1:
             self._row_mesh = mesh
 
@@ -131,27 +125,19 @@ class DoRA(LowRankMethod):
     _expected = "nn.Linear"
 
     def _supports(self, layer: nn.Module) -> bool:
-        """Return True for an `nn.Linear` that does not override its forward."""
         return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
 
     def _make_adapter(self, layer: nn.Module, low_rank: LowRank) -> DoraAdapter:
-        """Return a new `DoraAdapter` for a layer."""
         assert isinstance(layer, nn.Linear)
         return DoraAdapter(layer, low_rank, dtype=self.dtype)
 
 
 @torch.no_grad()
 def row_norms(weight_OI: Tensor, part: Tensor | None = None) -> Tensor:
-    """Compute the Euclidean norms of all rows of a weight, in at least float32.
+    """Compute the norms [O] of the full rows of a weight [O, I] on all ranks, in at least float32.
 
-    Collective over the mesh of a sharded weight: one all-reduce of [O] per mesh axis that shards it.
-
-    Args:
-        weight_OI: Weight [O, I].
-        part: Values that replace this rank's part of the weight; `None` for the weight's own values.
-
-    Returns:
-        Norms [O] of the full rows, on all ranks.
+    `part` replaces the values of this rank's part of the weight. Collective over the mesh of a sharded weight: one
+    all-reduce of [O] per mesh axis that shards it.
     """
     values, (rows, _) = local_tensor(weight_OI) if part is None else part, local_region(weight_OI).slices
     dtype = torch.promote_types(values.dtype, torch.float32)

@@ -23,15 +23,11 @@ class FullTune:
     target: Target
 
     def __post_init__(self) -> None:
-        """Validate the target.
-
-        Raises:
-            UserError: If the target is neither a regular expression nor module types.
-        """
+        """Raise `UserError` if the target is neither a regular expression nor module types."""
         check_target(self.target, "FullTune")
 
     def plan(self, model: nn.Module) -> Plan:
-        """Plan to train the parameters that match; see `PeftMethod.plan`."""
+        """Plan to train the matching parameters; see `PeftMethod.plan`."""
         first = first_names(model)
         parameters = frozenset(first[name] for name in self._matches(model))
         message = (
@@ -41,7 +37,7 @@ class FullTune:
         return Plan(claimed=parameters, trainable=parameters, unmatched=() if parameters else (message,))
 
     def _matches(self, model: nn.Module) -> Iterator[str]:
-        """Yield the names of parameters that match by their own name, or by a module that contains them."""
+        """Yield the names of parameters that match themselves or are in a module that matches."""
         for name, module in model.named_modules(remove_duplicate=False):
             if is_target(self.target, name, module):
                 yield from (f"{name}.{parameter}".lstrip(".") for parameter, _ in module.named_parameters())

@@ -20,23 +20,18 @@ from d9d_peft.low_rank import LowRank, LowRankAdapter, LowRankMethod, factor_pla
 
 @final
 class LoraAdapter(LowRankAdapter):
-    """Adapter that adds a low-rank update to the output of a layer.
-
-    The initial adapter has no effect, because `lora_b` is zero.
+    """Adapter that adds a low-rank update to the output of a layer, initially without effect.
 
     Attributes:
         lora_a: $A$ [rank, in]; [groups, rank, in] in a grouped layer.
-        lora_b: $B$ [out, rank]; [groups, out, rank] in a grouped layer.
+        lora_b: $B$ [out, rank]; [groups, out, rank] in a grouped layer. Initially zero.
         low_rank: Rank, scale and dropout.
     """
 
     def __init__(self, layer: nn.Module, low_rank: LowRank, *, dtype: torch.dtype | None = None) -> None:
-        """Create an adapter on the device of the layer's weight.
+        """Create an adapter for an `nn.Linear` or a `d9d_moe.GroupedLinear`, on the device of the layer's weight.
 
-        Args:
-            layer: An `nn.Linear` or a `d9d_moe.GroupedLinear`.
-            low_rank: Rank, scale and dropout.
-            dtype: dtype of A and B; `None` for the dtype of the weight, but at least float32.
+        `dtype` is that of A and B; `None` for the dtype of the weight, but at least float32.
         """
         product, weight = product_of(layer), layer._parameters["weight"]
         assert product is not None
@@ -46,15 +41,14 @@ class LoraAdapter(LowRankAdapter):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw A uniformly from ±1 / sqrt(in), as `nn.Linear` does its weight, and set B to zero."""
+        """Draw A uniformly from ±1 / sqrt(in), like the weight of `nn.Linear`, and set B to zero."""
         self._reset_factors()
 
     def forward(self, layer: nn.Module, inner: Callable[..., Tensor], *args: Any) -> Tensor:
         """Compute `inner(x) + s B A x`, where `x` is the first argument; see `Adapter.forward`.
 
-        The update is computed in the dtype of A. In a grouped layer it is computed in the dtype of `x`, as in `peft`
-        for experts. The sum is computed in the wider of the dtypes of `inner(x)` and the update, and is cast to the
-        dtype of `inner(x)`.
+        The update is computed in the dtype of A; in a grouped layer in that of `x`, as in `peft` for experts. The sum
+        is computed in the wider dtype of both addends, then cast to the dtype of `inner(x)`.
         """
         x, *rest = args
         dtype = x.dtype if self.lora_a.ndim == 3 else self.lora_a.dtype
@@ -65,7 +59,7 @@ class LoraAdapter(LowRankAdapter):
 
     @torch.no_grad()
     def merge_(self, layer: nn.Module) -> None:
-        """Add s B A, computed in at least float32, to the weight and set B to zero; see `Adapter.merge_`."""
+        """Add `s B A`, computed in at least float32, to the weight and set B to zero; see `Adapter.merge_`."""
         weight = layer._parameters["weight"]
         assert weight is not None
         local_tensor(weight).add_(self._update_part(weight), alpha=self.low_rank.scaling)
@@ -95,11 +89,9 @@ class LoRA(LowRankMethod):
     _expected = "nn.Linear or d9d_moe.GroupedLinear"
 
     def _supports(self, layer: nn.Module) -> bool:
-        """Return True for an `nn.Linear` or a `d9d_moe.GroupedLinear`."""
         return product_of(layer) is not None
 
     def _make_adapter(self, layer: nn.Module, low_rank: LowRank) -> LoraAdapter:
-        """Return a new `LoraAdapter` for a layer."""
         return LoraAdapter(layer, low_rank, dtype=self.dtype)
 
 

@@ -45,14 +45,7 @@ class LowRank:
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def check(self, method: str) -> None:
-        """Validate the fields.
-
-        Args:
-            method: Name of the method, for messages.
-
-        Raises:
-            UserError: If a field is out of range.
-        """
+        """Raise `UserError` if a field is out of range. `method` is the method's name, for the message."""
         if not isinstance(self.rank, int) or self.rank < 1:
             raise UserError(f"{method} got rank = {self.rank!r}; expected an integer of at least 1.")
         if not 0.0 <= self.dropout < 1.0:
@@ -66,13 +59,7 @@ class LowRank:
 
 
 class LowRankAdapter(Adapter, ABC):
-    """Base class of the adapters with factors A [..., R, I] and B [..., O, R] for a weight [..., O, I].
-
-    Attributes:
-        lora_a: A, on the device of the weight.
-        lora_b: B.
-        low_rank: Rank, scale and dropout.
-    """
+    """Base class of adapters with factors `lora_a` [..., R, I] and `lora_b` [..., O, R] for a weight [..., O, I]."""
 
     def __init__(self, weight: Tensor, low_rank: LowRank, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -84,17 +71,14 @@ class LowRankAdapter(Adapter, ABC):
         self.lora_b = nn.Parameter(weight.new_empty(*groups, num_outputs, low_rank.rank, dtype=dtype))
 
     def _reset_factors(self) -> None:
-        """Draw A uniformly from ±1 / sqrt(I), as `nn.Linear` does its weight, and set B to zero, in place."""
+        """Draw A uniformly from ±1 / sqrt(I), like the weight of `nn.Linear`, and set B to zero, in place."""
         bound = 1 / math.sqrt(self.lora_a.shape[-1])
         nn.init.uniform_(self.lora_a, -bound, bound)
         nn.init.zeros_(self.lora_b)
 
     @torch.no_grad()
     def _update_part(self, weight: Tensor) -> Tensor:
-        """Compute this rank's part of B A for its part of a weight, in at least float32.
-
-        Collective if A and B are sharded: gathers both.
-        """
+        """Compute this rank's part of B A, in at least float32. Collective if A and B are sharded: all-gathers."""
         *groups, rows, columns = local_region(weight).slices
         a_RI, b_OR = full_tensor(self.lora_a), full_tensor(self.lora_b)
         dtype = torch.promote_types(torch.promote_types(weight.dtype, a_RI.dtype), torch.float32)
@@ -121,12 +105,7 @@ class LowRankMethod(ABC):
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Validate the fields.
-
-        Raises:
-            UserError: If a number is out of range, the target is neither a regular expression nor module types, or the
-                dtype is not a floating-point dtype.
-        """
+        """Supported layers, for messages."""
         method = type(self).__name__
         check_target(self.target, method)
         self._low_rank().check(method)
@@ -144,7 +123,7 @@ class LowRankMethod(ABC):
         """Return a new adapter for a layer that the method supports."""
 
     def plan(self, model: nn.Module) -> Plan:
-        """Plan an adapter for each layer that matches; see `PeftMethod.plan`."""
+        """Plan an adapter for each matching layer; see `PeftMethod.plan`."""
         layers, unmatched = find_layers(
             model, self.target, self._supports, method=type(self).__name__, expected=self._expected
         )
@@ -161,12 +140,8 @@ class LowRankMethod(ABC):
 def factor_placements(weight: Placement, num_dims: int) -> Mapping[str, Placement]:
     """Return the placements of `lora_a` and `lora_b` on a mesh axis, given that of a weight [..., O, I].
 
-    If the weight is split along O, so is B. If it is split along I, so is A, and the update is a partial sum, as is the
-    output of the layer. If it is split along groups, so are A and B. A factor without an entry is replicated.
-
-    Args:
-        weight: Placement of the weight.
-        num_dims: Number of dims of the weight.
+    If the weight is split along O, so is B. If the weight is split along I, so is A; the update and the layer's output
+    are then partial sums. If the weight is split along groups, so are A and B. A factor without an entry is replicated.
     """
     if not isinstance(weight, Shard):
         return {}

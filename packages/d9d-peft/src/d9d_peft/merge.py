@@ -11,18 +11,17 @@ from d9d_peft.adapter import adapted_layers
 def merge_(model: nn.Module, ctx: DistributedContext | None = None) -> None:
     """Merge each adapter of a model into its layer's weight, in place, one layer at a time.
 
-    The output of the model is unchanged except for rounding, and training can continue. The adapters stay and are reset
-    to have no effect. The extra memory is this rank's part of one weight, in at least float32, and the full factors A
-    and B. To export the model, use `mapper.inverse()` of the mapper that `inject` returned. Collective if parameters
-    are sharded or `ctx` is given: all ranks must call it.
+    The output is unchanged except for rounding, and training can continue: adapters stay and are reset to have no
+    effect. Extra memory: this rank's part of one weight, in at least float32, and the full A and B. To export the
+    model, use `mapper.inverse()` of the mapper that `inject` returned. Collective if parameters are sharded or `ctx` is
+    given.
 
     Args:
         model: The model, or this rank's pipeline stages of it, after `inject`.
         ctx: Distributed context; all ranks then raise together. `None` for a single process.
 
     Raises:
-        UserError: If no rank has adapters, or an adapter is on a layer with a tied parameter. The model is then
-            unchanged.
+        UserError: If no rank has adapters, or an adapted layer has a tied parameter. The model is then unchanged.
     """
     layers = adapted_layers(model)
     agree(_tied_message(model), alone=ctx is None)

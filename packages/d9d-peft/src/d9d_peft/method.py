@@ -1,7 +1,7 @@
 """Protocol of fine-tuning methods, and the function `inject` that applies a method to a model.
 
 A method returns a `Plan` and does not change the model; `inject` applies the plan. So errors are found before the model
-changes, and methods can be stacked although they are independent of each other.
+changes, and independent methods can be stacked.
 """
 
 from collections.abc import Mapping
@@ -45,8 +45,8 @@ class PeftMethod(Protocol):
             model: Model on any device, `meta` included, before it is parallelized.
 
         Raises:
-            UserError: If the method cannot be applied to the model. A target that matches nothing does not raise; its
-                message goes to `Plan.unmatched`.
+            UserError: If the method cannot be applied to the model. A target without matches adds a message to
+                `Plan.unmatched` instead.
         """
         ...
 
@@ -54,25 +54,24 @@ class PeftMethod(Protocol):
 def inject(method: PeftMethod, model: nn.Module, *, is_part: bool = False) -> StateMapper:
     """Prepare a model for fine-tuning, in place: add the method's adapters and freeze all other parameters.
 
-    Layers are not replaced and parameters keep their names. The parameters of the adapter of layer `a.q` are named
-    `a.q.adapter.*`. They are on the device of the layer's weight, so nothing is allocated on `meta`. Their dtype is at
-    least float32, unless the method sets another one. Call it before the model is parallelized and the optimizer
-    created.
+    Call it before the model is parallelized and the optimizer is created. Layers are not replaced and parameters keep
+    their names; an adapter of layer `a.q` adds the parameters `a.q.adapter.*`. They are on the device of the layer's
+    weight, so nothing is allocated on `meta`. Their dtype is at least float32 unless the method sets another one.
 
     Args:
         method: Fine-tuning method.
         model: Model on any device, `meta` included.
-        is_part: True if the model is a pipeline stage, where a method may match nothing. To detect a target that
-            matches nothing in any stage, inject the method into the whole model on `meta` once.
+        is_part: True if the model is a pipeline stage, where a method may match nothing. To detect a target without
+            matches in any stage, inject the method into the whole model on `meta` once.
 
     Returns:
         The mapper from the tensors of the original model to those of the changed model; a tied tensor has its first
-        name. `sequential(base_mapper, mapper)` loads the original checkpoint, and the new parameters keep their initial
+        name. `sequential(base_mapper, mapper)` loads the original checkpoint; the new parameters keep their initial
         values. `mapper.inverse()` drops the new parameters.
 
     Raises:
-        UserError: If the method cannot be applied to the model or matches nothing in it, or the model already has
-            adapters or is already parallelized. The model is then unchanged.
+        UserError: If the method cannot be applied or matches nothing, or the model already has adapters or is already
+            parallelized. The model is then unchanged.
     """
     if isinstance(method, nn.Module):
         raise UserError(f"inject() got a {type(method).__name__} as its method; expected inject(method, model).")
@@ -93,7 +92,7 @@ def inject(method: PeftMethod, model: nn.Module, *, is_part: bool = False) -> St
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Map each parameter name to the first name of the same tensor; without weight tying that is the name itself."""
+    """Map each parameter name to the first name of the same tensor, which differs only for tied parameters."""
     first: dict[int, str] = {}
     return {
         name: first.setdefault(id(parameter), name)
@@ -102,11 +101,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _check_unprepared(model: nn.Module) -> None:
-    """Check that a model has no adapters and is not parallelized.
-
-    Raises:
-        UserError: If it has adapters or sharded parameters.
-    """
+    """Raise `UserError` if a model has adapters or is parallelized."""
     for name, module in model.named_modules():
         if isinstance(module._modules.get(ADAPTER), Adapter):
             raise UserError(

@@ -80,11 +80,8 @@ def adapter_config(
 ) -> dict[str, object]:
     """Return the `adapter_config.json` of adapters; its `r` and `lora_alpha` are the most common values.
 
-    Args:
-        layers: Rank and scale of each layer, by name in the base checkpoint.
-        parameters: Rank and scale of each parameter [experts, out, in] with adapters, by name in the base checkpoint.
-        modules: Names of fully fine-tuned modules.
-        is_dora: True if the adapters are DoRA.
+    `layers` and `parameters` ([experts, out, in]) hold rank and scale by name in the base checkpoint. `modules` are the
+    fully fine-tuned modules.
     """
     low_ranks = {**layers, **parameters}
     is_stabilized = all(low_rank.rank_stabilized for low_rank in low_ranks.values())
@@ -119,19 +116,10 @@ def adapter_config(
 
 
 def read_config(text: str, *, origin: str, is_dora: bool) -> dict[str, Any]:
-    """Parse an `adapter_config.json` and refuse unsupported entries.
+    """Parse an `adapter_config.json`; `origin` is its path, for messages.
 
-    Args:
-        text: Content of the file.
-        origin: Path of the file, for messages.
-        is_dora: True if the model's adapters are DoRA.
-
-    Returns:
-        The entries of the configuration.
-
-    Raises:
-        UserError: If the file is not valid JSON, is not the configuration of a LoRA adapter, or has unsupported
-            entries.
+    Raises `UserError` if the text is not valid JSON, not the configuration of LoRA adapters, or has unsupported
+    entries.
     """
     try:
         config = json.loads(text)
@@ -164,11 +152,7 @@ def read_config(text: str, *, origin: str, is_dora: bool) -> dict[str, Any]:
 
 
 def refuse_other_scale(config: Mapping[str, Any], name: str, low_rank: LowRank, *, origin: str) -> None:
-    """Check that a layer or parameter has the rank and scale of a configuration.
-
-    Raises:
-        UserError: If they differ; the message has the matching options.
-    """
+    """Raise `UserError`, with the matching options, if a layer or parameter has another rank or scale."""
     stored = config_low_rank(config, name)
     if stored.rank != low_rank.rank or not math.isclose(stored.scaling, low_rank.scaling, rel_tol=1e-9):
         wanted = "rank_stabilized = True and " if stored.rank_stabilized else ""
@@ -180,11 +164,7 @@ def refuse_other_scale(config: Mapping[str, Any], name: str, low_rank: LowRank, 
 
 
 def config_low_rank(config: Mapping[str, Any], name: str) -> LowRank:
-    """Return the rank and scale of a layer or parameter.
-
-    Raises:
-        UserError: If they are not numbers, or out of range.
-    """
+    """Return the rank and scale of a layer or parameter. Raises `UserError` if a value is invalid."""
     rank = _by_pattern(config, "rank_pattern", name, config["r"])
     alpha = _by_pattern(config, "alpha_pattern", name, config["lora_alpha"])
     if not isinstance(alpha, int | float):
@@ -197,11 +177,7 @@ def config_low_rank(config: Mapping[str, Any], name: str) -> LowRank:
 
 
 def refuse_untargeted_layer(config: Mapping[str, Any], name: str, *, origin: str) -> None:
-    """Check that `peft` would adapt a layer whose adapter is in the files.
-
-    Raises:
-        UserError: If an entry excludes the layer.
-    """
+    """Raise `UserError` if an entry excludes a layer whose adapter is in the files: `peft` would ignore it."""
     entry = _entry_against(config, name)
     if entry is not None and not is_target(config, f"{name}.weight"):
         raise UserError(
@@ -218,18 +194,9 @@ def is_target(config: Mapping[str, Any], parameter: str) -> bool:
 def refuse_other_targets(
     config: Mapping[str, Any], parameters: Collection[str], layers: Collection[str], *, origin: str
 ) -> None:
-    """Check that `target_parameters` names exactly the parameters with adapters.
+    """Raise `UserError` unless `target_parameters` names exactly the parameters [experts, out, in] with adapters.
 
-    The names of tensors in files of `peft` depend on these parameters.
-
-    Args:
-        config: Entries of the configuration.
-        parameters: Names of the model's parameters [experts, out, in] with adapters.
-        layers: Names of the model's layers with adapters.
-        origin: Path of the file, for messages.
-
-    Raises:
-        UserError: If a target has no adapter, or a parameter with an adapter is not a target.
+    Tensor names in files of `peft` depend on these parameters. `layers` are the layers with adapters.
     """
     targets = config.get("target_parameters") or []
     adapted = [*parameters, *(f"{name}.weight" for name in layers)]
@@ -247,16 +214,10 @@ def refuse_other_targets(
 def refuse_other_modules(
     config: Mapping[str, Any], trained: Collection[str], base_names: Iterable[str], *, origin: str
 ) -> None:
-    """Check that `modules_to_save` names exactly the modules whose tensors are in the files.
+    """Raise `UserError` unless `modules_to_save` names exactly the modules whose tensors are in the files.
 
-    Args:
-        config: Entries of the configuration.
-        trained: Names in the base checkpoint of the tensors of fully fine-tuned modules.
-        base_names: Names of all tensors of the base checkpoint.
-        origin: Path of the file, for messages.
-
-    Raises:
-        UserError: If the files lack tensors of a named module, or hold tensors of other modules.
+    `trained` are the names in the base checkpoint of the tensors of fully fine-tuned modules, `base_names` those of all
+    tensors.
     """
     entries = config.get("modules_to_save") or []
     owners = {name: _owners(name) for name in base_names}
@@ -269,7 +230,7 @@ def refuse_other_modules(
 
 
 def _disabled_entries(config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the entries that are null, false or empty, such as disabled options of newer versions of peft."""
+    """Return the entries that are null, false or empty, such as disabled options of newer peft versions."""
     return frozenset(name for name, value in config.items() if any(value is off or value == off for off in _DISABLED))
 
 
@@ -293,7 +254,7 @@ def _refuse_types(config: Mapping[str, Any], origin: str) -> None:
 
 
 def _entry_against(config: Mapping[str, Any], name: str) -> str | None:
-    """Return the name of the entry that excludes a module in `peft`; `None` if `peft` adapts it."""
+    """Return the entry that excludes a module in `peft`; `None` if `peft` adapts the module."""
     if _matches(name, config.get("exclude_modules") or [], "exclude_modules"):
         return "exclude_modules"
     if any(
@@ -323,14 +284,14 @@ def _layer_index(name: str, patterns: str | list[str]) -> int | None:
 
 
 def _matches(name: str, targets: str | list[str], entry: str) -> bool:
-    """Return True if a name fully matches a pattern, or is or ends with one of several names."""
+    """Return True if a name fully matches a pattern, or matches one of several names as in `_is_named`."""
     if isinstance(targets, str):
         return _match(rf"(?:{targets})\Z", name, entry) is not None
     return _is_named(name, targets)
 
 
 def _is_named(name: str, names: Iterable[str]) -> bool:
-    """Return True if a name equals one of `names`, or ends with a dot and one of them."""
+    """Return True if a name equals one of `names` or ends with a dot and one of `names`."""
     return any(name == each or name.endswith(f".{each}") for each in names)
 
 
@@ -345,12 +306,12 @@ def _match(pattern: str, name: str, entry: str) -> re.Match[str] | None:
 
 
 def _exact_pattern(name: str) -> str:
-    """Return a pattern that matches a name, but not longer names that end with a dot and this name."""
+    """Return a pattern that matches a name, but no longer name that ends with a dot and this name."""
     return f"^{re.escape(name)}"
 
 
 def _by_pattern(config: Mapping[str, Any], entry: str, name: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches a name, or its end after a dot, as in `peft`."""
+    """Return the value of the first pattern that matches a name or its end after a dot, as in `peft`."""
     matching = (value for key, value in (config.get(entry) or {}).items() if _match(rf"(.*\.)?({key})$", name, entry))
     return next(matching, default)
 

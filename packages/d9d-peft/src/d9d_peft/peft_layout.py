@@ -1,10 +1,10 @@
 """File layout of adapters in Hugging Face `peft`: tensors and their names.
 
 https://huggingface.co/docs/peft/developer_guides/checkpoint: `adapter_model.safetensors` holds
-`base_model.model.<layer>.lora_A.weight` and `...lora_B.weight` for each adapted layer of the base model, and for DoRA
-`...lora_magnitude_vector`. Parameters of fully fine-tuned modules are stored by their own names after
-`base_model.model.`. For `adapter_config.json` see `d9d_peft.peft_config`, for adapters of a parameter
-[experts, out, in] `d9d_peft.stored_parameter`.
+`base_model.model.<layer>.lora_A.weight` and `...lora_B.weight` for each adapted layer, and for DoRA
+`...lora_magnitude_vector`. Parameters of fully fine-tuned modules have their own names after `base_model.model.`.
+`d9d_peft.peft_config` documents `adapter_config.json`, `d9d_peft.stored_parameter` the adapters of parameters [experts,
+out, in].
 """
 
 from collections.abc import Callable
@@ -68,18 +68,14 @@ class StoredLayer:
         return tensors
 
     def fill(self, read: Callable[[str], Tensor]) -> None:
-        """Set the parameters from tensors of a file. Collective for DoRA if parameters are sharded, else local.
-
-        Args:
-            read: Returns a tensor by its name in the file.
-        """
+        """Set the parameters from a file, by `read(name)`. Collective for DoRA with sharded parameters."""
         for suffix, parameter, _ in self._parameters():
             parts = [read(key).to(parameter.device) for key in self._keys(suffix)]
             values = torch.stack(parts) if len(parts) > 1 else parts[0]
             copy_from_full_(parameter, values - self._base_norms() if suffix == _MAGNITUDE else values)
 
     def _parameters(self) -> list[tuple[str, Tensor, int]]:
-        """Return the name suffix in a file, the parameter of the adapter, and its number of dims in a file."""
+        """Return for each parameter of the adapter: its name suffix, the tensor and the number of dims in a file."""
         adapter = self.adapted.adapter
         assert isinstance(adapter, LoraAdapter | DoraAdapter)
         num_dims = 2 if len(self.names) > 1 else adapter.lora_a.ndim
@@ -90,7 +86,7 @@ class StoredLayer:
         return [f"{PREFIX}{name}.{suffix}" for name in self.names]
 
     def _base_norms(self) -> Tensor:
-        """Return the norms of the base weight's rows [out]: files hold magnitudes, adapters hold offsets from these."""
+        """Return the base weight's row norms [out]. Files hold magnitudes; adapters hold offsets from these norms."""
         weight_OI = self.adapted.layer._parameters["weight"]
         assert weight_OI is not None
         return row_norms(weight_OI)

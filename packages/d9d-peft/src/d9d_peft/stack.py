@@ -15,10 +15,7 @@ class Stack:
     """Method that applies several methods, which must claim disjoint sets of parameters."""
 
     def __init__(self, *methods: PeftMethod) -> None:
-        """Stack methods; their order has no effect.
-
-        Args:
-            methods: One or more methods.
+        """Stack one or more methods; their order has no effect.
 
         Raises:
             UserError: If there are no methods, or a list of methods is passed.

@@ -65,7 +65,7 @@ class StoredNames:
     trained: frozenset[str]
 
     def gather(self, ctx: DistributedContext | None) -> "StoredNames":
-        """Return the union of the names of all ranks. Collective; without a context, those of this process."""
+        """Return the union of the names of all ranks. Collective; without a context the names of this process only."""
         gathered = gather_json([sorted(names) for names in astuple(self)], alone=ctx is None)
         return StoredNames(*(frozenset[str]().union(*names) for names in zip(*gathered, strict=True)))
 
@@ -81,12 +81,7 @@ def stored_names(stored: StoredAdapters) -> StoredNames:
 
 
 def base_names(model: nn.Module, base_mapper: StateMapper | None) -> list[str]:
-    """Return the names of the tensors of the base checkpoint; without a mapper only those of this rank.
-
-    Args:
-        model: The model, or this rank's pipeline stages of it.
-        base_mapper: Mapper from the base checkpoint to the model before `inject`; `None` if the names are the same.
-    """
+    """Return the tensor names of the base checkpoint; without a mapper only those of this rank."""
     if base_mapper is not None:
         return list(base_mapper.inputs)
     names = (canonical_name(name) for name in model.state_dict())
@@ -96,19 +91,10 @@ def base_names(model: nn.Module, base_mapper: StateMapper | None) -> list[str]:
 def agreed_adapters(
     model: nn.Module, base_mapper: StateMapper | None, ctx: DistributedContext | None
 ) -> tuple[StoredAdapters, bool]:
-    """Find this rank's contents of the adapter files, and the kind of adapters over all ranks. Collective over the job.
+    """Find this rank's contents of the files; True if all ranks' adapters are DoRA. Collective over the job.
 
-    Args:
-        model: The model, or this rank's pipeline stages of it.
-        base_mapper: Mapper from the base checkpoint to the model before `inject`; `None` if the names are the same.
-        ctx: Distributed context; `None` for a single process.
-
-    Returns:
-        The contents on this rank; and True if the adapters are DoRA, equal on all ranks.
-
-    Raises:
-        UserError: On all ranks, if files cannot hold a trained tensor, there are no adapters, or there are adapters of
-            both kinds.
+    Raises `UserError` on all ranks if files cannot hold a trained tensor, or the model has no adapters or both LoRA and
+    DoRA.
     """
     stored, problem = StoredAdapters(), None
     try:
@@ -128,15 +114,7 @@ def agreed_adapters(
 
 
 def stored_adapters(model: nn.Module, base_mapper: StateMapper | None) -> StoredAdapters:
-    """Find this rank's contents of the adapter files, with their names in the files.
-
-    Args:
-        model: The model, or this rank's pipeline stages of it.
-        base_mapper: Mapper from the base checkpoint to the model before `inject`; `None` if the names are the same.
-
-    Raises:
-        UserError: If files cannot hold a trained tensor.
-    """
+    """Find this rank's contents of the adapter files. Raises `UserError` if files cannot hold a trained tensor."""
     layers = adapted_layers(model)
     unsupported = [
         f"{name} ({type(adapted.adapter).__name__})"
@@ -187,9 +165,9 @@ def _shape(adapted: AdaptedLayer) -> Sequence[int]:
 def _tuned_modules(
     model: nn.Module, adapter_parameters: set[int], base_mapper: StateMapper | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of modules that own a fully fine-tuned parameter, by module name, then by name in the file.
+    """Return the tensors of modules that own a fully fine-tuned parameter, by module name and name in the file.
 
-    All tensors of such a module are included, as in `modules_to_save` of `peft`.
+    All tensors of such a module are included, as in peft's `modules_to_save`.
     """
     names: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

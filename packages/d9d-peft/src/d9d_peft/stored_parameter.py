@@ -1,13 +1,13 @@
 """Adapters of a parameter [experts, out, in], in the layout of `peft` for `target_parameters`.
 
 `peft` wraps the module that owns the parameter, with nested wrappers for several parameters. Tensors of the innermost
-wrapper are named `<module>.base_layer...lora_A.weight`, those of the outermost `<module>.lora_A.weight`. A is
-[experts * rank, in] with the expert as the slow index; B is [out, rank * experts] with the expert as the fast index.
+wrapper are named `<module>.base_layer...lora_A.weight`, those of the outermost `<module>.lora_A.weight`. A is [experts
+* rank, in] with the expert as the slow index; B is [out, rank * experts] with the expert as the fast index.
 
 A parameter of the checkpoint may hold the rows of several layers of the model: `gate_up_proj` holds `gate_proj` and
-`up_proj`. `peft` has one A for all rows; here each layer has its own A. There are two cases by the rank of the file. If
-it is the rank of each layer, A is copied to all layers. If it is the sum of the layers' ranks, A is the concatenation
-of the layers' A, and B is block-diagonal over layers. `save_adapters` writes the second form.
+`up_proj`. `peft` has one A for all rows; here each layer has its own A. If the rank of the file is that of each layer,
+A is copied to all layers. If the rank is the sum of the layers' ranks, A is the concatenation of the layers' A, and B
+is block-diagonal over layers. `save_adapters` writes the second form.
 
 Shape legend: E experts, O output features, I input features, R rank.
 """
@@ -32,8 +32,8 @@ class StoredParameter:
     """Parameter of the base checkpoint with adapters.
 
     Attributes:
-        name: Name of the parameter in the base checkpoint.
-        depth: Number of `peft` wrappers, of other parameters of the same module, around the wrapper of this parameter.
+        name: Name in the base checkpoint.
+        depth: Number of `peft` wrappers around this parameter's wrapper, one per later parameter of the same module.
         adapters: Adapters of the layers that the parameter holds, in the order of its rows.
     """
 
@@ -50,15 +50,11 @@ class StoredParameter:
         return LowRank(rank=rank, alpha=alpha, dropout=first.dropout, rank_stabilized=first.rank_stabilized)
 
     def stored_low_rank(self, rank: int) -> LowRank:
-        """Return rank and scale of files with this rank if the layers can read them, else those of `save_adapters`."""
+        """Return the rank and scale to read files of this rank: those of each layer, or those of `save_adapters`."""
         return self.adapters[0].low_rank if self._is_shared(rank) else self.low_rank
 
     def check(self) -> None:
-        """Check that all layers have the same scale.
-
-        Raises:
-            UserError: If the scales of the layers' adapters differ.
-        """
+        """Raise `UserError` if the scales of the layers' adapters differ."""
         scales = {adapter.low_rank.scaling for adapter in self.adapters}
         if len(scales) > 1:
             raise UserError(
@@ -67,11 +63,7 @@ class StoredParameter:
             )
 
     def shapes(self, rank: int | None = None) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameter's tensors in a file, by name.
-
-        Args:
-            rank: Rank of the file; `None` for the rank that `save_adapters` writes.
-        """
+        """Return the shapes of the tensors in a file of a rank, by name; `None` for the rank of `save_adapters`."""
         rank = self.low_rank.rank if rank is None else self.stored_low_rank(rank).rank
         num_experts, _, num_inputs = self.adapters[0].lora_a.shape
         num_rows = sum(adapter.lora_b.shape[1] for adapter in self.adapters)
@@ -85,15 +77,7 @@ class StoredParameter:
         return {self._key(A): a_ERI.flatten(0, 1), self._key(B): b_EOR.permute(1, 2, 0).flatten(1)}
 
     def check_values(self, read: Callable[[str], Tensor], rank: int) -> None:
-        """Check that the layers can hold the tensors of a file, beyond their shapes.
-
-        Args:
-            read: Returns a tensor by its name in the file.
-            rank: Rank of the file.
-
-        Raises:
-            UserError: If B is not block-diagonal over the layers.
-        """
+        """Raise `UserError` if B of a file is not block-diagonal over layers, each of which has its own A."""
         if self._is_shared(rank):
             return
         b_EOR = self._by_expert(read(self._key(B)))
@@ -105,11 +89,7 @@ class StoredParameter:
                 )
 
     def fill(self, read: Callable[[str], Tensor]) -> None:
-        """Set the parameters from tensors of a file. Local.
-
-        Args:
-            read: Returns a tensor by its name in the file.
-        """
+        """Set the parameters from a file, by `read(name)`. Local."""
         device = self.adapters[0].lora_a.device
         a_ERI = read(self._key(A)).to(device).unflatten(0, (self.adapters[0].lora_a.shape[0], -1))
         b_EOR = self._by_expert(read(self._key(B)).to(device))
@@ -141,14 +121,10 @@ class StoredParameter:
 
 
 def nested(adapters: Mapping[str, tuple[LoraAdapter, ...]]) -> tuple[StoredParameter, ...]:
-    """Return the parameters with adapters, with the nesting of `peft`: the first one of a module is the innermost.
+    """Return the parameters with adapters, in the nesting of `peft`: the first parameter of a module is the innermost.
 
-    Args:
-        adapters: Adapters of each parameter, by its name in the base checkpoint, in the order of the checkpoint.
-
-    Raises:
-        UserError: If the layers of a parameter have different scales. Or if two parameters of a module have tensors of
-            equal shapes, which only their order distinguishes, and files do not contain the order.
+    `adapters` are by name in the base checkpoint, in the order of the checkpoint. Raises `UserError` if the layers of a
+    parameter have different scales, or two parameters of a module have equal shapes: files do not identify them.
     """
     parameters: list[StoredParameter] = []
     for name, parts in adapters.items():

@@ -1,7 +1,7 @@
-"""Order of a row's chunks: by position, and by rank.
+"""Order of a row's chunks: by position or by rank.
 
 A row is cut into 2R chunks; rank r of R holds chunks r and 2R-1-r. Under a causal mask early chunks need little work
-and late chunks much, so each such pair needs the same work.
+and late chunks much, so all pairs need equal work.
 """
 
 import torch
@@ -11,7 +11,7 @@ from d9d_dist.errors import UserError
 
 
 def rank_chunks(rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the indices of a rank's two chunks, by position."""
+    """Return the position indices of a rank's two chunks."""
     return rank, 2 * num_ranks - 1 - rank
 
 
@@ -33,11 +33,7 @@ def _chunks_of_ranks(num_ranks: int) -> list[int]:
 
 
 def check_part(length: int) -> None:
-    """Check the length of a rank's part of a row.
-
-    Raises:
-        UserError: If the length is odd: a part consists of two equal chunks.
-    """
+    """Raise `UserError` if the length of a rank's part is odd: a part consists of two equal chunks."""
     if length % 2:
         raise UserError(
             f"got {length} positions on this rank; expected an even number: two equal chunks of each sequence. "

@@ -15,7 +15,7 @@ from d9d_dist.context_parallel.blocks import AttentionBlock, MergedBlocks, defau
 def prefix_attention(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> Tensor:
     """Return the attention [B, H, L, K] of the last L < S positions, causal over all S positions.
 
-    Merges two blocks of the flash kernel. Saves the inputs, the output and its log-sum-exp for backward.
+    Merges two blocks of the flash kernel. Saves the inputs, the output and the log-sum-exp for backward.
     """
     return _PrefixAttention.apply(q_BHLK, k_BGSK, v_BGSK)
 

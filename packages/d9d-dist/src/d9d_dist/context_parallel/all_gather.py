@@ -20,12 +20,11 @@ class AllGatherAttention:
 
     Each of a rank's two chunks attends to its prefix of the row, so masked blocks are not computed. Forward issues one
     all-gather of keys and values together, and one of the document ids, if any. Backward issues one reduce-scatter, in
-    the dtype of the keys. During attention a rank holds the keys and values of the whole row; with grouped-query
-    attention they are smaller than the queries.
+    the dtype of the keys. During attention a rank holds the keys and values of the whole row.
 
     Args:
         attention: Attention of a chunk to its prefix; called with L <= S.
-        mesh: A mesh of one axis, over which rows are split by `ContextSplit`.
+        mesh: Mesh of one axis, over which rows are split by `ContextSplit`.
     """
 
     def __init__(self, attention: Attention, mesh: DeviceMesh) -> None:
@@ -33,10 +32,9 @@ class AllGatherAttention:
         self._mesh = mesh
 
     def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
-        """Compute attention, see `Attention`. All arguments and the output are this rank's part of the rows.
+        """Compute `Attention`. All arguments and the output are this rank's part of the rows.
 
-        Raises:
-            UserError: If the length of the part is odd.
+        Raises `UserError` if the length of the part is odd.
         """
         check_part(q_BLHK.shape[1])
         num_ranks, size = self._mesh.size(), q_BLHK.shape[1] // 2

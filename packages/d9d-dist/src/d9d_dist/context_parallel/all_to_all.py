@@ -21,13 +21,13 @@ class AllToAllAttention:
     """Context-parallel attention in which each rank has H / R query heads over whole rows: Ulysses, arXiv:2309.14509.
 
     Forward issues one all-to-all of queries, keys and values together, one of the output, and one all-gather of the
-    document ids, if any. Backward issues the same two all-to-alls. If there are fewer key/value heads than ranks, they
-    are repeated so that each rank has one; the paper has no grouped-query attention.
+    document ids, if any. Backward issues the same two all-to-alls. If there are fewer key/value heads than ranks,
+    key/value heads are repeated so that each rank has one; the paper has no grouped-query attention.
 
     Args:
-        attention: Attention over whole rows; called with L = S. If it has parameters per query head
-            (`AttentionOfHeads`), it is called for this rank's heads only.
-        mesh: A mesh of one axis, over which rows are split by `ContextSplit`.
+        attention: Attention over whole rows; called with L = S. An `AttentionOfHeads` is called for this rank's heads
+            only.
+        mesh: Mesh of one axis, over which rows are split by `ContextSplit`.
     """
 
     def __init__(self, attention: Attention, mesh: DeviceMesh) -> None:
@@ -35,7 +35,7 @@ class AllToAllAttention:
         self._mesh = mesh
 
     def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
-        """Compute attention, see `Attention`. All arguments and the output are this rank's part of the rows.
+        """Compute `Attention`. All arguments and the output are this rank's part of the rows.
 
         Raises:
             UserError: If the length of the part is odd, R does not divide H, or neither of R and G divides the other.

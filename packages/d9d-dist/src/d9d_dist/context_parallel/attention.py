@@ -1,4 +1,4 @@
-"""The protocol of attention functions, and an implementation by torch's fused kernels.
+"""Protocol of attention functions, and an implementation by torch's fused kernels.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
 """
@@ -17,7 +17,7 @@ from d9d_dist.context_parallel.blocks import has_flash_kernel
 class Attention(Protocol):
     """Causal softmax attention with the scale 1/sqrt(K).
 
-    A function instead of a module, so that it can be replaced in a model after construction.
+    A function, not a module, so that it can be replaced in a model after construction.
     """
 
     def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
@@ -28,7 +28,7 @@ class Attention(Protocol):
             k_BSGK: Keys [B, S, G, K]; each serves H / G query heads (grouped-query attention, arXiv:2305.13245).
             v_BSGK: Values [B, S, G, K].
             documents_BS: Document ids [B, S], integers, of packed sequences: a position attends only within its
-                document. None: each row is one document.
+                document. `None`: each row is one document.
 
         Returns:
             The attention output [B, L, H, K], in the dtype of the queries.
@@ -38,46 +38,36 @@ class Attention(Protocol):
 
 @runtime_checkable
 class DeclaresStandardSdpa(Protocol):
-    """An `Attention` that declares whether other kernels may replace it.
+    """`Attention` that declares if other kernels may replace it.
 
-    Attributes:
-        is_standard_sdpa: True if it computes the same as `sdpa_attention` and the user does not insist on its
-            implementation.
+    `is_standard_sdpa` is True if the function computes the same as `sdpa_attention` and may be replaced by other
+    kernels.
     """
 
     @property
-    def is_standard_sdpa(self) -> bool: ...  # noqa: D102  (see Attributes)
+    def is_standard_sdpa(self) -> bool: ...  # noqa: D102  (see the class)
 
 
 @runtime_checkable
 class AttentionOfHeads(Protocol):
-    """An `Attention` with parameters per query head, such as sinks."""
+    """`Attention` with parameters per query head, such as sinks."""
 
     def of_heads(self, heads: slice) -> Attention:
-        """Return the attention of some query heads. `AllToAllAttention` calls it for the heads of its rank."""
+        """Return the attention of some query heads. `AllToAllAttention` calls it for this rank's heads."""
         ...
 
 
 def is_standard_sdpa(attention: Attention) -> bool:
-    """Return True for `sdpa_attention`, and for functions that declare to compute the same (`DeclaresStandardSdpa`)."""
+    """Return True for `sdpa_attention` and for functions that declare to compute the same (`DeclaresStandardSdpa`)."""
     return attention is sdpa_attention or (isinstance(attention, DeclaresStandardSdpa) and attention.is_standard_sdpa)
 
 
 def sdpa_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
     """Compute `Attention` by `torch.nn.functional.scaled_dot_product_attention`. No collectives.
 
-    For L = S without documents, it is one causal call without a mask tensor. For L < S it merges two blocks of torch's
-    flash kernel. A mask [L, S] is built only if the flash kernel does not support the input: packed documents, and
+    For L = S without documents, this is one causal call without a mask tensor. For L < S two blocks of torch's flash
+    kernel are merged. A mask [L, S] is built only if the flash kernel does not support the input: packed documents, and
     dtypes other than bfloat16 and float16 on accelerators.
-
-    Args:
-        q_BLHK: Queries [B, L, H, K] of the last L of the S positions.
-        k_BSGK: Keys [B, S, G, K].
-        v_BSGK: Values [B, S, G, K].
-        documents_BS: Document ids [B, S], integers. None: each row is one document.
-
-    Returns:
-        The attention output [B, L, H, K], in the dtype of the queries.
     """
     length, key_length = q_BLHK.shape[1], k_BSGK.shape[1]
     q_BHLK, k_BGSK, v_BGSK = q_BLHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)

@@ -1,8 +1,8 @@
 """Blockwise attention: each block covers some of the keys and returns its log-sum-exp, so results merge exactly.
 
-Attention over all keys is the sum of the blocks' outputs weighted by exp(log-sum-exp of the block - log-sum-exp of
-all), as in Ring Attention (arXiv:2310.01889) and FlashAttention (arXiv:2205.14135). Backward of a block needs the
-merged output and the merged log-sum-exp, but nothing else of other blocks.
+Attention over all keys is the sum of the blocks' outputs weighted by exp(log-sum-exp of the block - log-sum-exp of all
+blocks), as in Ring Attention (arXiv:2310.01889) and FlashAttention (arXiv:2205.14135). Of other blocks, backward of a
+block needs only the merged output and the merged log-sum-exp.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
 """
@@ -21,15 +21,12 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """Queries, keys and values of one block, and its mask.
+    """Queries [B, H, L, K], keys and values [B, G, S, K], and mask of one block.
 
     Attributes:
-        q: Queries [B, H, L, K].
-        k: Keys [B, G, S, K].
-        v: Values [B, G, S, K].
-        causal: True if query i sees only keys up to i, which requires L = S; False if it sees all keys.
-        query_documents: Document ids of the queries [B, L]; None if there is no document mask.
-        key_documents: Document ids of the keys [B, S]; None if there is no document mask.
+        causal: True if query i sees only keys up to i, which requires L = S; False if every query sees all keys.
+        query_documents: Document ids of the queries [B, L]; `None` if there is no document mask.
+        key_documents: Document ids of the keys [B, S]; `None` if there is no document mask.
     """
 
     q: Tensor
@@ -57,17 +54,13 @@ class BlockKernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the block's contributions to the gradients of its queries, keys and values.
 
-        Args:
-            block: The same block as in forward.
-            grad_BHLK: Gradient of the output merged over all blocks.
-            out_BHLK: Output merged over all blocks.
-            lse_BHL: Log-sum-exp over all blocks, contiguous.
+        `grad_BHLK`, `out_BHLK` and `lse_BHL` (contiguous) are merged over all blocks.
         """
         ...
 
 
 def has_flash_kernel(q: Tensor) -> bool:
-    """Return True if torch has a flash kernel for queries [..., K] of this shape, device and dtype."""
+    """Return True if torch has a flash kernel for the shape [..., K], device and dtype of these queries."""
     if q.numel() == 0:
         return False  # the CPU kernel divides by the length, which would crash the process
     if q.device.type == "cpu":
@@ -84,7 +77,7 @@ def default_kernel(q: Tensor, *, has_documents: bool) -> BlockKernel:
 
 @final
 class CpuFlashKernel:
-    """torch's flash kernel for CPUs: any floating-point dtype and head dim, no document masks."""
+    """Flash kernel of torch for CPUs: any floating-point dtype and head dim, no document masks."""
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """See `BlockKernel.forward`."""
@@ -100,7 +93,7 @@ class CpuFlashKernel:
 
 @final
 class FlashKernel:
-    """torch's flash kernel for accelerators: bfloat16, float16; head dims up to 256, multiples of 8; no documents."""
+    """Flash kernel of torch for accelerators: bfloat16 or float16, head dims up to 256 divisible by 8, no documents."""
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """See `BlockKernel.forward`."""
@@ -113,7 +106,7 @@ class FlashKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `BlockKernel.backward`."""
         inputs = (grad_BHLK, block.q, block.k, block.v, out_BHLK, lse_BHL)
-        # None: all rows have equal lengths. Without dropout the generator's state is not used.
+        # None: all rows have equal lengths. Without dropout the generator state is unused.
         lengths = (None, None, block.q.shape[2], block.k.shape[2])
         state = torch.empty(0, dtype=torch.int64, device=block.q.device)
         return _flash_backward(*inputs, *lengths, 0.0, block.causal, state, state)
@@ -128,7 +121,7 @@ class MathKernel:
         _, _, v_BG1SK = _grouped(block)
         scores_BGNLS = _scores(block)
         lse_BGNL1 = scores_BGNLS.logsumexp(dim=-1, keepdim=True)
-        # Where a query sees no key, -inf - (-inf) would be NaN.
+        # For a query that sees no key, -inf - (-inf) would be NaN.
         weights_BGNLS = (scores_BGNLS - lse_BGNL1.masked_fill(lse_BGNL1 == -torch.inf, 0.0)).exp()
         out_BHLK = (weights_BGNLS @ v_BG1SK).flatten(1, 2)
         return out_BHLK.to(block.q.dtype), lse_BGNL1.squeeze(-1).flatten(1, 2)
@@ -155,11 +148,11 @@ class MergedBlocks:
 
     Args:
         out_BHLK: Output of the first block, in which each query sees at least one key.
-        lse_BHL: Its log-sum-exp. Outputs are merged in this dtype.
+        lse_BHL: Log-sum-exp of the first block. Outputs are merged in its dtype.
     """
 
     def __init__(self, out_BHLK: Tensor, lse_BHL: Tensor) -> None:
-        # Copies, because `add` works in place.
+        # Copies, because `add` is in place.
         self.out_BHLK = out_BHLK.to(lse_BHL.dtype, copy=True)
         self.lse_BHL = lse_BHL.clone()
 

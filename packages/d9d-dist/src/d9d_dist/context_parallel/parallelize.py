@@ -1,4 +1,4 @@
-"""Context parallelism of a module: its attention functions are replaced by context-parallel ones."""
+"""Context parallelism of a module by replacement of its attention functions."""
 
 from typing import Literal, Protocol, runtime_checkable
 
@@ -17,44 +17,38 @@ ContextMethod = Literal["all_gather", "all_to_all", "ring"]
 
 @runtime_checkable
 class HasAttention(Protocol):
-    """A module whose attention function can be replaced.
-
-    Attributes:
-        attention_function: The attention function.
-    """
+    """Module whose attention function, `attention_function`, can be replaced."""
 
     attention_function: Attention
 
 
 @runtime_checkable
 class RequiresFullSequence(Protocol):
-    """A module that needs all positions of a row, and so does not support context parallelism.
+    """Module that needs all positions of a row, and so does not support context parallelism.
 
-    Attributes:
-        full_sequence_reason: Reason, as a predicate that follows the module's name in an error message; None if the
-            module, as configured, does support context parallelism.
+    `full_sequence_reason` is a predicate that follows the module's name in an error message; `None` if the module, as
+    configured, supports context parallelism.
     """
 
     @property
-    def full_sequence_reason(self) -> str | None: ...  # noqa: D102  (see Attributes)
+    def full_sequence_reason(self) -> str | None: ...  # noqa: D102  (see the class)
 
 
 def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method: ContextMethod) -> Attention:
-    """Return the context-parallel form of an attention function, whose inputs and output are this rank's part of rows.
+    """Return the context-parallel form of an attention function. Inputs and output are this rank's part of the rows.
 
-    On a mesh of one rank it returns the function itself.
+    On a mesh of one rank the function itself is returned.
 
     Args:
         attention: Attention function over whole rows.
-        mesh: A mesh of one axis, over which rows are split by `ContextSplit`, e.g. `ctx.mesh_for("batch")["cp"]`.
-        method: `"all_gather"` supports any function and any number of heads. `"all_to_all"` supports any function; it
-            sends less data if there are few query heads per key/value head. `"ring"` never holds a whole row, and uses
-            its own kernels in place of `sdpa_attention` and functions that declare to compute the same
-            (`DeclaresStandardSdpa`).
+        mesh: Mesh of one axis, over which rows are split by `ContextSplit`, e.g. `ctx.mesh_for("batch")["cp"]`.
+        method: `"all_gather"` supports any function and any number of heads. `"all_to_all"` supports any function and
+            sends less data if there are few query heads per key/value head. `"ring"` never holds a whole row; its own
+            kernels replace `sdpa_attention` and functions that declare to compute the same (`DeclaresStandardSdpa`).
 
     Raises:
-        UserError: If the mesh does not have exactly one axis, the function is context parallel already, the method is
-            unknown, or it is `"ring"` and the function does not compute the same as `sdpa_attention`.
+        UserError: If the mesh does not have exactly one axis, the function is already context parallel, or the method
+            is unknown. Also if the method is `"ring"` and the function does not compute the same as `sdpa_attention`.
     """
     only_axis(mesh, example="cp")
     if isinstance(attention, AllGatherAttention | AllToAllAttention | RingAttention):
@@ -84,21 +78,16 @@ def context_parallel_attention(attention: Attention, mesh: DeviceMesh, *, method
 def parallelize_context(module: nn.Module, mesh: DeviceMesh, *, method: ContextMethod = "all_gather") -> None:
     """Split the positions of every row over the ranks of a mesh axis, in place; see `context_parallel_attention`.
 
-    Replaces the attention function of every submodule that is a `HasAttention`; all other modules work on single
-    positions and are not changed. Split batches by `ContextSplit.split`; if they have no position ids, use those of
-    `ContextSplit.positions`. Ranks compute different tokens with equal parameters, so gradients must be summed over
-    this axis too: use `dp_cp_shard` and `cp_replicate` of the dense mesh for data parallelism. Call this function
-    before compiling. Nothing is changed on a mesh of one rank.
-
-    Args:
-        module: The module to parallelize, on any device.
-        mesh: A mesh of one axis, e.g. `ctx.mesh_for("batch")["cp"]`.
-        method: How ranks exchange keys and values.
+    Replaces the attention function of every `HasAttention` submodule; all other modules act on single positions and are
+    not changed. Split batches by `ContextSplit.split`; for batches without position ids use `ContextSplit.positions`.
+    Ranks compute different tokens with equal parameters, so gradients must be summed over this axis too: use
+    `dp_cp_shard` and `cp_replicate` of the dense mesh for data parallelism. Call this function before compiling. The
+    mesh has one axis, e.g. `ctx.mesh_for("batch")["cp"]`; if it has one rank, nothing is changed.
 
     Raises:
-        UserError: If no submodule is a `HasAttention`, or one is context parallel already or has a module as its
-            function; if a submodule is a `RequiresFullSequence` with a reason and the mesh has several ranks; or if the
-            mesh or method is one that `context_parallel_attention` rejects. Nothing is replaced then.
+        UserError: If no submodule is a `HasAttention`, or one is already context parallel or has a module as its
+            function. If the mesh has several ranks and a submodule is a `RequiresFullSequence` with a reason. If
+            `context_parallel_attention` rejects the mesh or method. Nothing is replaced then.
     """
     only_axis(mesh, example="cp")
     if mesh.size() > 1:

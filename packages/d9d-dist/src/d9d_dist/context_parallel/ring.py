@@ -25,13 +25,13 @@ class RingAttention:
     The paper splits rows into consecutive parts. With the chunks of `ContextSplit` every step after the first computes
     half a block without a mask, so all ranks have equal work.
 
-    Forward sends keys and values R - 1 times to the next rank, overlapped with attention to the current ones (R: the
-    number of ranks). It issues one all-gather of the document ids, if any. Backward sends keys and values again, and
-    their gradients R times, in at least float32. Only this rank's parts are saved for backward.
+    On R ranks, forward sends keys and values R - 1 times to the next rank, overlapped with attention to the current
+    ones. Document ids, if any, are all-gathered once. Backward sends keys and values again, and their gradients R
+    times, in at least float32. Only this rank's parts are saved for backward.
 
     Args:
-        mesh: A mesh of one axis, over which rows are split by `ContextSplit`.
-        kernel: Kernel for one block; None selects it by device, dtype and whether there are document ids.
+        mesh: Mesh of one axis, over which rows are split by `ContextSplit`.
+        kernel: Kernel for one block; `None` selects it by device, dtype and presence of document ids.
     """
 
     def __init__(self, mesh: DeviceMesh, *, kernel: BlockKernel | None = None) -> None:
@@ -39,10 +39,9 @@ class RingAttention:
         self._kernel = kernel
 
     def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
-        """Compute attention, see `Attention`. All arguments and the output are this rank's part of the rows.
+        """Compute `Attention`. All arguments and the output are this rank's part of the rows.
 
-        Raises:
-            UserError: If the length of the part is odd.
+        Raises `UserError` if the length of the part is odd.
         """
         check_part(q_BLHK.shape[1])
         kernel = self._kernel or default_kernel(q_BLHK, has_documents=documents_BS is not None)
@@ -54,7 +53,7 @@ class RingAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """Options of one pass. `documents` are the document ids [B, S] in rank order."""
+    """Options of one pass. `documents` are document ids [B, S] in rank order."""
 
     mesh: DeviceMesh
     kernel: BlockKernel
@@ -115,7 +114,7 @@ class _RingAttention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One step: the queries of this rank and the keys and values of rank `source` that form a block."""
+    """One step: the slices of this rank's queries and of rank `source`'s keys and values that form a block."""
 
     source: int
     queries: slice
@@ -130,9 +129,9 @@ def _pairs(mesh: DeviceMesh, length: int) -> Iterator[_Pair]:
     for step in range(num_ranks):
         source = (rank - step) % num_ranks
         queries, keys = slice(None), slice(None)
-        if source < rank:  # its first chunk is before both of this rank's, its second after both
+        if source < rank:  # the source's first chunk precedes both of this rank's chunks; its second follows both
             keys = slice(0, length // 2)
-        elif source > rank:  # both of its chunks are between this rank's
+        elif source > rank:  # both chunks of the source are between this rank's chunks
             queries = slice(length // 2, length)
         # This rank's own chunks are in position order, so they form an ordinary causal block.
         yield _Pair(source, queries, keys, is_causal=source == rank, is_last=step + 1 == num_ranks)
@@ -149,7 +148,7 @@ def _block(pair: _Pair, q_BLHK: Tensor, kv: list[Tensor], ring: _Ring) -> Attent
 
 
 class _Arrival:
-    """Tensors in flight from the previous rank. Keeps the tensors that are sent at the same time alive."""
+    """Tensors in flight from the previous rank, and the tensors being sent, which must stay alive."""
 
     def __init__(self, sent: list[Tensor], received: list[Tensor], works: list[dist.Work]) -> None:
         self._sent, self._received, self._works = sent, received, works
@@ -161,7 +160,7 @@ class _Arrival:
 
 
 def _send_to_next(tensors: list[Tensor], mesh: DeviceMesh, *, tag: int) -> _Arrival:
-    """Start to send contiguous tensors to the next rank and to receive the previous rank's. The first tag is `tag`."""
+    """Start sending contiguous tensors to the next rank and receiving the previous rank's, with tags from `tag` on."""
     group, rank, num_ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     received = [torch.empty_like(tensor) for tensor in tensors]
     operations = [

@@ -18,16 +18,10 @@ Tree = TypeVar("Tree")
 
 @final
 class ContextSplit:
-    """The load-balanced causal split of Llama 3 (arXiv:2407.21783, section 3.3.2).
+    """Load-balanced causal split of Llama 3 (arXiv:2407.21783, section 3.3.2), over a mesh of one axis.
 
-    A row is cut into 2R equal chunks, R being the number of ranks; rank r holds chunks r and 2R-1-r, in this order. On
-    a mesh of one rank `split` and `join` return their argument.
-
-    Args:
-        mesh: A mesh of one axis, e.g. `ctx.mesh_for("batch")["cp"]`.
-
-    Raises:
-        UserError: If the mesh does not have exactly one axis.
+    A row is cut into 2R equal chunks for R ranks; rank r holds chunks r and 2R-1-r, in this order. On a mesh of one
+    rank `split` and `join` return their argument. Raises `UserError` for a mesh of several axes.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -43,7 +37,8 @@ class ContextSplit:
             dim: Position dim of every tensor.
 
         Raises:
-            UserError: If a tensor has no such dim, or its size is not a multiple of 2R; the message has its path.
+            UserError: If a tensor lacks the dim, or the size of the dim is not a multiple of 2R; the message has the
+                path.
         """
         if self._mesh.size() == 1:
             return tree
@@ -66,7 +61,7 @@ class ContextSplit:
             gradient: `"equal"` or `"partial"`, as above.
 
         Raises:
-            UserError: If a tensor has no such dim, or its size is odd; the message has its path.
+            UserError: If a tensor lacks the dim, or the size of the dim is odd; the message has the path.
         """
         if self._mesh.size() == 1:
             return tree
@@ -75,13 +70,8 @@ class ContextSplit:
     def positions(self, length: int) -> Tensor:
         """Return the positions of this rank's tokens in the whole row: [1, length / R], int64, on the mesh's device.
 
-        Use them as position ids for batches without position ids.
-
-        Args:
-            length: Length of the whole row.
-
-        Raises:
-            UserError: If the length is not a multiple of 2R.
+        Use them as position ids for batches without position ids. `length` is that of the whole row. Raises `UserError`
+        if the length is not a multiple of 2R.
         """
         device = torch.device(self._mesh.device_type)
         if self._mesh.size() == 1:

@@ -1,4 +1,4 @@
-"""Main loop of a rank's process: receive a call, run it in a fresh process group, send back its outcome."""
+"""Main loop of a rank's process: receive a call, run it in a fresh process group, and send the outcome."""
 
 import faulthandler
 import gc
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One function call on one rank. `arguments` stay pickled until the modules of their types are loaded.
+    """Function call on one rank. `arguments` stay pickled until the modules of their types are loaded.
 
     `files` maps the modules of the function and the arguments to the files from which the parent loaded them. `None` as
     a value in `environment` unsets the variable.
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def serve(connection: Connection, log: str) -> None:
-    """Serve calls until the parent closes the connection. stdout and stderr, including native code's, go to `log`."""
+    """Serve calls until the parent closes the connection. stdout and stderr, also of native code, go to `log`."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -66,8 +66,8 @@ def serve(connection: Connection, log: str) -> None:
         except (EOFError, OSError):
             return
         connection.send_bytes(pickle.dumps(_run(call)))
-        # Process groups in reference cycles of models keep their threads, each of which wakes up 100 times per second.
-        # After some dozens of models these threads would load the machine. gc.freeze() excludes imported objects.
+        # Process groups in reference cycles of models keep their threads, each of which wakes up 100 times per second;
+        # dozens of such groups would load the machine. gc.freeze() excludes imported objects.
         gc.collect()
         if len(sys.modules) > num_modules:
             num_modules = len(sys.modules)
@@ -87,7 +87,7 @@ def _run(call: Call) -> Outcome:
         result = pickle.dumps(function(*pickle.loads(call.arguments)))  # noqa: S301  (bytes of our own parent)
         if dist.is_initialized():
             dist.barrier()  # no rank leaves while a peer may still need it
-    except BaseException:  # (report every exception, including SystemExit)
+    except BaseException:  # report every exception, including SystemExit
         return Outcome(error=traceback.format_exc())
     _clear_process_groups()
     torch.set_default_dtype(torch.float32)
@@ -95,7 +95,7 @@ def _run(call: Call) -> Outcome:
 
 
 def _clear_process_groups() -> None:
-    """Destroy the process group, and clear DTensor's caches, whose entries refer to meshes of that group."""
+    """Destroy the process group and clear DTensor's caches, which refer to its meshes."""
     if dist.is_initialized():
         dist.destroy_process_group()
     # torch.distributed.tensor.debug has a function for this, but importing it needs NumPy.
@@ -132,7 +132,7 @@ def _is_importable(name: str, file: str) -> bool:
 
 
 def _load_module(name: str, file: str) -> ModuleType:
-    """Import a module by name; if that is not possible, load it by file under the name that the parent uses.
+    """Import a module by name; if that fails, load its file under the name that the parent uses.
 
     Under pytest's `importlib` mode test modules cannot be imported by name, but pickled arguments refer to that name.
     """

@@ -1,6 +1,7 @@
 """Comparison of the results of two layouts: full tensors under canonical names, and their differences.
 
-Tensors are compared by the norm of their difference: a wrong factor or a missing reduction changes it, rounding hardly.
+Tensors are compared by the norm of their difference: a wrong factor or a missing reduction has a large effect on the
+norm, rounding a small one.
 """
 
 from collections.abc import Iterator
@@ -22,11 +23,8 @@ _NUM_SHOWN = 9
 def full_tree(tree: Any) -> Any:
     """Return a copy of a tree on the CPU in which every DTensor is a full, plain tensor.
 
-    Collective over the meshes of its DTensors: their ranks must pass trees of the same structure. Partial tensors are
-    summed.
-
-    Args:
-        tree: A tree of dicts, lists and tuples. Leaves that are not tensors are not changed.
+    Collective over the meshes of the DTensors: their ranks must pass trees of the same structure. Partial tensors are
+    summed. Leaves that are not tensors are not changed.
     """
     return tree_map_only(torch.Tensor, _full, tree)
 
@@ -37,10 +35,9 @@ def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's gradients by canonical name, as full tensors on the CPU.
+    """Return a model's gradients by canonical name, as full tensors on the CPU. Collective, see `full_tree`.
 
-    Collective, see `full_tree`. Parameters without a gradient are skipped; a gradient must be missing on all ranks of
-    the mesh or on none.
+    Parameters without a gradient are skipped; a gradient must be missing on all ranks of the mesh or on none.
     """
     return {
         canonical_name(name): _full(parameter.grad)
@@ -51,11 +48,10 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A difference between two trees.
+    """Difference between two trees.
 
     Attributes:
         path: Keys and indices of the node, joined by dots.
-        reason: Description of the difference.
         error: Relative error ||actual - expected|| / ||expected||; infinite if undefined.
         index: Index of the element with the largest deviation; `None` if the leaves are not tensors of one shape.
         actual: Actual value of that element.
@@ -86,8 +82,8 @@ def assert_trees_close(actual: Any, expected: Any, *, rtol: float = 1e-9, atol: 
         atol: Maximum ||actual - expected|| for references that are zero or contain only rounding errors.
 
     Raises:
-        AssertionError: If the trees differ. The message has the first difference in the reference's order, its values,
-            and the number of differences.
+        AssertionError: If the trees differ. The message has the first difference in the reference's order and the
+            number of differences.
         UserError: If a leaf is a DTensor.
     """
     found = list(differences(actual, expected, rtol=rtol, atol=atol))
@@ -130,7 +126,7 @@ def assert_rounds_like(actual: Any, exact: Any, *, peer: Any, multiple: float = 
         rounding = torch.finfo(ours[path].dtype).eps * largest
         error, peers_error = ((each[path] - tensor).abs().max().item() for each in (ours, theirs))
         bound = multiple * max(rounding, peers_error)
-        # The assertion fails for a NaN.
+        # A NaN fails the assertion.
         assert error <= bound, (
             f"{'.'.join(path)}: the error is {error:.3g}, that of the reference implementation {peers_error:.3g}"
         )

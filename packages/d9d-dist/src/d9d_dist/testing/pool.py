@@ -1,4 +1,4 @@
-"""Runs functions on N ranks in reused processes, so a distributed test takes little more time than its collectives.
+"""Pool of reused processes that runs functions on N ranks, so a distributed test costs little beyond its collectives.
 
 A fork server imports torch and the caller's d9d packages once. Ranks are forked from it and reused. If a rank fails or
 hangs, all processes of its pool are killed and the next run forks new ones, so tests cannot affect each other.
@@ -32,13 +32,13 @@ from d9d_dist.errors import UserError
 from d9d_dist.testing._worker import Call, Outcome, serve
 
 _GRACE_SECONDS = 0.5
-_STACKS_SECONDS = 10.0  # how long hanging ranks may take to write their stacks on a busy machine
-_EXIT_SECONDS = 10.0  # how long a process may take to exit after its pipe is closed
+_STACKS_SECONDS = 10.0  # time for hanging ranks to write their stacks on a busy machine
+_EXIT_SECONDS = 10.0  # time for a process to exit after its pipe is closed
 _LOG_TAIL_CHARACTERS = 8_000
 _VICTIM = (
     "failed before this rank: "  # note that `DistributedContext` adds to the error of a rank that did not fail first
 )
-# Modules that test files import, and each rank with them.
+# Modules that test files, and so all ranks, import.
 _SLOW_MODULES = ("hypothesis", "peft", "pytest", "transformers.modeling_utils")
 _GLOO_CONNECT_ERROR = "Gloo connectFullMesh failed"
 
@@ -47,7 +47,7 @@ Device = Literal["cpu", "accelerator"]
 
 
 class RankError(AssertionError):
-    """A rank raised, died or hung. The message has the rank, its traceback, stacks and last output.
+    """Error of a rank that raised, died or hung, with the rank, its traceback, stacks and last output.
 
     Attributes:
         rank: The first rank that failed.
@@ -59,7 +59,7 @@ class RankError(AssertionError):
 
 
 class _RendezvousError(RankError):
-    """Gloo could not connect the ranks before the function ran; happens on busy machines, and the run is retried."""
+    """Failure of gloo to connect the ranks before the function ran. It happens on busy machines; the run is retried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +97,19 @@ class RankPool:
         timeout: float = 180.0,
         device: Device = "cpu",
     ) -> list[Any]:
-        """Call `function(*args)` on every rank, in a fresh process group.
+        """Call `function(*args)` on every rank, in a fresh process group; return the results in rank order.
 
         Each rank has torchrun's environment variables, so `MeshConfig(...).build()` works as in a job.
 
         Args:
-            function: A module-level function or a static method of a module-level class.
+            function: Module-level function or static method of a module-level class.
             args: Positional arguments, pickled, the same for every rank.
             world_size: Number of ranks.
             timeout: Timeout of the run, in seconds.
             device: Device type of the ranks' contexts: the CPU, or one of this machine's accelerators for each rank.
 
-        Returns:
-            The result of each rank, in rank order.
-
         Raises:
-            RankError: If a rank raises, dies or exceeds the timeout; in the latter case with the stacks of the hanging
+            RankError: If a rank raises, dies or exceeds the timeout; after a timeout with the stacks of the hanging
                 ranks.
             TypeError: If another process cannot find `function` by its name.
             UserError: If `device` is "accelerator" and this machine has fewer accelerators than ranks.
@@ -200,7 +197,7 @@ class RankPool:
                     failed.append(rank)
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failed:
-            # A rank whose error has a note about another rank's failure is a victim, even if its error arrived first.
+            # A rank whose error has a note about another rank's failure is a victim, even if it reported first.
             failed.sort(key=lambda rank: _VICTIM in (outcomes[rank].error or ""))
             gloo_failed = all(_GLOO_CONNECT_ERROR in (outcomes[rank].error or "") for rank in failed)
             kind = _RendezvousError if gloo_failed else RankError
@@ -240,7 +237,7 @@ def accelerators_for(world_size: int) -> bool:
 
 
 def _imported_modules() -> list[str]:
-    """Return modules imported by this process that ranks probably need too: public ones of d9d, and slow ones."""
+    """Return this process's imported modules that ranks probably need too: public ones of d9d, and slow ones."""
     siblings = sorted(name for name in sys.modules if name.startswith("d9d_") and "._" not in name)
     return [*siblings, *(name for name in _SLOW_MODULES if name in sys.modules)]
 
