@@ -15,10 +15,6 @@ _EMPTY = "the evaluation data are empty; expected at least one sample. Check the
 def check_evaluation_data(data: Samples | SampleStream, *, num_samples: int | None) -> None:
     """Check that one pass over the data ends and has samples. Reads no sample.
 
-    Args:
-        data: Dataset, or stream of samples.
-        num_samples: Number of samples of the pass; None for all.
-
     Raises:
         UserError: If a dataset is empty, or a stream is endless and `num_samples` is None.
     """
@@ -37,8 +33,8 @@ class EvenlySpacedStream(SampleStream):
     """Finite stream of evenly spaced samples of a map-style dataset. An entry is a sample index.
 
     Args:
-        samples: The dataset.
-        num_samples: Number of samples in the stream, at most those of the dataset; None for all of them.
+        samples: Map-style dataset.
+        num_samples: Number of samples, capped at the dataset size; None for the whole dataset.
     """
 
     is_endless = False
@@ -82,20 +78,18 @@ class _SpacedCursor(Cursor):
 def plan_pass(
     stream: SampleStream, *, batch_size: int, dp_rank: int, dp_size: int, num_samples: int | None = None
 ) -> tuple[list[ReadJob], int]:
-    """Plan one pass over a stream. No collectives: every rank plans the whole pass and gets its own batches.
+    """Plan one pass over a stream, and return this rank's batches and the number of them without padding.
 
-    Every rank gets the same number of batches, because all ranks take part in the collectives of each batch. A rank
-    with fewer samples gets a padding batch of the first sample at the end, whose outputs must be ignored.
+    No collectives: every rank plans the whole pass. Every rank gets the same number of batches, because all ranks take
+    part in the collectives of each batch. A rank with fewer samples ends with a padding batch of the first sample,
+    whose outputs must be ignored.
 
     Args:
-        stream: The stream.
+        stream: Stream to read.
         batch_size: Number of samples of a batch on one rank; the last batch may be smaller.
         dp_rank: Data-parallel rank.
         dp_size: Number of data-parallel ranks.
-        num_samples: Number of samples of the pass; None for all of the stream, which must be finite then.
-
-    Returns:
-        The rank's batches, and the number of those that are no padding, which come first.
+        num_samples: Number of samples of the pass; None for all samples of a finite stream.
 
     Raises:
         UserError: If the stream is empty.

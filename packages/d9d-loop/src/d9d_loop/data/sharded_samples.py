@@ -1,4 +1,4 @@
-"""A shard of a map-style dataset, for evaluation and inference, where each data-parallel rank reads its own shard."""
+"""Shard of a map-style dataset, for evaluation and inference, where each data-parallel rank reads its own shard."""
 
 from typing import Any, Literal, final
 
@@ -11,9 +11,9 @@ Layout = Literal["round_robin", "chunked"]
 
 @final
 class ShardedSamples:
-    """One shard of a dataset. The shards are disjoint and together contain every sample.
+    """Shard of a dataset. The shards are disjoint and together contain every sample.
 
-    It has no state. Training does not use shards: the ranks divide the samples of each step among them instead.
+    Training does not use shards: the ranks divide the samples of each step among them instead.
 
     Args:
         samples: The whole dataset.
@@ -46,7 +46,7 @@ class ShardedSamples:
 
     @property
     def num_real(self) -> int:
-        """Number of samples without padding. They come first; the samples after them are repeats."""
+        """Number of samples without padding, which come before the repeats."""
         return len(self._real)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Tokenizes text files into a token file, once for many jobs. The command is `python -m d9d_loop.data`."""
+"""Tokenization of text files into a token file, once for many jobs. The command is `python -m d9d_loop.data`."""
 
 import hashlib
 import json
@@ -116,11 +116,9 @@ def train_tokenizer(documents: Iterable[str], *, vocab_size: int, end_token: str
 
 
 def is_held_out(text: str, part: float) -> bool:
-    """Return True if a document is held out. A hash of the text decides, so duplicates are on the same side.
+    """Return True if a document is in the held-out fraction `part`, from 0 to 1.
 
-    Args:
-        text: Text of the document.
-        part: Fraction of documents to hold out, 0 to 1.
+    A hash of the text decides, so duplicates are in the same part.
     """
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") < part * 2**64
 
@@ -128,16 +126,13 @@ def is_held_out(text: str, part: float) -> bool:
 def tokenize_text(
     documents: Iterable[str], folder: str | Path, *, tokenizer: str | Path, end_token: str | None = END_TOKEN
 ) -> TokenFile:
-    """Tokenize documents and write them to a token file.
+    """Tokenize documents, write them to a token file, and open it.
 
     Args:
         documents: Text of each document.
         folder: Folder to write; must not exist.
         tokenizer: Path of a model's `tokenizer.json`.
         end_token: Special token appended to each document, or `None`.
-
-    Returns:
-        The token file, opened for reading.
 
     Raises:
         UserError: If the tokenizer cannot be read or lacks `end_token`, the folder exists, or there are no documents.

@@ -74,9 +74,6 @@ class TokenFile:
     The constructor reads only the manifest and the file sizes. Instances can be pickled: the receiving process opens
     the files itself.
 
-    Args:
-        folder: Folder of the token file.
-
     Raises:
         UserError: If the manifest cannot be read, a file size differs from the manifest, or this machine is big-endian.
     """

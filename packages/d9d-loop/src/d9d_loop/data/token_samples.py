@@ -15,8 +15,8 @@ from d9d_loop.data.token_file import TokenFile
 class TokenWindows:
     """Consecutive windows of all tokens, across documents. A sample has `input_ids` and `labels`, int64 [L].
 
-    A window starts at the last label of the previous window, so each token but the first is a label exactly once.
-    Fewer than L tokens at the end are dropped.
+    A window starts at the last label of the previous window, so each token but the first is a label exactly once. Fewer
+    than L tokens at the end are dropped.
 
     Args:
         file: Token file.
@@ -38,11 +38,7 @@ class TokenWindows:
         return (self._file.manifest.num_tokens - 1) // self._length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return a window.
-
-        Raises:
-            IndexError: If there is no such window.
-        """
+        """Return a window. Raise `IndexError` if `index` is out of range."""
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         tokens = self._file.tokens(index * self._length, (index + 1) * self._length + 1)
@@ -51,7 +47,7 @@ class TokenWindows:
 
 @final
 class PackedSamples:
-    """All documents of a token file, packed into rows together. A sample is a row as in `PackedStream`.
+    """Packed rows of all documents of a token file. A sample is a row as in `PackedStream`.
 
     The constructor reads the length of every document, so it suits files of up to a few million documents.
 

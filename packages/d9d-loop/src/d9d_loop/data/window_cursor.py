@@ -18,7 +18,7 @@ _MOST_EMPTY = 100
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A position in the rearranged stream.
+    """Position in the rearranged stream.
 
     Attributes:
         window: Index of the window.
@@ -36,16 +36,10 @@ _PLACE = TypeAdapter(_Place)
 
 @final
 class WindowCursor(Cursor):
-    """Takes windows of entries from a stream and returns their rearranged entries.
+    """Cursor that takes windows of `size` entries from a stream and returns their rearranged entries.
 
-    A window is a pure function of its start. So the state is only that start and an offset, and on resume the window is
+    A window is a pure function of its start. So the state is only that start and an offset; on resume, the window is
     arranged again.
-
-    Args:
-        stream: Underlying stream.
-        state: Result of `state_dict`; `None` starts at the beginning.
-        size: Number of entries of the underlying stream in a window.
-        arrange: Rearranges a window.
     """
 
     def __init__(self, stream: SampleStream, state: JsonValue, *, size: int, arrange: Arrange) -> None:
@@ -57,11 +51,7 @@ class WindowCursor(Cursor):
         self._num_empty = 0
 
     def take(self, num_entries: int) -> list[Entry]:
-        """Return the next rearranged entries. The last window of a finite stream may be smaller.
-
-        Raises:
-            UserError: If many consecutive windows have no entries after rearranging.
-        """
+        """Return the next rearranged entries. The last window of a finite stream may be smaller."""
         taken: list[Entry] = []
         while len(taken) < num_entries:
             if self._arranged is None:
