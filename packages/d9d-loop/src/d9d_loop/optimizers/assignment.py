@@ -1,4 +1,4 @@
-"""Assigns each parameter to exactly one optimizer group, by name pattern and number of dims."""
+"""Assignment of each parameter to exactly one optimizer group, by name pattern and number of dims."""
 
 import re
 from collections.abc import Sequence
@@ -20,12 +20,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Selects parameters by name and number of dims.
-
-    Attributes:
-        pattern: Regular expression, searched in the parameter name.
-        of: Filter by number of dims.
-    """
+    """Selection of parameters by a regular expression, searched in their name, and by number of dims."""
 
     pattern: str
     of: Dims
@@ -51,14 +46,11 @@ def assign(named: Named, selectors: Sequence[Selector], *, whole: bool = True) -
     Args:
         named: Trainable parameters with their names.
         selectors: Selectors, in order of precedence.
-        whole: True if `named` contains the parameters of the whole model. A pipeline stage may have no parameter for
-            some selectors.
+        whole: True if `named` contains the parameters of the whole model, and each selector must get one. A pipeline
+            stage may have none.
 
     Returns:
         First the parameters that match no selector, then those of each selector, in the order of `selectors`.
-
-    Raises:
-        UserError: If `whole` is True and a selector gets no parameter.
     """
     found: list[Named] = [[] for _ in (None, *selectors)]
     for name, parameter in named:

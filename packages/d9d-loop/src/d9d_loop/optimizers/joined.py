@@ -1,4 +1,4 @@
-"""Combines several optimizers with disjoint parameters into one, such as Muon for matrices and AdamW for others."""
+"""Combination of several optimizers with disjoint parameters, such as Muon for matrices and AdamW for others."""
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
@@ -15,7 +15,7 @@ from d9d_loop.optimizers.groupwise import loss_of
 
 @final
 class JoinedOptimizer(Optimizer):
-    """Optimizer that steps each of its optimizers. It shares their parameter groups and state, without copies.
+    """Optimizer that steps several optimizers, and shares their parameter groups and state without copies.
 
     Attributes:
         optimizers: The combined optimizers. `param_groups` has their groups in this order.
@@ -44,7 +44,7 @@ class JoinedOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict into all optimizers; see `torch.optim.Optimizer.load_state_dict`."""
+        """Load a state dict into all optimizers."""
         super().load_state_dict(state_dict)
         groups = iter(self.param_groups)
         for optimizer in self.optimizers:
