@@ -27,7 +27,7 @@ class ModelPlan:
         program: The schedule's program for this number of pipeline ranks and microbatches.
         built: The whole model as it was built.
         shared_names: Parameters shared by several stages, with the indices of those stages; the owner comes first.
-        weights: Folder of the initial weights; `None` if none are loaded.
+        weights: Folder of the initial weights, if any.
         load_mapper: State mapper from the weights in that folder to those of the whole model; `None` if the names are
             the same.
     """
@@ -51,9 +51,11 @@ class ModelPlan:
     def with_weights(self, key: str, folder: Path) -> "ModelPlan":
         """Return the plan with initial weights from a folder, which the configuration key `key` names.
 
+        Reads no tensor data.
+
         Raises:
             UserError: If weights are missing, unexpected, or have another shape. Also if a parameter was built without
-                values and the folder has none for it. No tensor data is read.
+                values and the folder has none for it.
         """
         mapper = self.provider.load_mapper(self.built.module, folder)
         try:
@@ -83,15 +85,8 @@ def plan_model(
 ) -> ModelPlan:
     """Build the model without its values, and check that it can be trained or run in a layout. No collectives.
 
-    Args:
-        provider: Builds the model.
-        launch: Rank of this process, world size, and node.
-        mesh: Degrees of parallelism, with -1 resolved.
-        schedule: Pipeline schedule.
-        num_microbatches: Number of microbatches of a step on one data-parallel rank.
-        seed: The job's seed.
-        task: Prepares inputs.
-        first_batch: Reads a microbatch. Called only if there are several stages, to run them on `meta`.
+    `mesh` must have -1 resolved, and `num_microbatches` counts those of a step on one data-parallel rank. `first_batch`
+    reads a microbatch, to run the stages on `meta` if there are several.
 
     Raises:
         UserError: If the task cannot split sequences for context parallelism, the schedule does not support the number

@@ -52,11 +52,7 @@ class JoinedOptimizer(Optimizer):
         self._share(self.state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; only for use by the constructor, since a later group would belong to no optimizer.
-
-        Raises:
-            TypeError: If called after the constructor.
-        """
+        """Add a parameter group. Only for the constructor: a later group has no optimizer and raises `TypeError`."""
         if "optimizers" in vars(self):
             raise TypeError(
                 "a JoinedOptimizer does not support add_param_group; add the group to one of its optimizers."
