@@ -85,7 +85,7 @@ def _expected(message: str) -> str:
 
 
 def _advice(keys: Sequence[str | int]) -> str:
-    """Return advice on how to set a key. For a key within a list, it names the key of the whole list."""
+    """Return advice on how to set a key; for a key within a list, on the key of the whole list."""
     names = itertools.takewhile(lambda key: isinstance(key, str), keys)
     return f"Change it in the configuration file, or with --{'.'.join(map(str, names))} VALUE."
 

@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of a configuration.
+    """Key of a configuration.
 
     Attributes:
         name: Name of the field; `all_keys` prefixes it with the names of the enclosing sections, separated by dots.

@@ -42,13 +42,10 @@ class Component(Section):
         return value
 
     def build(self, key: str) -> Any:
-        """Import the class or function that `use` names, and call it with the arguments.
+        """Import the class or function that `use` names, call it with the arguments, and return the result.
 
         Args:
             key: Configuration key of this section, for messages.
-
-        Returns:
-            The result of the call.
 
         Raises:
             UserError: If `use` cannot be imported or is not callable, or the arguments do not match its signature and
@@ -129,11 +126,7 @@ def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _convert(value: Any, annotation: Any, key: str) -> Any:
-    """Convert an argument to its annotated type with the validation of configuration keys.
-
-    Raises:
-        UserError: If the value does not match the annotation. The message has the full key.
-    """
+    """Convert an argument to its annotated type with the validation of configuration keys; errors have the full key."""
     *sections, name = key.split(".")
     try:
         model = _model_of(name, annotation)

@@ -69,11 +69,7 @@ def preset_inference(config: InferencePresetConfig) -> Inference:
 
 
 def look_beside_preset(arguments: Sequence[str] | None = None) -> None:
-    """Prepend the current folder and the preset file's folder to `sys.path`, so that their modules can be imported.
-
-    Args:
-        arguments: Command-line arguments without the program name; by default those of this process.
-    """
+    """Prepend the current folder and the preset file's folder to `sys.path`, so that their modules can be imported."""
     file, _ = split_words(sys.argv[1:] if arguments is None else arguments)
     folders = [Path.cwd(), *([] if file is None else [Path(file).resolve().parent])]
     sys.path[:0] = [folder for folder in dict.fromkeys(map(str, folders)) if folder not in sys.path]
@@ -82,13 +78,7 @@ def look_beside_preset(arguments: Sequence[str] | None = None) -> None:
 def _configured(
     job: Callable[..., J], config: PresetConfig | InferencePresetConfig, **parts: tuple[str, Component | None]
 ) -> J:
-    """Build a job and the components that its preset sets.
-
-    Args:
-        job: Class of the job.
-        config: The preset.
-        parts: For each further keyword argument, the configuration key and the component; `None` if it is not set.
-    """
+    """Build a job and the components that its preset sets, which `parts` names with their configuration keys."""
     optional = {"collate": ("collate", config.collate), **parts}
     built = job(
         config,

@@ -57,11 +57,7 @@ class ScheduleConfig(BaseModel):
     )
 
     def build(self) -> Schedule:
-        """Build the schedule.
-
-        Raises:
-            UserError: If an option is set that the schedule does not support.
-        """
+        """Build the schedule. Options that the schedule does not support raise `UserError`."""
         options: dict[str, Any] = {}
         if self.warmup is not None:
             self._check("warmup", self.warmup, ("zb1p",))

@@ -141,11 +141,7 @@ class ExponentialPhase(PhaseSettings):
     to: PositiveFloat = Field(description="Factor of the peak learning rate at the end of the phase.")
 
     def end(self, start: float) -> float:
-        """Return `to`.
-
-        Raises:
-            UserError: If `start` is 0, because no ratio leads from 0 to another value.
-        """
+        """Return `to`. Raise `UserError` if `start` is 0, because no ratio leads from 0 to another value."""
         if start == 0:
             raise UserError("an exponential phase starts at 0; expected a start above 0. Put a linear phase before it.")
         return self.to

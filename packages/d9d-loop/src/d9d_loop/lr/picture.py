@@ -43,13 +43,9 @@ def plot_lr_schedule(
 
 
 def draw_lr_schedule(schedule: Callable[[int], float], folder: Path, *, num_steps: int, peak: float) -> None:
-    """Write `lr_schedule.png` if matplotlib is installed; otherwise do nothing.
+    """Write `lr_schedule.png` to an existing folder if matplotlib is installed; otherwise do nothing.
 
-    Args:
-        schedule: Function from the step, counted from 0, to the factor of the peak learning rate.
-        folder: The run folder, which must exist.
-        num_steps: Number of steps of the job.
-        peak: Peak learning rate.
+    `schedule` is a function from the step, counted from 0, to the factor of the peak learning rate.
     """
     if find_spec("matplotlib") is not None:
         title = f"learning rate, peak {peak:g}"

@@ -10,7 +10,7 @@ from d9d_loop.lr.phase import PhaseSettings
 
 
 def piecewise(phases: Sequence[PhaseSettings], *, num_steps: int, start: float = 0.0) -> Callable[[int], float]:
-    """Compose phases to a schedule, which is a pure function of the step.
+    """Compose phases to a schedule: a function from the step, counted from 0, to the factor of the peak learning rate.
 
     On its first step, each phase has the final factor of the previous phase. The last phase reaches its final factor on
     the last step of the job, if it has several steps, and keeps it on later steps. If `start` is 0, the first phase
@@ -21,12 +21,9 @@ def piecewise(phases: Sequence[PhaseSettings], *, num_steps: int, start: float =
         num_steps: Number of steps of the whole job.
         start: Factor of the peak learning rate at the start of the first phase.
 
-    Returns:
-        Function from the step, counted from 0, to the factor of the peak learning rate.
-
     Raises:
-        UserError: If the phases cover fewer or more than `num_steps` steps, or several have no length. Also if an
-            exponential phase starts at 0.
+        UserError: If the phases cover fewer or more than `num_steps` steps, several have no length, or an exponential
+            phase starts at 0.
     """
     ends = _ends(phases, num_steps)
     begins = [0, *ends[:-1]]

@@ -59,11 +59,7 @@ def build_without_weights(
 
 
 def released_mapper(model: Any) -> StateMapper:
-    """Return the mapper from a `transformers` model to the tensors that its `save_pretrained` writes.
-
-    Args:
-        model: Model of `transformers` on any device, parallelized or not.
-    """
+    """Return the mapper from a `transformers` model on any device to the tensors that `save_pretrained` writes."""
     from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - an optional extra
 
     ties: Collection[str] = model.all_tied_weights_keys

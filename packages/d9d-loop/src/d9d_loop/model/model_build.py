@@ -75,7 +75,7 @@ def build_pipeline(plan: ModelPlan, ctx: DistributedContext, *, progress: bool) 
 
 
 def _values_of(provider: ModelProvider, whole: BuiltModel, *, seed: int) -> Mapping[str, Tensor]:
-    """Build the model again on rank 0, check that it is equal to the first build, and return its values by name."""
+    """Build the model again on rank 0 and return its values by name; check that the structure is unchanged."""
     module, values = build_with_values(provider, StageInfo(), seed=seed)
     expected, found = (
         {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors}

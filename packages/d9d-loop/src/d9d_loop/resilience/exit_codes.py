@@ -1,4 +1,4 @@
-"""Exit codes of jobs that did not finish, which tell a launch script what to do next."""
+"""Exit codes of unfinished jobs, by which a launch script decides what to do next."""
 
 from enum import IntEnum
 

@@ -1,4 +1,4 @@
-"""Finds the origin of a non-finite value, by replaying a bad step: the first rank, module and tensor.
+"""Search for the origin of a non-finite value, by replay of a bad step: the first rank, module and tensor.
 
 After a reduction, every rank has the same NaN, and modules propagate NaN from input to output. So the step's batches
 are run once more. Each rank checks its own module inputs, outputs, parameters, gradients and losses, in the order of
@@ -29,7 +29,7 @@ class NonFinite:
     """First non-finite tensor of a step.
 
     Attributes:
-        ranks: Ranks on which it is the first one; several if they exchange tensors within a module.
+        ranks: Ranks whose first non-finite tensor it is; several if they exchange tensors within a module.
         module: Module name; empty for the model itself and for tensors outside it.
         tensor: Role of the tensor in the module: "the output", "the gradient of weight".
         phase: Pass in which it occurred.
@@ -64,8 +64,8 @@ def find_non_finite(model: nn.Module, replay: Callable[[Watch], None], *, ctx: D
         ctx: The job's context.
 
     Returns:
-        The first non-finite tensor, equal on every rank; `None` if the replay is finite. Then the cause was random
-        numbers or a hardware fault.
+        The first non-finite tensor, equal on every rank; `None` if the replay is finite, because random numbers or a
+            hardware fault caused the bad step.
     """
     probe = _Probe(ctx.coordinate("regular", "pp"))
     with probe.attached(model):
@@ -85,7 +85,7 @@ def _order(found: NonFinite) -> tuple[int, int, int]:
 
 @final
 class _Probe:
-    """Checks tensors until it finds a non-finite one. Each check synchronizes the host with the device."""
+    """Checks of tensors until one is non-finite. Each check synchronizes the host with the device."""
 
     def __init__(self, stage: int) -> None:
         self.found: NonFinite | None = None

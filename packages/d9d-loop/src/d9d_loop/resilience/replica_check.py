@@ -1,4 +1,4 @@
-"""Detects replicas that are no longer equal, for example because of a flipped bit or a missing reduction.
+"""Check that replicas are equal, which finds for example a flipped bit or a missing reduction.
 
 Replicas are bitwise equal unless there is a fault, since all ranks get the same gradient sums and run the same
 arithmetic. So the ranks compare a checksum of 8 bytes per tensor.
@@ -26,7 +26,7 @@ _SHOWN = 8
 
 
 class ReplicaError(RuntimeError):
-    """Replicas differ between ranks. Raised on all ranks together, with the same message."""
+    """Error of replicas that differ between ranks; the same on all ranks."""
 
 
 @final
@@ -78,12 +78,7 @@ def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> No
 
     They differ if forward updates a buffer, such as a moving average or a codebook, from the local microbatch only.
     Collective over all ranks: an all-gather of 8 bytes per buffer, and an all-gather of the differences. Synchronizes
-    the host with the device.
-
-    Args:
-        model: This rank's part of the model.
-        step: Number of completed steps, for the message.
-        ctx: The job's context.
+    the host with the device. The arguments are those of `check_replicas`.
 
     Raises:
         ReplicaError: On all ranks, if buffers differ. It names the buffers.
@@ -108,7 +103,7 @@ def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> No
 
 
 def _join_problems(problems: list[str]) -> str:
-    """All-gather the problems of all ranks, and return up to `_SHOWN` of them, one per line; equal on every rank."""
+    """All-gather the problems of all ranks; return up to `_SHOWN` of them, one per line."""
     found = sorted({problem for each in gather_json(problems or None) for problem in each or ()})
     more = f"\nand {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
     return "\n".join(f"- {problem}" for problem in found[:_SHOWN]) + more
@@ -176,7 +171,7 @@ def _compare(checksums: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessG
 
 
 def _describe_minority(checksums: Mapping[int, int]) -> str:
-    """Describe which ranks differ from the majority; without a majority, return the number of different values."""
+    """Describe which ranks differ from the majority, or the number of different values without a majority."""
     (value, count), *_ = Counter(checksums.values()).most_common()
     if 2 * count <= len(checksums):
         return f"{name_ranks(list(checksums))} have {len(set(checksums.values()))} different values"
