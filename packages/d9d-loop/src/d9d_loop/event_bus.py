@@ -28,9 +28,6 @@ class on_event:  # noqa: N801  (a decorator)
 
     Args:
         kinds: Event classes that the method handles.
-
-    Raises:
-        UserError: If one of `kinds` is not an event class.
     """
 
     def __init__(self, *kinds: type[Event]) -> None:
@@ -65,9 +62,6 @@ class Events:
       The stream is equal on all ranks.
     - The training modes of the event's modules are restored after each call.
     - Changing a tensor of the event in place is an error.
-
-    Args:
-        seed: Seed of the handlers' random numbers.
     """
 
     def __init__(self, *, seed: int = 0) -> None:
@@ -76,20 +70,12 @@ class Events:
         self._phase: Callable[[str], AbstractContextManager[None]] = nullcontext
 
     def on(self, kind: type[E], handler: Callable[[E], object]) -> None:
-        """Register a handler for events of exactly this class, excluding subclasses.
-
-        Raises:
-            UserError: If `kind` is not an event class.
-        """
+        """Register a handler for events of exactly this class, excluding subclasses."""
         _check_kind(kind)
         self._handlers.setdefault(kind, []).append(handler)
 
     def subscribe(self, *subscribers: object) -> None:
-        """Register the methods of objects that are marked by `on_event`.
-
-        Raises:
-            UserError: If an object has no marked method.
-        """
+        """Register the methods of objects that are marked by `on_event`. An object without any raises `UserError`."""
         for subscriber in subscribers:
             marked = [
                 (name, method)

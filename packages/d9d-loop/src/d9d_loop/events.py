@@ -39,7 +39,6 @@ class ConfigReady(Event):
 
     Attributes:
         config: Resolved configuration as JSON values.
-        ctx: Distributed context of the job.
     """
 
     config: Mapping[str, JsonValue]
@@ -52,7 +51,6 @@ class ModelReady(Event):
 
     Attributes:
         model: The model; with pipeline parallelism, this rank's stages.
-        ctx: Distributed context of the job.
     """
 
     model: nn.Module
@@ -61,11 +59,7 @@ class ModelReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerReady(Event):
-    """Event after the optimizer is built; in a resumed job, it has the state of the checkpoint of `step`.
-
-    Attributes:
-        optimizer: Optimizer of this rank's parameters.
-    """
+    """Event after the optimizer is built; in a resumed job, it has the state of the checkpoint of `step`."""
 
     optimizer: Optimizer
 
@@ -93,9 +87,6 @@ class BackwardDone(Event):
     """Event after all forwards and backwards of a step.
 
     Gradients are sums over microbatches. Some gradients are not yet reduced over ranks.
-
-    Attributes:
-        model: Model whose parameters hold the gradients.
     """
 
     model: nn.Module
@@ -108,7 +99,6 @@ class GradientsReady(Event):
     A handler may change the gradients in place.
 
     Attributes:
-        model: Model whose parameters hold the gradients.
         grad_norm: Global norm of the gradients before clipping; 0-dim tensor on the device. May be non-finite in a bad
             step.
     """
@@ -123,7 +113,6 @@ class OptimizerDone(Event):
 
     Attributes:
         model: The model; with pipeline parallelism, this rank's stages.
-        optimizer: Optimizer of this rank's parameters.
         taken: True if the parameters were updated, False if the step was skipped; 0-dim bool tensor on the device.
     """
 
@@ -230,10 +219,8 @@ class TrainResult:
 
     Attributes:
         steps: Number of completed steps, including those before a resume.
-        train_loss: Loss of the last step.
         evaluation: Loss and task metrics of the last evaluation, by name; empty without evaluation.
         weight_per_second: Mean throughput since the last start or resume, in units of the loss weight, e.g. tokens.
-        run_dir: The run folder.
         export_dir: Folder of the exported model; `None` without an export.
     """
 
@@ -250,11 +237,9 @@ class Finished(Event):
     """Event at the end of a job, while all ranks run: a handler may call the model and issue collectives.
 
     Attributes:
-        result: Result of the job.
         model: Trained model; with pipeline parallelism, this rank's stages.
         forward: Calls the model over all pipeline stages, without gradients. Collective over the pipeline; every rank
             gets the output.
-        ctx: Distributed context of the job.
     """
 
     result: TrainResult

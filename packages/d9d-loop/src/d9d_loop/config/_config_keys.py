@@ -18,10 +18,8 @@ class Key:
 
     Attributes:
         name: Name of the field; `all_keys` prefixes it with the names of the enclosing sections, separated by dots.
-        annotation: Type of the value.
         default: Default as text: a string as is, other values as JSON, "computed" for a default factory. `None` if the
             key is required.
-        description: Description of the field, or an empty string.
     """
 
     name: str

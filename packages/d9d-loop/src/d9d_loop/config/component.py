@@ -99,11 +99,7 @@ class Component(Section):
 
 
 def _type_of_default(signature: inspect.Signature, name: str) -> Any:
-    """Return the type of an argument without an annotation, so that `false` on a command line becomes a bool.
-
-    Returns:
-        Type of the default if it is a bool, int or float; else `Any`.
-    """
+    """Return the type of a bool, int or float default, else `Any`: `false` on a command line becomes a bool."""
     parameter = signature.parameters.get(name)
     default = None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
     return type(default) if isinstance(default, bool | int | float) else Any

@@ -60,12 +60,7 @@ def _with_default_kinds(values: Mapping[str, Any], over: Mapping[str, Any], mode
 
 
 def validate_config(model: type[M], values: Mapping[str, Any]) -> M:
-    """Validate values and return the configuration.
-
-    Raises:
-        UserError: Listing every invalid key with its value and the expected value, and for an unknown key the most
-            similar known key.
-    """
+    """Validate values; the `UserError` lists every invalid key with its value and the expected value."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -98,14 +93,7 @@ def _replace_one_of(schema: Any) -> Any:
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
-    """Split command-line words into the configuration file and the overrides `--key value` and `--key=value`.
-
-    Returns:
-        The file, if there is one, and the pairs of key and text.
-
-    Raises:
-        UserError: If an override has no value, or there is more than one file.
-    """
+    """Split words into the configuration file, if any, and the overrides `--key value` and `--key=value`."""
     file: str | None = None
     overrides: list[tuple[str, str]] = []
     rest = iter(words)

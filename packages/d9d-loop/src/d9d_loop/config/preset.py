@@ -45,11 +45,7 @@ class InferencePresetConfig(InferenceConfig):
 
 
 def preset_trainer(config: PresetConfig) -> Trainer:
-    """Build the Trainer of a preset.
-
-    Raises:
-        UserError: If a component cannot be imported, or cannot be called with the preset's arguments.
-    """
+    """Build the Trainer of a preset. Raise `UserError` if a component cannot be imported or called."""
     return _configured(
         Trainer,
         config,
@@ -60,11 +56,7 @@ def preset_trainer(config: PresetConfig) -> Trainer:
 
 
 def preset_inference(config: InferencePresetConfig) -> Inference:
-    """Build the inference job of a preset.
-
-    Raises:
-        UserError: If a component cannot be imported, or cannot be called with the preset's arguments.
-    """
+    """Build the inference job of a preset. Raise `UserError` if a component cannot be imported or called."""
     return _configured(Inference, config)
 
 

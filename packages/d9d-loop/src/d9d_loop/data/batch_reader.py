@@ -20,11 +20,8 @@ class BatchReader:
     They do not depend on `num_workers`, and the generators of the model are unaffected.
 
     Args:
-        reader: Reads the samples of a job and collates them.
         jobs: Batches to read; with workers, a background thread takes them ahead of use.
-        seed: Seed of the job.
         place: Copies a batch to `device`. With workers, it runs in a thread and must not draw random numbers.
-        device: Device that `place` copies to.
         num_workers: Number of worker processes. With 0, this process reads each batch on demand.
         prefetch: Number of batches to prefetch in a thread; only used with workers.
         timeout: Time limit of a worker for a batch, in seconds; `None` for no limit.
@@ -59,11 +56,7 @@ class BatchReader:
         return self
 
     def __next__(self) -> Any:
-        """Return the next batch.
-
-        Raises:
-            DataError: If a sample cannot be read or collated, or a worker died or timed out.
-        """
+        """Return the next batch. Failed samples and workers raise `DataError`."""
         return next(self._batches)
 
     def close(self) -> None:

@@ -11,10 +11,6 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     Modeling", arXiv:2404.10830). Rows with equal free space are interchangeable, and so are items of equal length. So a
     group of items is placed into a group of rows at once. The number of these placements depends mostly on the number
     of distinct lengths.
-
-    Args:
-        lengths: Length of each item, from 1 to `capacity`.
-        capacity: Row length.
     """
     items_of: list[list[int]] = [[] for _ in range(capacity + 1)]  # by length
     for item, length in enumerate(lengths):

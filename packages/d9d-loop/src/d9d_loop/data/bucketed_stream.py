@@ -17,10 +17,8 @@ class BucketedStream(SampleStream):
     Each window is only permuted: no sample is dropped or repeated.
 
     Args:
-        stream: Stream to reorder.
         group_size: Number of samples in a group: the microbatch size or a multiple of it.
         num_groups: Number of groups in a window. With more groups, the lengths within a group differ less.
-        seed: Seed of the order of the groups.
 
     Raises:
         UserError: If `group_size` or `num_groups` is below 1.

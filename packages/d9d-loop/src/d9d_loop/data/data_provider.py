@@ -45,10 +45,7 @@ class DatasetProvider(DataProvider):
     `draws` is False if the dataset is a list, tuple or tensor and `collate` is the default one, else True.
 
     Args:
-        samples: Training data.
         shuffle: If True, shuffle each epoch, in a different order each time.
-        evaluation: Held-out data, or `None`.
-        collate: Collates a list of samples into a batch.
     """
 
     def __init__(
@@ -64,11 +61,7 @@ class DatasetProvider(DataProvider):
         self.draws = type(samples) not in {list, tuple, Tensor} or collate is not default_collate
 
     def training(self, *, seed: int) -> SampleStream:
-        """Return the samples as an `IndexedStream`.
-
-        Raises:
-            UserError: If the dataset is empty.
-        """
+        """Return the samples as an `IndexedStream`. An empty dataset raises `UserError`."""
         if len(self._samples) == 0:
             raise UserError("the training data are empty; expected at least one sample. Check the path of the data.")
         return IndexedStream(self._samples, seed=seed, shuffle=self._shuffle)

@@ -38,9 +38,7 @@ class DocumentStream(SampleStream):
     An entry is (document, first token, last token), both tokens inclusive; only these tokens are read.
 
     Args:
-        file: Token file.
         max_length: Longer documents are split into parts of at most this many positions. For packing, the row length.
-        seed: Seed of the order of each epoch.
         shuffle: If False, read each epoch in the order of the file.
         epochs: Number of epochs; None repeats them without end.
 
@@ -102,7 +100,6 @@ class _DocumentCursor(Cursor):
             self._ahead = self._ahead[place.part :]
 
     def take(self, num_entries: int) -> list[tuple[int, int, int]]:
-        """Return the next parts of documents."""
         while (missing := num_entries - len(self._ahead)) > 0 and self._look_ahead(min(missing, _MOST_AHEAD)):
             pass
         taken, self._ahead = self._ahead[:num_entries], self._ahead[num_entries:]
@@ -135,7 +132,6 @@ class TokenizedStream(SampleStream):
     token file once.
 
     Args:
-        stream: Stream of samples to tokenize.
         tokenize: Returns the tokens of a sample as integers, including an end token if one is wanted.
         max_length: Longer documents are split into parts of at most this many positions. For packing, the row length.
         name: Identifies `tokenize`, since functions cannot be compared. Resuming with another name is an error.

@@ -33,7 +33,6 @@ class EvenlySpacedStream(SampleStream):
     """Finite stream of evenly spaced samples of a map-style dataset. An entry is a sample index.
 
     Args:
-        samples: Map-style dataset.
         num_samples: Number of samples, capped at the dataset size; None for the whole dataset.
     """
 
@@ -82,17 +81,8 @@ def plan_pass(
 
     No collectives: every rank plans the whole pass. Every rank gets the same number of batches, because all ranks take
     part in the collectives of each batch. A rank with fewer samples ends with a padding batch of the first sample,
-    whose outputs must be ignored.
-
-    Args:
-        stream: Stream to read.
-        batch_size: Number of samples of a batch on one rank; the last batch may be smaller.
-        dp_rank: Data-parallel rank.
-        dp_size: Number of data-parallel ranks.
-        num_samples: Number of samples of the pass; None for all samples of a finite stream.
-
-    Raises:
-        UserError: If the stream is empty.
+    whose outputs must be ignored. The last batch may have fewer than `batch_size` samples. An empty stream raises
+    `UserError`.
     """
     cursor, position, jobs, num_real = stream.cursor(), 0, list[ReadJob](), 0
     padding: ReadJob | None = None

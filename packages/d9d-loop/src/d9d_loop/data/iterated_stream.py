@@ -38,7 +38,6 @@ class IteratedStream(SampleStream):
     Args:
         epoch: Returns the data of an epoch, counted from 0; e.g. `lambda epoch: load_dataset(..., streaming=True)`.
         name: Identifies the data, whose contents are not compared. Resuming with another name is an error.
-        transform: Converts an element to a sample.
         length: Returns the length of an element before `transform`; by default `len` of a tensor or a sequence.
         epochs: Number of epochs; None repeats them without end.
 
@@ -100,11 +99,9 @@ class _IteratedCursor(Cursor):
         self._elements = iter(self._data)
 
     def take(self, num_entries: int) -> list[Any]:
-        """Return the next elements."""
         return list(islice(self._entries(), num_entries))
 
     def state_dict(self) -> JsonValue:
-        """Return the epoch and the state of its iterable."""
         if self._is_new or self._loaded is not None:
             return asdict(_Place(self._epoch, self._loaded))
         return asdict(_Place(self._epoch, self._data.state_dict()))

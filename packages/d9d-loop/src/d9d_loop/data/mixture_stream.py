@@ -52,12 +52,10 @@ class MixtureStream(SampleStream):
     source; `PackedStream` turns it into `sources`.
 
     Args:
-        sources: Streams by name.
         weights: Weight of each source by name, or phases of weights.
         temperature: Weights are raised to the power 1 / temperature; values above 1 make them more uniform ("Massively
             Multilingual Neural Machine Translation in the Wild", arXiv:1907.05019, section 4).
         unit: Unit of shares and of the positions of phases: `samples`, or `tokens` as measured by `length`.
-        seed: Seed of the draws.
 
     Raises:
         UserError: If the weights, phases or temperature are invalid, or a source is finite.
@@ -166,7 +164,6 @@ class _MixtureCursor(Cursor):
         self._cursors = [stream.cursor(state) for stream, state in zip(streams, place.sources, strict=True)]
 
     def take(self, num_entries: int) -> list[tuple[int, Entry]]:
-        """Return the next entries, each with the index of its source."""
         return [self._next() for _ in range(num_entries)]
 
     def state_dict(self) -> JsonValue:

@@ -37,10 +37,7 @@ class PackedStream(SampleStream):
 
     Args:
         documents: Stream of documents: a `DocumentStream`, a `TokenizedStream`, or a mixture of these.
-        row_length: Row length L, in positions.
         window: Number of documents packed together. Larger windows leave less padding: 16,384 leave about 0.05 %.
-        seed: Seed of the order of the rows of a window.
-        pad_token: Padding token of `input_ids`.
 
     Raises:
         UserError: If `row_length` or `window` is below 1; in `Cursor.take`, if a document is longer than a row.
@@ -89,10 +86,8 @@ class PackedStream(SampleStream):
 def pack_row(documents: list[Document], row_length: int, *, pad_token: int = 0) -> dict[str, Tensor]:
     """Concatenate documents into a row, pad the remaining positions, and return a sample as in `PackedStream`.
 
-    Args:
-        documents: Each with `tokens`, int64 [n + 1]: the first n become inputs, the last n labels.
-        row_length: Row length L, at least the sum of n over the documents.
-        pad_token: Padding token of `input_ids`.
+    A document has int64 [n + 1] `tokens`: the first n become inputs, the last n labels. `row_length` is at least the
+    sum of n.
     """
     row: dict[str, Any] = {
         "input_ids": torch.full((row_length,), pad_token),

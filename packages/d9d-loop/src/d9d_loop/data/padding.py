@@ -59,7 +59,6 @@ class PaddingCollate:
             `default_collate`.
         length: Length to pad to; by default, the longest sequence of a key.
         multiple_of: Padded lengths are rounded up to a multiple of this number.
-        side: Side to pad on.
         mask: Key of an additional bool [B, L] mask, which is False at padding of the first key of `values`. Empty for
             no mask.
     """
@@ -71,11 +70,7 @@ class PaddingCollate:
     mask: str = ""
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """Collate samples into a batch.
-
-        Raises:
-            UserError: If a sample lacks a key of `values`, or a sequence is longer than `length`.
-        """
+        """Collate samples. Raise `UserError` if a sample lacks a key of `values`, or a sequence exceeds `length`."""
         for sample in samples:
             if missing := sorted(self.values.keys() - sample.keys()):
                 raise UserError(

@@ -44,10 +44,7 @@ class Prefetcher(Generic[T]):
     `items` and `prepare` must not draw random numbers, because the thread shares the training's generators.
 
     Args:
-        items: Iterator, used only by the background thread.
         prepare: Function applied to each item, such as a copy to the device.
-        depth: Largest number of prepared items, at least 1.
-        device: Device that `prepare` copies to.
     """
 
     def __init__(self, items: Iterator[T], *, prepare: Callable[[T], T], depth: int, device: torch.device) -> None:

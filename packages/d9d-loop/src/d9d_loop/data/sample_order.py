@@ -26,7 +26,6 @@ class SampleOrder:
 
     Args:
         num_samples: Number of samples per epoch, from 1 to 2^62.
-        seed: Seed of the permutations.
         shuffle: If False, each epoch has the samples in their original order.
 
     Raises:
@@ -49,7 +48,6 @@ class SampleOrder:
         return self._num_samples
 
     def __getitem__(self, position: int) -> int:
-        """Return the sample index at a position of the stream."""
         epoch, index = divmod(position, self._num_samples)
         if not self._shuffle:
             return index

@@ -40,11 +40,9 @@ class SampleStream(ABC):
 
     @abstractmethod
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """Return a cursor.
+        """Return a cursor that starts at the beginning, or at `state`.
 
-        Args:
-            state: Result of `Cursor.state_dict` of an equal stream, possibly in another process. `None` for the
-                beginning.
+        `state` is the `Cursor.state_dict` of an equal stream, possibly in another process.
         """
 
     @abstractmethod

@@ -25,11 +25,6 @@ class ShuffledStream(SampleStream):
 
     Unlike with a shuffle buffer, no sample is lost on resume: the window is taken from the stream again.
 
-    Args:
-        stream: Stream to shuffle.
-        window: Number of entries shuffled together.
-        seed: Seed of the order of each window.
-
     Raises:
         UserError: If `window` is below 1.
     """

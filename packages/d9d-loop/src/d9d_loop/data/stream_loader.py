@@ -26,12 +26,6 @@ class Share:
 
     The samples of a step are split into consecutive runs of `microbatch_size`. Microbatch m of a rank is run number m *
     dp_size + dp_rank.
-
-    Attributes:
-        microbatch_size: Number of samples in a microbatch.
-        num_microbatches: Number of microbatches per step and rank.
-        dp_rank: Data-parallel rank.
-        dp_size: Number of data-parallel ranks.
     """
 
     microbatch_size: int
@@ -74,11 +68,8 @@ class StreamLoader:
 
     Args:
         stream: Stream of samples; equal on every rank.
-        share: This rank's share of the samples.
-        seed: Seed of the job.
         collate: Collates a list of samples into a batch, which may be any pytree of tensors.
         place: Copies a batch to `device`. With workers, it runs in a thread and must not draw random numbers.
-        device: Device that `place` copies to.
         num_workers: Number of worker processes. With 0, this process reads each batch on demand.
         prefetch: Number of steps to prefetch in a thread; only used with workers.
         timeout: Time limit of a worker for a batch, in seconds; `None` for no limit.
@@ -133,11 +124,7 @@ class StreamLoader:
         return self
 
     def __next__(self) -> list[Any]:
-        """Return the microbatches of the next step. The iterator is endless.
-
-        Raises:
-            DataError: If a sample cannot be read or collated, or a worker died or timed out.
-        """
+        """Return the microbatches of the next step, without end. Failed samples and workers raise `DataError`."""
         if self._batches is None:
             self._places.clear()
             self._batches = self._read(self._jobs())

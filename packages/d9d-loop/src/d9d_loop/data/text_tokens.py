@@ -88,16 +88,9 @@ class TextFiles:
 
 
 def train_tokenizer(documents: Iterable[str], *, vocab_size: int, end_token: str = END_TOKEN) -> "Tokenizer":
-    """Train a byte-level BPE tokenizer, which can encode any text.
+    """Train a byte-level BPE tokenizer, which can encode any text. Requires `tokenizers`.
 
-    Args:
-        documents: Text to train on.
-        vocab_size: Vocabulary size, at least 257: the 256 bytes and the end token.
-        end_token: Special token that ends a document.
-
-    Raises:
-        UserError: If `vocab_size` is below 257.
-        ModuleNotFoundError: If `tokenizers` is not installed.
+    `vocab_size` is at least 257, else `UserError`: the 256 bytes and `end_token`, which ends a document.
     """
     if vocab_size < 257:
         raise UserError(f"vocab_size = {vocab_size}; expected at least 257: one for each byte, and the end token.")
@@ -126,7 +119,7 @@ def is_held_out(text: str, part: float) -> bool:
 def tokenize_text(
     documents: Iterable[str], folder: str | Path, *, tokenizer: str | Path, end_token: str | None = END_TOKEN
 ) -> TokenFile:
-    """Tokenize documents, write them to a token file, and open it.
+    """Tokenize documents, write them to a token file, and open it. Requires `tokenizers`.
 
     Args:
         documents: Text of each document.
@@ -136,7 +129,6 @@ def tokenize_text(
 
     Raises:
         UserError: If the tokenizer cannot be read or lacks `end_token`, the folder exists, or there are no documents.
-        ModuleNotFoundError: If `tokenizers` is not installed.
     """
     path = Path(tokenizer)
     encoder = _read_tokenizer(path)

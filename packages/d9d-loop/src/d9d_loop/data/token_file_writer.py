@@ -55,8 +55,7 @@ class TokenFileWriter:
     def append(self, tokens: Sequence[int] | Tensor) -> None:
         """Append a document: a sequence of integers, or an integer tensor [n].
 
-        Raises:
-            UserError: If the document has no tokens, or a token is outside the vocabulary.
+        An empty document, or a token outside the vocabulary, raises `UserError`.
         """
         # A list, because array(code, bytes) would reinterpret the bytes.
         values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)

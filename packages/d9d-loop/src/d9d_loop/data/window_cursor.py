@@ -21,7 +21,6 @@ class _Place:
     """Position in the rearranged stream.
 
     Attributes:
-        window: Index of the window.
         start: Cursor state of the underlying stream at the start of the window.
         offset: Number of the window's new entries that were taken.
     """

@@ -42,8 +42,6 @@ class WorkerPool:
 
     Args:
         reader: Reads a batch. It is pickled and sent to the workers, unless they are forked.
-        num_workers: Number of processes, at least 1.
-        seed: Seed of the job.
         timeout: Time limit for a batch, in seconds; `None` for no limit.
 
     Raises:
@@ -139,7 +137,6 @@ class _Worker:
         self._process.kill()
 
     def end(self) -> None:
-        """Wait for the process to exit, for up to `_PATIENCE` seconds."""
         self._process.join(_PATIENCE)
 
     def _died(self) -> DataError:

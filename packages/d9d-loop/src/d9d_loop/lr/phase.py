@@ -48,12 +48,10 @@ class _Leading(PhaseSettings, ABC):
 
     @final
     def end(self, start: float) -> float:
-        """Return `to`."""
         return self.to
 
     @final
     def value(self, start: float, progress: float) -> float:
-        """Interpolate between `start` and `to`, see `PhaseSettings.value`."""
         left = self.left(progress)
         return left * start + (1.0 - left) * self.to
 

@@ -18,17 +18,10 @@ _COLOR, _GREY = "#0072b2", "#5a5a5a"
 def plot_lr_schedule(
     schedule: Callable[[int], float], target: Target, *, num_steps: int, peak: float = 1.0, title: str = ""
 ) -> None:
-    """Plot the learning rate over the steps of a job.
+    """Plot the learning rate over the steps of a job to a file or axes. A file requires matplotlib.
 
-    Args:
-        schedule: Function from the step, counted from 0, to the factor of the peak learning rate.
-        target: File or axes to draw to.
-        num_steps: Number of steps of the job.
-        peak: Peak learning rate; 1 plots the factor.
-        title: Title of the plot.
-
-    Raises:
-        ModuleNotFoundError: If `target` is a file and matplotlib is not installed.
+    `schedule` is a function from the step, counted from 0, to the factor of the peak learning rate. With `peak` 1, plot
+    the factor.
     """
     if isinstance(target, Path | str):
         try:

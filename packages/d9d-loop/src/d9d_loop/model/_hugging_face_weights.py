@@ -30,15 +30,7 @@ def build_without_weights(
     """Build a model without reading its weights, and the mapper that loads them from the folder.
 
     Tensors that the mapper fills are on `meta`. Other parameters and buffers are on the CPU, with the values that
-    `from_pretrained` computes.
-
-    Args:
-        model_class: Model class of `transformers`.
-        config: Configuration of the model.
-        folder: Folder with `model.safetensors`, or with an index and the files that it lists.
-        dtype: Dtype of the parameters; "auto" for the dtype in the configuration.
-        new: `fnmatch` patterns of parameters that the folder may lack, or hold in another shape.
-        unused: `fnmatch` patterns of tensors in the folder that the model may lack.
+    `from_pretrained` computes. `new` and `unused` are those of `hugging_face_model`.
 
     Raises:
         UserError: Listing missing, unused and mismatched tensors that no pattern matches; or if the architecture's

@@ -45,7 +45,6 @@ class SkippedDraws(TorchDispatchMode):
         self._reads = _Reads(self)
 
     def __enter__(self) -> Self:
-        """Start skipping draws."""
         self._reads.__enter__()
         return super().__enter__()
 
@@ -55,7 +54,6 @@ class SkippedDraws(TorchDispatchMode):
         exc_val: BaseException | None,
         exc_tb: TracebackType | None,
     ) -> None:
-        """Stop skipping draws."""
         super().__exit__(exc_type, exc_val, exc_tb)
         self._reads.__exit__(exc_type, exc_val, exc_tb)
 

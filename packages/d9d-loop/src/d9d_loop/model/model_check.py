@@ -16,13 +16,9 @@ def describe_tensors(model: nn.Module) -> dict[str, TensorInfo]:
 
 
 def check_unchanged(model: nn.Module, built: Mapping[str, TensorInfo]) -> None:
-    """Check that `parallelize` changed no name, global shape or dtype, else raise `UserError`.
+    """Check that `parallelize` changed no name, global shape or dtype of `built`, else raise `UserError`.
 
     Otherwise the model's checkpoints would not fit the model that is built after a restart.
-
-    Args:
-        model: Model after `parallelize`.
-        built: Result of `describe_tensors` before `parallelize`.
     """
     now = describe_tensors(model)
     lines = [

@@ -19,15 +19,9 @@ class ModelPlan:
     """Checked layout of a model over the ranks of a job.
 
     Attributes:
-        provider: Builds and parallelizes the model.
-        seed: The job's seed.
-        launch: Rank of this process, world size, and node.
         mesh: Degrees of parallelism, with -1 resolved.
-        schedule: Pipeline schedule.
         program: The schedule's program for this number of pipeline ranks and microbatches.
-        built: The whole model as it was built.
         shared_names: Parameters shared by several stages, with the indices of those stages; the owner comes first.
-        weights: Folder of the initial weights, if any.
         load_mapper: State mapper from the weights in that folder to those of the whole model; `None` if the names are
             the same.
     """

@@ -42,7 +42,6 @@ class _Move:
         mapper: The operation as a mapper between unique value names; for an operation that computes new values, its
             name.
         is_view: True if the outputs share memory with the inputs.
-        parents: Operations that produced the inputs.
         depth: Depth in the graph of operations: 1 without parents, otherwise one more than the deepest parent.
     """
 
@@ -59,7 +58,6 @@ class RecordedTensor(Tensor):
     Conversions between floating-point dtypes are not recorded, because `load_model_state` converts dtypes.
 
     Attributes:
-        value_name: Unique name of the value.
         move: Operation that produced the tensor; `None` for a tensor created by `named`.
     """
 

@@ -26,7 +26,6 @@ class Selector:
     of: Dims
 
     def __str__(self) -> str:
-        """Return the selector as written in error messages."""
         return f"pattern = {self.pattern!r}" + ("" if self.of == "any" else f" of {self.of}")
 
     def chooses(self, name: str, parameter: Tensor) -> bool:
@@ -43,14 +42,8 @@ def is_matrix(parameter: Tensor) -> bool:
 def assign(named: Named, selectors: Sequence[Selector], *, whole: bool = True) -> list[Named]:
     """Assign each parameter to the first selector that matches it.
 
-    Args:
-        named: Trainable parameters with their names.
-        selectors: Selectors, in order of precedence.
-        whole: True if `named` contains the parameters of the whole model, and each selector must get one. A pipeline
-            stage may have none.
-
-    Returns:
-        First the parameters that match no selector, then those of each selector, in the order of `selectors`.
+    Return first the parameters that match no selector, then those of each selector, in their order. With `whole`, a
+    selector without parameters raises `UserError`; a pipeline stage may have none.
     """
     found: list[Named] = [[] for _ in (None, *selectors)]
     for name, parameter in named:

@@ -32,11 +32,9 @@ class GroupwiseOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Update the parameters of a group that have gradients; their state is in `self.state`.
+        """Update the parameters of a group that have gradients, at least one; their state is in `self.state`.
 
-        Args:
-            group: Parameter group, with its hyperparameters.
-            parameters: Parameters with gradients, at least one; plain tensors or DTensors.
+        Parameters are plain tensors or DTensors.
         """
 
 

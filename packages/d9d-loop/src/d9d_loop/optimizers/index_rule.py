@@ -15,7 +15,6 @@ class IndexRule(NamedTuple):
     """Map from the index i of an element to its flat index in the full tensor: `offset + i // run * stride + i % run`.
 
     Attributes:
-        offset: Flat index of the first element in the full tensor.
         run: Number of consecutive elements that are contiguous in the full tensor.
         stride: Distance in the full tensor between the starts of consecutive runs.
     """

@@ -44,11 +44,7 @@ class Muon(GroupwiseOptimizer):
 
     Args:
         params: Parameters of two or more dims, or parameter groups.
-        lr: Learning rate.
         momentum: Decay mu of the momentum average.
-        nesterov: Use Nesterov momentum.
-        weight_decay: Decoupled weight decay.
-        num_iterations: Number of Newton-Schulz iterations.
         scale: Scaling of the update. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)) (Moonshot, arXiv:2502.16982),
             which gives AdamW's update size: its learning rate and weight decay can be reused. `original`: sqrt(max(1,
             rows / columns)).

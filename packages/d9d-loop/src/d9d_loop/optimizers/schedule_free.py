@@ -25,10 +25,7 @@ class ScheduleFreeAdamW(GroupwiseOptimizer):
     learning rate so far.
 
     Args:
-        params: Parameters or parameter groups.
-        lr: Learning rate.
         betas: beta1, the weight of x in y, which must not be 0; and beta2, the decay of v.
-        eps: Constant added to the denominator.
         weight_decay: Decoupled weight decay, applied to y.
     """
 

@@ -29,12 +29,7 @@ class StochasticAdamW(GroupwiseOptimizer):
 
     Args:
         params: `model.named_parameters()`, or parameter groups of (name, parameter) pairs.
-        lr: Learning rate.
-        betas: Decay of the average of gradients, and of the average of squared gradients.
-        eps: Constant added to the denominator.
-        weight_decay: Decoupled weight decay.
         average_dtype: Dtype of the averages of bfloat16 parameters.
-        seed: Seed of the random bits.
 
     Raises:
         UserError: If the parameters have no names, or a dtype other than bfloat16, float32 or float64.

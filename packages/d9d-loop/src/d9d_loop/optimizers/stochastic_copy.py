@@ -24,15 +24,8 @@ def stochastic_copy_(target: Tensor, source: Tensor, *, seed: int, step: int, na
     tensor. So results do not depend on the sharding, and a repeated step rounds identically. NaN and infinity are kept.
     On an accelerator with Triton, usually one kernel is launched. No collectives.
 
-    Args:
-        target: bfloat16 plain tensor or DTensor.
-        source: float32 tensor of the same shape, device and placements.
-        seed: Seed of the random bits.
-        step: Step number.
-        name: Tensor name.
-
-    Raises:
-        UserError: If a dtype is wrong or the shapes differ.
+    `target` is a bfloat16 plain tensor or DTensor; `source` is float32, of the same shape, device and placements. Wrong
+    dtypes or shapes raise `UserError`.
     """
     if target.dtype != torch.bfloat16 or source.dtype != torch.float32 or target.shape != source.shape:
         raise UserError(

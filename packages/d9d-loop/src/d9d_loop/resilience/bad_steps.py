@@ -27,10 +27,6 @@ class BadStep:
     """Bad step, and the joint decision of all ranks.
 
     Attributes:
-        step: Step number, counted from 1.
-        kind: Type of the fault.
-        loss: Loss of the step.
-        grad_norm: Global gradient norm of the step.
         decision: `report`: the update was applied. `skip`: the update was skipped. `rewind`: the caller must roll back
             to the last checkpoint and call `StepGuard.on_rollback`. `stop`: the caller must stop the job.
         why: Message that describes the step and the decision.
@@ -46,13 +42,7 @@ class BadStep:
 
 @final
 class StepGuard:
-    """Guard that runs the optimizer steps, except bad ones.
-
-    Args:
-        optimizer: Optimizer of the model's trainable parameters.
-        config: Actions for bad steps.
-        ctx: The job's context.
-    """
+    """Guard that runs the optimizer steps, except bad ones."""
 
     def __init__(self, optimizer: Optimizer, *, config: BadStepConfig, ctx: DistributedContext) -> None:
         self._optimizer, self._config, self._ctx = optimizer, config, ctx

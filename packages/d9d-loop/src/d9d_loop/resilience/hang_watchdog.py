@@ -65,7 +65,6 @@ class HangWatchdog:
 
     Args:
         ctx: The job's context. Its start-up timeout applies until the end of the first step, then its step timeout.
-        enabled: If False, do nothing.
     """
 
     def __init__(self, ctx: DistributedContext, *, enabled: bool = True) -> None:
@@ -78,7 +77,6 @@ class HangWatchdog:
         self._watcher = threading.Thread(target=self._watch, name="d9d-hang-watcher", daemon=True)
 
     def __enter__(self) -> Self:
-        """Start the threads."""
         if self._enabled:
             if self._poller is not None:
                 self._poller.start()
@@ -108,14 +106,10 @@ class HangWatchdog:
         return timedelta(seconds=_MARGIN_INTERVALS * self._poller.interval)
 
     def beat(self, step: int, doing: str = "a step") -> None:
-        """Record progress of the main thread. Local, and cheap.
+        """Record progress of the main thread: step `step`, counted from 1, starts now. Local, and cheap.
 
         The start-up timeout applies to the first step too, which compiles kernels, creates process groups and waits for
         data workers to import.
-
-        Args:
-            step: Step that starts now, counted from 1.
-            doing: Phase of the job, for messages.
         """
         limit = self._timeout if self._progress.step else self._startup
         self._progress = _Progress(step, doing, time.monotonic(), limit)
@@ -124,11 +118,8 @@ class HangWatchdog:
     def phase(self, doing: str, *, timeout: timedelta | None = None) -> Generator[None]:
         """Give a phase of the job its own name and timeout: a save, an evaluation, the handlers of an event.
 
-        When the phase ends, the timeout of the enclosing phase starts again.
-
-        Args:
-            doing: Name of the phase, for messages: "a save".
-            timeout: Timeout of the phase. By default, the longer of the step timeout and that of the enclosing phase.
+        The default is the longer of the step timeout and the timeout of the enclosing phase, which starts again at the
+        end.
         """
         before = self._progress
         limit = max(self._timeout, before.timeout) if timeout is None else timeout.total_seconds()
@@ -219,9 +210,7 @@ class _Poller:
     Attributes:
         alarm: Set by this rank's watcher when there was no progress for the timeout.
         report: Set when `text` is the final report of an alarm of any rank.
-        text: Report of the alarm.
         lost: Description of a peer that failed or whose process died, or `None`.
-        interval: Polling interval of the store in seconds.
     """
 
     def __init__(self, ctx: DistributedContext, watchdog: HangWatchdog) -> None:

@@ -32,13 +32,7 @@ class RankHealth:
     """Measurements of a rank. Times are in seconds.
 
     Attributes:
-        rank: Global rank.
-        host: Host name.
-        device: Device of the rank.
-        compute_seconds: Time of a matrix product.
-        memory_seconds: Time to write and read memory.
         link_seconds: Time of a message from the previous rank; for rank 0, from the last rank.
-        all_reduce_seconds: Time of an all-reduce over all ranks.
         wrong: Descriptions of the checks that failed or gave wrong values.
     """
 
@@ -57,7 +51,6 @@ class HealthReport:
     """Measurements of all ranks.
 
     Attributes:
-        ranks: Measurements in rank order.
         slow: Descriptions of the measurements that exceed the median by `slow_factor`.
     """
 
@@ -65,7 +58,6 @@ class HealthReport:
     slow: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the median times and the slow measurements as text."""
         usual = ", ".join(f"{what} {1e3 * median(times):.1f} ms" for what, times in _times(self.ranks).items())
         return "\n".join([f"health of {len(self.ranks)} ranks, medians: {usual}.", *self.slow])
 
@@ -76,10 +68,6 @@ def check_health(config: HealthConfig, *, ctx: DistributedContext) -> HealthRepo
     Takes well below a second, for any number of ranks. Collective over all ranks: sends and receives between neighbors,
     all-reduces, barriers, and an all-gather of the results. Call it before models are built. The main process logs slow
     measurements.
-
-    Args:
-        config: Problem sizes, and the factor above which a measurement is slow.
-        ctx: The job's context.
 
     Raises:
         HealthError: On all ranks, if a device or a link of any rank fails or gives wrong values. Lists the faulty ones.

@@ -32,7 +32,6 @@ class NonFinite:
         ranks: Ranks whose first non-finite tensor it is; several if they exchange tensors within a module.
         module: Module name; empty for the model itself and for tensors outside it.
         tensor: Role of the tensor in the module: "the output", "the gradient of weight".
-        phase: Pass in which it occurred.
         stage: Pipeline-parallel rank of these ranks.
         number: Number of tensors that were checked before it on its rank.
     """
@@ -45,27 +44,23 @@ class NonFinite:
     number: int
 
     def __str__(self) -> str:
-        """Return a description for messages."""
         where = f" of {self.module!r}" if self.module else ""
         ranks = name_ranks(self.ranks)
         return f"the first tensor that is not finite is {self.tensor}{where}, in the {self.phase} pass of {ranks}"
 
 
 def find_non_finite(model: nn.Module, replay: Callable[[Watch], None], *, ctx: DistributedContext) -> NonFinite | None:
-    """Replay a bad step and find the first non-finite tensor.
+    """Replay a bad step and return the first non-finite tensor, equal on every rank.
 
-    Collective over all ranks: the collectives of `replay`, and two small all-gathers. Call it before the parameters
-    change. The replay accumulates gradients and metrics, which the caller must discard.
+    `None` if the replay is finite, because random numbers or a hardware fault caused the bad step. Collective over all
+    ranks: the collectives of `replay`, and two small all-gathers. Call it before the parameters change. The replay
+    accumulates gradients and metrics, which the caller must discard.
 
     Args:
         model: This rank's part of the model; in a pipeline, its stages.
         replay: Runs forward and backward with the batches of the step. It must pass the loss, and any other tensor to
             check outside modules, to the `Watch` function it receives.
         ctx: The job's context.
-
-    Returns:
-        The first non-finite tensor, equal on every rank; `None` if the replay is finite, because random numbers or a
-            hardware fault caused the bad step.
     """
     probe = _Probe(ctx.coordinate("regular", "pp"))
     with probe.attached(model):

@@ -24,7 +24,6 @@ class RankPlace:
 
     Attributes:
         step: Current step, counted from 1; 0 before the first step.
-        doing: Phase of the job, such as "a step" or "a save".
         collective: Name of the current collective, with the participating ranks if known, or `None`.
         at: Innermost line outside torch.
     """

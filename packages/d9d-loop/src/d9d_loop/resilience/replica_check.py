@@ -41,17 +41,11 @@ class _Replica:
 
 @torch.no_grad()
 def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: DistributedContext) -> None:
-    """Check that replicas of parameters and optimizer states are equal.
+    """Check that replicas of parameters and optimizer states are equal after `step` steps.
 
     DTensors are compared along the mesh axes on which they are replicated, plain tensors over all ranks of a pipeline
     stage. Collective over all ranks: an all-gather of 8 bytes per tensor over each such group, and an all-gather of the
     differences. Reads each replicated tensor once, and synchronizes the host with the device.
-
-    Args:
-        model: This rank's part of the model.
-        optimizer: Optimizer of its parameters.
-        step: Number of completed steps, for the message.
-        ctx: The job's context.
 
     Raises:
         ReplicaError: On all ranks, if replicas differ. It names tensors, and the ranks that differ from the majority.
@@ -78,7 +72,7 @@ def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> No
 
     They differ if forward updates a buffer, such as a moving average or a codebook, from the local microbatch only.
     Collective over all ranks: an all-gather of 8 bytes per buffer, and an all-gather of the differences. Synchronizes
-    the host with the device. The arguments are those of `check_replicas`.
+    the host with the device.
 
     Raises:
         ReplicaError: On all ranks, if buffers differ. It names the buffers.

@@ -38,7 +38,6 @@ class Stopped(SystemExit):
     this exception and continues must set their handlers again with `signal.signal`.
 
     Attributes:
-        by: The signal.
         step: Number of completed steps, all of which are saved.
     """
 
@@ -47,7 +46,6 @@ class Stopped(SystemExit):
         self.by, self.step = by, step
 
     def __str__(self) -> str:
-        """Return the message."""
         return f"stopped by {self.by.name} after step {self.step}, which is saved. The same command resumes the job."
 
 
@@ -59,8 +57,6 @@ class StopSignals:
     still returns the signals of other ranks. The same holds for a signal that has a handler in native code.
 
     Args:
-        ctx: The job's context.
-        signals: Signals that stop the job.
         every: Number of calls of `agreed` between two all-reduces; equal on all ranks.
         grace: Time from the first signal until the process exits, saved or not; `None` for no limit.
         repeat: A signal at least this much later than the first one ends the process at once. An earlier one is taken

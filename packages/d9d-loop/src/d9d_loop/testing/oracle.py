@@ -37,11 +37,7 @@ class Experiment:
     """Training job to run in several layouts. All attributes must be picklable.
 
     Attributes:
-        model: Builds and parallelizes the model.
         batch: Samples of one step. Every step uses all of them, in a different order.
-        task: Prepares inputs and computes the loss.
-        collate: Collates a list of samples into a batch.
-        num_steps: Number of optimizer steps.
         dtype: Dtype of floating-point parameters and samples. Use float32 if a kernel requires it.
     """
 
