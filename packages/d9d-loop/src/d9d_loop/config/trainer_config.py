@@ -84,7 +84,7 @@ class GradientConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are saved, and which are kept: those that any of the `keep_` rules selects."""
+    """Interval and retention of checkpoints. A checkpoint is kept if any of the `keep_` rules selects it."""
 
     every: PositiveInt = Field(100, description="Steps between checkpoints; the last step is always saved.")
     background: bool = Field(

@@ -66,7 +66,7 @@ class WsdConfig(Section):
 
 @final
 class PiecewiseConfig(Section):
-    """A sequence of phases. Each phase starts at the value where the previous one ended."""
+    """Sequence of phases. Each phase starts at the final value of the previous phase."""
 
     kind: Literal["piecewise"] = "piecewise"
     start: NonNegativeFloat = Field(0.0, description="Factor of the peak learning rate at the first step.")

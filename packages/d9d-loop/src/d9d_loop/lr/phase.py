@@ -111,7 +111,7 @@ class PolynomialPhase(_Leading):
 
 @final
 class SqrtPhase(_Leading):
-    """Changes fast at first (Hägele et al., arXiv:2405.18392, "1-sqrt")."""
+    """Fast change at first (Hägele et al., arXiv:2405.18392, "1-sqrt")."""
 
     kind: Literal["sqrt"] = "sqrt"
 
@@ -122,7 +122,7 @@ class SqrtPhase(_Leading):
 
 @final
 class RexPhase(_Leading):
-    """Changes slowly at first (Chen et al.: "REX: revisiting budgeted training", arXiv:2107.04197)."""
+    """Slow change at first (Chen et al.: "REX: revisiting budgeted training", arXiv:2107.04197)."""
 
     kind: Literal["rex"] = "rex"
 

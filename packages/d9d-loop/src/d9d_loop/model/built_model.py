@@ -65,7 +65,7 @@ def build_model(provider: ModelProvider, stage: StageInfo, *, seed: int, keep_va
     kept.
 
     Raises:
-        UserError: If building on `meta` would lose values that the constructor sets, a tensor has no values, or
+        UserError: If building on `meta` would lose values that the constructor sets, or a tensor has no values. Also if
             sharding could not restore the values tensor by tensor.
     """
     if provider.late_init:

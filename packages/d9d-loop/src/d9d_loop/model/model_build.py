@@ -36,8 +36,8 @@ def build_pipeline(plan: ModelPlan, ctx: DistributedContext, *, progress: bool) 
     while the model is built. With `progress`, show the progress of reading weights.
 
     Raises:
-        UserError: If `parallelize` changed names, shapes or dtypes, sharded a weight that must stay whole, or did not
-            place a trainable parameter on all ranks of its stage. Also if it sharded no experts although the
+        UserError: If `parallelize` changed names, shapes or dtypes, or sharded a weight that must stay whole. Also if a
+            trainable parameter is not on all ranks of its stage, or no experts were sharded although the
             expert-parallel degree is above 1.
     """
     provider, seed, whole, num_stages = plan.provider, plan.seed, plan.built, plan.program.num_stages

@@ -79,13 +79,13 @@ def plan_model(
 ) -> ModelPlan:
     """Build the model without its values, and check that it can be trained or run in a layout. No collectives.
 
-    `mesh` must have -1 resolved, and `num_microbatches` counts those of a step on one data-parallel rank. `first_batch`
-    reads a microbatch, to run the stages on `meta` if there are several.
+    `mesh` must have -1 resolved; `num_microbatches` is that of a step on one data-parallel rank. `first_batch` reads a
+    microbatch, to run the stages on `meta` if there are several.
 
     Raises:
-        UserError: If the task cannot split sequences for context parallelism, the schedule does not support the number
-            of ranks or microbatches, the stages' parameters differ from the model's, or a stage rejects the previous
-            stage's output.
+        UserError: If the task cannot split sequences for context parallelism, or the schedule does not support the
+            number of ranks or microbatches. Also if the stages' parameters differ from the model's, or a stage rejects
+            the previous stage's output.
     """
     cuts_sequences = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1
     can_split = any("split_sequence" in vars(kind) for kind in type(task).mro() if kind is not BatchTask)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AdamWNumbers:
-    """Scalars of one AdamW step. m averages the gradients, v the squared gradients; `step` counts from 1."""
+    """Scalars of one AdamW step: m and v average the gradients and their squares; `step` counts from 1."""
 
     lr: float
     beta1: float

@@ -60,8 +60,8 @@ def copy(target: Tensor, source: Tensor, *, key: int, rule: IndexRule) -> None:
 def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, numbers: AdamWNumbers, key: int, rule: IndexRule) -> None:
     """Run one AdamW step in place. All tensors are contiguous and of shape [N].
 
-    `w` has the weights, `g` the gradients, `m` and `v` their averages and those of their squares. `w` and `m` are
-    float32 or bfloat16, `v` has the dtype of `m`.
+    The weights `w` and the average `m` of the gradients `g` are float32 or bfloat16. The average `v` of the squared
+    gradients has the dtype of `m`.
     """
     size = w.numel()
     _adamw_kernel[-(-size // _BLOCK),](

@@ -58,7 +58,7 @@ class HangWatchdog:
 
     The main thread calls `beat` once per step, which only stores a few numbers. Without progress, the process exits
     with `ExitCode.HANG` at most 2 seconds after the timeout. If another rank fails, or its process on the same machine
-    dies, this process exits with `ExitCode.PEER_LOST` at most 2 seconds later, unless the main thread exits by itself.
+    dies, the main thread has 2 seconds to exit by itself. After them, the process exits with `ExitCode.PEER_LOST`.
 
     Beyond 1024 ranks these 2 seconds grow with the number of ranks, which limits the load on the store. All ranks must
     enter phases together: the first rank to time out ends the job.
@@ -106,10 +106,10 @@ class HangWatchdog:
         return timedelta(seconds=_MARGIN_INTERVALS * self._poller.interval)
 
     def beat(self, step: int, doing: str = "a step") -> None:
-        """Record progress of the main thread: step `step`, counted from 1, starts now. Local, and cheap.
+        """Record that step `step`, counted from 1, starts now. Local, and cheap.
 
-        The start-up timeout applies to the first step too, which compiles kernels, creates process groups and waits for
-        data workers to import.
+        The start-up timeout also covers the first step, which compiles kernels, creates process groups and starts data
+        workers.
         """
         limit = self._timeout if self._progress.step else self._startup
         self._progress = _Progress(step, doing, time.monotonic(), limit)
@@ -118,8 +118,7 @@ class HangWatchdog:
     def phase(self, doing: str, *, timeout: timedelta | None = None) -> Generator[None]:
         """Give a phase of the job its own name and timeout: a save, an evaluation, the handlers of an event.
 
-        The default is the longer of the step timeout and the timeout of the enclosing phase, which starts again at the
-        end.
+        The default is the longer of the step timeout and the enclosing phase's timeout, which starts again afterwards.
         """
         before = self._progress
         limit = max(self._timeout, before.timeout) if timeout is None else timeout.total_seconds()

@@ -65,9 +65,9 @@ class HealthReport:
 def check_health(config: HealthConfig, *, ctx: DistributedContext) -> HealthReport | None:
     """Check and time every rank's device and links; return the measurements, or `None` if the check is disabled.
 
-    Takes well below a second, for any number of ranks. Collective over all ranks: sends and receives between neighbors,
-    all-reduces, barriers, and an all-gather of the results. Call it before models are built. The main process logs slow
-    measurements.
+    Call it before models are built: it takes well below a second, for any number of ranks. The main process logs slow
+    measurements. Collective over all ranks: sends and receives between neighbors, all-reduces, barriers, and an
+    all-gather.
 
     Raises:
         HealthError: On all ranks, if a device or a link of any rank fails or gives wrong values. Lists the faulty ones.

@@ -29,11 +29,11 @@ class NonFinite:
     """First non-finite tensor of a step.
 
     Attributes:
-        ranks: Ranks whose first non-finite tensor it is; several if they exchange tensors within a module.
+        ranks: Ranks whose first non-finite tensor this is; several if they exchange tensors within a module.
         module: Module name; empty for the model itself and for tensors outside it.
         tensor: Role of the tensor in the module: "the output", "the gradient of weight".
         stage: Pipeline-parallel rank of these ranks.
-        number: Number of tensors that were checked before it on its rank.
+        number: Number of tensors that were checked earlier on the rank.
     """
 
     ranks: tuple[int, ...]

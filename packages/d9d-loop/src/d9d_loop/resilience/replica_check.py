@@ -41,7 +41,7 @@ class _Replica:
 
 @torch.no_grad()
 def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: DistributedContext) -> None:
-    """Check that replicas of parameters and optimizer states are equal after `step` steps.
+    """Check that replicas of parameters and optimizer states are equal. `step` is only for the message.
 
     DTensors are compared along the mesh axes on which they are replicated, plain tensors over all ranks of a pipeline
     stage. Collective over all ranks: an all-gather of 8 bytes per tensor over each such group, and an all-gather of the

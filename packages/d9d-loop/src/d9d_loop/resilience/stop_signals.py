@@ -34,8 +34,8 @@ _END = b"\0"  # 0 is not a signal number
 class Stopped(SystemExit):
     """Exception after the job has saved a checkpoint because of a signal. Uncaught, it exits with `ExitCode.STOPPED`.
 
-    The signals are ignored from then on, so that another signal does not change the exit code. A caller that catches
-    this exception and continues must set their handlers again with `signal.signal`.
+    The signals stay ignored, so that another signal does not change the exit code. A caller that catches this exception
+    and continues must set their handlers again with `signal.signal`.
 
     Attributes:
         step: Number of completed steps, all of which are saved.
