@@ -1,4 +1,4 @@
-"""Tensor-parallel styles of a `transformers` model, from its own plan (`model.tp_plan`).
+"""Tensor-parallel styles of a `transformers` model, from the plan in its `tp_plan` attribute.
 
 The plan names styles of `transformers` for modules and parameters, with `*` for layer numbers. Activations between
 modules are plain tensors in all styles, as in `d9d_dist`.

@@ -14,7 +14,7 @@ from d9d_loop.data.text_tokens import END_TOKEN, TextFiles, is_held_out, tokeniz
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Tokenize files as the command line says, and print one line of JSON for each token file.
+    """Run the command, and print one line of JSON for each token file.
 
     Raises:
         UserError: If an input file or an option value is invalid.

@@ -16,8 +16,8 @@ from d9d_dist import UserError, stream_key
 def position_random(seed: int, *, position: int) -> Generator[None]:
     """Seed `random`, torch's CPU generator and, if imported, NumPy from a sample position; restore them on exit.
 
-    `position` is that of the first sample in the global order. Pipeline-, tensor- and context-parallel ranks read the
-    same samples, so they must draw the same numbers.
+    `position` is the first sample's position in the global order. Pipeline-, tensor- and context-parallel ranks read
+    the same samples, so they must draw the same numbers.
     """
     before = _states()
     seed_data_random(seed, position=position)

@@ -13,11 +13,7 @@ _EMPTY = "the evaluation data are empty; expected at least one sample. Check the
 
 
 def check_evaluation_data(data: Samples | SampleStream, *, num_samples: int | None) -> None:
-    """Check that one pass over the data ends and has samples. Reads no sample.
-
-    Raises:
-        UserError: If a dataset is empty, or a stream is endless and `num_samples` is None.
-    """
+    """Check that one pass over the data ends and has samples, else raise `UserError`. Reads no samples."""
     if not isinstance(data, SampleStream):
         if len(data) == 0:
             raise UserError(_EMPTY)
@@ -81,8 +77,8 @@ def plan_pass(
 
     No collectives: every rank plans the whole pass. Every rank gets the same number of batches, because all ranks take
     part in the collectives of each batch. A rank with fewer samples ends with a padding batch of the first sample,
-    whose outputs must be ignored. The last batch may have fewer than `batch_size` samples. An empty stream raises
-    `UserError`.
+    whose outputs must be ignored. The last batch may have fewer than `batch_size` samples. Without `num_samples`, the
+    stream must be finite. An empty stream raises `UserError`.
     """
     cursor, position, jobs, num_real = stream.cursor(), 0, list[ReadJob](), 0
     padding: ReadJob | None = None

@@ -112,7 +112,7 @@ class MixtureStream(SampleStream):
         return {"mixture": {"phases": phases, "unit": self._unit, "seed": self._seed, "of": sources}}
 
     def shares(self, position: int) -> tuple[float, ...]:
-        """Return the share of each source at a position in samples or tokens, depending on the unit. Their sum is 1."""
+        """Return the share of each source at a position in samples or tokens, depending on the unit; the sum is 1."""
         before: tuple[float, ...] = self._phases[0][2]
         for start, ramp, shares in self._phases:
             if position < start:
@@ -122,12 +122,9 @@ class MixtureStream(SampleStream):
         return before
 
     def counts(self, state: JsonValue) -> dict[str, SourceCount]:
-        """Return the samples and tokens taken from each source, by source name.
+        """Return the samples and tokens taken from each source at a cursor state of this stream, by source name.
 
-        Tokens are counted only if the unit is `tokens`, and are 0 otherwise.
-
-        Args:
-            state: Cursor state of this stream; `None` for the beginning.
+        `None` is the beginning. Tokens are counted only if the unit is `tokens`, and are 0 otherwise.
         """
         place = _read_place(state, self._streams)
         counted = zip(self._sources, place.samples, place.tokens, strict=True)

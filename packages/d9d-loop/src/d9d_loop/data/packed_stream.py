@@ -86,8 +86,8 @@ class PackedStream(SampleStream):
 def pack_row(documents: list[Document], row_length: int, *, pad_token: int = 0) -> dict[str, Tensor]:
     """Concatenate documents into a row, pad the remaining positions, and return a sample as in `PackedStream`.
 
-    A document has int64 [n + 1] `tokens`: the first n become inputs, the last n labels. `row_length` is at least the
-    sum of n.
+    A document has `tokens`, int64 [n + 1]: the first n become inputs, the last n labels. `row_length` is at least the
+    sum of n over the documents.
     """
     row: dict[str, Any] = {
         "input_ids": torch.full((row_length,), pad_token),

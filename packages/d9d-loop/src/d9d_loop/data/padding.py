@@ -25,7 +25,7 @@ def pad_sequences(
     multiple_of: int = 1,
     side: Side = "right",
 ) -> Tensor:
-    """Pad sequences to equal length, and stack them to a tensor [B, L, ...] of their dtype and device.
+    """Pad sequences to equal length and stack them to [B, L, ...]; dtype and device do not change.
 
     Args:
         sequences: Tensors [n, ...] of the same dtype and device, which differ only in the size n of the first dim.

@@ -46,11 +46,7 @@ class SampleReader:
         self._stream, self._collate = stream, collate
 
     def __call__(self, job: ReadJob, on_sample: OnSample = lambda _number: None) -> Any:
-        """Read the samples of a job and collate them.
-
-        Raises:
-            DataError: If reading a sample or collating raises an exception, which is chained.
-        """
+        """Read the samples of a job and collate them. Failures of a sample or of `collate` raise `DataError`."""
         samples: list[Any] = []
         for number, entry in enumerate(job.entries):
             on_sample(number)

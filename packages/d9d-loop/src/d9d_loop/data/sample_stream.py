@@ -2,7 +2,7 @@
 
 Planning and reading are separate. Every rank plans the whole stream, which is cheap: a cursor returns small entries
 that identify the next samples. A rank reads only its own entries, possibly in worker processes. The state of a stream
-is therefore equal on every rank, and a job resumes on any number of ranks, right after the last used sample.
+is therefore equal on every rank. A job resumes on any number of ranks, right after the last used sample.
 """
 
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import JsonValue
 
 Entry = Any
-"""Identifies a sample to the stream that created the entry. Entries are small and cheap to create."""
+"""Identifier of a sample for the stream that created the entry. Entries are small and cheap to create."""
 
 
 class Cursor(ABC):

@@ -10,7 +10,7 @@ from d9d_dist import UserError
 from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
 
 Arrange = Callable[[list[Entry], int], list[Entry]]
-"""Maps the entries of a window and the window index to new entries. Must be a pure function; may return no entries."""
+"""Pure function from the entries of a window and the window index to new entries, possibly none."""
 
 _MOST_EMPTY = 100
 """Number of consecutive windows without new entries after which `take` raises an error."""

@@ -60,7 +60,7 @@ class SkippedDraws(TorchDispatchMode):
     def digest(self, tensor: Tensor) -> int | None:
         """Return a digest of the skipped operators that write a tensor's storage, and of their seeds.
 
-        None if the tensor has its values.
+        `None` if the tensor has its values.
         """
         found = self._unset.get(tensor.untyped_storage()._cdata)
         return None if found is None or found[0].expired() else found[1]

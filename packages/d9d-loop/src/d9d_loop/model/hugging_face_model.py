@@ -1,4 +1,4 @@
-"""Model provider for `transformers` models: builds without weights, which each rank reads for its own shards only."""
+"""Provider of `transformers` models: builds without weights, which each rank reads for its own shards only."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -70,10 +70,9 @@ def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
 
 
 def check_experts_are_shared_out(stages: Iterable[nn.Module], ctx: DistributedContext) -> None:
-    """Check that any parameter of any rank is on the `ep_shard` mesh axis, if the expert-parallel degree is above 1.
+    """Check that some parameter is sharded by expert parallelism, if its degree is above 1; else raise `UserError`.
 
-    Collective if the degree is above 1: an all-gather, because a rank's stages may contain no experts. If there is
-    none, every rank raises `UserError`.
+    Collective if the degree is above 1: an all-gather, because a rank's stages may contain no experts.
     """
     num_ranks = ctx.size("expert", "ep_shard")
     if num_ranks == 1:

@@ -22,8 +22,9 @@ class ModelPlan:
         mesh: Degrees of parallelism, with -1 resolved.
         program: The schedule's program for this number of pipeline ranks and microbatches.
         shared_names: Parameters shared by several stages, with the indices of those stages; the owner comes first.
-        load_mapper: State mapper from the weights in that folder to those of the whole model; `None` if the names are
-            the same.
+        weights: Folder of the initial weights, if any.
+        load_mapper: State mapper from the tensors in `weights` to those of the whole model; `None` if the names are
+            equal.
     """
 
     provider: ModelProvider
@@ -43,9 +44,7 @@ class ModelPlan:
         return len(self.program.ranks) > 1
 
     def with_weights(self, key: str, folder: Path) -> "ModelPlan":
-        """Return the plan with initial weights from a folder, which the configuration key `key` names.
-
-        Reads no tensor data.
+        """Return the plan with initial weights from a folder, set by the configuration key `key`. Reads no tensor data.
 
         Raises:
             UserError: If weights are missing, unexpected, or have another shape. Also if a parameter was built without

@@ -93,7 +93,7 @@ def _storage(x: Tensor) -> Tensor:
 
 @_inlined
 def _random_bits(i, key, offset, run, stride, ROWS: tl.constexpr):
-    """Return 64 random bits per element, computed from its global index."""
+    """Return 64 random bits per element, a function of its global index."""
     index = offset + i
     if ROWS:
         index = offset + i // run * stride + i % run

@@ -27,8 +27,8 @@ class IndexRule(NamedTuple):
 def index_rules(tensor: Tensor) -> list[tuple[int, IndexRule]]:
     """Return the index rules of this rank's shard of a tensor, for any sharding; empty for an empty shard.
 
-    Each rule follows the number of its elements, in the order of the flattened shard. There are several rules only if a
-    tensor of three or more dims is sharded along several of them.
+    The result has pairs of a number of elements and their rule, in the order of the flattened shard. There are several
+    pairs only if a tensor of three or more dims is sharded along several of them.
     """
     region = local_region(tensor)
     if not region.num_elements:

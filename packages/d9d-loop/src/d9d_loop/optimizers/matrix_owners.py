@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from d9d_dist import from_local, full_tensor, local_part
 
 Compute: TypeAlias = Callable[[Tensor], Tensor]
-"""Maps a matrix, or a stack of matrices, to a tensor of the same shape."""
+"""Function from a matrix, or a stack of matrices, to a tensor of the same shape."""
 
 
 def map_matrices(compute: Compute, parts: Sequence[Tensor], likes: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:

@@ -243,7 +243,7 @@ class LionConfig(OptimizerSettings):
 
 @final
 class ScheduleFreeAdamWConfig(OptimizerSettings):
-    """Schedule-Free AdamW (arXiv:2405.15682): averages the iterates. Use a schedule of warm-up and then a constant."""
+    """Schedule-Free AdamW (arXiv:2405.15682), an average of iterates. Use warm-up, then a constant learning rate."""
 
     kind: Literal["schedule_free_adamw"] = "schedule_free_adamw"
     learning_rate: PositiveFloat = Field(2.5e-3, description=_RATE)

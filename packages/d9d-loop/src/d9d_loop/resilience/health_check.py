@@ -33,7 +33,7 @@ class RankHealth:
 
     Attributes:
         link_seconds: Time of a message from the previous rank; for rank 0, from the last rank.
-        wrong: Descriptions of the checks that failed or gave wrong values.
+        wrong: Descriptions of the checks that failed or gave wrong values; empty if all passed.
     """
 
     rank: int

@@ -19,7 +19,7 @@ from d9d_dist import DistributedContext, gather_json, local_tensor
 from d9d_dist.consensus import name_ranks
 
 Watch: TypeAlias = Callable[[str, torch.Tensor], None]
-"""Checks a tensor, and later its gradient, and reports them under the given name, such as "the loss"."""
+"""Function that checks a tensor, and later its gradient, and reports them by a name such as "the loss"."""
 
 _Phase = Literal["forward", "backward"]
 

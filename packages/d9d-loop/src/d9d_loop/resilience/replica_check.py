@@ -97,7 +97,7 @@ def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> No
 
 
 def _join_problems(problems: list[str]) -> str:
-    """All-gather the problems of all ranks; return up to `_SHOWN` of them, one per line."""
+    """All-gather the problems of all ranks; return up to `_SHOWN` of the problems, one per line."""
     found = sorted({problem for each in gather_json(problems or None) for problem in each or ()})
     more = f"\nand {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
     return "\n".join(f"- {problem}" for problem in found[:_SHOWN]) + more
