@@ -18,7 +18,7 @@ class Loss:
     """Sum of the loss over a microbatch, and its weight.
 
     The loss of a step is the sum of all totals divided by the sum of all weights, over all microbatches and ranks. The
-    split of the batch therefore does not affect it. Gradients are divided once, by the sum of all weights.
+    split of the batch therefore does not affect the loss. Gradients are divided once, by the sum of all weights.
 
     Attributes:
         total: 0-dim tensor: the loss *summed* over the samples, elements or unmasked tokens of the microbatch.

@@ -46,10 +46,10 @@ def _explain_unknown(model: type[BaseModel], name: str, siblings: Sequence[str])
 
 
 def _closest(model: type[BaseModel], name: str, siblings: Sequence[str]) -> list[str]:
-    """Return the full names to suggest for an unknown key: the first of these lists that is not empty.
+    """Return the full names to suggest for an unknown key; none if another kind of the section has the key.
 
-    The most similar key of its section, the keys of this name in other sections, the most similar full name. There are
-    no suggestions if another kind of the section has the key.
+    They are the most similar key of its section, else the keys of this name in other sections, else the most similar
+    full name.
     """
     section, dot, key = name.rpartition(".")
     if close := difflib.get_close_matches(key, siblings, n=1):

@@ -26,7 +26,7 @@ class WarmupCosineConfig(Section):
     def build(self, num_steps: int) -> LrSchedule:
         """Return the schedule for a job of `num_steps` steps.
 
-        Warm-up step s, counted from 0, has the factor (s + 1) / (warmup_steps + 1), so the first step's is not 0.
+        Warm-up step s, counted from 0, has the factor (s + 1) / (warmup_steps + 1), so the first factor is not 0.
         """
         decay = CosinePhase(to=self.final_fraction)
         if self.warmup_steps == 0:

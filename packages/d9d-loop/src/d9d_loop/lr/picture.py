@@ -18,10 +18,10 @@ _COLOR, _GREY = "#0072b2", "#5a5a5a"
 def plot_lr_schedule(
     schedule: Callable[[int], float], target: Target, *, num_steps: int, peak: float = 1.0, title: str = ""
 ) -> None:
-    """Plot the learning rate over the steps of a job to a file or axes. A file requires matplotlib.
+    """Plot the learning rate over the steps of a job, to a file (which requires matplotlib) or to axes.
 
-    `schedule` is a function from the step, counted from 0, to the factor of the peak learning rate. With `peak` 1, plot
-    the factor.
+    `schedule` is a function from the step, counted from 0, to the factor of the peak learning rate. With `peak` 1, the
+    factor is plotted.
     """
     if isinstance(target, Path | str):
         try:

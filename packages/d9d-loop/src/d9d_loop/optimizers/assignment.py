@@ -42,7 +42,7 @@ def is_matrix(parameter: Tensor) -> bool:
 def assign(named: Named, selectors: Sequence[Selector], *, whole: bool = True) -> list[Named]:
     """Assign each parameter to the first selector that matches it.
 
-    Return first the parameters that match no selector, then those of each selector, in their order. With `whole`, a
+    Return the parameters that match no selector, then the parameters of each selector in order. With `whole`, a
     selector without parameters raises `UserError`; a pipeline stage may have none.
     """
     found: list[Named] = [[] for _ in (None, *selectors)]

@@ -98,7 +98,7 @@ def trace_layout(
 
     Returns:
         For each key "step 1", "step 2" and so on, a dictionary of `loss`, `gradients` (full tensors on the CPU by
-            parameter name) and `grad_norm`; under the key "parameters", the full trained parameters by name.
+        parameter name) and `grad_norm`; under the key "parameters", the full trained parameters by name.
 
     Raises:
         AssertionError: If ranks have different losses or gradient norms.
