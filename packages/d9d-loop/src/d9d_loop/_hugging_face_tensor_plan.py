@@ -1,7 +1,7 @@
-"""Tensor-parallel styles of a `transformers` model, from the plan that the model carries (`model.tp_plan`).
+"""Tensor-parallel styles of a `transformers` model, from the plan in its `tp_plan` attribute.
 
-The plan names styles of `transformers` for modules and parameters, with `*` for layer numbers. All styles keep
-activations between modules as plain tensors, as the styles of `d9d_dist` do.
+The plan names styles of `transformers` for modules and parameters, with `*` for layer numbers. Activations between
+modules are plain tensors in all styles, as in `d9d_dist`.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,15 +30,11 @@ from d9d_dist import (
 def tensor_plan(model: Any, degree: int) -> dict[str, TensorStyle]:
     """Return the plan for `parallelize_tensor`, by full module names.
 
-    Embeddings and heads, whose outputs are whole, stay replicated if the degree does not divide them, or if they are
-    tied to a module that stays replicated.
-
-    Args:
-        model: Model of `transformers`.
-        degree: Number of tensor-parallel ranks.
+    Embeddings and heads have unsharded outputs. They stay replicated if the degree does not divide them, or if they are
+    tied to a replicated module.
 
     Raises:
-        UserError: If the model carries no plan, or a style of the plan is not supported.
+        UserError: If the model has no plan, or a style of the plan is not supported.
     """
     rules: Mapping[str, str] = model.tp_plan or {}
     if not rules:
@@ -70,7 +66,7 @@ def tensor_plan(model: Any, degree: int) -> dict[str, TensorStyle]:
 
 
 def _style(model: Any, name: str, rule: str | None, inside: Mapping[str, str]) -> TensorStyle | None:
-    """Return the style of a module by the rule for it and those for its parameters; None if they are not supported."""
+    """Return the style of a module by its rule and the rules of its parameters; None if they are not supported."""
     module = model.get_submodule(name)
     is_linear, is_embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
     style: TensorStyle | None = None
@@ -97,9 +93,9 @@ def _with_wildcards(name: str) -> str:
 
 
 def _head_size(model: Any, name: str, num_outputs: int) -> int:
-    """Return the number of consecutive outputs of a layer that belong to one attention head; 1 outside of attention.
+    """Return the number of consecutive outputs per attention head of a layer; 1 outside of attention.
 
-    An attention module has fewer heads of keys and values than of queries, or a layer for all three.
+    An attention module has fewer heads of keys and values than of queries, or one layer for all three.
     """
     attention = model.get_submodule(name.rpartition(".")[0])
     sizes = [getattr(attention, key) for key in ("head_dim", "head_size", "qk_head_dim") if hasattr(attention, key)]
@@ -112,7 +108,7 @@ def _head_size(model: Any, name: str, num_outputs: int) -> int:
 
 
 def _name_inner_modules(model: Any, plan: dict[str, TensorStyle]) -> list[str]:
-    """Add styles of modules that the plan of the model leaves out; return those whose gradients would be wrong.
+    """Add styles of modules that are missing in the model's plan; return modules whose gradients would be wrong.
 
     A module between split layers has partial gradients. Latent attention has replicated modules before split layers.
     """
@@ -142,7 +138,7 @@ def _name_inner_modules(model: Any, plan: dict[str, TensorStyle]) -> list[str]:
 
 
 def _looks_up_rows(embedding: Any) -> bool:
-    """Return whether an embedding only looks up its rows and scales them."""
+    """Return True if an embedding only looks up its rows and scales them."""
     return type(embedding).forward is nn.Embedding.forward or hasattr(embedding, "embed_scale")
 
 
@@ -169,7 +165,7 @@ def _has_whole_output(style: TensorStyle | None) -> bool:
 @final
 @dataclass(frozen=True)
 class _SplitInput(TensorStyle):
-    """A `RowParallel` linear layer whose input is equal on all ranks."""
+    """`RowParallel` linear layer whose input is equal on all ranks."""
 
     def placements(self) -> Mapping[str, Placement]:
         return RowParallel().placements()
@@ -181,7 +177,7 @@ class _SplitInput(TensorStyle):
 @final
 @dataclass(frozen=True)
 class _SplitEmbedding(TensorStyle):
-    """An embedding with split rows, which may have a padding index and scale its rows."""
+    """Embedding with split rows, and optionally a padding index and scaled rows."""
 
     def placements(self) -> Mapping[str, Placement]:
         return {"weight": Shard(0)}
@@ -206,12 +202,9 @@ class _SplitEmbedding(TensorStyle):
 @final
 @dataclass(frozen=True)
 class _LatentProjection(TensorStyle):
-    """A replicated layer of latent attention. The last features of its output are keys that all heads share.
+    """Replicated layer of latent attention. The last `num_shared` features of its output are keys that all heads share.
 
     The other features go through column-parallel layers, which sum the gradients of their inputs.
-
-    Attributes:
-        num_shared: Number of features of the shared keys.
     """
 
     has_partial_gradients: ClassVar[bool] = False
@@ -226,11 +219,7 @@ class _LatentProjection(TensorStyle):
 @final
 @dataclass(frozen=True)
 class _SplitParameters(TensorStyle):
-    """A module whose own parameters are split on dim 0, and whose submodules have styles of their own.
-
-    Attributes:
-        names: Names of the parameters.
-    """
+    """Module whose own parameters (`names`) are split on dim 0, and whose submodules have their own styles."""
 
     has_partial_gradients: ClassVar[bool] = False
     names: tuple[str, ...]
@@ -242,7 +231,7 @@ class _SplitParameters(TensorStyle):
 @final
 @dataclass(frozen=True)
 class _ReadsChildren(TensorStyle):
-    """A replicated module that reads the parameters of its children, such as the weight of a causal convolution."""
+    """Replicated module that reads the parameters of its children, such as the weight of a causal convolution."""
 
     has_partial_gradients: ClassVar[bool] = False
 
@@ -265,13 +254,14 @@ class _ReadsChildren(TensorStyle):
 @final
 @dataclass(frozen=True)
 class _SplitExperts(TensorStyle):
-    """Experts of which each rank has some, and computes them for all tokens. The ranks' outputs are summed.
+    """Experts distributed over ranks. Each rank computes its own experts for all tokens; the outputs are summed.
 
-    The plan of `transformers` splits each expert instead; fused gates and projections would then need a strided split.
-    This style uses what its expert parallelism relies on: experts skip tokens whose expert is `num_experts`.
+    The plan of `transformers` splits each expert instead, which needs a strided split of fused gates and projections.
+    This style relies on a property of expert parallelism in `transformers`: experts skip tokens whose expert is
+    `num_experts`.
 
     Attributes:
-        names: Names of the parameters, whose dim 0 is that of the experts.
+        names: Names of the parameters, whose dim 0 is the expert dim.
     """
 
     names: tuple[str, ...]
@@ -290,7 +280,7 @@ class _SplitExperts(TensorStyle):
         is_away = (local < 0) | (local >= module.num_experts)
         local, weights = local.masked_fill(is_away, module.num_experts), weights.masked_fill(is_away, 0.0)
         output = inner(x, local, weights, *rest, **kwargs)
-        # Add zero, so that backward reaches the collectives of copy_to_axis on ranks whose experts get no tokens.
+        # Adding zero lets backward reach the collectives of copy_to_axis on ranks whose experts get no tokens.
         return reduce_from_axis(output + x[:0].sum() + weights[:0].sum(), mesh)
 
 

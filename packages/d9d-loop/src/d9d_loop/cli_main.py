@@ -14,11 +14,11 @@ from d9d_state import StateError
 def cli_main() -> Generator[None]:
     """Run the main part of a script in a `with` statement and map its exceptions to exit codes.
 
-    A message is printed to standard error for each of these exceptions; all others propagate with their traceback.
+    These exceptions print a message to standard error; all others propagate with their traceback.
 
     - `UserError`: exit code 2. Printed once per node, or on each rank that raises it if it has notes.
     - `StateError`, such as a full disk: exit code 1. Printed on each rank that raises it.
-    - `KeyboardInterrupt`: exit code 130. Checkpoints are kept, and the same command resumes from the newest one.
+    - `KeyboardInterrupt`: exit code 130. Checkpoints are kept; the same command resumes from the newest one.
     - `Stopped`, after a signal asked the job to stop: exit code 75 (`ExitCode.STOPPED`).
     """
     try:
@@ -39,6 +39,6 @@ def cli_main() -> Generator[None]:
 
 
 def _say(message: str, *, everywhere: bool = False) -> None:
-    """Print to standard error on local rank 0, or on every rank. Launchers show the output of all ranks."""
+    """Print to standard error on local rank 0, or on every rank: launchers show the output of all ranks."""
     if everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"d9d: {message}", file=sys.stderr)

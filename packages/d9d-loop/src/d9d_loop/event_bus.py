@@ -1,4 +1,4 @@
-"""Calls to event handlers, isolated so that handlers do not change the training by accident."""
+"""Dispatch of events to handlers, isolated so that handlers do not change the training by accident."""
 
 import dataclasses
 import inspect
@@ -28,9 +28,6 @@ class on_event:  # noqa: N801  (a decorator)
 
     Args:
         kinds: Event classes that the method handles.
-
-    Raises:
-        UserError: If one of `kinds` is not a subclass of `Event`.
     """
 
     def __init__(self, *kinds: type[Event]) -> None:
@@ -45,7 +42,7 @@ class on_event:  # noqa: N801  (a decorator)
 
 @final
 class _MarkedMethod:
-    """Descriptor of a method and its event classes; on an instance it is the bound method."""
+    """Descriptor of a method and its event classes; on an instance, the bound method."""
 
     def __init__(self, method: Callable[[Any, Any], None], kinds: tuple[type[Event], ...]) -> None:
         self.method, self.kinds = method, kinds
@@ -56,7 +53,7 @@ class _MarkedMethod:
 
 @final
 class Events:
-    """Calls event handlers on every rank, in the order of subscription.
+    """Dispatcher of events to their handlers, on every rank and in the order of subscription.
 
     Handlers are isolated from the training:
 
@@ -65,9 +62,6 @@ class Events:
       The stream is equal on all ranks.
     - The training modes of the event's modules are restored after each call.
     - Changing a tensor of the event in place is an error.
-
-    Args:
-        seed: Seed of the handlers' random numbers.
     """
 
     def __init__(self, *, seed: int = 0) -> None:
@@ -76,20 +70,12 @@ class Events:
         self._phase: Callable[[str], AbstractContextManager[None]] = nullcontext
 
     def on(self, kind: type[E], handler: Callable[[E], object]) -> None:
-        """Register a handler for events of exactly this class; subclasses are not included.
-
-        Raises:
-            UserError: If `kind` is not a subclass of `Event`.
-        """
+        """Register a handler for events of exactly this class, excluding subclasses."""
         _check_kind(kind)
         self._handlers.setdefault(kind, []).append(handler)
 
     def subscribe(self, *subscribers: object) -> None:
-        """Register the methods of objects that are marked by `on_event`.
-
-        Raises:
-            UserError: If an object has no marked method.
-        """
+        """Register the methods of objects that are marked by `on_event`. An object without any raises `UserError`."""
         for subscriber in subscribers:
             marked = [
                 (name, method)
@@ -108,8 +94,8 @@ class Events:
     def watch(self, phase: Callable[[str], AbstractContextManager[None]]) -> None:
         """Set the context manager that handlers run in, such as `HangWatchdog.phase`.
 
-        `emit` calls it with a name such as "the handlers of StepDone". Without it, the handlers' time would count
-        against the timeout of the surrounding phase of the job.
+        `emit` calls it with a name such as "the handlers of StepDone". Without it, the handlers' time counts against
+        the timeout of the surrounding phase.
         """
         self._phase = phase
 
@@ -145,11 +131,7 @@ def _name_of(handler: _Handler) -> str:
 
 @contextmanager
 def _read_only(event: Event) -> Generator[None]:
-    """Disable gradients, restore the modes of the event's modules on exit, and refuse changes of its tensors.
-
-    Raises:
-        UserError: If a tensor of the event was changed in place.
-    """
+    """Disable gradients, restore the modes of the event's modules on exit, and refuse changes of its tensors."""
     values = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
     versions = {name: value._version for name, value in values.items() if isinstance(value, Tensor)}
     modes = [

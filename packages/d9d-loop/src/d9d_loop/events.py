@@ -1,4 +1,4 @@
-"""Event classes of training and inference jobs. `event_bus` calls the handlers.
+"""Event classes of training and inference jobs.
 
 A training job emits ConfigReady, ModelReady, OptimizerReady, DataReady, the events of each step, ModelExported and
 Finished, in this order. The events of a step are StepStarted, BackwardDone, GradientsReady, OptimizerDone, StepDone.
@@ -22,7 +22,7 @@ from d9d_dist import DistributedContext
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Base of events, which are emitted on every rank.
+    """Base class of events, which are emitted on every rank.
 
     Attributes:
         step: Number of completed optimizer steps; for the events within a step, that step, counted from 1.
@@ -33,13 +33,12 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class ConfigReady(Event):
-    """The configuration is checked and the distributed context exists; the model is not sharded yet.
+    """Event after the checks of the configuration; the distributed context exists, the model is not yet sharded.
 
     `step` is 0, also in a resumed job.
 
     Attributes:
         config: Resolved configuration as JSON values.
-        ctx: Distributed context of the job.
     """
 
     config: Mapping[str, JsonValue]
@@ -48,11 +47,10 @@ class ConfigReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class ModelReady(Event):
-    """The model is built and parallelized, and has its initial weights or those of the checkpoint of `step`.
+    """Event after the model is parallelized and holds its initial weights or those of the checkpoint of `step`.
 
     Attributes:
         model: The model; with pipeline parallelism, this rank's stages.
-        ctx: Distributed context of the job.
     """
 
     model: nn.Module
@@ -61,18 +59,14 @@ class ModelReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerReady(Event):
-    """The optimizer is built; in a resumed job, it has the state of the checkpoint of `step`.
-
-    Attributes:
-        optimizer: Optimizer of this rank's parameters.
-    """
+    """Event after the optimizer is built; in a resumed job, it has the state of the checkpoint of `step`."""
 
     optimizer: Optimizer
 
 
 @dataclass(frozen=True, slots=True)
 class DataReady(Event):
-    """Training data will be read next, from the first sample after those of the completed steps.
+    """Event before the first read of training data, which starts after the samples of the completed steps.
 
     Attributes:
         num_microbatches: Number of microbatches of a step on this rank.
@@ -85,17 +79,14 @@ class DataReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepStarted(Event):
-    """The microbatches of a step are on the device; the first forward follows."""
+    """Event before the first forward of a step; the step's microbatches are on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardDone(Event):
-    """All forwards and backwards of a step are done.
+    """Event after all forwards and backwards of a step.
 
-    Gradients are sums over microbatches. Some of them are not yet reduced over ranks.
-
-    Attributes:
-        model: Model whose parameters hold the gradients.
+    Gradients are sums over microbatches. Some gradients are not yet reduced over ranks.
     """
 
     model: nn.Module
@@ -103,14 +94,13 @@ class BackwardDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class GradientsReady(Event):
-    """The gradients of a step are reduced, divided by the global weight and clipped; the optimizer step follows.
+    """Event before the optimizer step; the gradients are reduced, divided by the global weight and clipped.
 
     A handler may change the gradients in place.
 
     Attributes:
-        model: Model whose parameters hold the gradients.
-        grad_norm: Global norm of the gradients before clipping; 0-dim tensor on the device. It may be non-finite, in a
-            step that may be skipped.
+        grad_norm: Global norm of the gradients before clipping; 0-dim tensor on the device. May be non-finite in a bad
+            step.
     """
 
     model: nn.Module
@@ -119,11 +109,10 @@ class GradientsReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerDone(Event):
-    """The optimizer has updated the parameters, or skipped a bad step. Gradients are not yet cleared.
+    """Event after the optimizer has updated the parameters or skipped a bad step; gradients are not yet cleared.
 
     Attributes:
         model: The model; with pipeline parallelism, this rank's stages.
-        optimizer: Optimizer of this rank's parameters.
         taken: True if the parameters were updated, False if the step was skipped; 0-dim bool tensor on the device.
     """
 
@@ -134,7 +123,7 @@ class OptimizerDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepDone(Event):
-    """An optimizer step is done.
+    """Event after an optimizer step.
 
     Attributes:
         loss: Weighted mean over the global batch; 0-dim tensor on the device. Reading its value synchronizes host and
@@ -152,10 +141,10 @@ class StepDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class BadStepFound(Event):
-    """A bad step was found: its loss or gradients are non-finite, or its loss is a spike.
+    """Event of a bad step: its loss or gradients are non-finite, or its loss is a spike.
 
-    It is emitted in the bad step or the next one, before the `StepDone` of the step that emits it. After a rollback or
-    a stop, this `StepDone` is not emitted.
+    The bad step or the next step emits the event, before its own `StepDone`. After a rollback or a stop, this
+    `StepDone` is not emitted.
 
     Attributes:
         kind: `non-finite` or `spike`.
@@ -170,12 +159,12 @@ class BadStepFound(Event):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationStarted(Event):
-    """An evaluation starts."""
+    """Event before an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDone(Event):
-    """An evaluation is done.
+    """Event after an evaluation.
 
     Attributes:
         values: Loss and task metrics on the evaluation data, by name.
@@ -186,29 +175,29 @@ class EvaluationDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStarted(Event):
-    """Saving of a checkpoint of `step` starts."""
+    """Event before the checkpoint of `step` is saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved(Event):
-    """The checkpoint of `step` is complete. A checkpoint that is written in the background may complete steps later."""
+    """Event when the checkpoint of `step` is complete, possibly some steps later if saved in the background."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateOffloaded(Event):
-    """Training state is offloaded to host memory, and its device memory is free for other uses."""
+    """Event after training state was offloaded to host memory, which frees its device memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateOnloaded(Event):
-    """Training state is onloaded to the device again."""
+    """Event after training state was onloaded to the device again."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartWritten(Event):
-    """This rank has computed a part of the samples. A rank that writes the results has written them.
+    """Event after this rank has computed a part of the samples, and has written the results if it is a writing rank.
 
-    `step` is the number of parts that all ranks have computed, those of previous runs included.
+    `step` is the number of parts that all ranks have computed, including previous runs.
 
     Attributes:
         part: Index of the part; `None` if no part was left for this rank.
@@ -219,11 +208,7 @@ class PartWritten(Event):
 
 @dataclass(frozen=True, slots=True)
 class ModelExported(Event):
-    """The model is exported in the Hugging Face layout.
-
-    Attributes:
-        folder: Folder of the exported files.
-    """
+    """Event after the model was exported in the Hugging Face layout."""
 
     folder: Path
 
@@ -234,12 +219,9 @@ class TrainResult:
 
     Attributes:
         steps: Number of completed steps, including those before a resume.
-        train_loss: Loss of the last step.
         evaluation: Loss and task metrics of the last evaluation, by name; empty without evaluation.
-        weight_per_second: Mean training throughput since the last start or resume, in units of the loss weight, e.g.
-            tokens.
-        run_dir: The run folder.
-        export_dir: Folder of the exported model; `None` if it was not exported.
+        weight_per_second: Mean throughput since the last start or resume, in units of the loss weight, e.g. tokens.
+        export_dir: Folder of the exported model; `None` without an export.
     """
 
     steps: int
@@ -252,14 +234,12 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class Finished(Event):
-    """The job is done. All ranks still run, so a handler may call the model and issue collectives.
+    """Event at the end of a job, while all ranks run: a handler may call the model and issue collectives.
 
     Attributes:
-        result: Result of the job.
         model: Trained model; with pipeline parallelism, this rank's stages.
         forward: Calls the model over all pipeline stages, without gradients. Collective over the pipeline; every rank
             gets the output.
-        ctx: Distributed context of the job.
     """
 
     result: TrainResult
@@ -270,10 +250,6 @@ class Finished(Event):
 
 @dataclass(frozen=True, slots=True)
 class Failed(Event):
-    """The job ends with an exception. Other ranks may have exited, so a handler must not issue collectives.
-
-    Attributes:
-        error: The exception.
-    """
+    """Event of an exception that ends the job. Other ranks may have exited: handlers must not issue collectives."""
 
     error: BaseException

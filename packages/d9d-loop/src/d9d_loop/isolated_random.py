@@ -1,4 +1,4 @@
-"""Separate random streams for code such as event handlers, so that it does not change the training's draws."""
+"""Separate random streams for code such as event handlers, which must not change the training's draws."""
 
 import random
 import sys
@@ -16,7 +16,7 @@ def isolated_random(*parts: str | int, device: bool = False) -> Generator[None]:
 
     Args:
         parts: Key of the random stream; equal parts give equal draws, on every rank and in every run.
-        device: Whether to seed and restore the accelerator's generator, too. By default it is not changed.
+        device: If True, also seed and restore the accelerator's generator.
     """
     key = stream_key(*parts)
     numpy = sys.modules.get("numpy")

@@ -17,8 +17,8 @@ from d9d_pipeline import Inputs
 class Loss:
     """Sum of the loss over a microbatch, and its weight.
 
-    The loss of a step is the sum of all totals divided by the sum of all weights, over all microbatches and ranks. So
-    it does not depend on how the batch is split. Gradients are divided once, by the sum of all weights.
+    The loss of a step is the sum of all totals divided by the sum of all weights, over all microbatches and ranks. The
+    split of the batch therefore does not affect the loss. Gradients are divided once, by the sum of all weights.
 
     Attributes:
         total: 0-dim tensor: the loss *summed* over the samples, elements or unmasked tokens of the microbatch.
@@ -34,13 +34,10 @@ class BatchTask(ABC):
 
     @abstractmethod
     def inputs(self, batch: Any) -> Inputs | Mapping[str, Any]:
-        """Return the arguments of the model's forward for a microbatch.
+        """Return the arguments of the model's forward for a microbatch: keyword arguments, or `Inputs`.
 
         Args:
             batch: Output of the collate function, on the job's device; under context parallelism, of `split_sequence`.
-
-        Returns:
-            Keyword arguments of forward, or `Inputs` if there are positional arguments.
         """
 
     def split_sequence(self, batch: Any, split: ContextSplit) -> Any:
@@ -75,26 +72,14 @@ class Task(BatchTask):
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Any) -> Loss:
-        """Compute the loss of a microbatch.
-
-        Args:
-            outputs: Return value of the model's forward.
-            batch: The batch that was passed to `inputs`.
-        """
+        """Compute the loss of a microbatch from the output of the model's forward."""
 
     def metrics(self) -> Mapping[str, Metric]:
         """Return new metrics to measure besides the loss, by name. Each report resets them."""
         return {}
 
     def update_metrics(self, metrics: Mapping[str, Metric], *, outputs: Any, batch: Any, loss: Loss) -> None:
-        """Update the metrics with a microbatch. Avoid host-device synchronization here.
-
-        Args:
-            metrics: Metrics that `metrics` returned, by name.
-            outputs: Return value of the model's forward.
-            batch: The batch that was passed to `inputs`.
-            loss: Loss of the microbatch.
-        """
+        """Update the metrics with a microbatch. Avoid host-device synchronization here."""
         return  # by default there are no metrics
 
 
@@ -113,10 +98,10 @@ class InferenceTask(BatchTask):
         """
 
     def join_sequence(self, outputs: Any, split: ContextSplit) -> Any:
-        """Gather outputs along the sequence dim from all context-parallel ranks.
+        """Gather outputs along the sequence dim from all context-parallel ranks. Collective over them.
 
-        Called only with several context-parallel ranks. Collective over them. For a tensor with a value per token,
-        return `split.join(outputs)`.
+        Called only with several context-parallel ranks. For a tensor with a value per token, return
+        `split.join(outputs)`.
 
         Args:
             outputs: Return value of the model's forward for this rank's shard.

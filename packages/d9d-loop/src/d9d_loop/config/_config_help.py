@@ -12,7 +12,7 @@ from d9d_loop.config._config_keys import Key, arms_of, keys_of, sections_of
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A key as one kind of its section declares it; `kind` is empty if the section has only one."""
+    """Key as one kind of its section declares it; `kind` is empty if the section has only one."""
 
     kind: str
     key: Key
@@ -28,13 +28,9 @@ def describe_fields(model: type[BaseModel]) -> str:
 
 
 def tabulate_fields(model: type[BaseModel], *, without: type[BaseModel] | None = None) -> str:
-    """Return a Markdown table of the keys with type, default and description.
+    """Return a Markdown table of the keys, except those of `without`, with type, default and description.
 
     Keys of the items of a list are written as `list[].key`.
-
-    Args:
-        model: Configuration class.
-        without: Configuration class whose keys are omitted from the table.
     """
     known = {} if without is None else _entries(without)
     lines = ["| Key | Type | Default | What it is for |", "|---|---|---|---|"]

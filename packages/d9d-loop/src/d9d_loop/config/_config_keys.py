@@ -14,14 +14,12 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of a configuration.
+    """Key of a configuration.
 
     Attributes:
         name: Name of the field; `all_keys` prefixes it with the names of the enclosing sections, separated by dots.
-        annotation: Type of the value.
         default: Default as text: a string as is, other values as JSON, "computed" for a default factory. `None` if the
             key is required.
-        description: Description of the field, or an empty string.
     """
 
     name: str

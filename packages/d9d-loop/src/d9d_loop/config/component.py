@@ -42,13 +42,10 @@ class Component(Section):
         return value
 
     def build(self, key: str) -> Any:
-        """Import the class or function that `use` names, and call it with the arguments.
+        """Import the class or function that `use` names, call it with the arguments, and return the result.
 
         Args:
             key: Configuration key of this section, for messages.
-
-        Returns:
-            The result of the call.
 
         Raises:
             UserError: If `use` cannot be imported or is not callable, or the arguments do not match its signature and
@@ -102,11 +99,7 @@ class Component(Section):
 
 
 def _type_of_default(signature: inspect.Signature, name: str) -> Any:
-    """Return the type of an argument without an annotation, so that `false` on a command line becomes a bool.
-
-    Returns:
-        Type of the default if it is a bool, int or float; else `Any`.
-    """
+    """Return the type of a bool, int or float default, else `Any`: `false` on a command line becomes a bool."""
     parameter = signature.parameters.get(name)
     default = None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
     return type(default) if isinstance(default, bool | int | float) else Any
@@ -129,11 +122,7 @@ def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _convert(value: Any, annotation: Any, key: str) -> Any:
-    """Convert an argument to its annotated type with the validation of configuration keys.
-
-    Raises:
-        UserError: If the value does not match the annotation. The message has the full key.
-    """
+    """Convert an argument to its annotated type with the validation of configuration keys; errors have the full key."""
     *sections, name = key.split(".")
     try:
         model = _model_of(name, annotation)

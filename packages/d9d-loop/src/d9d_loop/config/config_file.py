@@ -15,14 +15,12 @@ _DISCRIMINATORS = ("kind", "use")
 
 
 def read_config_file(file: str | Path) -> _Values:
-    """Read a `.toml`, `.json`, `.yaml` or `.yml` file and the files that it includes.
+    """Read a `.toml`, `.json`, `.yaml` or `.yml` file and the files that it includes, as nested dicts.
 
     `include = ["base.toml"]` at the top level includes other files, by paths relative to this file. Keys of this file
     override those of included files, and later included files override earlier ones. Sections are merged; other values
-    are replaced. A section is also replaced if its `kind` or `use` differs, because then its keys differ.
-
-    Returns:
-        Merged values as nested dicts, without `include` and `$schema`.
+    are replaced. A section is also replaced if its `kind` or `use` differs, because then its keys differ. The result
+    lacks `include` and `$schema`.
 
     Raises:
         UserError: If a file cannot be read, has another extension, is malformed, repeats a key or includes itself; if
@@ -48,7 +46,7 @@ def _read(path: Path, included_by: Sequence[Path]) -> _Values:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> _Values:
-    """Merge two configurations: values of `over` win, and it replaces sections whose `kind` or `use` differs."""
+    """Merge two configurations; `over` wins, and its sections with another `kind` or `use` replace those of `base`."""
     if any(key in base and key in over and base[key] != over[key] for key in _DISCRIMINATORS):
         return dict(over)
     merged = dict(base)

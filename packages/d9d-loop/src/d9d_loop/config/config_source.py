@@ -22,16 +22,8 @@ M = TypeVar("M", bound=BaseModel)
 def parse_command_line(model: type[M], default_file: str | Path | None, arguments: Sequence[str] | None) -> M:
     """Parse the command line `[FILE] [--section.key VALUE ...]` to a configuration.
 
-    `--help` prints every key and exits. `--schema` prints the JSON Schema of configuration files, for editors, and
-    exits.
-
-    Args:
-        model: Configuration class.
-        default_file: File to read if the command line names none; `None` for defaults only.
-        arguments: Command line without the program's name; by default `sys.argv[1:]`.
-
-    Raises:
-        UserError: If the file cannot be read or is malformed, or listing every invalid key.
+    `--help` prints every key and exits; `--schema` prints the JSON Schema of configuration files and exits. The
+    arguments and errors are those of `JobConfig.from_cli`.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "--help" in words or "-h" in words:
@@ -52,7 +44,7 @@ def parse_command_line(model: type[M], default_file: str | Path | None, argument
 def _with_default_kinds(values: Mapping[str, Any], over: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     """Add the default `kind` to sections of the file that omit it, where the command line sets a `kind`.
 
-    `merge` then sees if the two kinds differ, and replaces the section instead of mixing keys of both kinds.
+    `merge` then replaces the section if the kinds differ, instead of mixing keys of both kinds.
     """
     named = dict(values)
     for key, field in model.model_fields.items():
@@ -68,12 +60,7 @@ def _with_default_kinds(values: Mapping[str, Any], over: Mapping[str, Any], mode
 
 
 def validate_config(model: type[M], values: Mapping[str, Any]) -> M:
-    """Validate values and return the configuration.
-
-    Raises:
-        UserError: Listing every invalid key with its value and the expected value, and for an unknown key the most
-            similar known key.
-    """
+    """Validate values; the `UserError` lists every invalid key with its value and the expected value."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -106,14 +93,7 @@ def _replace_one_of(schema: Any) -> Any:
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
-    """Split command-line words into the configuration file and the overrides `--key value` and `--key=value`.
-
-    Returns:
-        The file, if there is one, and the pairs of key and text.
-
-    Raises:
-        UserError: If an override has no value, or there is more than one file.
-    """
+    """Split words into the configuration file, if any, and the overrides `--key value` and `--key=value`."""
     file: str | None = None
     overrides: list[tuple[str, str]] = []
     rest = iter(words)
@@ -134,11 +114,7 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]
 
 
 def _override(over: dict[str, Any], key: str, text: str, values: Any) -> None:
-    """Set the value of a dotted key in `over`, the overrides of a file's `values`.
-
-    Raises:
-        UserError: If the key goes through a value that is not a section.
-    """
+    """Set the value of a dotted key in `over`, the overrides of a file's `values`."""
     *sections, name = key.split(".")
     for section in sections:
         over, values = over.setdefault(section, {}), values.get(section, {})

@@ -1,4 +1,4 @@
-"""Jobs defined by a configuration file alone: it names the model, task and data by import path."""
+"""Jobs defined by a configuration file alone, which names the model, task and data by import path."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -45,11 +45,7 @@ class InferencePresetConfig(InferenceConfig):
 
 
 def preset_trainer(config: PresetConfig) -> Trainer:
-    """Build the Trainer of a preset.
-
-    Raises:
-        UserError: If a component cannot be imported, or cannot be called with the preset's arguments.
-    """
+    """Build the Trainer of a preset. Raise `UserError` if a component cannot be imported or called."""
     return _configured(
         Trainer,
         config,
@@ -60,20 +56,12 @@ def preset_trainer(config: PresetConfig) -> Trainer:
 
 
 def preset_inference(config: InferencePresetConfig) -> Inference:
-    """Build the inference job of a preset.
-
-    Raises:
-        UserError: If a component cannot be imported, or cannot be called with the preset's arguments.
-    """
+    """Build the inference job of a preset. Raise `UserError` if a component cannot be imported or called."""
     return _configured(Inference, config)
 
 
 def look_beside_preset(arguments: Sequence[str] | None = None) -> None:
-    """Prepend the current folder and the preset file's folder to `sys.path`, so that their modules can be imported.
-
-    Args:
-        arguments: Command-line arguments without the program name; by default those of this process.
-    """
+    """Prepend the current folder and the preset file's folder to `sys.path`, so that their modules can be imported."""
     file, _ = split_words(sys.argv[1:] if arguments is None else arguments)
     folders = [Path.cwd(), *([] if file is None else [Path(file).resolve().parent])]
     sys.path[:0] = [folder for folder in dict.fromkeys(map(str, folders)) if folder not in sys.path]
@@ -82,13 +70,7 @@ def look_beside_preset(arguments: Sequence[str] | None = None) -> None:
 def _configured(
     job: Callable[..., J], config: PresetConfig | InferencePresetConfig, **parts: tuple[str, Component | None]
 ) -> J:
-    """Build a job and the components that its preset sets.
-
-    Args:
-        job: Class of the job.
-        config: The preset.
-        parts: For each further keyword argument, the configuration key and the component; `None` if it is not set.
-    """
+    """Build a job and the components that its preset sets, which `parts` names with their configuration keys."""
     optional = {"collate": ("collate", config.collate), **parts}
     built = job(
         config,

@@ -36,7 +36,7 @@ _BOUNDED: tuple[Kind, ...] = ("1f1b", "interleaved_1f1b", "zb1p")
 
 
 class ScheduleConfig(BaseModel):
-    """A pipeline schedule and its options. A configuration may give the name alone: `--pipeline.schedule zbv`."""
+    """Pipeline schedule and its options. A configuration may give the name alone: `--pipeline.schedule zbv`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,11 +57,7 @@ class ScheduleConfig(BaseModel):
     )
 
     def build(self) -> Schedule:
-        """Build the schedule.
-
-        Raises:
-            UserError: If an option is set that the schedule does not support.
-        """
+        """Build the schedule. Options that the schedule does not support raise `UserError`."""
         options: dict[str, Any] = {}
         if self.warmup is not None:
             self._check("warmup", self.warmup, ("zb1p",))

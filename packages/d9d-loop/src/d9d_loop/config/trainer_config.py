@@ -29,14 +29,11 @@ class JobConfig(Section):
         """Read the configuration from the command line `script.py [FILE] [--section.key VALUE ...]`.
 
         Values on the command line override those of the file. `--help` prints every key and exits; `--schema` prints
-        the JSON Schema of configuration files and exits.
+        the JSON Schema of configuration files, for editors, and exits.
 
         Args:
             default_file: TOML, JSON or YAML file to read if the command line names none.
             arguments: Command line without the program's name; by default `sys.argv[1:]`.
-
-        Returns:
-            The validated configuration.
 
         Raises:
             UserError: If the file cannot be read or is malformed, or listing every invalid key.
@@ -87,7 +84,7 @@ class GradientConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are saved, and which are kept: those that any of the `keep_` rules selects."""
+    """Interval and retention of checkpoints. A checkpoint is kept if any of the `keep_` rules selects it."""
 
     every: PositiveInt = Field(100, description="Steps between checkpoints; the last step is always saved.")
     background: bool = Field(

@@ -1,4 +1,4 @@
-"""Training data: composable streams of samples in one global order, which does not depend on the number of ranks."""
+"""Training data: composable streams of samples in a global order that does not depend on the number of ranks."""
 
 from d9d_loop.data.best_fit import best_fit_decreasing
 from d9d_loop.data.bucketed_stream import BucketedStream

@@ -14,10 +14,7 @@ from d9d_loop.data.text_tokens import END_TOKEN, TextFiles, is_held_out, tokeniz
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command, and print one line of JSON for each token file written.
-
-    Args:
-        arguments: Command line without the program name; by default, that of this process.
+    """Run the command, and print one line of JSON for each token file.
 
     Raises:
         UserError: If an input file or an option value is invalid.

@@ -10,13 +10,9 @@ from d9d_loop.task import BatchTask
 
 
 class BatchPlacement:
-    """Copies batches to this rank's device and splits their sequences over context-parallel ranks.
+    """Copy of batches to this rank's device, and split of their sequences over context-parallel ranks.
 
     All context- and tensor-parallel ranks of one data-parallel rank read the same batch.
-
-    Args:
-        task: Task whose `split_sequence` splits a batch.
-        ctx: Distributed context of the job.
     """
 
     def __init__(self, task: BatchTask, ctx: DistributedContext) -> None:
@@ -31,7 +27,7 @@ class BatchPlacement:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy every tensor of a pytree to a device with `non_blocking=True`. For the CPU, return the batch unchanged."""
+    """Copy every tensor of a pytree to a device with `non_blocking=True`. On CPU, return the batch unchanged."""
     if device.type == "cpu":
         return batch
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)

@@ -1,4 +1,4 @@
-"""Reads planned batches in order, in this process or in worker processes, and places them on the device."""
+"""Reader of planned batches, in this process or in worker processes, with prefetch to the device."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,18 +14,15 @@ from d9d_loop.data.worker_pool import WorkerPool
 
 @final
 class BatchReader:
-    """Iterator over the batches of read jobs, in their order. Training, evaluation and inference read through it.
+    """Iterator over the batches of read jobs, in order, for training, evaluation and inference.
 
-    The random numbers that samples and `collate` draw are a function of the seed and the position of the batch's first
-    sample. They do not depend on `num_workers`, and the generators of the model are unaffected.
+    The random numbers of samples and `collate` are a function of the seed and the position of the batch's first sample.
+    They do not depend on `num_workers`, and the generators of the model are unaffected.
 
     Args:
-        reader: Reads the samples of a job and collates them.
         jobs: Batches to read; with workers, a background thread takes them ahead of use.
-        seed: Seed of the job.
         place: Copies a batch to `device`. With workers, it runs in a thread and must not draw random numbers.
-        device: Device that `place` copies to.
-        num_workers: Number of worker processes. With 0, this process reads a batch when it is asked for.
+        num_workers: Number of worker processes. With 0, this process reads each batch on demand.
         prefetch: Number of batches to prefetch in a thread; only used with workers.
         timeout: Time limit of a worker for a batch, in seconds; `None` for no limit.
         draws: If False, samples and `collate` draw no random numbers, which is checked on the first batch.
@@ -59,12 +56,7 @@ class BatchReader:
         return self
 
     def __next__(self) -> Any:
-        """Return the next batch.
-
-        Raises:
-            StopIteration: After the last job.
-            DataError: If a sample cannot be read or collated, or a worker died or timed out.
-        """
+        """Return the next batch. Failed samples and workers raise `DataError`."""
         return next(self._batches)
 
     def close(self) -> None:

@@ -4,20 +4,13 @@ from collections.abc import Sequence
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items into rows by best-fit decreasing.
+    """Pack items into rows by best-fit decreasing, and return the item indices of each row. Deterministic.
 
-    Items are placed in descending order of length. Each goes into the row with the least sufficient free space, or into
-    a new row if none has enough (Johnson: "Near-optimal bin packing algorithms", 1973; for documents: "Fewer
-    Truncations Improve Language Modeling", arXiv:2404.10830). Rows with equal free space are interchangeable, and so
-    are items of equal length, so a group of items is placed into a group of rows at once. A bit set finds the least
-    sufficient free space. The number of these group placements depends mostly on the number of distinct lengths.
-
-    Args:
-        lengths: Length of each item, from 1 to `capacity`.
-        capacity: Row length.
-
-    Returns:
-        Item indices of each row, longest item first. Deterministic: equal arguments give equal rows.
+    Items are placed in descending order of length, each into the row with the least sufficient free space, or into a
+    new row (Johnson: "Near-optimal bin packing algorithms", 1973; for documents: "Fewer Truncations Improve Language
+    Modeling", arXiv:2404.10830). Rows with equal free space are interchangeable, and so are items of equal length. So a
+    group of items is placed into a group of rows at once. The number of these placements depends mostly on the number
+    of distinct lengths.
     """
     items_of: list[list[int]] = [[] for _ in range(capacity + 1)]  # by length
     for item, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""Groups samples of similar length, which reduces the padding of batches."""
+"""Groups of samples of similar length, which reduce the padding of batches."""
 
 from typing import Any, final
 
@@ -12,15 +12,13 @@ from d9d_loop.data.window_cursor import WindowCursor
 
 @final
 class BucketedStream(SampleStream):
-    """Sorts each window of a stream by length, splits it into groups, and shuffles the groups.
+    """Stream whose windows are sorted by length and split into groups, which are shuffled.
 
-    It only permutes the samples of a window: none is dropped or repeated.
+    Each window is only permuted: no sample is dropped or repeated.
 
     Args:
-        stream: Stream to reorder.
         group_size: Number of samples in a group: the microbatch size or a multiple of it.
         num_groups: Number of groups in a window. With more groups, the lengths within a group differ less.
-        seed: Seed of the order of the groups.
 
     Raises:
         UserError: If `group_size` or `num_groups` is below 1.
@@ -34,7 +32,7 @@ class BucketedStream(SampleStream):
         self.is_endless = stream.is_endless
 
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """Return a cursor. If `state` points into a window, that window is taken from the stream and sorted again."""
+        """Return a cursor. If `state` points into a window, the whole window is taken and sorted again."""
         return WindowCursor(self._stream, state, size=self._group_size * self._num_groups, arrange=self._arrange)
 
     def read(self, entry: Entry) -> Any:

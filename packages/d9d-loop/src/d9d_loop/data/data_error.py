@@ -2,7 +2,7 @@
 
 
 class DataError(RuntimeError):
-    """A sample could not be read or collated, or a worker died or timed out. The message names the sample.
+    """Error of a sample that could not be read or collated, or of a worker that died or timed out.
 
-    With workers, the message also names the worker.
+    The message names the sample and, with workers, the worker.
     """

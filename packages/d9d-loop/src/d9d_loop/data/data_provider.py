@@ -13,12 +13,11 @@ from d9d_loop.data.samples import Collate, Samples
 
 
 class DataProvider(ABC):
-    """Provides the training data and evaluation data of a job, and collates both into batches.
+    """Source of the training and evaluation data of a job, with their collate function.
 
     Attributes:
         draws: True if reading samples or collating may draw random numbers, as data augmentation does. The generators
             are then seeded from the position of the samples, which takes tens of microseconds for each microbatch.
-            Set it to False if neither draws any.
     """
 
     draws: bool = True
@@ -27,10 +26,7 @@ class DataProvider(ABC):
     def training(self, *, seed: int) -> SampleStream:
         """Return the training data, in the order in which the job reads them.
 
-        Called on every rank, and must return an equal stream on each.
-
-        Args:
-            seed: Seed of the job.
+        Called on every rank, and must return an equal stream on each. `seed` is the seed of the job.
         """
 
     def evaluation(self) -> Samples | SampleStream | None:
@@ -44,15 +40,12 @@ class DataProvider(ABC):
 
 @final
 class DatasetProvider(DataProvider):
-    """A map-style dataset, read in an order that is a function of the seed and the position.
+    """Provider of a map-style dataset, read in an order that is a function of the seed and the position.
 
     `draws` is False if the dataset is a list, tuple or tensor and `collate` is the default one, else True.
 
     Args:
-        samples: Training data.
         shuffle: If True, shuffle each epoch, in a different order each time.
-        evaluation: Held-out data, or `None`.
-        collate: Collates a list of samples into a batch.
     """
 
     def __init__(
@@ -68,11 +61,7 @@ class DatasetProvider(DataProvider):
         self.draws = type(samples) not in {list, tuple, Tensor} or collate is not default_collate
 
     def training(self, *, seed: int) -> SampleStream:
-        """Return the samples as an `IndexedStream`.
-
-        Raises:
-            UserError: If the dataset is empty.
-        """
+        """Return the samples as an `IndexedStream`. An empty dataset raises `UserError`."""
         if len(self._samples) == 0:
             raise UserError("the training data are empty; expected at least one sample. Check the path of the data.")
         return IndexedStream(self._samples, seed=seed, shuffle=self._shuffle)

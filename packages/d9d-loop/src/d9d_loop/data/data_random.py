@@ -1,4 +1,4 @@
-"""Random streams for reading samples, derived from the sample position, so that ranks with the same samples agree."""
+"""Random streams for reading samples, derived from the sample position: ranks with the same samples agree."""
 
 import json
 import random
@@ -16,12 +16,8 @@ from d9d_dist import UserError, stream_key
 def position_random(seed: int, *, position: int) -> Generator[None]:
     """Seed `random`, torch's CPU generator and, if imported, NumPy from a sample position; restore them on exit.
 
-    Pipeline-, tensor- and context-parallel ranks read the same samples, so datasets and collate functions must draw
-    the same numbers on each of them. The random states of the model are unaffected.
-
-    Args:
-        seed: Seed of the job.
-        position: Position of the first of the samples in the global order.
+    `position` is the first sample's position in the global order. Pipeline-, tensor- and context-parallel ranks read
+    the same samples, so they must draw the same numbers.
     """
     before = _states()
     seed_data_random(seed, position=position)
@@ -35,7 +31,7 @@ def position_random(seed: int, *, position: int) -> Generator[None]:
 
 
 def seed_data_random(seed: int, *, position: int) -> None:
-    """Seed like `position_random`, but without restoring the states; for data worker processes."""
+    """Seed like `position_random` without restoring the states, for data worker processes."""
     key = stream_key(seed, "data at", position)
     random.seed(key)
     torch.default_generator.manual_seed(key)
@@ -44,12 +40,9 @@ def seed_data_random(seed: int, *, position: int) -> None:
 
 
 def check_draws_nothing(read: Callable[[], object]) -> None:
-    """Check that `read`, which reads a batch, draws no random numbers.
+    """Check that `read`, which reads a batch, draws no random numbers, else raise `UserError`.
 
     If the random states changed, `read` is called again, because another thread, such as a tracker's, may have drawn.
-
-    Raises:
-        UserError: If random numbers were drawn in both calls.
     """
     drawn = _drawn_by(read) and _drawn_by(read)
     if drawn:

@@ -1,4 +1,4 @@
-"""Documents as training data, and the parts that long ones are split into."""
+"""Documents as training data, and the split of long documents into parts."""
 
 from typing import NotRequired, TypedDict
 
@@ -6,11 +6,11 @@ from torch import Tensor
 
 
 class Document(TypedDict):
-    """A document, or a part of one.
+    """Document, or a part of one.
 
     Attributes:
         tokens: int64 [n + 1]. The first n are inputs, the last n are labels.
-        source: Index of its source in a mixture; absent without a mixture.
+        source: Index of the document's source in a mixture; absent without a mixture.
     """
 
     tokens: Tensor
@@ -18,15 +18,10 @@ class Document(TypedDict):
 
 
 def cut(num_tokens: int, max_length: int) -> list[tuple[int, int]]:
-    """Split a document into parts so that each token but the first is the label of exactly one position.
+    """Split a document into parts; return the first and last token of each part, both inclusive.
 
-    Args:
-        num_tokens: Number of tokens of the document.
-        max_length: Largest number of positions of a part.
-
-    Returns:
-        The indices of the first and last token of each part, both inclusive. A part starts at the last token of the
-        previous part. A document of fewer than two tokens has no parts, since there is no label.
+    A part has at most `max_length` positions and starts at the last token of the previous part. So each token but the
+    first is a label exactly once. A document of fewer than two tokens has no parts, since there is no label.
     """
     last = num_tokens - 1
     return [(start, min(start + max_length, last)) for start in range(0, last, max_length)]

@@ -38,9 +38,7 @@ class DocumentStream(SampleStream):
     An entry is (document, first token, last token), both tokens inclusive; only these tokens are read.
 
     Args:
-        file: Token file.
         max_length: Longer documents are split into parts of at most this many positions. For packing, the row length.
-        seed: Seed of the order of each epoch.
         shuffle: If False, read each epoch in the order of the file.
         epochs: Number of epochs; None repeats them without end.
 
@@ -79,7 +77,7 @@ class DocumentStream(SampleStream):
         return {"tokens": self._file.tokens(start + first, start + last + 1)}
 
     def length(self, entry: tuple[int, int, int]) -> int:
-        """Return the number of positions of a part, which is its number of tokens minus one."""
+        """Return the number of positions of a part: its number of tokens minus one."""
         _, first, last = entry
         return last - first
 
@@ -102,7 +100,6 @@ class _DocumentCursor(Cursor):
             self._ahead = self._ahead[place.part :]
 
     def take(self, num_entries: int) -> list[tuple[int, int, int]]:
-        """Return the next parts of documents."""
         while (missing := num_entries - len(self._ahead)) > 0 and self._look_ahead(min(missing, _MOST_AHEAD)):
             pass
         taken, self._ahead = self._ahead[:num_entries], self._ahead[num_entries:]
@@ -129,17 +126,15 @@ class _DocumentCursor(Cursor):
 
 @final
 class TokenizedStream(SampleStream):
-    """Documents that are tokenized on the fly.
+    """Documents that are tokenized on the fly. An entry is the tokens of a part.
 
     Every rank tokenizes every sample, since the lengths determine the order of the parts. If that is too slow, write a
-    token file once. An entry is the tokens of a part.
+    token file once.
 
     Args:
-        stream: Stream of samples to tokenize.
         tokenize: Returns the tokens of a sample as integers, including an end token if one is wanted.
         max_length: Longer documents are split into parts of at most this many positions. For packing, the row length.
-        name: Identifies `tokenize`, since functions cannot be compared. A job that resumes with another name is
-            refused.
+        name: Identifies `tokenize`, since functions cannot be compared. Resuming with another name is an error.
         window: Number of samples tokenized at a time. A job that resumes inside a window tokenizes the window again.
 
     Raises:
@@ -171,7 +166,7 @@ class TokenizedStream(SampleStream):
         return {"tokens": torch.tensor(entry)}
 
     def length(self, entry: list[int]) -> int:
-        """Return the number of positions of a part, which is its number of tokens minus one."""
+        """Return the number of positions of a part: its number of tokens minus one."""
         return len(entry) - 1
 
     def identity(self) -> JsonValue:

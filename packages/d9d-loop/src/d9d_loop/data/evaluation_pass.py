@@ -13,15 +13,7 @@ _EMPTY = "the evaluation data are empty; expected at least one sample. Check the
 
 
 def check_evaluation_data(data: Samples | SampleStream, *, num_samples: int | None) -> None:
-    """Check that one pass over the data ends and has samples. Reads no sample.
-
-    Args:
-        data: Dataset, or stream of samples.
-        num_samples: Number of samples of the pass; None for all.
-
-    Raises:
-        UserError: If a dataset is empty, or a stream is endless and `num_samples` is None.
-    """
+    """Check that one pass over the data ends and has samples, else raise `UserError`. Reads no samples."""
     if not isinstance(data, SampleStream):
         if len(data) == 0:
             raise UserError(_EMPTY)
@@ -37,8 +29,7 @@ class EvenlySpacedStream(SampleStream):
     """Finite stream of evenly spaced samples of a map-style dataset. An entry is a sample index.
 
     Args:
-        samples: The dataset.
-        num_samples: Number of samples in the stream, at most those of the dataset; None for all of them.
+        num_samples: Number of samples, capped at the dataset size; None for the whole dataset.
     """
 
     is_endless = False
@@ -82,23 +73,12 @@ class _SpacedCursor(Cursor):
 def plan_pass(
     stream: SampleStream, *, batch_size: int, dp_rank: int, dp_size: int, num_samples: int | None = None
 ) -> tuple[list[ReadJob], int]:
-    """Plan one pass over a stream. No collectives: every rank plans the whole pass and gets its own batches.
+    """Plan one pass over a stream, and return this rank's batches and the number of them without padding.
 
-    Every rank gets the same number of batches, because all ranks take part in the collectives of each batch. A rank
-    with fewer samples gets a padding batch of the first sample at the end, whose outputs must be ignored.
-
-    Args:
-        stream: The stream.
-        batch_size: Number of samples of a batch on one rank; the last batch may be smaller.
-        dp_rank: Data-parallel rank.
-        dp_size: Number of data-parallel ranks.
-        num_samples: Number of samples of the pass; None for all of the stream, which must be finite then.
-
-    Returns:
-        The rank's batches, and the number of those that are no padding, which come first.
-
-    Raises:
-        UserError: If the stream is empty.
+    No collectives: every rank plans the whole pass. Every rank gets the same number of batches, because all ranks take
+    part in the collectives of each batch. A rank with fewer samples ends with a padding batch of the first sample,
+    whose outputs must be ignored. The last batch may have fewer than `batch_size` samples. Without `num_samples`, the
+    stream must be finite. An empty stream raises `UserError`.
     """
     cursor, position, jobs, num_real = stream.cursor(), 0, list[ReadJob](), 0
     padding: ReadJob | None = None

@@ -21,10 +21,9 @@ class IndexedStream(SampleStream):
     """Epochs of a map-style dataset, in the order of `SampleOrder`. An entry is a sample index.
 
     Args:
-        samples: Map-style dataset: a `torch.utils.data.Dataset`, a Hugging Face dataset or a list, for example.
-        seed: Seed of the order of each epoch.
+        samples: Map-style dataset, such as a `torch.utils.data.Dataset`, a Hugging Face dataset or a list.
         shuffle: If False, read each epoch in the order of the dataset.
-        length: Returns the length of the sample at an index. By default, the sample is read and `len` is applied, which
+        length: Returns the length of the sample at an index. The default reads the sample and applies `len`, which
             requires a tensor or a sequence.
         epochs: Number of epochs; None repeats them without end.
 
@@ -66,22 +65,14 @@ class IndexedStream(SampleStream):
 
 
 def end_of_epochs(epochs: int | None, num_samples: int) -> int | None:
-    """Return the position at which a stream of `epochs` epochs ends; None if it is endless.
-
-    Raises:
-        UserError: If `epochs` is below 1.
-    """
+    """Return the position at which a stream of `epochs` epochs ends; None if it is endless."""
     if epochs is not None and epochs < 1:
         raise UserError(f"epochs = {epochs}; expected at least 1, or None for an endless stream.")
     return None if epochs is None else epochs * num_samples
 
 
 def measured_length(sample: Any) -> int:
-    """Return `len` of a sample that is a list, tuple, string, bytes or tensor.
-
-    Raises:
-        UserError: If the sample has another type, such as a dictionary, whose `len` is the number of keys.
-    """
+    """Return `len` of a list, tuple, string, bytes or tensor. Other types, such as dictionaries, raise `UserError`."""
     if isinstance(sample, list | tuple | str | bytes) or (isinstance(sample, Tensor) and sample.dim()):
         return len(sample)
     raise UserError(
@@ -100,13 +91,7 @@ _PLACE = TypeAdapter(_Place)
 
 @final
 class OrderCursor(Cursor):
-    """Cursor over a `SampleOrder`. Its entries are sample indices.
-
-    Args:
-        order: Order of the samples.
-        state: Result of `state_dict`; `None` starts at the beginning.
-        end: Position at which the entries end; `None` for an endless cursor.
-    """
+    """Cursor over a `SampleOrder`, whose entries are sample indices. Endless if `end` is `None`."""
 
     def __init__(self, order: SampleOrder, state: JsonValue = None, *, end: int | None = None) -> None:
         self._order, self._end = order, end
@@ -116,7 +101,7 @@ class OrderCursor(Cursor):
 
     @property
     def position(self) -> int:
-        """Number of entries taken so far, from the beginning of the stream."""
+        """Number of entries taken so far."""
         return self._position
 
     def take(self, num_entries: int) -> list[int]:

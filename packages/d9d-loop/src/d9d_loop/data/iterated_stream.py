@@ -13,7 +13,7 @@ from d9d_loop.data.sample_stream import Cursor, SampleStream
 
 
 class StatefulIterable(Protocol):
-    """An iterable whose last iterator can be saved and restored, such as `datasets.IterableDataset`."""
+    """Iterable whose last iterator can be saved and restored, such as `datasets.IterableDataset`."""
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the data, from the loaded state if one was loaded."""
@@ -37,10 +37,8 @@ class IteratedStream(SampleStream):
 
     Args:
         epoch: Returns the data of an epoch, counted from 0; e.g. `lambda epoch: load_dataset(..., streaming=True)`.
-        name: Identifies the data, whose contents are not compared. A job that resumes with another name is refused.
-        transform: Converts an element to a sample.
-        length: Returns the length of an element before `transform`. By default `len`, which requires a tensor or a
-            sequence.
+        name: Identifies the data, whose contents are not compared. Resuming with another name is an error.
+        length: Returns the length of an element before `transform`; by default `len` of a tensor or a sequence.
         epochs: Number of epochs; None repeats them without end.
 
     Raises:
@@ -60,7 +58,7 @@ class IteratedStream(SampleStream):
         self._epoch, self._name, self._transform, self._length = epoch, name, transform, length
 
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """Return a cursor, whose position is the epoch and the state of the iterable."""
+        """Return a cursor; its position is the epoch and the state of the iterable."""
         return _IteratedCursor(self._epoch, state, name=self._name, num_epochs=self._num_epochs)
 
     def read(self, entry: Any) -> Any:
@@ -101,15 +99,9 @@ class _IteratedCursor(Cursor):
         self._elements = iter(self._data)
 
     def take(self, num_entries: int) -> list[Any]:
-        """Return the next elements.
-
-        Raises:
-            UserError: If an epoch has no elements.
-        """
         return list(islice(self._entries(), num_entries))
 
     def state_dict(self) -> JsonValue:
-        """Return the epoch and the state of its iterable."""
         if self._is_new or self._loaded is not None:
             return asdict(_Place(self._epoch, self._loaded))
         return asdict(_Place(self._epoch, self._data.state_dict()))

@@ -1,4 +1,4 @@
-"""Mixes streams in given shares, which may change over time: weights, temperature, phases, annealing."""
+"""Mixture of streams in given shares, which may change over time: weights, temperature, phases, annealing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,8 +23,7 @@ class Phase:
     Attributes:
         weights: Relative weight of each source, by name. A missing source has weight 0.
         start: Position in the mixture at which the phase starts, in the unit of the mixture (samples or tokens).
-        ramp: Length of the linear transition from the shares of the previous phase, in the same unit; 0 switches at
-            once.
+        ramp: Length of the linear transition from the previous shares, in the same unit; 0 switches at once.
     """
 
     weights: Mapping[str, float]
@@ -43,22 +42,20 @@ class SourceCount:
 
 @final
 class MixtureStream(SampleStream):
-    """Mixes several streams so that each source has a given share of the entries.
+    """Mixture of streams in which each source has a given share of the entries.
 
-    Each entry is taken from a source whose count is below its share. The source is drawn with a probability in
-    proportion to its deficit. So the counts stay close to the shares at every position, without a periodic pattern that
-    could align with the ranks. Each source has its own position and epochs.
+    Each entry comes from a source whose count is below its share, drawn with a probability in proportion to its
+    deficit. So the counts stay close to the shares at every position, without a periodic pattern that could align with
+    the ranks. Each source has its own position and epochs.
 
     Dictionary samples get the key `source`, the index of their source in the order of `sources`. It allows losses per
     source; `PackedStream` turns it into `sources`.
 
     Args:
-        sources: Streams by name.
         weights: Weight of each source by name, or phases of weights.
-        temperature: Weights are raised to the power 1 / temperature. 1 leaves them unchanged; higher values make them
-            more uniform ("Massively Multilingual Neural Machine Translation in the Wild", arXiv:1907.05019, section 4).
+        temperature: Weights are raised to the power 1 / temperature; values above 1 make them more uniform ("Massively
+            Multilingual Neural Machine Translation in the Wild", arXiv:1907.05019, section 4).
         unit: Unit of shares and of the positions of phases: `samples`, or `tokens` as measured by `length`.
-        seed: Seed of the draws.
 
     Raises:
         UserError: If the weights, phases or temperature are invalid, or a source is finite.
@@ -115,11 +112,7 @@ class MixtureStream(SampleStream):
         return {"mixture": {"phases": phases, "unit": self._unit, "seed": self._seed, "of": sources}}
 
     def shares(self, position: int) -> tuple[float, ...]:
-        """Return the share of each source at a position of the mixture. Shares sum to 1.
-
-        Args:
-            position: Number of samples or tokens taken so far, depending on the unit.
-        """
+        """Return the share of each source at a position in samples or tokens, depending on the unit; the sum is 1."""
         before: tuple[float, ...] = self._phases[0][2]
         for start, ramp, shares in self._phases:
             if position < start:
@@ -129,13 +122,9 @@ class MixtureStream(SampleStream):
         return before
 
     def counts(self, state: JsonValue) -> dict[str, SourceCount]:
-        """Return the samples and tokens taken from each source.
+        """Return the samples and tokens taken from each source at a cursor state of this stream, by source name.
 
-        Args:
-            state: Cursor state of this stream; `None` for the beginning.
-
-        Returns:
-            Counts by source name. Tokens are counted only if the unit is `tokens`, and are 0 otherwise.
+        `None` is the beginning. Tokens are counted only if the unit is `tokens`, and are 0 otherwise.
         """
         place = _read_place(state, self._streams)
         counted = zip(self._sources, place.samples, place.tokens, strict=True)
@@ -172,7 +161,6 @@ class _MixtureCursor(Cursor):
         self._cursors = [stream.cursor(state) for stream, state in zip(streams, place.sources, strict=True)]
 
     def take(self, num_entries: int) -> list[tuple[int, Entry]]:
-        """Return the next entries, each with the index of its source."""
         return [self._next() for _ in range(num_entries)]
 
     def state_dict(self) -> JsonValue:

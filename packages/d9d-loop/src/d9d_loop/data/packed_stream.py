@@ -1,4 +1,4 @@
-"""Packs documents into rows of equal length with little padding, and marks the document of each position.
+"""Packing of documents into rows of equal length with little padding.
 
 L: row length, in positions.
 """
@@ -22,11 +22,11 @@ IGNORED_LABEL = -100
 
 @final
 class PackedStream(SampleStream):
-    """Packs each window of documents into rows by best-fit decreasing, then shuffles the rows of the window.
+    """Stream of rows: each window of documents is packed by best-fit decreasing, and its rows are shuffled.
 
-    The rows of a window are a function of its start, so all ranks compute the same packing, and each reads only its own
-    rows. Almost all rows are full, so ranks with equally many rows have about equally many tokens. A sample is a
-    dictionary of int64 [L]:
+    The rows of a window are a function of its start: all ranks compute the same packing and read only their own rows.
+    Almost all rows are full, so ranks with equally many rows have about equally many tokens. A sample is a dictionary
+    of int64 [L]:
 
     - `input_ids`.
     - `labels`: the next token of each position. No label belongs to another document, and no label is lost.
@@ -37,10 +37,7 @@ class PackedStream(SampleStream):
 
     Args:
         documents: Stream of documents: a `DocumentStream`, a `TokenizedStream`, or a mixture of these.
-        row_length: Row length L, in positions.
         window: Number of documents packed together. Larger windows leave less padding: 16,384 leave about 0.05 %.
-        seed: Seed of the order of the rows of a window.
-        pad_token: Padding token of `input_ids`.
 
     Raises:
         UserError: If `row_length` or `window` is below 1; in `Cursor.take`, if a document is longer than a row.
@@ -87,15 +84,10 @@ class PackedStream(SampleStream):
 
 
 def pack_row(documents: list[Document], row_length: int, *, pad_token: int = 0) -> dict[str, Tensor]:
-    """Concatenate documents into a row, and pad the remaining positions.
+    """Concatenate documents into a row, pad the remaining positions, and return a sample as in `PackedStream`.
 
-    Args:
-        documents: Each with `tokens`, int64 [n + 1]: the first n become inputs, the last n labels.
-        row_length: Row length L, at least the sum of n over the documents.
-        pad_token: Padding token of `input_ids`.
-
-    Returns:
-        A sample as described in `PackedStream`.
+    A document has `tokens`, int64 [n + 1]: the first n become inputs, the last n labels. `row_length` is at least the
+    sum of n over the documents.
     """
     row: dict[str, Any] = {
         "input_ids": torch.full((row_length,), pad_token),

@@ -1,4 +1,4 @@
-"""Pads sequences of different lengths into batches.
+"""Padding of sequences of different lengths into batches.
 
 B: number of samples, L: padded length.
 """
@@ -25,7 +25,7 @@ def pad_sequences(
     multiple_of: int = 1,
     side: Side = "right",
 ) -> Tensor:
-    """Pad sequences to equal length and stack them.
+    """Pad sequences to equal length and stack them to [B, L, ...]; dtype and device do not change.
 
     Args:
         sequences: Tensors [n, ...] of the same dtype and device, which differ only in the size n of the first dim.
@@ -34,9 +34,6 @@ def pad_sequences(
         multiple_of: L is `length` rounded up to a multiple of this number, as context parallelism, tensor parallelism
             and some kernels require.
         side: Side to pad on.
-
-    Returns:
-        Tensor [B, L, ...] with the dtype and device of the sequences.
 
     Raises:
         UserError: If a sequence is longer than `length`.
@@ -58,11 +55,10 @@ class PaddingCollate:
     """Collate function for dictionary samples that contain sequences of different lengths.
 
     Attributes:
-        values: Padding value of each sequence, by key: `{"input_ids": 0, "labels": -100}`. Other keys are collated
-            with `default_collate`.
+        values: Padding value of each sequence, by key: `{"input_ids": 0, "labels": -100}`. Other keys are collated with
+            `default_collate`.
         length: Length to pad to; by default, the longest sequence of a key.
         multiple_of: Padded lengths are rounded up to a multiple of this number.
-        side: Side to pad on.
         mask: Key of an additional bool [B, L] mask, which is False at padding of the first key of `values`. Empty for
             no mask.
     """
@@ -74,11 +70,7 @@ class PaddingCollate:
     mask: str = ""
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """Collate samples into a batch.
-
-        Raises:
-            UserError: If a sample lacks a key of `values`, or a sequence is longer than `length`.
-        """
+        """Collate samples. Raise `UserError` if a sample lacks a key of `values`, or a sequence exceeds `length`."""
         for sample in samples:
             if missing := sorted(self.values.keys() - sample.keys()):
                 raise UserError(

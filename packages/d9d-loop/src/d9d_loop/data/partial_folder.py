@@ -1,8 +1,8 @@
 """Temporary folder that is renamed into place when complete. Folders of killed processes are removed later.
 
 A writer holds a `flock` on its folder, which the operating system releases when the writer dies. On a file system
-without locks, no folder is removed. The folder name contains the host name, and a process removes only folders of its
-own host, since locks may be local to a machine.
+without locks, no folder is removed. Since locks may be local to a machine, a process removes only folders whose name
+contains its own host name.
 """
 
 import fcntl
@@ -19,15 +19,9 @@ _SUFFIX = ".d9d-partial"
 
 @final
 class PartialFolder:
-    """A new, empty temporary folder in the parent folder of `target`.
+    """New, empty temporary folder (`path`) in the parent folder of `target`, its final path.
 
-    The constructor also removes temporary folders there that killed processes of this machine left behind.
-
-    Args:
-        target: Final path of the folder.
-
-    Attributes:
-        path: Temporary path, until `publish`.
+    The constructor also removes the temporary folders of killed processes of this machine.
     """
 
     def __init__(self, target: Path) -> None:
@@ -50,11 +44,7 @@ class PartialFolder:
             os.close(self._descriptor)  # another process removed it before it was locked
 
     def publish(self) -> None:
-        """Rename the folder to its final path.
-
-        Raises:
-            OSError: If the final path is a file or a folder with contents.
-        """
+        """Rename the folder to its final path. Raise `OSError` if that is a file or a folder with contents."""
         self.path.chmod(0o755)  # mkdtemp creates it with mode 0o700
         self.path.rename(self._target)
 

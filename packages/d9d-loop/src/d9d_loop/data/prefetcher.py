@@ -1,4 +1,4 @@
-"""Prefetches batches in a background thread, and copies them to the accelerator on a side stream."""
+"""Prefetch of batches in a background thread, with copies to the accelerator on a side stream."""
 
 import queue
 import threading
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Ready(Generic[T]):
-    """A prepared item; on an accelerator, also the event that marks the end of its copies."""
+    """Prepared item; on an accelerator, also the event that marks the end of its copies."""
 
     item: T
     copied: torch.Event | None
@@ -35,19 +35,16 @@ def pinned(item: Any) -> Any:
 
 @final
 class Prefetcher(Generic[T]):
-    """Iterates over `items` in a background thread, up to `depth` items ahead, and applies `prepare` there.
+    """Iterator over `items` in a background thread, up to `depth` items ahead, which applies `prepare` there.
 
     On an accelerator, items are pinned and prepared on a side stream, so copies overlap with computation. The stream
-    that takes an item waits for its copies; the host does not. Items that were prefetched but not taken are lost on
-    `close`, so state to be saved must be part of the items.
+    that takes an item waits for its copies; the host does not. `close` drops prefetched items, so state to be saved
+    must be part of the items.
 
     `items` and `prepare` must not draw random numbers, because the thread shares the training's generators.
 
     Args:
-        items: Iterator, used only by the background thread.
-        prepare: Function applied to each item; for example, it copies the item to the device.
-        depth: Largest number of prepared items, at least 1.
-        device: Device that `prepare` copies to.
+        prepare: Function applied to each item, such as a copy to the device.
     """
 
     def __init__(self, items: Iterator[T], *, prepare: Callable[[T], T], depth: int, device: torch.device) -> None:
@@ -63,12 +60,7 @@ class Prefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """Return the next item.
-
-        Raises:
-            StopIteration: If the items are exhausted.
-            Exception: The error that `items` or `prepare` raised, once all earlier items have been taken.
-        """
+        """Return the next item. Errors of `items` or `prepare` are raised once all earlier items have been taken."""
         if self._ended is None:
             ready = self._ready.get()
             if isinstance(ready, _Ready):

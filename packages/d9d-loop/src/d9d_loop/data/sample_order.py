@@ -18,7 +18,7 @@ _SCALAR = 128
 
 @final
 class SampleOrder:
-    """Maps positions in an infinite stream of epochs to sample indices; each epoch is a permutation of the data.
+    """Map from positions in an infinite stream of epochs to sample indices; each epoch is a permutation of the data.
 
     The permutation is a Feistel network on the range up to the smallest power of 4 that holds all samples. It is
     applied again while the result is out of range (cycle walking; Black, Rogaway: "Ciphers with arbitrary finite
@@ -26,8 +26,7 @@ class SampleOrder:
 
     Args:
         num_samples: Number of samples per epoch, from 1 to 2^62.
-        seed: Seed of the permutations.
-        shuffle: Whether to permute. If false, each epoch has the samples in their original order.
+        shuffle: If False, each epoch has the samples in their original order.
 
     Raises:
         UserError: If `num_samples` is out of range.
@@ -49,7 +48,6 @@ class SampleOrder:
         return self._num_samples
 
     def __getitem__(self, position: int) -> int:
-        """Return the sample index at a position of the stream."""
         epoch, index = divmod(position, self._num_samples)
         if not self._shuffle:
             return index
@@ -81,7 +79,7 @@ class SampleOrder:
         return indices.tolist()
 
     def _round_keys(self, epoch: int) -> list[int]:
-        """Return the round keys of an epoch. The keys of the last epoch are cached."""
+        """Return the round keys of an epoch. The last result is cached."""
         kept, keys = self._keys
         if kept != epoch:
             key = stream_key(self._seed, "sample order", epoch)
@@ -103,7 +101,7 @@ class SampleOrder:
 
 
 def _hash(value: int) -> int:
-    """Return the SplitMix64 finalizer of an unsigned 64-bit integer; equal to `mix_bits`, and faster for one number."""
+    """Return the SplitMix64 finalizer of an unsigned 64-bit integer: `mix_bits`, but faster for one number."""
     value = (value ^ value >> 30) * _FIRST & _MASK
     value = (value ^ value >> 27) * _SECOND & _MASK
     return value ^ value >> 31

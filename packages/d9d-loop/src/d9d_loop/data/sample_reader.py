@@ -1,4 +1,4 @@
-"""Reads the samples of a batch and collates them. Errors name the sample."""
+"""Reader of the samples of a batch. Errors name the sample."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -13,7 +13,7 @@ _LONGEST = 120
 @final
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """A batch to read.
+    """Batch to read.
 
     Attributes:
         position: Position of the first sample in the global order.
@@ -24,11 +24,7 @@ class ReadJob:
     entries: list[Entry]
 
     def describe(self, number: int) -> str:
-        """Describe a sample of the batch for error messages.
-
-        Args:
-            number: Index of the sample in the batch.
-        """
+        """Describe the sample at index `number` of the batch for error messages."""
         entry = repr(self.entries[number])
         entry = entry if len(entry) <= _LONGEST else f"{entry[:_LONGEST]}..."
         return f"sample {entry} (position {self.position + number} of the global order)"
@@ -44,22 +40,13 @@ class OnSample(Protocol):
 
 @final
 class SampleReader:
-    """Reads batches, in this process or in a worker.
-
-    Args:
-        stream: Stream of samples.
-        collate: Collates a list of samples into a batch.
-    """
+    """Reader and collator of batches, in this process or in a worker."""
 
     def __init__(self, stream: SampleStream, collate: Collate) -> None:
         self._stream, self._collate = stream, collate
 
     def __call__(self, job: ReadJob, on_sample: OnSample = lambda _number: None) -> Any:
-        """Read the samples of a job and collate them.
-
-        Raises:
-            DataError: If reading a sample or collating raises an exception, which is chained.
-        """
+        """Read the samples of a job and collate them. Failures of a sample or of `collate` raise `DataError`."""
         samples: list[Any] = []
         for number, entry in enumerate(job.entries):
             on_sample(number)

@@ -1,9 +1,8 @@
 """Interface of all data: one order of samples over all ranks, from which each rank reads only its own share.
 
 Planning and reading are separate. Every rank plans the whole stream, which is cheap: a cursor returns small entries
-that identify the next samples. A rank reads only its own entries, in worker processes if there are any. The state of a
-stream is therefore equal on every rank. A job can resume on any number of ranks, right after the last sample that was
-used.
+that identify the next samples. A rank reads only its own entries, possibly in worker processes. The state of a stream
+is therefore equal on every rank. A job resumes on any number of ranks, right after the last used sample.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +11,7 @@ from typing import Any
 from pydantic import JsonValue
 
 Entry = Any
-"""Identifies a sample to the stream that created the entry. Entries are small and cheap to create."""
+"""Identifier of a sample for the stream that created the entry. Entries are small and cheap to create."""
 
 
 class Cursor(ABC):
@@ -41,19 +40,14 @@ class SampleStream(ABC):
 
     @abstractmethod
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """Return a cursor.
+        """Return a cursor that starts at the beginning, or at `state`.
 
-        Args:
-            state: Result of `Cursor.state_dict` of an equal stream, possibly in another process. `None` starts at the
-                beginning.
+        `state` is the `Cursor.state_dict` of an equal stream, possibly in another process.
         """
 
     @abstractmethod
     def read(self, entry: Entry) -> Any:
-        """Read the sample that `entry` points to: any pytree the collate function accepts.
-
-        May run in a worker process.
-        """
+        """Read the sample of an entry: any pytree that the collate function accepts. May run in a worker process."""
 
     @abstractmethod
     def length(self, entry: Entry) -> int:
@@ -61,7 +55,4 @@ class SampleStream(ABC):
 
     @abstractmethod
     def identity(self) -> JsonValue:
-        """Return everything that determines the order, as JSON.
-
-        A job that resumed with another identity would skip or repeat samples.
-        """
+        """Return everything that determines the order, as JSON. Resuming with another identity is an error."""

@@ -1,4 +1,4 @@
-"""A shard of a map-style dataset, for evaluation and inference, where each data-parallel rank reads its own shard."""
+"""Shard of a map-style dataset, for evaluation and inference, where each data-parallel rank reads its own shard."""
 
 from typing import Any, Literal, final
 
@@ -11,15 +11,12 @@ Layout = Literal["round_robin", "chunked"]
 
 @final
 class ShardedSamples:
-    """One shard of a dataset. The shards are disjoint and together contain every sample.
+    """Shard of a dataset. The shards are disjoint and together contain every sample.
 
-    It has no state. Training does not use shards: the ranks divide the samples of each step among them instead.
+    Training does not use shards: the ranks divide the samples of each step among them instead.
 
     Args:
-        samples: The whole dataset.
         shard: Index of the shard, for example the data-parallel rank.
-        num_shards: Number of shards.
-        layout: Assignment of samples to shards.
         padded: If True, short shards repeat their last sample until all shards have equal length, so that ranks run
             equally many collectives; `num_real` excludes the repeats. If False, lengths differ by at most one.
 
@@ -46,19 +43,13 @@ class ShardedSamples:
 
     @property
     def num_real(self) -> int:
-        """Number of samples without padding. They come first; the samples after them are repeats."""
+        """Number of samples without padding, which come before the repeats."""
         return len(self._real)
 
     def __len__(self) -> int:
-        """Return the number of samples, including repeats."""
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        """Read a sample by its index in the shard.
-
-        Raises:
-            IndexError: If the index is negative or not below the length.
-        """
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} of a shard of {self._length}")
         return self._samples[self._real[index] if index < len(self._real) else self._padding]

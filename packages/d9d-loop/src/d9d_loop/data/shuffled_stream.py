@@ -1,4 +1,4 @@
-"""Shuffles a sequential stream within windows."""
+"""Shuffling of a sequential stream within windows."""
 
 from typing import Any, final
 
@@ -13,11 +13,7 @@ from d9d_loop.data.window_cursor import WindowCursor
 def shuffled(entries: list[Entry], *, seed: int, purpose: str, window: int) -> list[Entry]:
     """Return the entries in a pseudorandom order, which is a function of their number and the other arguments.
 
-    Args:
-        entries: Entries to shuffle.
-        seed: Seed of the stream.
-        purpose: Name of the random stream; different names give independent orders.
-        window: Index of the window.
+    Different purposes give independent orders.
     """
     order = SampleOrder(len(entries), seed=stream_key(seed, purpose, window))
     return [entries[index] for index in order.take(0, len(entries))]
@@ -25,14 +21,9 @@ def shuffled(entries: list[Entry], *, seed: int, purpose: str, window: int) -> l
 
 @final
 class ShuffledStream(SampleStream):
-    """Shuffles each window of a stream.
+    """Stream whose windows are shuffled.
 
-    When a job resumes, the window is taken from the stream again, so unlike with a shuffle buffer no sample is lost.
-
-    Args:
-        stream: Stream to shuffle.
-        window: Number of entries shuffled together.
-        seed: Seed of the order of each window.
+    Unlike with a shuffle buffer, no sample is lost on resume: the window is taken from the stream again.
 
     Raises:
         UserError: If `window` is below 1.
@@ -45,7 +36,7 @@ class ShuffledStream(SampleStream):
         self.is_endless = stream.is_endless
 
     def cursor(self, state: JsonValue = None) -> Cursor:
-        """Return a cursor. If `state` points into a window, that window is taken from the stream and shuffled again."""
+        """Return a cursor. If `state` points into a window, the whole window is taken and shuffled again."""
         return WindowCursor(self._stream, state, size=self._window, arrange=self._arrange)
 
     def read(self, entry: Entry) -> Any:

@@ -1,4 +1,4 @@
-"""Loader of a rank's microbatches, step by step. Its state covers only samples of steps that were returned."""
+"""Loader of a rank's microbatches, step by step. Its state covers only samples of returned steps."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,16 +22,10 @@ from d9d_loop.data.samples import Collate
 @final
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's share of the samples of a step.
+    """Share of a rank in the samples of a step.
 
-    The samples of a step are split into consecutive runs of `microbatch_size`. Microbatch m of a rank is run number
-    m * dp_size + dp_rank.
-
-    Attributes:
-        microbatch_size: Number of samples in a microbatch.
-        num_microbatches: Number of microbatches per step and rank.
-        dp_rank: Data-parallel rank.
-        dp_size: Number of data-parallel ranks.
+    The samples of a step are split into consecutive runs of `microbatch_size`. Microbatch m of a rank is run number m *
+    dp_size + dp_rank.
     """
 
     microbatch_size: int
@@ -45,7 +39,7 @@ class Share:
         return self.microbatch_size * self.num_microbatches * self.dp_size
 
     def starts(self) -> range:
-        """Return the index of the first sample of each of the rank's microbatches within the step."""
+        """Return the index within the step of the first sample of each of the rank's microbatches."""
         size = self.microbatch_size
         return range(self.dp_rank * size, self.global_size, self.dp_size * size)
 
@@ -65,21 +59,18 @@ _PLACE = TypeAdapter(_Place)
 class StreamLoader:
     """Iterator over the steps of a job. Each item is the list of this rank's microbatches of a step.
 
-    Every rank plans the whole stream, and reads its own share. The samples used so far are always a prefix of the
-    global order. So `state_dict` is equal on all ranks, it suffices to save one, and a job with any number of ranks can
-    resume from it. Prefetched batches that were not returned do not count as used.
+    Every rank plans the whole stream, and reads its own share. The used samples are always a prefix of the global
+    order, so `state_dict` is equal on all ranks. One copy suffices, and a job with any number of ranks can resume from
+    it. Prefetched batches do not count as used.
 
-    With `draws`, the random numbers that samples and `collate` draw are a function of the seed and the position of the
+    With `draws`, the random numbers of samples and `collate` are a function of the seed and the position of the
     microbatch's first sample. They do not depend on `num_workers`.
 
     Args:
         stream: Stream of samples; equal on every rank.
-        share: This rank's share of the samples.
-        seed: Seed of the job.
         collate: Collates a list of samples into a batch, which may be any pytree of tensors.
         place: Copies a batch to `device`. With workers, it runs in a thread and must not draw random numbers.
-        device: Device that `place` copies to.
-        num_workers: Number of worker processes. With 0, this process reads a batch when a step asks for it.
+        num_workers: Number of worker processes. With 0, this process reads each batch on demand.
         prefetch: Number of steps to prefetch in a thread; only used with workers.
         timeout: Time limit of a worker for a batch, in seconds; `None` for no limit.
         draws: If True, samples and `collate` may draw random numbers; see `DataProvider`.
@@ -106,7 +97,7 @@ class StreamLoader:
             if value < least:
                 raise UserError(f"{name} = {value}; expected at least {least}.")
         self._stream, self._share, self._used = stream, share, _Place()
-        self._places: deque[_Place] = deque()  # the ends of the steps that were planned, but not returned
+        self._places: deque[_Place] = deque()  # ends of the planned steps that were not yet returned
         self._batches: BatchReader | None = None
         self._read: Callable[[Iterator[ReadJob]], BatchReader] = partial(
             BatchReader,
@@ -133,11 +124,7 @@ class StreamLoader:
         return self
 
     def __next__(self) -> list[Any]:
-        """Return the microbatches of the next step. The iterator is endless.
-
-        Raises:
-            DataError: If a sample cannot be read or collated, or a worker died or timed out.
-        """
+        """Return the microbatches of the next step, without end. Failed samples and workers raise `DataError`."""
         if self._batches is None:
             self._places.clear()
             self._batches = self._read(self._jobs())

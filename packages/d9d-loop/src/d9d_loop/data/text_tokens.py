@@ -1,4 +1,4 @@
-"""Tokenizes text files into a token file, once for many jobs. The command is `python -m d9d_loop.data`."""
+"""Tokenization of text files into a token file, once for many jobs. The command is `python -m d9d_loop.data`."""
 
 import hashlib
 import json
@@ -88,16 +88,9 @@ class TextFiles:
 
 
 def train_tokenizer(documents: Iterable[str], *, vocab_size: int, end_token: str = END_TOKEN) -> "Tokenizer":
-    """Train a byte-level BPE tokenizer, which can encode any text.
+    """Train a byte-level BPE tokenizer, which can encode any text. Requires `tokenizers`.
 
-    Args:
-        documents: Text to train on.
-        vocab_size: Vocabulary size, at least 257: the 256 bytes and the end token.
-        end_token: Special token that ends a document.
-
-    Raises:
-        UserError: If `vocab_size` is below 257.
-        ModuleNotFoundError: If `tokenizers` is not installed.
+    `vocab_size` is at least 257, else `UserError`: the 256 bytes and `end_token`, which ends a document.
     """
     if vocab_size < 257:
         raise UserError(f"vocab_size = {vocab_size}; expected at least 257: one for each byte, and the end token.")
@@ -116,11 +109,9 @@ def train_tokenizer(documents: Iterable[str], *, vocab_size: int, end_token: str
 
 
 def is_held_out(text: str, part: float) -> bool:
-    """Return True if a document is held out. A hash of the text decides, so duplicates are on the same side.
+    """Return True if a document is in the held-out fraction `part`, from 0 to 1.
 
-    Args:
-        text: Text of the document.
-        part: Fraction of documents to hold out, 0 to 1.
+    A hash of the text decides, so duplicates are in the same part.
     """
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") < part * 2**64
 
@@ -128,7 +119,7 @@ def is_held_out(text: str, part: float) -> bool:
 def tokenize_text(
     documents: Iterable[str], folder: str | Path, *, tokenizer: str | Path, end_token: str | None = END_TOKEN
 ) -> TokenFile:
-    """Tokenize documents and write them to a token file.
+    """Tokenize documents, write them to a token file, and open it. Requires `tokenizers`.
 
     Args:
         documents: Text of each document.
@@ -136,12 +127,8 @@ def tokenize_text(
         tokenizer: Path of a model's `tokenizer.json`.
         end_token: Special token appended to each document, or `None`.
 
-    Returns:
-        The token file, opened for reading.
-
     Raises:
         UserError: If the tokenizer cannot be read or lacks `end_token`, the folder exists, or there are no documents.
-        ModuleNotFoundError: If `tokenizers` is not installed.
     """
     path = Path(tokenizer)
     encoder = _read_tokenizer(path)

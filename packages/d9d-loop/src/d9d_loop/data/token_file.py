@@ -46,10 +46,6 @@ class TokenManifest(_Strict):
     """Contents of `manifest.json`.
 
     Attributes:
-        format: Name and version of the file format.
-        dtype: Storage dtype of tokens.
-        num_tokens: Number of tokens of all documents.
-        num_documents: Number of documents.
         files: Size and digest of each other file, by file name.
         about: Metadata from the writer, such as the tokenizer and its digest.
     """
@@ -74,9 +70,6 @@ class TokenFile:
     The constructor reads only the manifest and the file sizes. Instances can be pickled: the receiving process opens
     the files itself.
 
-    Args:
-        folder: Folder of the token file.
-
     Raises:
         UserError: If the manifest cannot be read, a file size differs from the manifest, or this machine is big-endian.
     """
@@ -95,7 +88,6 @@ class TokenFile:
         return self._manifest
 
     def __len__(self) -> int:
-        """Return the number of documents."""
         return self._manifest.num_documents
 
     def __getitem__(self, document: int) -> Document:
@@ -103,11 +95,7 @@ class TokenFile:
         return {"tokens": self.tokens(*self.bounds(document))}
 
     def bounds(self, document: int) -> tuple[int, int]:
-        """Return the token range [start, stop) of a document.
-
-        Raises:
-            IndexError: If there is no such document.
-        """
+        """Return the token range [start, stop) of a document. Raise `IndexError` if there is no such document."""
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of {len(self)} in {self._folder}")
         start, stop = _BOUNDS.unpack_from(self._offsets, document * _OFFSET_BYTES)
@@ -126,8 +114,7 @@ class TokenFile:
     def verify(self) -> None:
         """Read all files, compare their digests, and check that the documents are contiguous and not empty.
 
-        Raises:
-            UserError: If a file is damaged. The message names the file.
+        A damaged file raises `UserError`, which names it.
         """
         for name, record in self._manifest.files.items():
             if (digest := _digest(self._folder / name)) != record.sha256:

@@ -1,4 +1,4 @@
-"""Atomic writer of token files: documents are appended one by one, and the folder is renamed into place at the end."""
+"""Atomic writer of token files: documents are appended one by one, then the folder is renamed into place."""
 
 import hashlib
 import os
@@ -53,13 +53,9 @@ class TokenFileWriter:
         return self
 
     def append(self, tokens: Sequence[int] | Tensor) -> None:
-        """Append a document.
+        """Append a document: a sequence of integers, or an integer tensor [n].
 
-        Args:
-            tokens: Tokens of the document: a sequence of integers, or an integer tensor [n].
-
-        Raises:
-            UserError: If the document has no tokens, or a token is outside the vocabulary.
+        An empty document, or a token outside the vocabulary, raises `UserError`.
         """
         # A list, because array(code, bytes) would reinterpret the bytes.
         values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
@@ -106,7 +102,7 @@ class TokenFileWriter:
 
 @final
 class _DigestedFile:
-    """A new file, with the SHA-256 digest of the bytes written to it."""
+    """New file, with the SHA-256 digest of the bytes written to it."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("xb")

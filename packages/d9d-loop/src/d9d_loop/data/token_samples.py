@@ -15,11 +15,10 @@ from d9d_loop.data.token_file import TokenFile
 class TokenWindows:
     """Consecutive windows of all tokens, across documents. A sample has `input_ids` and `labels`, int64 [L].
 
-    A window starts at the last label of the previous window, so each token but the first is a label exactly once.
-    Fewer than L tokens at the end are dropped.
+    A window starts at the last label of the previous window, so each token but the first is a label exactly once. Fewer
+    than L tokens at the end are dropped.
 
     Args:
-        file: Token file.
         length: Window length L, in positions.
 
     Raises:
@@ -34,15 +33,9 @@ class TokenWindows:
         self._file, self._length = file, length
 
     def __len__(self) -> int:
-        """Return the number of windows."""
         return (self._file.manifest.num_tokens - 1) // self._length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return a window.
-
-        Raises:
-            IndexError: If there is no such window.
-        """
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         tokens = self._file.tokens(index * self._length, (index + 1) * self._length + 1)
@@ -51,14 +44,9 @@ class TokenWindows:
 
 @final
 class PackedSamples:
-    """All documents of a token file, packed into rows together. A sample is a row as in `PackedStream`.
+    """Packed rows of all documents of a token file. A sample is a row as in `PackedStream`.
 
     The constructor reads the length of every document, so it suits files of up to a few million documents.
-
-    Args:
-        file: Token file.
-        row_length: Row length, in positions.
-        pad_token: Padding token.
 
     Raises:
         UserError: If `row_length` is below 1, or no document has two tokens.
@@ -80,11 +68,9 @@ class PackedSamples:
         self._file, self._row_length, self._pad_token = file, row_length, pad_token
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Read the documents of a row and pack them."""
         return pack_row(
             [{"tokens": self._file.tokens(first, last + 1)} for first, last in self._rows[index]],
             self._row_length,

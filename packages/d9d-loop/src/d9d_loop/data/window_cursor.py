@@ -10,7 +10,7 @@ from d9d_dist import UserError
 from d9d_loop.data.sample_stream import Cursor, Entry, SampleStream
 
 Arrange = Callable[[list[Entry], int], list[Entry]]
-"""Maps the entries of a window and the window index to new entries. Must be a pure function; may return no entries."""
+"""Pure function from the entries of a window and the window index to new entries, possibly none."""
 
 _MOST_EMPTY = 100
 """Number of consecutive windows without new entries after which `take` raises an error."""
@@ -18,10 +18,9 @@ _MOST_EMPTY = 100
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A position in the rearranged stream.
+    """Position in the rearranged stream.
 
     Attributes:
-        window: Index of the window.
         start: Cursor state of the underlying stream at the start of the window.
         offset: Number of the window's new entries that were taken.
     """
@@ -36,16 +35,10 @@ _PLACE = TypeAdapter(_Place)
 
 @final
 class WindowCursor(Cursor):
-    """Takes windows of entries from a stream and returns their rearranged entries.
+    """Cursor that takes windows of `size` entries from a stream and returns their rearranged entries.
 
-    A window is a pure function of its start. So the state is only that start and an offset, and on resume the window is
+    A window is a pure function of its start. So the state is only that start and an offset; on resume, the window is
     arranged again.
-
-    Args:
-        stream: Underlying stream.
-        state: Result of `state_dict`; `None` starts at the beginning.
-        size: Number of entries of the underlying stream in a window.
-        arrange: Rearranges a window.
     """
 
     def __init__(self, stream: SampleStream, state: JsonValue, *, size: int, arrange: Arrange) -> None:
@@ -57,11 +50,7 @@ class WindowCursor(Cursor):
         self._num_empty = 0
 
     def take(self, num_entries: int) -> list[Entry]:
-        """Return the next rearranged entries. The last window of a finite stream may be smaller.
-
-        Raises:
-            UserError: If many consecutive windows have no entries after rearranging.
-        """
+        """Return the next rearranged entries. The last window of a finite stream may be smaller."""
         taken: list[Entry] = []
         while len(taken) < num_entries:
             if self._arranged is None:

@@ -1,8 +1,8 @@
 """Pool of worker processes that read batches. If a worker dies, fails or times out, the error names it and its sample.
 
-It replaces `torch.utils.data.DataLoader` for two reasons. `DataLoader` seeds a worker by its index; here the random
-numbers of a batch are a function of its position, independent of the number of workers and of where a job resumed.
-And `DataLoader` cannot report the sample at which a worker died.
+`torch.utils.data.DataLoader` seeds a worker by its index; here the random numbers of a batch are a function of its
+position. They do not depend on the number of workers, nor on where a job resumed. `DataLoader` also cannot report the
+sample at which a worker died.
 """
 
 import gc
@@ -38,12 +38,10 @@ class _Failed:
 
 @final
 class WorkerPool:
-    """Reads batches in worker processes and returns them in order. Each worker reads one batch at a time, ahead of use.
+    """Worker processes that read batches ahead of use, one batch at a time each. Batches are returned in order.
 
     Args:
         reader: Reads a batch. It is pickled and sent to the workers, unless they are forked.
-        num_workers: Number of processes, at least 1.
-        seed: Seed of the job.
         timeout: Time limit for a batch, in seconds; `None` for no limit.
 
     Raises:
@@ -90,7 +88,7 @@ class WorkerPool:
 
 @final
 class _Worker:
-    """Parent's handle of a worker process."""
+    """Handle of a worker process, for its parent."""
 
     def __init__(self, number: int, reader: SampleReader, *, seed: int) -> None:
         self._number = number
@@ -105,11 +103,7 @@ class _Worker:
         theirs.close()
 
     def start(self, job: ReadJob) -> bool:
-        """Send a job to the worker. Always returns True.
-
-        Raises:
-            DataError: If the worker has died.
-        """
+        """Send a job to the worker. Always returns True."""
         self._job, self._sample.value = job, 0
         try:
             self._connection.send(job)
@@ -118,11 +112,7 @@ class _Worker:
         return True
 
     def finish(self, timeout: float | None) -> Any:
-        """Wait for the batch of the current job, for up to `timeout` seconds.
-
-        Raises:
-            DataError: If the worker fails, dies or times out.
-        """
+        """Wait for the batch of the current job, for up to `timeout` seconds."""
         ready = wait([self._connection, self._process.sentinel], timeout)
         if not ready:
             raise DataError(
@@ -147,7 +137,6 @@ class _Worker:
         self._process.kill()
 
     def end(self) -> None:
-        """Wait for the process to exit, for up to `_PATIENCE` seconds."""
         self._process.join(_PATIENCE)
 
     def _died(self) -> DataError:

@@ -26,8 +26,7 @@ class WarmupCosineConfig(Section):
     def build(self, num_steps: int) -> LrSchedule:
         """Return the schedule for a job of `num_steps` steps.
 
-        Warm-up step s, counted from 0, has the factor (s + 1) / (warmup_steps + 1). So the first step's learning rate
-        is not 0.
+        Warm-up step s, counted from 0, has the factor (s + 1) / (warmup_steps + 1), so the first factor is not 0.
         """
         decay = CosinePhase(to=self.final_fraction)
         if self.warmup_steps == 0:
@@ -67,7 +66,7 @@ class WsdConfig(Section):
 
 @final
 class PiecewiseConfig(Section):
-    """A sequence of phases. Each phase starts at the value where the previous one ended."""
+    """Sequence of phases. Each phase starts at the final value of the previous phase."""
 
     kind: Literal["piecewise"] = "piecewise"
     start: NonNegativeFloat = Field(0.0, description="Factor of the peak learning rate at the first step.")

@@ -48,12 +48,10 @@ class _Leading(PhaseSettings, ABC):
 
     @final
     def end(self, start: float) -> float:
-        """Return `to`."""
         return self.to
 
     @final
     def value(self, start: float, progress: float) -> float:
-        """Interpolate between `start` and `to`, see `PhaseSettings.value`."""
         left = self.left(progress)
         return left * start + (1.0 - left) * self.to
 
@@ -113,7 +111,7 @@ class PolynomialPhase(_Leading):
 
 @final
 class SqrtPhase(_Leading):
-    """Changes fast at first (Hägele et al., arXiv:2405.18392, "1-sqrt")."""
+    """Fast change at first (Hägele et al., arXiv:2405.18392, "1-sqrt")."""
 
     kind: Literal["sqrt"] = "sqrt"
 
@@ -124,7 +122,7 @@ class SqrtPhase(_Leading):
 
 @final
 class RexPhase(_Leading):
-    """Changes slowly at first (Chen et al.: "REX: revisiting budgeted training", arXiv:2107.04197)."""
+    """Slow change at first (Chen et al.: "REX: revisiting budgeted training", arXiv:2107.04197)."""
 
     kind: Literal["rex"] = "rex"
 
@@ -141,11 +139,7 @@ class ExponentialPhase(PhaseSettings):
     to: PositiveFloat = Field(description="Factor of the peak learning rate at the end of the phase.")
 
     def end(self, start: float) -> float:
-        """Return `to`.
-
-        Raises:
-            UserError: If `start` is 0, because no ratio leads from 0 to another value.
-        """
+        """Return `to`. Raise `UserError` if `start` is 0, because no ratio leads from 0 to another value."""
         if start == 0:
             raise UserError("an exponential phase starts at 0; expected a start above 0. Put a linear phase before it.")
         return self.to

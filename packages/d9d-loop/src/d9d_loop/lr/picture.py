@@ -18,17 +18,10 @@ _COLOR, _GREY = "#0072b2", "#5a5a5a"
 def plot_lr_schedule(
     schedule: Callable[[int], float], target: Target, *, num_steps: int, peak: float = 1.0, title: str = ""
 ) -> None:
-    """Plot the learning rate over the steps of a job.
+    """Plot the learning rate over the steps of a job, to a file (which requires matplotlib) or to axes.
 
-    Args:
-        schedule: Function from the step, counted from 0, to the factor of the peak learning rate.
-        target: File or axes to draw to.
-        num_steps: Number of steps of the job.
-        peak: Peak learning rate; 1 plots the factor.
-        title: Title of the plot.
-
-    Raises:
-        ModuleNotFoundError: If `target` is a file and matplotlib is not installed.
+    `schedule` is a function from the step, counted from 0, to the factor of the peak learning rate. With `peak` 1, the
+    factor is plotted.
     """
     if isinstance(target, Path | str):
         try:
@@ -43,13 +36,9 @@ def plot_lr_schedule(
 
 
 def draw_lr_schedule(schedule: Callable[[int], float], folder: Path, *, num_steps: int, peak: float) -> None:
-    """Write `lr_schedule.png` if matplotlib is installed; otherwise do nothing.
+    """Write `lr_schedule.png` to an existing folder if matplotlib is installed; otherwise do nothing.
 
-    Args:
-        schedule: Function from the step, counted from 0, to the factor of the peak learning rate.
-        folder: The run folder, which must exist.
-        num_steps: Number of steps of the job.
-        peak: Peak learning rate.
+    `schedule` is a function from the step, counted from 0, to the factor of the peak learning rate.
     """
     if find_spec("matplotlib") is not None:
         title = f"learning rate, peak {peak:g}"

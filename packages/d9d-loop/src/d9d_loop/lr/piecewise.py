@@ -10,23 +10,20 @@ from d9d_loop.lr.phase import PhaseSettings
 
 
 def piecewise(phases: Sequence[PhaseSettings], *, num_steps: int, start: float = 0.0) -> Callable[[int], float]:
-    """Compose phases to a schedule, which is a pure function of the step.
+    """Compose phases to a schedule: a function from the step, counted from 0, to the factor of the peak learning rate.
 
-    On its first step, each phase has the final factor of the previous phase. The last phase reaches its final factor on
-    the last step of the job, if it has several steps, and keeps it on later steps. If `start` is 0, the first phase
-    begins one step before the job, because a step with learning rate 0 would have no effect.
+    On its first step, each phase has the final factor of the previous phase. A last phase of several steps reaches its
+    final factor on the last step of the job, and keeps it afterwards. If `start` is 0, the first phase begins one step
+    before the job, because a step with learning rate 0 would have no effect.
 
     Args:
         phases: One or more phases. Lengths in percent are rounded such that their sum is off by at most half a step.
         num_steps: Number of steps of the whole job.
         start: Factor of the peak learning rate at the start of the first phase.
 
-    Returns:
-        Function from the step, counted from 0, to the factor of the peak learning rate.
-
     Raises:
-        UserError: If the phases cover fewer or more than `num_steps` steps, or several have no length. Also if an
-            exponential phase starts at 0.
+        UserError: If the phases cover fewer or more than `num_steps` steps, several have no length, or an exponential
+            phase starts at 0.
     """
     ends = _ends(phases, num_steps)
     begins = [0, *ends[:-1]]

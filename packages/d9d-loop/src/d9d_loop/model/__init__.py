@@ -1,1 +1,1 @@
-"""Model providers; how a model is built, checked and placed."""
+"""Model providers, and the build, checks and placement of a model."""

@@ -27,19 +27,10 @@ _BLOCK_BYTES = 64 << 20
 def build_without_weights(
     model_class: Any, config: Any, folder: Path, *, dtype: Any, new: Sequence[str], unused: Sequence[str]
 ) -> tuple[nn.Module, StateMapper]:
-    """Build a model without reading its weights, and the mapper that loads them.
+    """Build a model without reading its weights, and the mapper that loads them from the folder.
 
-    Args:
-        model_class: Model class of `transformers`.
-        config: Configuration of the model.
-        folder: Folder with `model.safetensors`, or with an index and the files that it lists.
-        dtype: Dtype of the parameters; "auto" for the dtype in the configuration.
-        new: `fnmatch` patterns of parameters that the folder may lack, or hold in another shape.
-        unused: `fnmatch` patterns of tensors in the folder that the model may lack.
-
-    Returns:
-        The model, and the mapper from the folder to the model. Tensors that the mapper fills are on `meta`. All other
-        parameters and buffers are on the CPU, with the values that `from_pretrained` computes.
+    Tensors that the mapper fills are on `meta`. Other parameters and buffers are on the CPU, with the values that
+    `from_pretrained` computes. `new` and `unused` are those of `hugging_face_model`.
 
     Raises:
         UserError: Listing missing, unused and mismatched tensors that no pattern matches; or if the architecture's
@@ -60,11 +51,7 @@ def build_without_weights(
 
 
 def released_mapper(model: Any) -> StateMapper:
-    """Return the mapper from a `transformers` model to the tensors that its `save_pretrained` writes.
-
-    Args:
-        model: Model of `transformers` on any device, parallelized or not.
-    """
+    """Return the mapper from a `transformers` model on any device to the tensors that `save_pretrained` writes."""
     from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - an optional extra
 
     ties: Collection[str] = model.all_tied_weights_keys
@@ -107,7 +94,7 @@ def _load_recorded(
 def _unique_tensors(model: nn.Module, *, last: Collection[str] = ()) -> dict[str, Tensor]:
     """Return each parameter and persistent buffer once, by canonical name.
 
-    A tied tensor has its first name that is not in `last`, or its first name if all of them are.
+    A tied tensor gets its first name that is not in `last`, or else its first name.
     """
     tensors = {canonical_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     names: dict[int, str] = {}
@@ -150,7 +137,7 @@ def _stored_ties(model: Any, folder: Path, stored: Mapping[str, TensorInfo]) -> 
 
 
 def _are_equal(folder: Path, one: str, other: str, stored: Mapping[str, TensorInfo]) -> bool:
-    """Return whether two stored tensors are equal. Reads blocks of rows, about `_BLOCK_BYTES` at a time."""
+    """Return True if two stored tensors are equal. Reads blocks of rows, about `_BLOCK_BYTES` at a time."""
     info = stored[one]
     if info != stored[other]:
         return False

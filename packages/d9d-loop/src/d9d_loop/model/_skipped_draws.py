@@ -1,9 +1,8 @@
-"""Building of a model's structure without the large random draws, for ranks that receive the values from another rank.
+"""Build of a model's structure without large random draws, for ranks that receive the values from another rank.
 
-Random draws take most of the time of a build. Inside `SkippedDraws`, the first large draw and all later draws are
-skipped, and so are operators on their results. The memory of skipped tensors is never touched. An operation that
-needs their values, such as `torch.equal` or `tolist`, raises and sets `failed`. The caller then builds again without
-the mode.
+Random draws take most of the time of a build. Inside `SkippedDraws`, the first large draw, all later draws and the
+operators on their results are skipped. The memory of skipped tensors is never touched. An operation that needs their
+values, such as `torch.equal` or `tolist`, raises and sets `failed`; the caller then builds without the mode.
 """
 
 import gc
@@ -27,7 +26,7 @@ _READS = {getattr(Tensor, name) for name in ("numpy", "tolist", "__array__", "__
 
 
 class _ValuesNeededError(RuntimeError):
-    """The code that builds the model needs values that were not drawn."""
+    """Error of an operation that needs values that were not drawn."""
 
 
 @final
@@ -46,7 +45,6 @@ class SkippedDraws(TorchDispatchMode):
         self._reads = _Reads(self)
 
     def __enter__(self) -> Self:
-        """Start skipping draws."""
         self._reads.__enter__()
         return super().__enter__()
 
@@ -56,21 +54,19 @@ class SkippedDraws(TorchDispatchMode):
         exc_val: BaseException | None,
         exc_tb: TracebackType | None,
     ) -> None:
-        """Stop skipping draws."""
         super().__exit__(exc_type, exc_val, exc_tb)
         self._reads.__exit__(exc_type, exc_val, exc_tb)
 
     def digest(self, tensor: Tensor) -> int | None:
         """Return a digest of the skipped operators that write a tensor's storage, and of their seeds.
 
-        Returns:
-            The digest; None if the tensor has its values.
+        `None` if the tensor has its values.
         """
         found = self._unset.get(tensor.untyped_storage()._cdata)
         return None if found is None or found[0].expired() else found[1]
 
     def has_others(self, registered: Iterable[Tensor]) -> bool:
-        """Return whether a skipped tensor is alive whose storage is not that of a `registered` tensor."""
+        """Return True if a skipped tensor is alive whose storage is not that of a `registered` tensor."""
         known = {tensor.untyped_storage()._cdata for tensor in registered}
         others = [storage for address, (storage, _) in self._unset.items() if address not in known]
         if any(not storage.expired() for storage in others):
@@ -78,11 +74,7 @@ class SkippedDraws(TorchDispatchMode):
         return any(not storage.expired() for storage in others)
 
     def refuse_read(self) -> NoReturn:
-        """Set `failed` and raise.
-
-        Raises:
-            RuntimeError: Always. `failed` stays true if the model's code catches the error.
-        """
+        """Set `failed` and raise; `failed` stays true if the model's code catches the error."""
         self.failed = True
         raise _ValuesNeededError("the model's code reads values that were not drawn")
 
@@ -109,7 +101,7 @@ class SkippedDraws(TorchDispatchMode):
         return not tensor.is_meta and self.digest(tensor) is not None
 
     def _is_skipped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> bool:
-        """Return whether a draw is large, or follows a skipped draw, which did not advance the generator."""
+        """Return True if a draw is large, or follows a skipped draw, which did not advance the generator."""
         if self._unset:
             return True
         drawn = inputs or pytree.tree_leaves(_on_meta(func, args, kwargs))
@@ -149,7 +141,7 @@ class SkippedDraws(TorchDispatchMode):
     def _leave_unset(self, tensor: Tensor, history: int) -> None:
         storage = tensor.untyped_storage()
         before = self.digest(tensor) or 0
-        # The digest includes the region of the view: equal writes to different rows must differ.
+        # Digest the region of the view, too: equal writes to different rows must differ.
         place = repr((before, history, tensor.storage_offset(), tensor.shape, tensor.stride()))
         self._unset[storage._cdata] = StorageWeakRef(storage), zlib.crc32(place.encode())
 

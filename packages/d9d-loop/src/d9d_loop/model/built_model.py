@@ -1,4 +1,4 @@
-"""Building of a model before it is sharded: on the CPU with its values, or on `meta` if the provider has `late_init`.
+"""Build of a model before it is sharded: on the CPU with its values, or on `meta` if the provider has `late_init`.
 
 Every rank needs the structure before the job starts; only one rank needs the values, and later. So the ranks of a host
 build one after another, digest each tensor, and keep the structure on `meta`. Rank 0 builds again when the values are
@@ -41,7 +41,7 @@ from d9d_loop.model.model_provider import ModelProvider
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """A model, or one stage of it, before it is sharded.
+    """Model, or one stage of it, before it is sharded.
 
     Attributes:
         module: Module on `meta`; on the CPU with its values if `build_model` was called with `keep_values`.
@@ -60,17 +60,12 @@ class BuiltModel:
 def build_model(provider: ModelProvider, stage: StageInfo, *, seed: int, keep_values: bool) -> BuiltModel:
     """Build a model, or one stage of it, to plan a job. Issues no collectives.
 
-    The ranks of a host build one after another, unless the model is built on `meta` or keeps its values.
-
-    Args:
-        provider: Builds the model.
-        stage: Stage to build; `StageInfo()` is the whole model.
-        seed: Seed of the job.
-        keep_values: Keep the module on the CPU with its values, as in a job of one rank. Otherwise only its structure
-            is kept, on `meta`. Ignored if the provider has `late_init`.
+    The ranks of a host build one after another, unless the model is built on `meta` or keeps its values. With
+    `keep_values`, the module stays on the CPU with its values, as in a job of one rank; otherwise only its structure is
+    kept.
 
     Raises:
-        UserError: If building on `meta` would lose values that the constructor sets, a tensor has no values, or
+        UserError: If building on `meta` would lose values that the constructor sets, or a tensor has no values. Also if
             sharding could not restore the values tensor by tensor.
     """
     if provider.late_init:
@@ -90,16 +85,10 @@ def build_model(provider: ModelProvider, stage: StageInfo, *, seed: int, keep_va
 def build_with_values(
     provider: ModelProvider, stage: StageInfo, *, seed: int
 ) -> tuple[nn.Module, Mapping[str, Tensor]]:
-    """Build a model on the CPU from the job's seed.
+    """Build a model on the CPU from the job's seed; return it and its tensors by canonical name.
 
-    The seed is set for torch, `random` and, if it is imported, NumPy. Their random states are restored afterwards.
-
-    Returns:
-        The model, and its parameters and buffers by canonical name: detached, tied tensors once, without those on
-        `meta`.
-
-    Raises:
-        UserError: If a tensor has no values and the provider has no `initial_weights`.
+    The seed is set for torch, `random` and, if it is imported, NumPy. Their random states are restored afterwards. The
+    tensors are the parameters and buffers: detached, tied tensors once, without those on `meta`.
     """
     with isolated_random("build"):
         random.seed(seed)
@@ -114,10 +103,8 @@ def build_with_values(
 def report_different_values(model: BuiltModel, ctx: DistributedContext) -> None:
     """Print on rank 0 the names of the tensors whose values differ between ranks.
 
-    Collective over all ranks: an agreement check of the structure and an all-gather of 8 bytes per tensor.
-
-    Raises:
-        UserError: On every rank, if the structure of the model differs between ranks.
+    Collective over all ranks: an agreement check of the structure and an all-gather of 8 bytes per tensor. All ranks
+    raise `UserError` if the structure differs.
     """
     structure = [
         (name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in model.tensors.items()
@@ -181,7 +168,7 @@ class _Writes(TorchDispatchMode):
         self._by_storage: dict[int, tuple[torch.UntypedStorage, bool]] = {}
 
     def lost(self, tensor: Tensor) -> bool:
-        """Return whether the last write to a tensor came from outside of `reset_parameters`, so it is not repeated."""
+        """Return True if the last write to a tensor came from outside of `reset_parameters`, so it is not repeated."""
         _, is_reset = self._by_storage.get(tensor.untyped_storage()._cdata, (None, True))
         return not is_reset
 
@@ -222,8 +209,8 @@ def _on_meta(module: nn.Module) -> dict[str, Tensor]:
 def _one_rank_per_host() -> Generator[None]:
     """Hold a file lock, so that the ranks of a job build one after another on this host.
 
-    The launcher's address and port select one of 256 lock files. The files are never deleted, because that would be a
-    race. Two jobs that share a file only wait for each other.
+    The launcher's address and port select one of 256 lock files, which are never deleted: that would be a race. Two
+    jobs that share a file only wait for each other.
     """
     job = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     path = Path(tempfile.gettempdir()) / f"d9d-build-{os.getuid()}-{zlib.crc32(job.encode()) % 256}.lock"

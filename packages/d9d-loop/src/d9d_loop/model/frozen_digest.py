@@ -2,8 +2,8 @@
 
 The digest is sum_p h_p sum_i (2i + 1) b_i mod 2^64 over all parameters p that do not require gradients. b_i is the bit
 pattern of element i as an integer, and h_p is an odd hash of the parameter's name. Each rank adds the terms of its own
-shards, so the sum does not depend on the layout. Since 2i + 1 and h_p are odd, a change of one element changes the
-digest.
+shards, so the sum does not depend on the layout. A change of one element changes the digest, since 2i + 1 and h_p are
+odd.
 """
 
 import hashlib
@@ -21,17 +21,10 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def frozen_digest(model: nn.Module, ctx: DistributedContext) -> str:
-    """Return the digest of all parameters that do not require gradients.
+    """Return the digest of all parameters that do not require gradients: 16 hexadecimal digits, equal on every rank.
 
     Collective: an all-reduce of 8 bytes over all ranks. Reads every such parameter once and synchronizes host and
-    device.
-
-    Args:
-        model: This rank's part of the model.
-        ctx: Distributed context of the job.
-
-    Returns:
-        16 hexadecimal digits, equal on every rank. Equal values give equal digests in every layout.
+    device. Equal values give equal digests in every layout.
     """
     total = torch.zeros((), dtype=torch.int64, device=ctx.device)
     first_rank = 0
@@ -47,7 +40,7 @@ def frozen_digest(model: nn.Module, ctx: DistributedContext) -> str:
 
 
 def _is_counted_on_this_rank(tensor: Tensor, ctx: DistributedContext, first_rank: int) -> bool:
-    """Return whether this rank adds its shard of a tensor to the digest, among the ranks with the same shard.
+    """Return True if this rank adds its shard of a tensor to the digest, among the ranks with the same shard.
 
     A `DTensor` is counted on the mesh that contains the stage's first rank, at coordinate 0 of every axis on which it
     is replicated. A plain tensor is counted on the stage's first rank.

@@ -1,4 +1,4 @@
-"""Model provider for `transformers` models: builds without weights, which each rank reads for its own shards only."""
+"""Provider of `transformers` models: builds without weights, which each rank reads for its own shards only."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,8 +35,8 @@ def hugging_face_model(
 
     From a folder, each rank reads only the bytes of its own shards, and no rank holds a whole copy. Parameters and
     buffers are bitwise equal to those of `from_pretrained`. With several data-parallel ranks, each block listed in the
-    model's `_no_split_modules` is sharded and gathered separately (`parallelize_hsdp`). The parameters outside of
-    blocks are gathered together.
+    model's `_no_split_modules` is sharded and gathered separately (`parallelize_hsdp`). Parameters outside of blocks
+    are gathered together.
 
     The model is in training mode, as in the Trainer of `transformers`; `from_pretrained` returns evaluation mode.
 
@@ -46,11 +46,11 @@ def hugging_face_model(
         model_class: An `AutoModelFor...` or a model class; by default the class that `architectures` names.
         new: `fnmatch` patterns (`"score.*"`) of parameters that the folder may lack, or hold in another shape. They
             start from the model's initialization, under the job's seed.
-        unused: `fnmatch` patterns of tensors in the folder that the model may lack. They are ignored.
+        unused: `fnmatch` patterns of tensors in the folder to ignore if the model lacks them.
         dtype: Dtype of the parameters; by default the dtype in the configuration, or float32 if it has none.
         precision: Dtypes of computation and reduction, as in `parallelize_hsdp`.
         from_scratch: Read only the configuration from the folder, not the weights.
-        tp_plan: "auto" to split the model over `mesh.tensor_parallel` by the plan that it carries (`model.tp_plan`).
+        tp_plan: "auto" to split the model over `mesh.tensor_parallel` by its own plan (`model.tp_plan`).
         config_changes: Configuration values to override, such as `num_labels=3` or `attn_implementation="eager"`.
 
     Raises:
@@ -92,18 +92,7 @@ def hugging_face_model(
 
 @final
 class _HuggingFaceModel(ModelProvider):
-    """Provider of a `transformers` model.
-
-    Args:
-        config: Configuration of the model.
-        model_class: Class of the model.
-        folder: Folder of the weights; None to start from the model's initialization.
-        new: As in `hugging_face_model`.
-        unused: As in `hugging_face_model`.
-        dtype: As in `hugging_face_model`.
-        precision: As in `hugging_face_model`.
-        tp_plan: As in `hugging_face_model`.
-    """
+    """Provider of a `transformers` model. If `folder` is None, it starts from the model's initialization."""
 
     late_init = False
 
@@ -148,7 +137,7 @@ class _HuggingFaceModel(ModelProvider):
         if tensor.size() > 1:
             parallelize_tensor(model, tensor, tensor_plan(model, tensor.size()))
         dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
-        # Do not cast inputs: blocks get float32 rotary tables, and activations that have the compute dtype already.
+        # Do not cast inputs: blocks get float32 rotary tables, and activations already in the compute dtype.
         inner = self._precision and replace(self._precision, cast_inputs=False)
         for block in _blocks(model):
             parallelize_hsdp(block, dense, shard_axis="dp_cp_shard", precision=inner)
@@ -226,11 +215,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _find_class(config: Any, model_class: Any) -> Any:
-    """Return the concrete model class: `model_class`, or the class that an auto class or the configuration selects.
-
-    Raises:
-        UserError: If no class is given and `architectures` names none that `transformers` has.
-    """
+    """Return the concrete model class: `model_class`, or the class that an auto class or the configuration selects."""
     import transformers  # noqa: PLC0415 - an optional extra
 
     if model_class is None:

@@ -1,4 +1,4 @@
-"""Build this rank's pipeline stages: parallelized, on the device, with initial values."""
+"""Build of this rank's pipeline stages: parallelized, on the device, with initial values."""
 
 from collections.abc import Mapping
 
@@ -29,19 +29,15 @@ from d9d_state import load_model_state
 
 
 def build_pipeline(plan: ModelPlan, ctx: DistributedContext, *, progress: bool) -> Pipeline:
-    """Build the stages that a plan assigns to this rank, and load the initial weights if it has some. Collective.
+    """Build the stages that a plan assigns to this rank, and load the initial weights, if any. Collective.
 
-    With `late_init`, an initial value is a function of the seed, the parameter name and the element index. Otherwise
-    the random number generators are seeded while the model is built.
-
-    Args:
-        plan: Plan of the model. If the pipeline has one stage, the plan's model is parallelized in place.
-        ctx: Distributed context.
-        progress: Whether to show the progress of reading weights.
+    If the pipeline has one stage, the plan's model is parallelized in place. With `late_init`, an initial value is a
+    function of the seed, the parameter name and the element index. Otherwise the random number generators are seeded
+    while the model is built. With `progress`, show the progress of reading weights.
 
     Raises:
-        UserError: If `parallelize` changed names, shapes or dtypes, sharded a weight that must stay whole, or did not
-            place a trainable parameter on all ranks of its stage. Also if it sharded no experts although the
+        UserError: If `parallelize` changed names, shapes or dtypes, or sharded a weight that must stay whole. Also if a
+            trainable parameter is not on all ranks of its stage, or no experts were sharded although the
             expert-parallel degree is above 1.
     """
     provider, seed, whole, num_stages = plan.provider, plan.seed, plan.built, plan.program.num_stages
@@ -72,18 +68,14 @@ def build_pipeline(plan: ModelPlan, ctx: DistributedContext, *, progress: bool) 
         place_values(list(stages.values()), layout, values, device=ctx.device)
     pipeline = Pipeline(stages, ctx=ctx, schedule=plan.schedule, shared_names=plan.shared_names)
     if plan.weights is not None:
-        # With several ranks, the folder has weights of other stages, too. The plan has checked the whole model.
+        # In a pipeline, the folder has weights of other stages, too. The plan has checked the whole model.
         unused = "ignore" if plan.is_pipelined else "error"
         load_model_state(pipeline.model, plan.weights, plan.load_mapper, unused=unused, progress=progress)
     return pipeline
 
 
 def _values_of(provider: ModelProvider, whole: BuiltModel, *, seed: int) -> Mapping[str, Tensor]:
-    """Build the model again on rank 0 and return its values by tensor name.
-
-    Raises:
-        UserError: If names, shapes or dtypes differ from those of the first build.
-    """
+    """Build the model again on rank 0 and return its values by name; check that the structure is unchanged."""
     module, values = build_with_values(provider, StageInfo(), seed=seed)
     expected, found = (
         {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors}

@@ -16,16 +16,9 @@ def describe_tensors(model: nn.Module) -> dict[str, TensorInfo]:
 
 
 def check_unchanged(model: nn.Module, built: Mapping[str, TensorInfo]) -> None:
-    """Check that `parallelize` changed no name, global shape or dtype.
+    """Check that `parallelize` changed no name, global shape or dtype of `built`, else raise `UserError`.
 
     Otherwise the model's checkpoints would not fit the model that is built after a restart.
-
-    Args:
-        model: Model after `parallelize`.
-        built: Result of `describe_tensors` before `parallelize`.
-
-    Raises:
-        UserError: Lists the differences.
     """
     now = describe_tensors(model)
     lines = [
@@ -77,12 +70,9 @@ def check_parallelized(model: nn.Module, ctx: DistributedContext) -> None:
 
 
 def check_experts_are_shared_out(stages: Iterable[nn.Module], ctx: DistributedContext) -> None:
-    """Check that some parameter is sharded by expert parallelism, if its degree is above 1.
+    """Check that some parameter is sharded by expert parallelism, if its degree is above 1; else raise `UserError`.
 
     Collective if the degree is above 1: an all-gather, because a rank's stages may contain no experts.
-
-    Raises:
-        UserError: On every rank, if no parameter on any rank is on the `ep_shard` mesh axis.
     """
     num_ranks = ctx.size("expert", "ep_shard")
     if num_ranks == 1:

@@ -19,17 +19,12 @@ class ModelPlan:
     """Checked layout of a model over the ranks of a job.
 
     Attributes:
-        provider: Builds and parallelizes the model.
-        seed: The job's seed.
-        launch: Rank of this process, world size, and node.
         mesh: Degrees of parallelism, with -1 resolved.
-        schedule: Pipeline schedule.
         program: The schedule's program for this number of pipeline ranks and microbatches.
-        built: The whole model as it was built.
         shared_names: Parameters shared by several stages, with the indices of those stages; the owner comes first.
-        weights: Folder of the initial weights; `None` if none are loaded.
-        load_mapper: State mapper from the weights in that folder to those of the whole model; `None` if the names are
-            the same.
+        weights: Folder of the initial weights, if any.
+        load_mapper: State mapper from the tensors in `weights` to those of the whole model; `None` if the names are
+            equal.
     """
 
     provider: ModelProvider
@@ -49,11 +44,11 @@ class ModelPlan:
         return len(self.program.ranks) > 1
 
     def with_weights(self, key: str, folder: Path) -> "ModelPlan":
-        """Return the plan with initial weights from a folder, which the configuration key `key` names.
+        """Return the plan with initial weights from a folder, set by the configuration key `key`. Reads no tensor data.
 
         Raises:
             UserError: If weights are missing, unexpected, or have another shape. Also if a parameter was built without
-                values and the folder has none for it. No tensor data is read.
+                values and the folder has none for it.
         """
         mapper = self.provider.load_mapper(self.built.module, folder)
         try:
@@ -83,20 +78,13 @@ def plan_model(
 ) -> ModelPlan:
     """Build the model without its values, and check that it can be trained or run in a layout. No collectives.
 
-    Args:
-        provider: Builds the model.
-        launch: Rank of this process, world size, and node.
-        mesh: Degrees of parallelism, with -1 resolved.
-        schedule: Pipeline schedule.
-        num_microbatches: Number of microbatches of a step on one data-parallel rank.
-        seed: The job's seed.
-        task: Prepares inputs.
-        first_batch: Reads a microbatch. Called only if there are several stages, to run them on `meta`.
+    `mesh` must have -1 resolved; `num_microbatches` is that of a step on one data-parallel rank. `first_batch` reads a
+    microbatch, to run the stages on `meta` if there are several.
 
     Raises:
-        UserError: If the task cannot split sequences for context parallelism, the schedule does not support the number
-            of ranks or microbatches, the stages' parameters differ from the model's, or a stage rejects the previous
-            stage's output.
+        UserError: If the task cannot split sequences for context parallelism, or the schedule does not support the
+            number of ranks or microbatches. Also if the stages' parameters differ from the model's, or a stage rejects
+            the previous stage's output.
     """
     cuts_sequences = mesh.context_parallel_shard * mesh.context_parallel_replicate > 1
     can_split = any("split_sequence" in vars(kind) for kind in type(task).mro() if kind is not BatchTask)

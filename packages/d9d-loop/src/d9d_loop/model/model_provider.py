@@ -12,11 +12,11 @@ from d9d_state import JsonValue, StateMapper
 
 
 class ModelProvider(ABC):
-    """Builds and parallelizes a model. Subclasses must implement `build`; the other methods have defaults.
+    """Recipe that builds and parallelizes a model. Subclasses must implement `build`; other methods have defaults.
 
     Attributes:
-        late_init: If true (the default), `build` runs on `meta` and each `reset_parameters` sets the initial values, so
-            no rank holds the whole model. If false, `build` runs on the CPU with the job's seed, and training starts
+        late_init: If True (the default), `build` runs on `meta` and each `reset_parameters` sets the initial values, so
+            no rank holds the whole model. If False, `build` runs on the CPU with the job's seed, and training starts
             from the values that it returns.
     """
 
@@ -26,29 +26,24 @@ class ModelProvider(ABC):
     def initial_weights(self) -> Path | None:
         """Folder of the initial weights if the configuration names none; `None` to use the values of `build`.
 
-        If a folder is set and `late_init` is false, `build` may leave parameters and persistent buffers on `meta`. Each
-        rank reads its shards of them from the folder.
+        If a folder is set and `late_init` is False, `build` may leave parameters and persistent buffers on `meta`. Each
+        rank then reads its shards from the folder.
         """
         return None
 
     @abstractmethod
     def build(self, stage: StageInfo) -> nn.Module:
-        """Build one stage of the model.
+        """Build one stage of the model; `stage` has its index and the number of stages.
 
         With `late_init`, `meta` is the default device, and every module that owns parameters or buffers needs a
         `reset_parameters` method, as torch's layers have. Without `late_init`, `build` may run any code, such as
         loading weights. Pipeline stages then take their values from the whole model, `build(StageInfo())`, by name.
-
-        Args:
-            stage: Index of the stage and the number of stages.
         """
 
     def parallelize(self, model: nn.Module, ctx: DistributedContext) -> None:
         """Parallelize one stage in place. The default is HSDP over the dense mesh.
 
-        Args:
-            model: The stage, on `meta` if the job has several ranks or `late_init` is true.
-            ctx: Distributed context.
+        `model` is the stage, on `meta` if the job has several ranks or `late_init` is True.
         """
         dense = ctx.mesh_for("dense")["dp_replicate", "dp_cp_shard", "cp_replicate"]
         parallelize_hsdp(model, dense, shard_axis="dp_cp_shard")
@@ -75,8 +70,8 @@ class FunctionProvider(ModelProvider):
 
     Args:
         build: Builds the stage of the model that its argument names.
-        late_init: Whether to build on `meta` and set the values with `reset_parameters`. By default the function runs
-            on the CPU and its values are kept.
+        late_init: If True, build on `meta` and set the values with `reset_parameters`. By default the function runs on
+            the CPU and its values are kept.
     """
 
     def __init__(self, build: Callable[[StageInfo], nn.Module], *, late_init: bool = False) -> None:

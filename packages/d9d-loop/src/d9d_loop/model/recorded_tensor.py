@@ -1,4 +1,4 @@
-"""Derive a `StateMapper` from code that moves tensor values, by running it on tensors without values."""
+"""Derivation of a `StateMapper` from code that moves tensor values, by running it on tensors without values."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,8 +41,7 @@ class _Move:
     Attributes:
         mapper: The operation as a mapper between unique value names; for an operation that computes new values, its
             name.
-        is_view: Whether the outputs share memory with the inputs.
-        parents: Operations that produced the inputs.
+        is_view: True if the outputs share memory with the inputs.
         depth: Depth in the graph of operations: 1 without parents, otherwise one more than the deepest parent.
     """
 
@@ -59,7 +58,6 @@ class RecordedTensor(Tensor):
     Conversions between floating-point dtypes are not recorded, because `load_model_state` converts dtypes.
 
     Attributes:
-        value_name: Unique name of the value.
         move: Operation that produced the tensor; `None` for a tensor created by `named`.
     """
 
@@ -113,15 +111,11 @@ class RecordedTensor(Tensor):
 
 
 def recorded_mapper(sources: Iterable[str], targets: Mapping[str, Tensor]) -> StateMapper:
-    """Return the mapper from named tensors to recorded tensors.
-
-    Args:
-        sources: Names of tensors created by `RecordedTensor.named`. The mapper drops names that no target uses.
-        targets: Recorded tensors by output name.
+    """Return the mapper from named tensors to recorded tensors by output name; it drops names that no target uses.
 
     Raises:
-        UserError: If an operation that produced a target computes values instead of moving them. Also if a value is
-            used twice, because mappers cannot copy values.
+        UserError: If an operation that produced a target computes values instead of moving them, or a value is used
+            twice, because mappers cannot copy values.
     """
     recorded = {name: tensor for name, tensor in targets.items() if isinstance(tensor, RecordedTensor)}
     assert len(recorded) == len(targets), "every tensor must be derived from named tensors"

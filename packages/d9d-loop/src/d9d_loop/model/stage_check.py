@@ -1,4 +1,4 @@
-"""Checks on `meta` that the stages of a provider make up its whole model, run before a process group starts."""
+"""Checks on `meta` that the stages of a provider make up its whole model, before a process group starts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,12 +22,7 @@ def build_stages(provider: ModelProvider, num_stages: int, *, seed: int = 0) -> 
 def check_parts(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
     """Check that the parameters of all stages together are those of the model.
 
-    Args:
-        model: The whole model.
-        stages: All of its stages, in order.
-
-    Returns:
-        Parameters shared by several stages, with the indices of those stages; the owner comes first.
+    Return the parameters shared by several stages, with the indices of those stages; the owner comes first.
 
     Raises:
         UserError: Lists parameters that are missing, unexpected or have another shape. Also lists parameters on several
@@ -93,13 +88,7 @@ def _tied_names(model: nn.Module) -> set[str]:
 def check_chain(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, stage_ranks: Sequence[int]) -> None:
     """Run the stages in order on `meta`, each with the output of the previous one.
 
-    The check is skipped if the whole model cannot run on `meta`.
-
-    Args:
-        model: The whole model.
-        stages: All of its stages, on `meta`.
-        inputs: Inputs of one microbatch.
-        stage_ranks: The pipeline rank that holds each stage.
+    Skipped if the whole model cannot run on `meta`. `stage_ranks` are the pipeline ranks of the stages.
 
     Raises:
         UserError: If a stage rejects its inputs, or an output cannot be sent to the next stage's rank.

@@ -1,7 +1,7 @@
 """Optimizers: subclasses of `torch.optim.Optimizer` for the parameters of a parallelized model.
 
-Optimizer state is either DTensors with the placements of their parameters, or numbers. So job checkpoints contain it,
-and a job can resume on a different mesh.
+Optimizer state consists of numbers and of DTensors with the placements of their parameters. So job checkpoints contain
+it, and a job can resume on a different mesh.
 """
 
 from d9d_loop.optimizers.adam import LocalAdam, LocalAdamW

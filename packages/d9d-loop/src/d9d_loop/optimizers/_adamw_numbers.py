@@ -5,16 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AdamWNumbers:
-    """Scalars of one AdamW step.
-
-    Attributes:
-        lr: Learning rate.
-        beta1: Decay of m, the average of the gradients.
-        beta2: Decay of v, the average of the squared gradients.
-        eps: Constant added to the denominator.
-        weight_decay: Decoupled weight decay.
-        step: Step number, counted from 1, for bias correction.
-    """
+    """Scalars of one AdamW step: m and v average the gradients and their squares; `step` counts from 1."""
 
     lr: float
     beta1: float

@@ -1,4 +1,4 @@
-"""Triton kernels with stochastic rounding: a copy, and a whole AdamW step, which read and write each value once.
+"""Triton kernels with stochastic rounding: a copy, and a whole AdamW step. They read and write each value once.
 
 Arithmetic is in float32. bfloat16 values are loaded and stored as the upper 16 bits of a float32. The random bits equal
 those of `d9d_dist.random_bits_at`.
@@ -23,7 +23,7 @@ _BLOCK = 1024
 
 
 class _Kernel(Protocol):
-    """A function decorated with `triton.jit`. Triton's own type does not describe how a kernel is launched."""
+    """Function decorated with `triton.jit`, whose own type does not describe how a kernel is launched."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         """Return a function that launches one program per point of the grid."""
@@ -33,7 +33,7 @@ class _Kernel(Protocol):
 def _jit(*, varying: tuple[str, ...]) -> Callable[[Callable[..., Any]], _Kernel]:
     """Return a `triton.jit` decorator that does not specialize the kernel on the arguments in `varying`.
 
-    Arguments that change from step to step would otherwise cause recompilation for special values such as 1.
+    Otherwise, arguments that change from step to step cause recompilation for special values such as 1.
     """
 
     def decorate(kernel: Callable[..., Any]) -> _Kernel:
@@ -50,14 +50,7 @@ def _inlined(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def copy(target: Tensor, source: Tensor, *, key: int, rule: IndexRule) -> None:
-    """Copy float32 [N] to bfloat16 [N] with stochastic rounding; both must be contiguous.
-
-    Args:
-        target: bfloat16 [N].
-        source: float32 [N].
-        key: Key of the random bits.
-        rule: Rule for the global indices of the elements.
-    """
+    """Copy float32 [N] to bfloat16 [N] with stochastic rounding; both must be contiguous."""
     size = target.numel()
     _copy_kernel[-(-size // _BLOCK),](
         target.view(torch.int16), source, key, *rule, size, ROWS=rule.run < size, BLOCK=_BLOCK
@@ -67,14 +60,8 @@ def copy(target: Tensor, source: Tensor, *, key: int, rule: IndexRule) -> None:
 def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, numbers: AdamWNumbers, key: int, rule: IndexRule) -> None:
     """Run one AdamW step in place. All tensors are contiguous and of shape [N].
 
-    Args:
-        w: Weights, float32 or bfloat16.
-        g: Gradients of the weights, any floating-point dtype.
-        m: Average of the gradients, float32 or bfloat16.
-        v: Average of the squared gradients, in the dtype of `m`.
-        numbers: Scalars of the step.
-        key: Key of the random bits.
-        rule: Rule for the global indices of the elements.
+    The weights `w` and the average `m` of the gradients `g` are float32 or bfloat16. The average `v` of the squared
+    gradients has the dtype of `m`.
     """
     size = w.numel()
     _adamw_kernel[-(-size // _BLOCK),](
@@ -106,7 +93,7 @@ def _storage(x: Tensor) -> Tensor:
 
 @_inlined
 def _random_bits(i, key, offset, run, stride, ROWS: tl.constexpr):
-    """Return 64 random bits per element, computed from its global index."""
+    """Return 64 random bits per element, a function of its global index."""
     index = offset + i
     if ROWS:
         index = offset + i // run * stride + i % run

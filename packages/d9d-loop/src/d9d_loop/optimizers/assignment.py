@@ -1,4 +1,4 @@
-"""Assigns each parameter to exactly one optimizer group, by name pattern and number of dims."""
+"""Assignment of each parameter to exactly one optimizer group, by name pattern and number of dims."""
 
 import re
 from collections.abc import Sequence
@@ -20,18 +20,12 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Selects parameters by name and number of dims.
-
-    Attributes:
-        pattern: Regular expression, searched in the parameter name.
-        of: Filter by number of dims.
-    """
+    """Selection of parameters by a regular expression, searched in their name, and by number of dims."""
 
     pattern: str
     of: Dims
 
     def __str__(self) -> str:
-        """Return the selector as written in error messages."""
         return f"pattern = {self.pattern!r}" + ("" if self.of == "any" else f" of {self.of}")
 
     def chooses(self, name: str, parameter: Tensor) -> bool:
@@ -48,17 +42,8 @@ def is_matrix(parameter: Tensor) -> bool:
 def assign(named: Named, selectors: Sequence[Selector], *, whole: bool = True) -> list[Named]:
     """Assign each parameter to the first selector that matches it.
 
-    Args:
-        named: Trainable parameters with their names.
-        selectors: Selectors, in order of precedence.
-        whole: True if `named` contains the parameters of the whole model. A pipeline stage may have no parameter for
-            some selectors.
-
-    Returns:
-        First the parameters that match no selector, then those of each selector, in the order of `selectors`.
-
-    Raises:
-        UserError: If `whole` is True and a selector gets no parameter.
+    Return the parameters that match no selector, then the parameters of each selector in order. With `whole`, a
+    selector without parameters raises `UserError`; a pipeline stage may have none.
     """
     found: list[Named] = [[] for _ in (None, *selectors)]
     for name, parameter in named:

@@ -1,4 +1,4 @@
-"""Swaps in the evaluation weights of optimizers that train with different weights, such as averaging optimizers."""
+"""Evaluation weights of optimizers that train with different weights, such as averaging optimizers."""
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 @runtime_checkable
 class Averaging(Protocol):
-    """An optimizer whose evaluation weights are an average, while the parameters hold the training weights."""
+    """Optimizer whose evaluation weights are an average, while the parameters hold the training weights."""
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
         """Swap in the evaluation weights for the body of the `with` block, and restore the parameters bit for bit."""
@@ -24,10 +24,6 @@ def evaluation_weights(model: nn.Module, optimizer: Optimizer) -> Generator[None
 
     For optimizers that are not `Averaging`, the weights do not change. The training weights are restored bit for bit.
     No collectives. Do not save job checkpoints in the body, since they must contain the training weights.
-
-    Args:
-        model: Materialized and parallelized model.
-        optimizer: Optimizer of its parameters.
     """
     if not isinstance(optimizer, Averaging):
         yield
@@ -41,7 +37,7 @@ def evaluation_weights(model: nn.Module, optimizer: Optimizer) -> Generator[None
 
 
 def _free_gathered_parameters(model: nn.Module) -> None:
-    """Free unsharded parameters that FSDP may have kept, since FSDP does not notice changes of their shards."""
+    """Free unsharded parameters that FSDP may have kept: FSDP does not notice changes of their shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -19,13 +19,9 @@ class GroupwiseOptimizer(Optimizer, ABC):
     def step(  # ty: ignore[incompatible-method-override]  (torch declares an overload for each kind of closure)
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
-        """Update every parameter that has a gradient.
+        """Update every parameter that has a gradient, and return the loss of `closure`, if there is one.
 
-        Args:
-            closure: Recomputes and returns the loss; called once, with gradients enabled.
-
-        Returns:
-            The loss, or `None` without a closure.
+        `closure` recomputes the loss; it is called once, with gradients enabled.
         """
         loss = loss_of(closure)
         for group in self.param_groups:
@@ -36,12 +32,9 @@ class GroupwiseOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Update the parameters of a group that have gradients.
+        """Update the parameters of a group that have gradients, at least one; their state is in `self.state`.
 
-        Args:
-            group: Parameter group, with its hyperparameters.
-            parameters: Parameters with gradients, at least one; plain tensors or DTensors. Their state is in
-                `self.state`.
+        Parameters are plain tensors or DTensors.
         """
 
 
@@ -54,11 +47,10 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
 
 
 def local_parts(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the non-empty local shards of tensors, which suffice for an elementwise update.
+    """Return the non-empty local shards of tensors, which suffice for an elementwise update; drop `None`.
 
-    With DTensors, each operation would first propagate the placements of the lists, which takes seconds in the first
-    step. `None` and empty shards are dropped. If the shard of a parameter is empty, so are those of its gradient and
-    state, so parallel lists still match.
+    On DTensors, each operation would first propagate the placements of the lists, which takes seconds in the first
+    step. An empty parameter shard has empty gradients and state, so parallel lists still match.
     """
     parts = [local_tensor(tensor) for tensor in tensors if tensor is not None]
     return [part for part in parts if part.numel()]

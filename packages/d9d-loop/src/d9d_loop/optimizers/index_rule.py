@@ -1,4 +1,4 @@
-"""Index of each element of this rank's shard in the full tensor, for results that must not depend on the sharding.
+"""Index of each element of this rank's shard in the full tensor, for results that do not depend on the sharding.
 
 `d9d_dist.indexed_blocks` gives the indices as tensors; a rule gives them to a kernel as three numbers.
 """
@@ -12,10 +12,9 @@ from d9d_dist import Region, local_region
 
 
 class IndexRule(NamedTuple):
-    """Maps the index i of an element to its flat index in the full tensor: `offset + i // run * stride + i % run`.
+    """Map from the index i of an element to its flat index in the full tensor: `offset + i // run * stride + i % run`.
 
     Attributes:
-        offset: Flat index of the first element in the full tensor.
         run: Number of consecutive elements that are contiguous in the full tensor.
         stride: Distance in the full tensor between the starts of consecutive runs.
     """
@@ -26,14 +25,10 @@ class IndexRule(NamedTuple):
 
 
 def index_rules(tensor: Tensor) -> list[tuple[int, IndexRule]]:
-    """Return the index rules of this rank's shard of a tensor, for any sharding.
+    """Return the index rules of this rank's shard of a tensor, for any sharding; empty for an empty shard.
 
-    Args:
-        tensor: DTensor or plain tensor of any number of dims.
-
-    Returns:
-        Pairs of a number of elements and their rule, which cover the elements of the flattened shard in order. There is
-        one rule, unless a tensor of three or more dims is sharded along several of them. Empty for an empty shard.
+    The result has pairs of a number of elements and their rule, in the order of the flattened shard. There are several
+    pairs only if a tensor of three or more dims is sharded along several of them.
     """
     region = local_region(tensor)
     if not region.num_elements:
@@ -61,7 +56,7 @@ def _merged(region: Region, shape: torch.Size) -> list[tuple[int, int, int]]:
 
 
 def global_indices(rule: IndexRule, begin: int, end: int, device: torch.device) -> Tensor:
-    """Return the global indices of the elements [begin, end) that follow a rule, as int64 [end - begin]."""
+    """Return the global indices of the elements [begin, end) of a rule, as int64 [end - begin]."""
     i = torch.arange(begin, end, device=device)
     if rule.run == rule.stride or end <= rule.run:
         return i.add_(rule.offset)

@@ -1,4 +1,4 @@
-"""Combines several optimizers with disjoint parameters into one, such as Muon for matrices and AdamW for others."""
+"""Combination of several optimizers with disjoint parameters, such as Muon for matrices and AdamW for others."""
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
@@ -15,7 +15,7 @@ from d9d_loop.optimizers.groupwise import loss_of
 
 @final
 class JoinedOptimizer(Optimizer):
-    """Optimizer that steps each of its optimizers. It shares their parameter groups and state, without copies.
+    """Optimizer that steps several optimizers, and shares their parameter groups and state without copies.
 
     Attributes:
         optimizers: The combined optimizers. `param_groups` has their groups in this order.
@@ -44,7 +44,7 @@ class JoinedOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict into all optimizers; see `torch.optim.Optimizer.load_state_dict`."""
+        """Load a state dict into all optimizers."""
         super().load_state_dict(state_dict)
         groups = iter(self.param_groups)
         for optimizer in self.optimizers:
@@ -52,11 +52,7 @@ class JoinedOptimizer(Optimizer):
         self._share(self.state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; only for use by the constructor, since a later group would belong to no optimizer.
-
-        Raises:
-            TypeError: If called after the constructor.
-        """
+        """Add a parameter group. Only for the constructor: a later group has no optimizer and raises `TypeError`."""
         if "optimizers" in vars(self):
             raise TypeError(
                 "a JoinedOptimizer does not support add_param_group; add the group to one of its optimizers."

@@ -19,7 +19,6 @@ class Lion(GroupwiseOptimizer):
         m = beta2 m + (1 - beta2) g
 
     Args:
-        params: Parameters or parameter groups.
         lr: Learning rate, typically 3 to 10 times smaller than for AdamW.
         betas: beta1, the weight of m in the update, and beta2, the decay of m.
         weight_decay: Decoupled weight decay, typically 3 to 10 times larger than for AdamW.

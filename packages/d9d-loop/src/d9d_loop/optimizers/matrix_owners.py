@@ -1,4 +1,4 @@
-"""Distributes computations on whole matrices over the ranks that hold their shards, where the sharding allows it."""
+"""Distribution of computations on whole matrices over the ranks that hold their shards."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -14,24 +14,19 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from d9d_dist import from_local, full_tensor, local_part
 
 Compute: TypeAlias = Callable[[Tensor], Tensor]
-"""Maps a matrix, or a stack of matrices, to a tensor of the same shape."""
+"""Function from a matrix, or a stack of matrices, to a tensor of the same shape."""
 
 
 def map_matrices(compute: Compute, parts: Sequence[Tensor], likes: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Apply a function to whole matrices that are sharded over ranks.
+    """Apply a function to whole matrices that are sharded over ranks; yield (index into `parts`, shard of the result).
 
     Matrices sharded along a single mesh axis are distributed over its ranks. Each rank receives one whole matrix, and
     sends back the shards of the result: two all-to-alls per batch of `axis size` matrices. Matrices sharded in any
     other way are all-gathered and computed on every rank. Unsharded matrices, and stacks sharded only between their
-    matrices, are computed locally without collectives.
+    matrices, are computed locally without collectives. Results come in any order.
 
-    Args:
-        compute: Function to apply.
-        parts: This rank's local shards, plain tensors.
-        likes: Tensors with the shapes and placements of `parts`; in the same order on every rank of a mesh.
-
-    Yields:
-        Pairs of an index into `parts` and this rank's shard of the result, in any order.
+    `parts` are this rank's local shards, plain tensors. `likes` have their shapes and placements, in the same order on
+    every rank of a mesh.
     """
     assigned: dict[tuple[DeviceMesh, int, torch.dtype], list[int]] = defaultdict(list)
     for index, (part, like) in enumerate(zip(parts, likes, strict=True)):
@@ -76,7 +71,7 @@ def _compute_on_owners(
 
 
 def _chunk_shapes(shape: torch.Size, num_chunks: int, dim: int) -> list[torch.Size]:
-    """Return the shapes of the non-empty chunks of a tensor, split as by `torch.chunk`."""
+    """Return the shapes of the non-empty chunks of `torch.chunk`."""
     return [chunk.shape for chunk in torch.empty(shape, device="meta").chunk(num_chunks, dim)]
 
 
@@ -92,7 +87,7 @@ def _splitting_axes(like: Tensor) -> list[int]:
 
 
 def _plain_dim(like: Tensor, axis: int) -> int | None:
-    """Return the dim that an axis shards, or `None` if it does not shard like `torch.chunk` or another axis shards."""
+    """Return the dim that an axis alone shards like `torch.chunk`; `None` for any other sharding."""
     assert isinstance(like, DTensor)
     placement = like.placements[axis]
     others = (other for number, other in enumerate(like.placements) if number != axis)

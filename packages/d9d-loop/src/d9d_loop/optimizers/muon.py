@@ -1,4 +1,4 @@
-"""Muon optimizer: orthogonalized momentum. Each matrix is orthogonalized as a whole, however it is sharded."""
+"""Muon optimizer: orthogonalized momentum of whole matrices, for any sharding."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -44,13 +44,9 @@ class Muon(GroupwiseOptimizer):
 
     Args:
         params: Parameters of two or more dims, or parameter groups.
-        lr: Learning rate.
         momentum: Decay mu of the momentum average.
-        nesterov: Use Nesterov momentum.
-        weight_decay: Decoupled weight decay.
-        num_iterations: Number of Newton-Schulz iterations.
-        scale: Scaling of the update. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)) (Moonshot, arXiv:2502.16982), the
-            update size of AdamW, whose learning rate and weight decay can be reused. `original`:
+        scale: Scaling of the update. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)) (Moonshot, arXiv:2502.16982),
+            which gives AdamW's update size: its learning rate and weight decay can be reused. `original`:
             sqrt(max(1, rows / columns)).
 
     Raises:
@@ -94,19 +90,13 @@ class Muon(GroupwiseOptimizer):
 
 @torch.no_grad()
 def orthogonalize(matrices: Tensor, *, num_iterations: int = 5) -> Tensor:
-    """Orthogonalize matrices approximately by Newton-Schulz iteration: for X = U S V^T, approximate U V^T.
+    """Orthogonalize matrices [..., rows, columns] approximately by Newton-Schulz iteration: X = U S V^T becomes U V^T.
 
         X = X / |X|                                     Frobenius norm
-        X = a X + (b X X^T + c (X X^T)^2) X             repeated
+        X = a X + (b X X^T + c (X X^T)^2) X             repeated `num_iterations` times
 
-    The resulting singular values are between about 0.7 and 1.2, which is sufficient for Muon.
-
-    Args:
-        matrices: Tensor [..., rows, columns]. The computation is in float64 for float64 input, else in bfloat16.
-        num_iterations: Number of iterations.
-
-    Returns:
-        A tensor of the same shape, in the dtype of the computation.
+    The resulting singular values are between about 0.7 and 1.2, which is sufficient for Muon. The computation and the
+    result are in float64 for float64 input, else in bfloat16.
     """
     a, b, c = _COEFFICIENTS
     x = matrices.to(_compute_dtype(matrices))

@@ -78,19 +78,18 @@ class OptimizerSettings(Section, ABC):
 
     @final
     def build(self, model: nn.Module, *, whole: bool = True) -> Optimizer:
-        """Build the optimizer. Each parameter that requires gradients is in exactly one parameter group.
+        """Build the optimizer; a `JoinedOptimizer` if groups use other optimizers.
+
+        Each parameter that requires gradients is in exactly one parameter group.
 
         Args:
             model: Model or pipeline stage, materialized and parallelized.
-            whole: Whether `model` is the whole model, so that every group must match a parameter. Pass false for a
+            whole: True if `model` is the whole model, so that every group must match a parameter. Pass False for a
                 pipeline stage, and call `check` on the whole model.
 
-        Returns:
-            The optimizer; a `JoinedOptimizer` if groups use other optimizers.
-
         Raises:
-            UserError: If `whole` is true and a group matches no parameter. Also if an optimizer does not support one of
-                its parameters.
+            UserError: If `whole` is True and a group matches no parameter, or an optimizer does not support a
+                parameter.
         """
         first, *others = self._optimizers(_trainable(model), whole=whole)
         return JoinedOptimizer([first, *others]) if others else first
@@ -114,9 +113,9 @@ class OptimizerSettings(Section, ABC):
 
     @final
     def _optimizers(self, named: Named, *, whole: bool) -> list[Optimizer]:
-        """Build this optimizer and then those of its groups.
+        """Build this optimizer and those of its groups, except those without parameters.
 
-        Optimizers without parameters are omitted. If none has a parameter, this one is built with an empty group.
+        If none has a parameter, this one is built with an empty group.
         """
         selectors = [Selector(group.pattern, group.of) for group in self.groups]
         rest, *matched = assign(named, selectors, whole=whole)
@@ -136,10 +135,7 @@ class OptimizerSettings(Section, ABC):
     ) -> list[dict[str, Any]]:
         """Return two parameter groups: parameters with weight decay, and parameters without.
 
-        Args:
-            named: Parameters with their names.
-            learning_rate: Override of the peak learning rate.
-            weight_decay: Override of the weight decay, which then applies to vectors, too.
+        An override of the weight decay also applies to vectors.
         """
         decays_all = self.decays == "all" or weight_decay is not None
         decayed = [(name, p) for name, p in named if decays_all or is_matrix(p)]
@@ -247,7 +243,7 @@ class LionConfig(OptimizerSettings):
 
 @final
 class ScheduleFreeAdamWConfig(OptimizerSettings):
-    """Schedule-Free AdamW (arXiv:2405.15682): averages the iterates. Use a schedule of warm-up and then a constant."""
+    """Schedule-Free AdamW (arXiv:2405.15682), an average of iterates. Use warm-up, then a constant learning rate."""
 
     kind: Literal["schedule_free_adamw"] = "schedule_free_adamw"
     learning_rate: PositiveFloat = Field(2.5e-3, description=_RATE)

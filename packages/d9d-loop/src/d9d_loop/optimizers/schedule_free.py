@@ -1,4 +1,4 @@
-"""Schedule-Free AdamW: averages the iterates instead of decaying the learning rate, for runs of unknown length."""
+"""Schedule-Free AdamW: averaged iterates instead of a learning rate decay, for runs of unknown length."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -25,10 +25,7 @@ class ScheduleFreeAdamW(GroupwiseOptimizer):
     learning rate so far.
 
     Args:
-        params: Parameters or parameter groups.
-        lr: Learning rate.
         betas: beta1, the weight of x in y, which must not be 0; and beta2, the decay of v.
-        eps: Constant added to the denominator.
         weight_decay: Decoupled weight decay, applied to y.
     """
 
@@ -78,7 +75,7 @@ class ScheduleFreeAdamW(GroupwiseOptimizer):
     @contextmanager
     @torch.no_grad()
     def evaluation_weights(self) -> Generator[None]:
-        """Swap in x for the body of the `with` block, and restore y bit for bit. Keeps a copy of y in the meantime."""
+        """Swap in x for the body of the `with` block, then restore y bit for bit from a copy."""
         assert not self._holds_result, "expected evaluation_weights() not to be entered twice"
         averaged = [
             (local_tensor(parameter), local_tensor(self.state[parameter]["z"]), group["betas"][0])

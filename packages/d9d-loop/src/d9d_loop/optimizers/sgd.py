@@ -15,14 +15,8 @@ from d9d_loop.optimizers.groupwise import GroupwiseOptimizer, local_parts
 class LocalSGD(GroupwiseOptimizer):
     """`torch.optim.SGD` that computes on the local shard of each DTensor as a plain tensor.
 
-    The momentum buffer starts at zero, which is equivalent to torch's start at the first gradient.
-
-    Args:
-        params: Parameters or parameter groups.
-        lr: Learning rate.
-        momentum: Momentum factor.
-        nesterov: Use Nesterov momentum.
-        weight_decay: L2 penalty.
+    The momentum buffer starts at zero, which is equivalent to torch's start at the first gradient. The weight decay is
+    an L2 penalty.
     """
 
     def __init__(

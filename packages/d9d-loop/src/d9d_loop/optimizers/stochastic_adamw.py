@@ -18,11 +18,10 @@ from d9d_loop.optimizers.stochastic_copy import CHUNK, draw, has_kernel, round_s
 class StochasticAdamW(GroupwiseOptimizer):
     """AdamW (arXiv:1711.05101) that stores bfloat16 by stochastic rounding (Gupta et al., arXiv:1502.02551).
 
-    It computes in float32. Values stored in bfloat16 are rounded up or down at random, so that small updates are kept
-    on average instead of being lost. These are bfloat16 parameters and, with `average_dtype=torch.bfloat16`, their
-    averages. A parameter and its averages take 6 bytes with bfloat16 averages and 10 bytes with float32 averages; AdamW
-    on float32 parameters takes 12. Parameters in float32 or float64 are not rounded, and their averages have their own
-    dtype.
+    Computation is in float32. Values stored in bfloat16 are rounded up or down at random, which keeps small updates on
+    average. These are bfloat16 parameters and, with `average_dtype=torch.bfloat16`, their averages. A parameter and its
+    averages take 6 bytes with bfloat16 averages and 10 bytes with float32 averages; AdamW on float32 parameters takes
+    12. Parameters in float32 or float64 are not rounded, and their averages have their own dtype.
 
     The random bits of an element are a function of (seed, name, step, index in the full tensor). So results do not
     depend on the sharding, and a resumed job draws the same bits. On an accelerator with Triton, a step usually
@@ -30,12 +29,7 @@ class StochasticAdamW(GroupwiseOptimizer):
 
     Args:
         params: `model.named_parameters()`, or parameter groups of (name, parameter) pairs.
-        lr: Learning rate.
-        betas: Decay of the average of gradients, and of the average of squared gradients.
-        eps: Constant added to the denominator.
-        weight_decay: Decoupled weight decay.
         average_dtype: Dtype of the averages of bfloat16 parameters.
-        seed: Seed of the random bits.
 
     Raises:
         UserError: If the parameters have no names, or a dtype other than bfloat16, float32 or float64.
@@ -109,8 +103,8 @@ def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: AdamWNumbers) ->
     """Return the new w, m and v, without rounding."""
     dtype = torch.promote_types(w.dtype, torch.float32)
     w, g, m, v = (tensor.to(dtype) for tensor in (w, g, m, v))
-    # Separate operations, each rounded as IEEE 754 defines. A fused operation may give different bits in the scalar
-    # tail of a vectorized loop, and then the result would depend on the sharding.
+    # Separate operations are each rounded as IEEE 754 defines. A fused one may give different bits in the scalar
+    # tail of a vectorized loop, so the result would depend on the sharding.
     m = m * numbers.beta1 + g * (1.0 - numbers.beta1)
     v = v * numbers.beta2 + (g * g) * (1.0 - numbers.beta2)
     direction = m / (v.sqrt() / numbers.square_correction + numbers.eps)

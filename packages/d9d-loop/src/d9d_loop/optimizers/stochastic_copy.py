@@ -1,4 +1,4 @@
-"""Copies float32 to bfloat16 by stochastic rounding: up or down at random, so that the mean is exact.
+"""Copy of float32 to bfloat16 by stochastic rounding: up or down at random, so that the mean is exact.
 
 bfloat16 has 8 bits of precision. Rounding to nearest loses every update smaller than half a unit in the last place;
 with stochastic rounding, the parameter changes by the right amount on average.
@@ -22,17 +22,10 @@ def stochastic_copy_(target: Tensor, source: Tensor, *, seed: int, step: int, na
 
     The random bits of an element are a function of the seed, the step, the name and the element's index in the full
     tensor. So results do not depend on the sharding, and a repeated step rounds identically. NaN and infinity are kept.
-    On an accelerator with Triton, it usually launches one kernel. No collectives.
+    On an accelerator with Triton, usually one kernel is launched. No collectives.
 
-    Args:
-        target: bfloat16 plain tensor or DTensor.
-        source: float32 tensor of the same shape, device and placements.
-        seed: Seed of the random bits.
-        step: Step number.
-        name: Tensor name.
-
-    Raises:
-        UserError: If a dtype is wrong or the shapes differ.
+    `target` is a bfloat16 plain tensor or DTensor; `source` is float32, of the same shape, device and placements. Wrong
+    dtypes or shapes raise `UserError`.
     """
     if target.dtype != torch.bfloat16 or source.dtype != torch.float32 or target.shape != source.shape:
         raise UserError(
@@ -61,24 +54,14 @@ def _copy(target: Tensor, source: Tensor, *, key: int, rule: IndexRule) -> None:
 
 
 def draw(bits: Tensor, number: int) -> Tensor:
-    """Extract one of the four groups of 16 bits.
-
-    Args:
-        bits: Result of `d9d_dist.random_bits_at`, int64.
-        number: Index of the group, 0 to 3, from the least significant bits.
-
-    Returns:
-        int32 values from 0 to 65535.
-    """
+    """Extract group `number` (0 to 3) of 16 bits from int64 `bits`, least significant first, as int32."""
     return (bits >> (16 * number)).bitwise_and_(0xFFFF).to(torch.int32)
 
 
 def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
     """Round float32 to bfloat16: away from zero with probability (discarded 16 bits) / 65536, else toward zero.
 
-    Args:
-        values: float32 tensor.
-        noise: int32 tensor, uniform from 0 to 65535.
+    `noise` is int32, uniform from 0 to 65535.
     """
     # Adding noise could carry into other bits of NaN and infinity.
     rounded = values.view(torch.int32).add(noise).bitwise_and_(-0x10000).view(torch.float32)

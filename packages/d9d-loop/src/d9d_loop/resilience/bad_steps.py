@@ -1,9 +1,9 @@
-"""Skips the optimizer step of bad steps: those with a non-finite loss or gradient norm, or with a loss spike.
+"""Skipping of bad steps: those with a non-finite loss or gradient norm, or with a loss spike.
 
 All ranks decide together. On an accelerator, the optimizer step is skipped on the device, and the host reads the
-decision one step later, so there is no host-device synchronization. This requires an optimizer whose kernels accept a
-skip flag, as torch's fused optimizers do (`found_inf`, the protocol of `torch.amp.GradScaler`). For other optimizers
-the host waits for the flag. On a CPU, the decision uses Python numbers, which are cheaper than tensors.
+decision one step later, without host-device synchronization. This requires an optimizer whose kernels accept a skip
+flag, as torch's fused optimizers do (`found_inf`, the protocol of `torch.amp.GradScaler`). For other optimizers the
+host waits for the flag. On a CPU, the decision uses Python numbers, which are cheaper than tensors.
 """
 
 import math
@@ -24,13 +24,9 @@ Decision = Literal["report", "skip", "rewind", "stop"]
 
 @dataclass(frozen=True, slots=True)
 class BadStep:
-    """A bad step, and the joint decision of all ranks.
+    """Bad step, and the joint decision of all ranks.
 
     Attributes:
-        step: Step number, counted from 1.
-        kind: Type of the fault.
-        loss: Loss of the step.
-        grad_norm: Global gradient norm of the step.
         decision: `report`: the update was applied. `skip`: the update was skipped. `rewind`: the caller must roll back
             to the last checkpoint and call `StepGuard.on_rollback`. `stop`: the caller must stop the job.
         why: Message that describes the step and the decision.
@@ -46,13 +42,7 @@ class BadStep:
 
 @final
 class StepGuard:
-    """Runs the optimizer steps, except bad ones.
-
-    Args:
-        optimizer: Optimizer of the model's trainable parameters.
-        config: Actions for bad steps.
-        ctx: The job's context.
-    """
+    """Guard that runs the optimizer steps, except bad ones."""
 
     def __init__(self, optimizer: Optimizer, *, config: BadStepConfig, ctx: DistributedContext) -> None:
         self._optimizer, self._config, self._ctx = optimizer, config, ctx
@@ -64,7 +54,7 @@ class StepGuard:
         self._in_a_row = self._num_rollbacks = 0
 
     def step(self, step: int, *, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
-        """Run the optimizer step, unless it is a bad one.
+        """Run the optimizer step unless it is bad; return a 0-dim bool tensor on the device, True if it was applied.
 
         Collective over all ranks: an all-reduce of two numbers. It keeps the decision equal on all ranks even if their
         replicas differ because of a fault.
@@ -73,9 +63,6 @@ class StepGuard:
             step: Step number, counted from 1.
             loss: Weighted mean loss over the global batch, 0-dim.
             grad_norm: Global gradient norm, 0-dim.
-
-        Returns:
-            0-dim bool tensor on the device: True if the update was applied.
         """
         limit = self._losses.limit(step)
         is_skipped = step in self._skipped_on_replay
@@ -160,7 +147,7 @@ class StepGuard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`. Its steps to skip are added to those known in this process."""
+        """Restore the result of `state_dict`. Steps to skip that this process knows are kept."""
         self._losses.load_state_dict(state["losses"])
         self._skipped_on_replay |= set(state["left_out"])
         self._in_a_row = state["in_a_row"]
@@ -217,7 +204,7 @@ class _Measured:
 
 
 def _copy_to_host_async(values: torch.Tensor) -> Callable[[], list[float]]:
-    """Start an asynchronous copy to the host, and return a function that waits for it and returns the numbers."""
+    """Start an asynchronous copy to the host; return a function that waits for it and returns the numbers."""
     if values.device.type == "cpu":
         return values.tolist
     on_host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
@@ -238,6 +225,6 @@ def _is_on_host(device: torch.device) -> bool:
 
 
 def _takes_flag(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer's kernels can skip the update by the device flag `found_inf` of torch."""
+    """Return True if the optimizer's kernels can skip the update by torch's device flag `found_inf`."""
     has_protocol = getattr(optimizer, "_step_supports_amp_scaling", False)
     return has_protocol and all(group.get("fused", True) for group in optimizer.param_groups)

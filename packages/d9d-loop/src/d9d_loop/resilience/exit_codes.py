@@ -1,4 +1,4 @@
-"""Exit codes of jobs that did not finish, which tell a launch script what to do next."""
+"""Exit codes of unfinished jobs, by which a launch script decides what to do next."""
 
 from enum import IntEnum
 
@@ -6,8 +6,8 @@ from enum import IntEnum
 class ExitCode(IntEnum):
     """Exit codes of a process, in addition to 0 for a finished job and 1 for an exception.
 
-    A process that ends without saving, because of a second signal or the end of the grace period, exits with 128 plus
-    the signal number, as shells report it: 143 for SIGTERM.
+    A second signal or the end of the grace period ends a process without saving. It then exits with 128 plus the signal
+    number, as shells report it: 143 for SIGTERM.
     """
 
     USER_ERROR = 2

@@ -1,4 +1,4 @@
-"""Determines the missing ranks of a hang from the location of each rank: step, collective and line."""
+"""Search for the missing ranks of a hang, from the location of each rank: step, collective and line."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -17,7 +17,7 @@ def describe_hang(
     Args:
         places: Location of each rank; `None` for a rank that does not answer.
         seconds: Time without progress, in seconds.
-        states: Known process states by rank, such as "its process 12 on a is stopped".
+        states: Known process states by rank, such as "its process 4711 on node-3 is stopped".
     """
     states = states or {}
     lines = [f"no progress for {seconds:.1f} s."]
@@ -38,7 +38,7 @@ def describe_hang(
 
 
 def missing_ranks(places: Mapping[int, RankPlace | None]) -> list[int]:
-    """Return the ranks that the other ranks wait for.
+    """Return the ranks that the other ranks wait for; empty if all ranks are at the same location.
 
     The first of these rules that finds any ranks applies:
 
@@ -46,8 +46,6 @@ def missing_ranks(places: Mapping[int, RankPlace | None]) -> list[int]:
     2. Ranks at an earlier step than the latest.
     3. Ranks in no collective, while others are in one.
     4. Ranks at the location with the fewest ranks.
-
-    Empty if all ranks are at the same location.
     """
     known = {rank: place for rank, place in places.items() if place is not None}
     silent = [rank for rank, place in places.items() if place is None]

@@ -1,13 +1,13 @@
-"""Ends a job that makes no progress, and reports the missing rank, the location of the other ranks, and all stacks.
+"""Watchdog that ends a job without progress, and reports the missing rank, the location of the others, and all stacks.
 
 When a collective times out, its error does not name the missing rank. So each rank runs two threads beside the main
 thread. The *watcher* checks the clock and the results of the poller; it never uses the network. The *poller*
 communicates with the other ranks through the job's store. A rank without progress for its timeout raises an alarm in
-the store. Every poller then writes the location of its main thread, and the rank that raised the alarm writes a report
-of the ranks that do not answer or are elsewhere.
+the store. Every poller then writes the location of its main thread. The rank that raised the alarm writes a report of
+the ranks that do not answer or are elsewhere.
 
 A process whose native code holds the interpreter lock can run neither thread. The other ranks report that it does not
-answer. The process itself is ended by the thread of `faulthandler`, which does not need the interpreter lock.
+answer. The thread of `faulthandler`, which needs no interpreter lock, ends the process itself.
 """
 
 import faulthandler
@@ -58,14 +58,14 @@ class HangWatchdog:
 
     The main thread calls `beat` once per step, which only stores a few numbers. Without progress, the process exits
     with `ExitCode.HANG` at most 2 seconds after the timeout. If another rank fails, or its process on the same machine
-    dies, this process exits with `ExitCode.PEER_LOST` at most 2 seconds later, unless the main thread exits by itself.
+    dies, the main thread may exit by itself. Otherwise, this process exits with `ExitCode.PEER_LOST` at most 2 seconds
+    later.
 
     Beyond 1024 ranks these 2 seconds grow with the number of ranks, which limits the load on the store. All ranks must
     enter phases together: the first rank to time out ends the job.
 
     Args:
         ctx: The job's context. Its start-up timeout applies until the end of the first step, then its step timeout.
-        enabled: If False, do nothing.
     """
 
     def __init__(self, ctx: DistributedContext, *, enabled: bool = True) -> None:
@@ -78,7 +78,6 @@ class HangWatchdog:
         self._watcher = threading.Thread(target=self._watch, name="d9d-hang-watcher", daemon=True)
 
     def __enter__(self) -> Self:
-        """Start the threads."""
         if self._enabled:
             if self._poller is not None:
                 self._poller.start()
@@ -108,14 +107,10 @@ class HangWatchdog:
         return timedelta(seconds=_MARGIN_INTERVALS * self._poller.interval)
 
     def beat(self, step: int, doing: str = "a step") -> None:
-        """Record progress of the main thread. Local, and cheap.
+        """Record that step `step`, counted from 1, starts now. Local, and cheap.
 
-        The start-up timeout applies to the first step too, which compiles kernels, creates process groups and waits for
-        data workers to import.
-
-        Args:
-            step: Step that starts now, counted from 1.
-            doing: Phase of the job, for messages.
+        The start-up timeout also covers the first step, which compiles kernels, creates process groups and starts data
+        workers.
         """
         limit = self._timeout if self._progress.step else self._startup
         self._progress = _Progress(step, doing, time.monotonic(), limit)
@@ -124,11 +119,7 @@ class HangWatchdog:
     def phase(self, doing: str, *, timeout: timedelta | None = None) -> Generator[None]:
         """Give a phase of the job its own name and timeout: a save, an evaluation, the handlers of an event.
 
-        When the phase ends, the timeout of the enclosing phase starts again.
-
-        Args:
-            doing: Name of the phase, for messages: "a save".
-            timeout: Timeout of the phase. By default, the longer of the step timeout and that of the enclosing phase.
+        The default is the longer of the step timeout and the enclosing phase's timeout, which starts again afterwards.
         """
         before = self._progress
         limit = max(self._timeout, before.timeout) if timeout is None else timeout.total_seconds()
@@ -214,14 +205,12 @@ class HangWatchdog:
 
 
 class _Poller:
-    """Communicates with the other ranks, in its own thread, which may block on the store.
+    """Communication with the other ranks, in its own thread, which may block on the store.
 
     Attributes:
         alarm: Set by this rank's watcher when there was no progress for the timeout.
         report: Set when `text` is the final report of an alarm of any rank.
-        text: Report of the alarm.
         lost: Description of a peer that failed or whose process died, or `None`.
-        interval: Polling interval of the store in seconds.
     """
 
     def __init__(self, ctx: DistributedContext, watchdog: HangWatchdog) -> None:

@@ -1,4 +1,4 @@
-"""Checks every rank's device and links before the model is built, since a single slow or faulty one affects all ranks.
+"""Check of every rank's device and links before the model is built: a single slow or faulty one affects all ranks.
 
 Each device multiplies matrices of small integers, whose product is exact in float32 for any summation order, and writes
 and reads memory. For the links, each rank sends a message to the next rank of a ring, which measures each link
@@ -24,7 +24,7 @@ _SHOWN = 8
 
 
 class HealthError(RuntimeError):
-    """A device or a link failed or gave wrong values. Raised on all ranks together, with the same message."""
+    """Error of a device or a link that failed or gave wrong values; the same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,7 @@ class RankHealth:
     """Measurements of a rank. Times are in seconds.
 
     Attributes:
-        rank: Global rank.
-        host: Host name.
-        device: Device of the rank.
-        compute_seconds: Time of a matrix product.
-        memory_seconds: Time to write and read memory.
         link_seconds: Time of a message from the previous rank; for rank 0, from the last rank.
-        all_reduce_seconds: Time of an all-reduce over all ranks.
         wrong: Descriptions of the checks that failed or gave wrong values; empty if all passed.
     """
 
@@ -57,31 +51,23 @@ class HealthReport:
     """Measurements of all ranks.
 
     Attributes:
-        ranks: Measurements in rank order.
-        slow: Descriptions of the measurements that exceed the median by `slow_factor`; empty if there are none.
+        slow: Descriptions of the measurements that exceed the median by `slow_factor`.
     """
 
     ranks: tuple[RankHealth, ...]
     slow: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the median times and the slow measurements as text."""
         usual = ", ".join(f"{what} {1e3 * median(times):.1f} ms" for what, times in _times(self.ranks).items())
         return "\n".join([f"health of {len(self.ranks)} ranks, medians: {usual}.", *self.slow])
 
 
 def check_health(config: HealthConfig, *, ctx: DistributedContext) -> HealthReport | None:
-    """Check and time every rank's device and links. Takes well below a second, for any number of ranks.
+    """Check and time every rank's device and links; return the measurements, or `None` if the check is disabled.
 
-    Collective over all ranks: sends and receives between neighbors, all-reduces, barriers, and an all-gather of the
-    results. Call it before models are built. The main process logs slow measurements.
-
-    Args:
-        config: Problem sizes, and the factor above which a measurement is slow.
-        ctx: The job's context.
-
-    Returns:
-        The measurements, equal on every rank; `None` if the check is disabled.
+    Call it before models are built: it takes well below a second, for any number of ranks. The main process logs slow
+    measurements. Collective over all ranks: sends and receives between neighbors, all-reduces, barriers, and an
+    all-gather.
 
     Raises:
         HealthError: On all ranks, if a device or a link of any rank fails or gives wrong values. Lists the faulty ones.
@@ -135,10 +121,7 @@ def _where(what: str, rank: RankHealth, ranks: Sequence[RankHealth]) -> str:
 
 
 def _measure(config: HealthConfig, ctx: DistributedContext) -> RankHealth:
-    """Measure this rank: seconds of each check, and what is wrong.
-
-    Device errors are recorded, not raised, since peers wait for this rank in the link check.
-    """
+    """Measure this rank. Device errors are recorded, not raised, since peers wait for this rank in the link check."""
     wrong: list[str] = []
     compute = _guarded(lambda: _compute(config.matrix_size, ctx), wrong, "computing")
     memory = _guarded(lambda: _memory(config.memory_mib * _MIB // 4, ctx), wrong, "memory")
@@ -177,7 +160,7 @@ def _compute(size: int, ctx: DistributedContext) -> tuple[float, bool]:
 
 
 def _memory(size: int, ctx: DistributedContext) -> tuple[float, bool]:
-    """Write a pattern and its complement to memory, time the latter, and compare them."""
+    """Write a pattern and its complement to memory, time the second write, and compare the values."""
     pattern = torch.arange(size, dtype=torch.int32, device=ctx.device)
     seconds, copy = _fastest(pattern.bitwise_not, ctx)
     return seconds, torch.equal(copy.bitwise_not_(), pattern)
@@ -211,7 +194,7 @@ def _all_reduce(size: int, ctx: DistributedContext) -> tuple[float, bool]:
 
     seconds, total = _fastest(reduce, ctx, together=True)
     ranks = torch.arange(ctx.world_size, device=ctx.device)
-    # Sum of (x + rank) mod 256 over ranks, for each x in 0..255. Integers below 2^24 are exact in float32.
+    # Sums of (x + rank) mod 256 over ranks, for each x in 0..255. Integers below 2^24 are exact in float32.
     sums = ((torch.arange(256, device=ctx.device)[:, None] + ranks) % 256).sum(1).float()
     return seconds, torch.equal(total, sums[torch.arange(size, device=ctx.device) % 256])
 

@@ -6,8 +6,8 @@ A loss is a spike if it exceeds
 
 of a window of losses that ends two steps before it. MAD is the median absolute deviation from the median (Leys et al.:
 "Detecting outliers", 2013). 1.4826 MAD estimates the standard deviation of a normal distribution. The other term is a
-lower bound for plateaus, where MAD is close to 0. The window ends two steps before, because on an accelerator the host
-does not yet know the loss of the previous step.
+lower bound for plateaus, where MAD is close to 0. The window excludes the previous step, because the host of an
+accelerator does not know its loss yet.
 """
 
 import math
@@ -25,11 +25,7 @@ _UNKNOWN_STEPS = 1  # number of previous steps whose loss the host of an acceler
 
 @final
 class LossWindow:
-    """Recent losses of a job, also kept sorted so that the spike limit of a step is cheap to compute.
-
-    Args:
-        config: Window length and spike threshold.
-    """
+    """Recent losses of a job, also kept sorted so that the spike limit of a step is cheap to compute."""
 
     def __init__(self, config: BadStepConfig) -> None:
         self._config = config
@@ -46,7 +42,7 @@ class LossWindow:
     def limit(self, step: int) -> float:
         """Return the limit above which the loss of a step is a spike.
 
-        The limit is infinite if there are too few earlier losses, or if the configuration ignores spikes.
+        Infinite if there are too few earlier losses, or if the configuration ignores spikes.
         """
         if self._config.spike == "ignore":
             return math.inf
@@ -77,14 +73,9 @@ class LossWindow:
 
 
 def spike_limit(sorted_losses: Sequence[float], config: BadStepConfig) -> float:
-    """Return the spike limit of the module docstring.
+    """Return the spike limit of the module docstring for losses in ascending order.
 
-    Args:
-        sorted_losses: Losses of the window, in ascending order.
-        config: Thresholds.
-
-    Returns:
-        The limit, or infinity for fewer than `config.spike_after` losses.
+    Infinite for fewer than `config.spike_after` losses.
     """
     if len(sorted_losses) < config.spike_after:
         return math.inf
@@ -102,7 +93,7 @@ def _median_distance(ordered: Sequence[float], middle: float) -> float:
     """Return the median absolute distance of sorted values from `middle`, in logarithmic time."""
 
     def distance(rank: int) -> float:
-        """Return the rank-th smallest distance: the largest distance within the `rank` consecutive closest values."""
+        """Return the rank-th smallest distance: the largest among the `rank` closest values, which are consecutive."""
         starts = range(len(ordered) - rank)
         start = bisect_left(starts, True, key=lambda i: middle - ordered[i] <= ordered[i + rank] - middle)
         return max(middle - ordered[start], ordered[start + rank - 1] - middle)

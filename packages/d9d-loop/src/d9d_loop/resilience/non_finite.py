@@ -1,4 +1,4 @@
-"""Finds the origin of a non-finite value, by replaying a bad step: the first rank, module and tensor.
+"""Search for the origin of a non-finite value, by replay of a bad step: the first rank, module and tensor.
 
 After a reduction, every rank has the same NaN, and modules propagate NaN from input to output. So the step's batches
 are run once more. Each rank checks its own module inputs, outputs, parameters, gradients and losses, in the order of
@@ -19,7 +19,7 @@ from d9d_dist import DistributedContext, gather_json, local_tensor
 from d9d_dist.consensus import name_ranks
 
 Watch: TypeAlias = Callable[[str, torch.Tensor], None]
-"""Checks a tensor, and later its gradient, and reports them under the given name, such as "the loss"."""
+"""Function that checks a tensor, and later its gradient, and reports them by a name such as "the loss"."""
 
 _Phase = Literal["forward", "backward"]
 
@@ -29,12 +29,11 @@ class NonFinite:
     """First non-finite tensor of a step.
 
     Attributes:
-        ranks: Ranks on which it is the first one; several if they exchange tensors within a module.
+        ranks: Ranks whose first non-finite tensor this is; several if they exchange tensors within a module.
         module: Module name; empty for the model itself and for tensors outside it.
         tensor: Role of the tensor in the module: "the output", "the gradient of weight".
-        phase: Pass in which it occurred.
         stage: Pipeline-parallel rank of these ranks.
-        number: Number of tensors that were checked before it on its rank.
+        number: Number of tensors that were checked earlier on the rank.
     """
 
     ranks: tuple[int, ...]
@@ -45,27 +44,23 @@ class NonFinite:
     number: int
 
     def __str__(self) -> str:
-        """Return a description for messages."""
         where = f" of {self.module!r}" if self.module else ""
         ranks = name_ranks(self.ranks)
         return f"the first tensor that is not finite is {self.tensor}{where}, in the {self.phase} pass of {ranks}"
 
 
 def find_non_finite(model: nn.Module, replay: Callable[[Watch], None], *, ctx: DistributedContext) -> NonFinite | None:
-    """Replay a bad step and find the first non-finite tensor.
+    """Replay a bad step and return the first non-finite tensor, equal on every rank.
 
-    Collective over all ranks: the collectives of `replay`, and two small all-gathers. Call it before the parameters
-    change. The replay accumulates gradients and metrics, which the caller must discard.
+    `None` if the replay is finite, because random numbers or a hardware fault caused the bad step. Collective over all
+    ranks: the collectives of `replay`, and two small all-gathers. Call it before the parameters change. The replay
+    accumulates gradients and metrics, which the caller must discard.
 
     Args:
         model: This rank's part of the model; in a pipeline, its stages.
         replay: Runs forward and backward with the batches of the step. It must pass the loss, and any other tensor to
             check outside modules, to the `Watch` function it receives.
         ctx: The job's context.
-
-    Returns:
-        The first non-finite tensor, equal on every rank; `None` if the replay is finite. Then the cause was random
-        numbers or a hardware fault.
     """
     probe = _Probe(ctx.coordinate("regular", "pp"))
     with probe.attached(model):
@@ -85,7 +80,7 @@ def _order(found: NonFinite) -> tuple[int, int, int]:
 
 @final
 class _Probe:
-    """Checks tensors until it finds a non-finite one. Each check synchronizes the host with the device."""
+    """Checks of tensors until one is non-finite. Each check synchronizes the host with the device."""
 
     def __init__(self, stage: int) -> None:
         self.found: NonFinite | None = None

@@ -1,4 +1,4 @@
-"""Location of a rank's main thread: the collective it is in and the calling line, read from its stack by any thread."""
+"""Location of a rank's main thread: its collective and the calling line, read from its stack by any thread."""
 
 import linecache
 import sys
@@ -24,8 +24,7 @@ class RankPlace:
 
     Attributes:
         step: Current step, counted from 1; 0 before the first step.
-        doing: Phase of the job, such as "a step" or "a save".
-        collective: Name of the collective it is in, with the participating ranks if known, or `None`.
+        collective: Name of the current collective, with the participating ranks if known, or `None`.
         at: Innermost line outside torch.
     """
 
@@ -44,10 +43,6 @@ def main_thread_place(step: int, doing: str) -> RankPlace:
     """Return the current location of this process's main thread.
 
     May be called from any thread, even while the main thread is blocked.
-
-    Args:
-        step: Current step, counted from 1.
-        doing: Phase of the job.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = list(_outwards(frame))

@@ -1,4 +1,4 @@
-"""Detects replicas that are no longer equal, for example because of a flipped bit or a missing reduction.
+"""Check that replicas are equal, which finds for example a flipped bit or a missing reduction.
 
 Replicas are bitwise equal unless there is a fault, since all ranks get the same gradient sums and run the same
 arithmetic. So the ranks compare a checksum of 8 bytes per tensor.
@@ -26,7 +26,7 @@ _SHOWN = 8
 
 
 class ReplicaError(RuntimeError):
-    """Replicas differ between ranks. Raised on all ranks together, with the same message."""
+    """Error of replicas that differ between ranks; the same on all ranks."""
 
 
 @final
@@ -41,17 +41,11 @@ class _Replica:
 
 @torch.no_grad()
 def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int, ctx: DistributedContext) -> None:
-    """Check that replicas of parameters and optimizer states are equal.
+    """Check that replicas of parameters and optimizer states are equal. `step` is only for the message.
 
     DTensors are compared along the mesh axes on which they are replicated, plain tensors over all ranks of a pipeline
     stage. Collective over all ranks: an all-gather of 8 bytes per tensor over each such group, and an all-gather of the
     differences. Reads each replicated tensor once, and synchronizes the host with the device.
-
-    Args:
-        model: This rank's part of the model.
-        optimizer: Optimizer of its parameters.
-        step: Number of completed steps, for the message.
-        ctx: The job's context.
 
     Raises:
         ReplicaError: On all ranks, if replicas differ. It names tensors, and the ranks that differ from the majority.
@@ -80,11 +74,6 @@ def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> No
     Collective over all ranks: an all-gather of 8 bytes per buffer, and an all-gather of the differences. Synchronizes
     the host with the device.
 
-    Args:
-        model: This rank's part of the model.
-        step: Number of completed steps, for the message.
-        ctx: The job's context.
-
     Raises:
         ReplicaError: On all ranks, if buffers differ. It names the buffers.
     """
@@ -108,7 +97,7 @@ def check_buffers(model: nn.Module, *, step: int, ctx: DistributedContext) -> No
 
 
 def _join_problems(problems: list[str]) -> str:
-    """All-gather the problems of all ranks, and return up to `_SHOWN` of them, one per line; equal on every rank."""
+    """All-gather the problems of all ranks; return up to `_SHOWN` of the problems, one per line."""
     found = sorted({problem for each in gather_json(problems or None) for problem in each or ()})
     more = f"\nand {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
     return "\n".join(f"- {problem}" for problem in found[:_SHOWN]) + more
@@ -176,7 +165,7 @@ def _compare(checksums: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessG
 
 
 def _describe_minority(checksums: Mapping[int, int]) -> str:
-    """Describe which ranks differ from the majority; without a majority, return the number of different values."""
+    """Describe which ranks differ from the majority, or the number of different values without a majority."""
     (value, count), *_ = Counter(checksums.values()).most_common()
     if 2 * count <= len(checksums):
         return f"{name_ranks(list(checksums))} have {len(set(checksums.values()))} different values"

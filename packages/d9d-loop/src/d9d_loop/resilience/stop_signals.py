@@ -32,18 +32,13 @@ _END = b"\0"  # 0 is not a signal number
 
 @final
 class Stopped(SystemExit):
-    """Raised after the job has saved a checkpoint because of a signal. Uncaught, it exits with `ExitCode.STOPPED`.
+    """Exception after the job has saved a checkpoint because of a signal. Uncaught, it exits with `ExitCode.STOPPED`.
 
-    The signals are ignored from then on, so that another signal does not change the exit code. A caller that catches
-    this exception and continues must set their handlers again with `signal.signal`.
+    The signals stay ignored, so that another signal does not change the exit code. A caller that catches this exception
+    and continues must set their handlers again with `signal.signal`.
 
     Attributes:
-        by: The signal.
         step: Number of completed steps, all of which are saved.
-
-    Args:
-        by: The signal.
-        step: Number of completed steps.
     """
 
     def __init__(self, by: signal.Signals, *, step: int) -> None:
@@ -51,7 +46,6 @@ class Stopped(SystemExit):
         self.by, self.step = by, step
 
     def __str__(self) -> str:
-        """Return the message."""
         return f"stopped by {self.by.name} after step {self.step}, which is saved. The same command resumes the job."
 
 
@@ -59,12 +53,10 @@ class Stopped(SystemExit):
 class StopSignals:
     """Context manager that catches signals, and makes all ranks agree on them in `agreed`.
 
-    Python allows signal handlers only in the main thread. In another thread, this rank catches no signals, but still
-    learns of the signals of other ranks. The same holds for a signal that has a handler in native code.
+    Python allows signal handlers only in the main thread. In another thread, this rank catches no signals, but `agreed`
+    still returns the signals of other ranks. The same holds for a signal that has a handler in native code.
 
     Args:
-        ctx: The job's context.
-        signals: Signals that stop the job.
         every: Number of calls of `agreed` between two all-reduces; equal on all ranks.
         grace: Time from the first signal until the process exits, saved or not; `None` for no limit.
         repeat: A signal at least this much later than the first one ends the process at once. An earlier one is taken
@@ -150,8 +142,7 @@ class StopSignals:
     def leave(self) -> None:
         """Ignore the signals from the end of the `with` block on. Call it when all is saved and the process will exit.
 
-        Python removes its handlers before the process exits. Another signal at that time, such as the scheduler's
-        second one, would change the exit code.
+        Python removes its handlers before the process exits; another signal at that time would change the exit code.
         """
         self._is_leaving = True
 
@@ -159,8 +150,8 @@ class StopSignals:
         """Return the signal for which all ranks must stop now, or `None`. Equal on all ranks.
 
         Call it on all ranks at the end of every step. Collective on every `every`-th call: an asynchronous all-reduce
-        of one integer on the CPU, whose result is read on the next such call. So a signal is returned after at most
-        `2 * every` steps; with a single process, immediately.
+        of one integer on the CPU, whose result is read on the next such call. So a signal is returned after at most `2
+        * every` steps; with a single process, immediately.
         """
         if self._group is None:
             return _signal(self._received)
@@ -227,10 +218,7 @@ def _signal(number: int) -> signal.Signals | None:
 
 
 def _host_group(ctx: DistributedContext) -> dist.ProcessGroup | None:
-    """Return a group of all ranks with a CPU backend: the default group if it has one, else a new group.
-
-    Collective if it creates a group. `None` for a single process.
-    """
+    """Return a group of all ranks with a CPU backend, or `None` for a single process. Collective if it is a new one."""
     if ctx.world_size == 1:
         return None
     backends = dist.get_backend_config().split(",")

@@ -27,7 +27,6 @@ class Layout:
     Attributes:
         mesh: Degrees of parallelism; none may be -1.
         microbatch_size: Samples of a microbatch on one data-parallel rank; `None` for all of the rank's samples.
-        schedule: Pipeline schedule.
     """
 
     mesh: MeshConfig

@@ -1,4 +1,4 @@
-"""Trains a model with the Trainer in a single process and in a distributed layout, and compares all values.
+"""Comparison of the Trainer's values in a distributed layout with those of a single process.
 
 In float64, two layouts differ by rounding only, by a relative error of about 1e-15. A wrong factor, a missing reduction
 or a double count causes a difference that is larger by many orders of magnitude, far above the tolerance.
@@ -37,11 +37,7 @@ class Experiment:
     """Training job to run in several layouts. All attributes must be picklable.
 
     Attributes:
-        model: Builds and parallelizes the model.
         batch: Samples of one step. Every step uses all of them, in a different order.
-        task: Prepares inputs and computes the loss.
-        collate: Function that makes a batch of a list of samples.
-        num_steps: Number of optimizer steps.
         dtype: Dtype of floating-point parameters and samples. Use float32 if a kernel requires it.
     """
 
@@ -66,13 +62,14 @@ def assert_same_as_one_process(
 
     Each run is a Trainer job in float64 on CPU: three steps with AdamW and clipping, with one process per rank on this
     machine. A script that calls this function needs `if __name__ == "__main__":`, because these processes import it.
+    All arguments must be picklable.
 
     Args:
-        model: Builds and parallelizes the model. This and the other arguments must be picklable.
+        model: Builds and parallelizes the model.
         batch: Samples of one step. Every step uses all of them, in a different order.
         task: Prepares inputs and computes the loss.
         layouts: Layouts such as `["dp_shard=4", "tp=2,cp_shard=2,microbatch=1"]`, see `parse_layout`.
-        collate: Function that makes a batch of a list of samples.
+        collate: Collates a list of samples into a batch.
         rtol: Maximum relative error ||got - expected|| / ||expected|| of a tensor.
 
     Raises:
@@ -180,7 +177,7 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
 
 @final
 class _InDtype(ModelProvider):
-    """Wraps a provider and converts its model to another dtype."""
+    """Provider whose model is converted to another dtype."""
 
     def __init__(self, provider: ModelProvider, dtype: torch.dtype) -> None:
         self._provider, self._dtype = provider, dtype
