@@ -425,7 +425,7 @@ def _export(job: Job) -> Path:
     if source is not None and not source.is_dir():  # removed since the first start; an earlier export has the files
         if not folder.is_dir():
             job.reports.progress.line(
-                f"initial weights {source} are gone: their tokenizer and other files are not exported."
+                f"the initial weights {source} no longer exist: their tokenizer and other files are not exported."
             )
         source = folder if folder.is_dir() else None
     with job.watchdog.phase("the export"):
