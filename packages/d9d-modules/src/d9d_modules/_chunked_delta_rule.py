@@ -100,11 +100,8 @@ def _chunks(x_BLGR: Tensor, size: int) -> Tensor:
 def _decays(log_decay_BGRNC: Tensor, run_BNC: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute the products of decays g[i, j] [B, G, R, N, I, J] and g[i, start] [B, G, R, N, C].
 
-    A product is zero if j > i, or if a document starts in between.
-
-    Args:
-        log_decay_BGRNC: Logarithms of the decays.
-        run_BNC: Number of document starts in the chunk up to each position; None if there are no document starts.
+    A product is zero if j > i, or if a document starts in between. `run_BNC` is the number of document starts in the
+    chunk up to each position.
     """
     size = log_decay_BGRNC.shape[-1]
     # Sum for each pair of positions: the difference of two long cumulative sums would lose precision.

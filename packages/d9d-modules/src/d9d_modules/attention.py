@@ -26,8 +26,6 @@ class GroupedQueryAttention(nn.Module):
     Each key/value head is shared by `num_heads / num_kv_heads` query heads.
 
     Args:
-        hidden_size: Size of the last dim of input and output.
-        num_heads: Number of query heads.
         num_kv_heads: Number of key and value heads; divides `num_heads`.
         head_dim: Size of one head; may differ from `hidden_size / num_heads`.
         qk_norm_eps: Epsilon of an RMS norm on each query and key head; None disables QK norm.
@@ -88,17 +86,13 @@ class GroupedQueryAttention(nn.Module):
         self.attention_function: Attention = chosen_attention(options, sinks=self.sinks, backends=backends)
 
     def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None) -> Tensor:
-        """Compute causal self-attention.
+        """Compute causal self-attention of hidden states [B, L, D]; shape and dtype are unchanged.
 
         Args:
-            x_BLD: Hidden states [B, L, D].
-            rotary: Rotary tables of the positions. They rotate queries and keys; the causal mask follows the order in
-                the row.
+            x_BLD: Hidden states.
+            rotary: Rotary tables of the positions. The causal mask follows the order in the row, not the positions.
             document_ids_BL: Document id of each position [B, L], integer, for packed sequences: a position attends only
                 within its document. None: each row is one document.
-
-        Returns:
-            Output of the layer [B, L, D], in the dtype of `x_BLD`.
 
         Raises:
             UserError: If the shape of `rotary` or `document_ids_BL` does not match, or no allowed backend supports the
@@ -121,8 +115,7 @@ class GroupedQueryAttention(nn.Module):
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
         """Return the `parallelize_tensor` plan entries that shard this layer by heads.
 
-        The tensor-parallel degree must divide the number of key/value heads. The output gate and the sinks, if any, are
-        sharded by heads too.
+        The tensor-parallel degree must divide the number of key/value heads.
 
         Args:
             name: Module path of the layer in the model, such as `layers.*.attention`.

@@ -1,7 +1,6 @@
 """Fused linear cross entropy: computes losses from hidden states without materializing all logits.
 
-With a vocabulary of 150k the logits of a batch are the largest tensor of a training step. This implementation holds
-one tile of logits at a time.
+It holds one tile of logits at a time; all logits of a batch would be the largest tensor of a training step.
 
 Forward iterates over tiles of tokens and, for each tile, over blocks of the vocabulary. It keeps a running log-sum-exp
 and the running mean of the weight rows under the softmax. That mean, minus the row of the label, is the gradient of the
@@ -13,8 +12,8 @@ over all tokens. The gradient of the hidden states comes from forward, for an up
 only scales it. Therefore the two gradients can be computed at different times (split backward).
 
 Gradients are accumulated in float32 (float64 for float64 input). No buffer of the size of the weight is saved between
-forward and backward. The cost is 8 T D V floating-point operations, as for any method that recomputes the logits; it is
-6 T D V if the logits are kept. "Cut Your Losses", arXiv:2411.09009, does the same in one kernel.
+forward and backward. The cost is 8 T D V floating-point operations: 2 T D V more than with materialized logits, for
+their recomputation. "Cut Your Losses", arXiv:2411.09009, does the same in one kernel.
 
 Shape legend: T tokens (t in a tile), D hidden size, V vocabulary (v in a block). lse: log-sum-exp of the logits.
 """
@@ -171,13 +170,7 @@ def _weight_gradient(
 
 @final
 class _Vocabulary:
-    """Vocabulary rows of this rank and the computation of their logits.
-
-    Attributes:
-        weights_VD: Weight rows of this rank.
-        loss: Cross entropy to compute.
-        size: Number of vocabulary rows over all ranks.
-    """
+    """Vocabulary rows of this rank and the computation of their logits; `size` is the number of rows of all ranks."""
 
     def __init__(self, weights_VD: Sequence[Tensor], loss: CrossEntropy, softcap: float | None) -> None:
         rank, num_ranks = (0, 1) if loss.mesh is None else (loss.mesh.get_local_rank(), loss.mesh.size())

@@ -19,9 +19,7 @@ class CausalConvolution(nn.Module):
 
     Features are independent, so tensor parallelism can shard the weight by heads (`HeadParallel`).
 
-    Args:
-        num_features: Size of the last dim of input and output.
-        width: Kernel width: each output depends on its position and the `width - 1` before it.
+    Each output depends on its position and the `width - 1` positions before it.
     """
 
     def __init__(self, num_features: int, *, width: int = 4) -> None:

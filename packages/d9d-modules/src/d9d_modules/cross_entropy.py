@@ -54,14 +54,9 @@ class CrossEntropy:
         return self if mesh.size() == 1 else replace(self, mesh=mesh)
 
     def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-        """Compute the loss from materialized logits of an unsharded vocabulary.
+        """Compute the losses [T] in nats from logits [T, V] (float32 or float64) of an unsharded vocabulary.
 
-        Args:
-            logits_TV: Logits [T, V], float32 or float64.
-            labels_T: Token ids [T], int64; tokens with `IGNORED_LABEL` have loss 0.
-
-        Returns:
-            Losses [T] in nats, in the dtype of the logits.
+        Labels [T] are int64; tokens with `IGNORED_LABEL` have loss 0. Losses have the dtype of the logits.
         """
         assert self.mesh is None, "only linear_cross_entropy computes the loss of a sharded vocabulary"
         losses_T = F.cross_entropy(

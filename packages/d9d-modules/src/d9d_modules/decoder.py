@@ -27,9 +27,9 @@ Hidden: TypeAlias = Tensor | HiddenAndLosses
 
 @runtime_checkable
 class HasExperts(Protocol):
-    """Feed-forward block that routes tokens to experts.
+    """Feed-forward block that routes tokens to experts and needs expert parallelism.
 
-    Its `forward` takes the keyword argument `mask_BL`, the token mask [B, L]. It needs expert parallelism.
+    Its `forward` takes the keyword argument `mask_BL`, the token mask [B, L].
     """
 
     num_experts: int
@@ -42,7 +42,6 @@ class DecoderLayer(nn.Module):
     Auxiliary losses of the feed-forward block are added to those of the layers before.
 
     Args:
-        hidden_size: Size of the last dim of input and output.
         attention: Token mixer, called with hidden states [B, L, D] and the rotary tables; returns [B, L, D].
             For packed sequences it also receives the keyword argument `document_ids_BL`.
         feed_forward: Feed-forward block, called with hidden states [B, L, D]; returns [B, L, D] or `HiddenAndLosses`.
@@ -63,10 +62,10 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Hidden, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None, mask_BL: Tensor | None = None
     ) -> Hidden:
-        """Apply the layer; shape and dtype of the hidden states are unchanged.
+        """Apply the layer; shape and dtype of the hidden states [B, L, D] are unchanged.
 
         Args:
-            x: Hidden states [B, L, D]; `HiddenAndLosses` if the model has auxiliary losses.
+            x: Hidden states; `HiddenAndLosses` if the model has auxiliary losses.
             rotary: Rotary tables of the positions.
             document_ids_BL: Document id of each position [B, L], integer; None: each row is one document.
             mask_BL: Token mask [B, L] for a feed-forward block with experts; None if there is no padding.

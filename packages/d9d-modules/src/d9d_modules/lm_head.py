@@ -28,24 +28,19 @@ class LanguageModelHead(VocabularySplits):
     """Projection to the vocabulary, `logits = hidden @ weight.T`, and per-token loss.
 
     A vocabulary in named splits has one parameter per split; the logits of the splits are concatenated in order. To
-    train only new tokens, freeze the other splits: `head.weight_orig.requires_grad_(False)`. No gradient is computed
-    for frozen weights.
+    train only new tokens, freeze the other splits: `head.weight_orig.requires_grad_(False)`.
 
     Args:
-        hidden_size: Size of the last dim of the hidden states.
         vocab_size: Number of token ids, of the whole vocabulary or of each split, such as
             `{"orig": 32000, "special": 8}`. The parameter of the split `special` is `weight_special`; that of a single
             split, or of a whole vocabulary, is `weight`.
         softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
-        token_loss: Maps logits [T, V] and labels [T] to losses [T]. Pass a `CrossEntropy` to set z-loss or label
-            smoothing.
-        loss_backend: Implementation of a cross entropy; None selects the fastest one that supports the call. See
-            `language_model_head`.
-        init_std: Standard deviation of the initial weights.
+        token_loss: See `language_model_head`. Pass a `CrossEntropy` to set z-loss or label smoothing.
+        loss_backend: See `backend` of `language_model_head`.
 
     Attributes:
         token_loss: Per-token loss. `d9d_dist.VocabParallelHead` replaces it by its vocabulary-parallel version while it
-            shards the vocabulary; a `CrossEntropy` then still materializes no full logits.
+            shards the vocabulary; a `CrossEntropy` still materializes no full logits.
 
     Raises:
         UserError: If `softcap` is not above 0, there is no split, a split has no tokens, or its name is not a Python

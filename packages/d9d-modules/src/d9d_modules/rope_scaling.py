@@ -1,6 +1,4 @@
-"""RoPE scalings: extend a model to sequences longer than in its pretraining.
-
-Each scaling is a frozen dataclass that computes the scaled frequencies and the attention factor.
+"""RoPE scalings, which extend a model to sequences longer than in its pretraining.
 
 Shape legend: R rotated pairs, half the number of rotated features.
 """
@@ -26,10 +24,7 @@ class RotaryScaling(Protocol):
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
         """Return the rotation angle per position of each pair [R], float32, in radians.
 
-        Args:
-            theta: Base of the geometric series of wavelengths.
-            rotary_dim: Number of rotated features, 2 R.
-            length: Longest sequence length, a scalar tensor on the device of the result.
+        `length` is the longest sequence length, a scalar tensor on the device of the result. `rotary_dim` is 2 R.
         """
         ...
 
@@ -46,7 +41,6 @@ class LinearScaling:
     """Linear scaling, which divides all frequencies by a factor: "Position Interpolation" (arXiv:2306.15595), eq. 4.
 
     Attributes:
-        kind: Discriminator of the scaling in a configuration.
         factor: Ratio of the new to the pretraining sequence length; above 0.
 
     Raises:
@@ -76,7 +70,6 @@ class DynamicNtkScaling:
     `transformers`.
 
     Attributes:
-        kind: Discriminator of the scaling in a configuration.
         factor: Growth rate of the base; above 0.
         original_max_positions: Longest sequence of the pretraining. Sequences up to this length are not scaled.
 
@@ -113,7 +106,6 @@ class YarnScaling:
     """YaRN, which interpolates long wavelengths and keeps short ones (arXiv:2309.00071, section 3.2 and equation 22).
 
     Attributes:
-        kind: Discriminator of the scaling in a configuration.
         factor: Ratio of the new to the pretraining sequence length; above 0.
         original_max_positions: Longest sequence of the pretraining.
         beta_fast: Pairs with at least this many rotations within `original_max_positions` are kept (the paper's beta).
@@ -192,7 +184,6 @@ class Llama3Scaling:
     The formula comes from the released model code; the paper mentions only the larger base.
 
     Attributes:
-        kind: Discriminator of the scaling in a configuration.
         factor: Ratio of the new to the pretraining sequence length; above 0.
         low_freq_factor: Wavelengths above `original_max_positions / low_freq_factor` are fully interpolated.
         high_freq_factor: Wavelengths below `original_max_positions / high_freq_factor` are kept.
@@ -240,7 +231,6 @@ class LongRopeScaling:
     """LongRoPE, which divides each frequency by a searched factor (arXiv:2402.13753, section 3).
 
     Attributes:
-        kind: Discriminator of the scaling in a configuration.
         short_factors: R factors for sequences up to `original_max_positions`.
         long_factors: R factors for longer sequences.
         factor: Ratio of the new to the pretraining sequence length; determines the attention factor.

@@ -68,14 +68,8 @@ class AttentionRequest:
     """Features of an attention call that decide which backends support it. Holds no tensors.
 
     Attributes:
-        options: Window, scale and softcap.
-        has_sinks: True if each head has an attention sink.
-        has_documents: True if rows contain packed documents.
         has_prefix_keys: True if there are more keys than queries: the queries are the last positions of the row.
         needs_gradient: True if a backward pass may follow.
-        dtype: Dtype of queries, keys and values.
-        device: Device of queries, keys and values.
-        head_dim: Size of one head.
     """
 
     options: AttentionOptions = field(default_factory=AttentionOptions)

@@ -18,7 +18,6 @@ class GroupedQueryParams(DecoderParams, ABC):
     """Hyperparameters of a decoder with grouped-query attention in all layers; see also `DecoderParams`.
 
     Attributes:
-        num_heads: Number of query heads.
         num_kv_heads: Number of key/value heads; divides `num_heads`.
         head_dim: Size of one head; even.
         sliding_window: Window size of the layers in `sliding_layers`, including the current position; None if no layer

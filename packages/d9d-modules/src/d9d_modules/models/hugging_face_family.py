@@ -1,4 +1,4 @@
-"""`config.json` of a family as data: which entry sets which hyperparameter, and which entries have one valid value."""
+"""`config.json` of a family as data: entries that set hyperparameters, and entries with one valid value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,10 +29,10 @@ class Entry:
         field: Name of the hyperparameter.
         key: Name of the entry.
         kind: Type of the value.
-        default: Value of a missing entry, or a function of the hyperparameters of the entries before, for which null
-            counts as missing; None if the entry is required.
+        default: Default value, or a function that computes it from the preceding hyperparameters; with a function, null
+            also counts as missing. None: the entry is required.
         minimum: Smallest valid number; None requires a number above 0.
-        alias: Second name of the entry; a configuration may have either, or both with equal values.
+        alias: Second name of the entry; a configuration may use one name, or both with equal values.
     """
 
     field: str
@@ -61,7 +61,7 @@ class Entry:
         return [*found][-1]
 
     def read(self, config: HuggingFaceConfig, values: Mapping[str, Any]) -> Any:
-        """Read the value, given the hyperparameters of the entries before.
+        """Read the value, given the preceding hyperparameters.
 
         Raises:
             UserError: If the entry is missing without a default, of another type, or out of range.
@@ -113,10 +113,10 @@ class HuggingFaceFamily(Generic[P]):
         fixed: Entries with only one supported value: read if present, always written.
         written: Further entries that are always written.
         own: Names of the entries that `check` and `read_own` read.
-        check: Refuses configurations that the family does not support.
-        read_own: Reads the other hyperparameters, given those of `entries`.
-        write_own: Returns the entries of the other hyperparameters.
-        irrelevant: Entries that do not affect the model, each with the reason.
+        check: Function that refuses configurations that the family does not support.
+        read_own: Function that reads the other hyperparameters, given those of `entries`.
+        write_own: Function that returns the entries of the other hyperparameters.
+        irrelevant: Entries that do not affect the model, with the reasons.
     """
 
     params: type[P]
