@@ -33,7 +33,7 @@ class GroupedQueryAttention(nn.Module):
             projection: "Gated Attention" (arXiv:2505.06708), equation 5 at position G1, as in Qwen3-Next.
         sinks: If True, each query head has a learnable attention sink; see `AttentionSinks`.
         rotary_dim: Number of leading features of each head to rotate; None rotates all.
-        rotary_layout: Which two features form a rotated pair.
+        rotary_layout: Pairing of the rotated features.
         options: Sliding window, softmax scale and softcap; None for plain causal attention.
         backends: Allowed attention backends in order of preference; None selects the best installed one per call.
             The environment variable `D9D_ATTENTION`, read when the layer is built, overrides it.

@@ -1,6 +1,6 @@
 """Fused linear cross entropy: computes losses from hidden states without materializing all logits.
 
-It holds one tile of logits at a time; all logits of a batch would be the largest tensor of a training step.
+Only one tile of logits is in memory at a time; all logits would be the largest tensor of a training step.
 
 Forward iterates over tiles of tokens and, for each tile, over blocks of the vocabulary. It keeps a running log-sum-exp
 and the running mean of the weight rows under the softmax. That mean, minus the row of the label, is the gradient of the
@@ -48,11 +48,11 @@ def linear_cross_entropy(
     loss: CrossEntropy = PLAIN_CROSS_ENTROPY,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute the losses of the logits `hidden @ concat(weights).T`.
+    """Compute the losses [T] of the logits `hidden @ concat(weights).T`, in nats; 0 for ignored labels.
 
     If `loss.mesh` is set, the weights are this rank's vocabulary shard and the labels are global token ids. The
     gradient of the hidden states is then this rank's partial sum. Forward issues two all-reduces per 1,024 tokens, of
-    one and three values per token; backward issues none.
+    one and three values per token; backward issues none. Losses are float32, or float64 for float64 input.
 
     Args:
         hidden_TD: Hidden states [T, D].
@@ -60,9 +60,6 @@ def linear_cross_entropy(
         labels_T: Token ids [T], int64: within the vocabulary (not checked here) or `IGNORED_LABEL`.
         loss: Cross entropy to compute.
         softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
-
-    Returns:
-        Losses [T] in nats, 0 for ignored labels: float32, or float64 for float64 input.
     """
     with_gradient = torch.is_grad_enabled() and hidden_TD.requires_grad
     taken = [defer_weight_grad(weight_VD, hidden_TD) for weight_VD in weights_VD]

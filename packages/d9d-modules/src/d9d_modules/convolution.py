@@ -41,13 +41,10 @@ def causal_convolution(x_BLD: Tensor, weight_DW: Tensor, *, document_ids_BL: Ten
     """Compute `y[t] = sum over i < W of weight[:, W - 1 - i] * x[t - i]`, with zeros before the first position.
 
     Args:
-        x_BLD: Input [B, L, D]; any floating-point dtype.
+        x_BLD: Input [B, L, D]; any floating-point dtype. The result has its shape and dtype, rounded once.
         weight_DW: Weight [D, W]; its last column multiplies the current position.
         document_ids_BL: Document id of each position [B, L], integer: positions of other documents count as zero. None:
             each row is one document.
-
-    Returns:
-        Tensor with the shape and dtype of `x_BLD`, rounded once.
 
     Raises:
         UserError: If the last dim of `x_BLD` is not D.

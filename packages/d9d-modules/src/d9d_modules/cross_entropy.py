@@ -24,9 +24,8 @@ class CrossEntropy:
     The loss of a token with logits `x` is `lse - (1 - s) * x[label] - s * mean(x) + z * lse ** 2`, where
     `lse = logsumexp(x)`. `LanguageModelHead` computes it without materializing the logits of all tokens.
 
-    It implements `d9d_dist.TokenLoss` and `d9d_dist.HasVocabParallelForm`. Label smoothing follows "Rethinking the
-    Inception Architecture", arXiv:1512.00567, section 7. The z-loss, which keeps `lse` near 0, follows "PaLM",
-    arXiv:2204.02311, section 5.
+    Implements `d9d_dist.TokenLoss` and `d9d_dist.HasVocabParallelForm`. Sources: label smoothing, "Rethinking the
+    Inception Architecture", arXiv:1512.00567, section 7; z-loss, "PaLM", arXiv:2204.02311, section 5.
 
     Attributes:
         z_loss: Coefficient `z`; 0 disables it, 1e-4 is common.
@@ -43,7 +42,6 @@ class CrossEntropy:
     mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        """Validate the coefficients."""
         if self.z_loss < 0.0:
             raise UserError(f"z_loss = {self.z_loss}; expected 0 (for none) or more, such as 1e-4.")
         if not 0.0 <= self.label_smoothing < 1.0:

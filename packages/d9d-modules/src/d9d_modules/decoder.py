@@ -10,7 +10,7 @@ from d9d_modules.rope import RotaryTables
 
 @final
 class HiddenAndLosses(NamedTuple):
-    """Hidden states and the auxiliary losses of the layers so far, such as those of routers.
+    """Hidden states and the auxiliary losses of the layers so far, such as router losses.
 
     Attributes:
         hidden: Hidden states [B, L, D].

@@ -36,7 +36,7 @@ class SplitTokenEmbedding(VocabularySplits):
             ids from 32000. The parameter of the split `special` is `weight_special`; a single split is named `weight`.
 
     Raises:
-        UserError: If there is no split, a split has no tokens, or its name is not a Python identifier.
+        UserError: If there is no split, a split has no tokens, or the name of a split is not a Python identifier.
     """
 
     def __init__(self, vocab_sizes: Mapping[str, int], hidden_size: int, *, init_std: float = 0.02) -> None:

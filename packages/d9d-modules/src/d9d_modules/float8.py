@@ -54,8 +54,8 @@ class Float8(BaseModel):
 def convert_to_float8(module: nn.Module, float8: Float8, ctx: DistributedContext) -> list[str]:
     """Convert the linear layers of a module to float8 matmuls, in place.
 
-    Converted are instances of `torch.nn.Linear` whose in and out features are multiples of 16, but not grouped experts
-    and routers. Embeddings and heads should stay in high precision, so `module` is usually the decoder layers.
+    The function converts instances of `torch.nn.Linear` whose in and out features are multiples of 16, but no grouped
+    experts and routers. Embeddings and heads should stay in high precision: pass the decoder layers.
     Parameter names, initial values and the dtype of weights, gradients and checkpoints stay the same.
 
     Call this function before any parallelization; compile afterwards to fuse the rounding with neighboring operators.

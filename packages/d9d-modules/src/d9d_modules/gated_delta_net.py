@@ -38,13 +38,9 @@ class GatedDeltaNet(nn.Module):
     queries and keys are L2-normalized. The output is RMS-normalized and gated. Time and memory are linear in the
     sequence length.
 
-    Context parallelism is not supported: `parallelize_context` rejects models with this layer. Support would need:
-
-    - One contiguous part of each row per rank, in rank order. `ContextSplit` assigns two parts per rank to balance
-      causal attention.
-    - The last `conv_width - 1` positions of the previous rank.
-    - The final state of the previous rank. It is an affine function of the state before (per head a matrix [K, K] and a
-      state [K, V]), so a scan over ranks can compute it.
+    Context parallelism is not supported: `parallelize_context` rejects models with this layer. Each rank would need one
+    contiguous part of each row (`ContextSplit` assigns two), and from the previous rank the final state and the last
+    `conv_width - 1` positions. A scan over ranks can compute the states, each an affine function of the state before.
 
     Args:
         num_key_heads: Number of query and key heads; divides `num_value_heads`.
@@ -136,7 +132,8 @@ class GatedDeltaNet(nn.Module):
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
         """Return the `parallelize_tensor` plan entries that shard this layer by heads.
 
-        The tensor-parallel degree must divide both numbers of heads. See `GroupedQueryAttention.tensor_plan`.
+        The tensor-parallel degree must divide both numbers of heads. Arguments as in
+        `GroupedQueryAttention.tensor_plan`.
         """
         activation = Shard(1) if sequence_parallel else Replicate()
         keys = ColumnParallel(input=None, head_dim=self.key_dim)

@@ -34,14 +34,13 @@ class MultiHeadLatentAttention(nn.Module):
         head_dim: N, number of non-rotated features of a query or key head.
         rotary_dim: R, number of rotated features; even.
         value_dim: V, number of features of a value head.
-        rotary_layout: Which two features form a rotated pair.
+        rotary_layout: Pairing of the rotated features.
         options: Sliding window, softmax scale and softcap; None for plain causal attention. The default scale is
             1/sqrt(N + R). With YaRN, DeepSeek multiplies it by `YarnScaling.temperature(mscale_all_dim) ** 2`.
         backends: See `GroupedQueryAttention`.
 
     Attributes:
-        attention_function: See `GroupedQueryAttention`. Queries, keys and values are zero-padded to the same head dim
-            K.
+        attention_function: See `GroupedQueryAttention`; the same head dim K for queries, keys and values (zero-padded).
 
     Raises:
         UserError: If a name in `backends` is unknown.
@@ -100,8 +99,7 @@ class MultiHeadLatentAttention(nn.Module):
         """Return the `parallelize_tensor` plan entries that shard this layer by heads.
 
         The tensor-parallel degree must divide the number of heads. The projections to the latent vectors and their
-        norms are replicated. `name` is the module path of the layer, such as `layers.*.attention`. If
-        `sequence_parallel`, the layer's input and output are sharded along the sequence; else replicated.
+        norms are replicated. Arguments as in `GroupedQueryAttention.tensor_plan`.
         """
         activation = Shard(1) if sequence_parallel else Replicate()
         queries = ColumnParallel(input=None, head_dim=self.head_dim + self.rotary_dim)

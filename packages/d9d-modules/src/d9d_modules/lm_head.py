@@ -39,8 +39,8 @@ class LanguageModelHead(VocabularySplits):
         loss_backend: See `backend` of `language_model_head`.
 
     Attributes:
-        token_loss: Per-token loss. `d9d_dist.VocabParallelHead` replaces it by its vocabulary-parallel version while it
-            shards the vocabulary; a `CrossEntropy` still materializes no full logits.
+        token_loss: Per-token loss. While the vocabulary is sharded, `d9d_dist.VocabParallelHead` replaces the loss by
+            its vocabulary-parallel version.
 
     Raises:
         UserError: If `softcap` is not above 0, there is no split, a split has no tokens, or its name is not a Python
@@ -97,11 +97,10 @@ def language_model_head(
         hidden_BLD: Hidden states [B, L, D].
         weight_VD: Projection to the vocabulary [V, D], or a sequence of tensors [V_i, D] to concatenate.
         labels: Token to predict at each position [B, L], int64; `IGNORED_LABEL` ignores a position.
-        vocab_size: Size of the whole vocabulary, an exclusive upper bound of the labels. Set it if `weight_VD` is a
-            vocabulary shard; None uses the number of rows of `weight_VD`.
+        vocab_size: Size of the whole vocabulary, if `weight_VD` is a vocabulary shard; None for its number of rows.
         token_loss: Maps logits [T, V] and labels [T] to losses [T]; the loss of a token depends only on its own logits.
-            A `CrossEntropy` and `d9d_dist.token_cross_entropy` are computed by `linear_cross_entropy`. Any other loss
-            is computed from the logits of one chunk of tokens at a time.
+            Losses other than a `CrossEntropy` and `d9d_dist.token_cross_entropy` are computed from the materialized
+            logits of one chunk of tokens at a time.
         softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
         backend: Implementation of a cross entropy. None selects Cut Cross Entropy if it is installed and supports the
             call, else `"chunked"`. With deterministic algorithms enabled None always selects `"chunked"`.

@@ -56,9 +56,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float = 1e-6, zero_centered: bool = False) -> Tensor:
-    """Compute the norm of `RMSNorm` for `x` [..., D] of any floating-point dtype, with the weight [D].
-
-    Shape and dtype do not change.
+    """Compute the norm of `RMSNorm` for `x` [..., D], with the weight [D]; shape and dtype do not change.
 
     Raises:
         UserError: If the last dim of `x` is not D.

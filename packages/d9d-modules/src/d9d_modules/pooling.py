@@ -15,15 +15,10 @@ Pooling: TypeAlias = Literal["last", "mean", "first"]
 
 
 def pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None, *, pooling: Pooling) -> Tensor:
-    """Pool each row over its tokens to [B, D]. Padding may be on either side.
+    """Pool the hidden states [B, L, D] of each row over its tokens to [B, D]. Padding may be on either side.
 
-    The mean is computed in at least float32 and rounded to the dtype of the hidden states. A row without tokens gives
-    zeros.
-
-    Args:
-        hidden_BLD: Hidden states [B, L, D].
-        mask_BL: Token mask [B, L], bool or 0 and 1; None if there is no padding.
-        pooling: Pooling method.
+    `mask_BL` is the token mask [B, L], bool or 0 and 1; None if there is no padding. The mean is computed in at least
+    float32 and rounded to the dtype of the hidden states. A row without tokens gives zeros.
 
     Raises:
         UserError: If the mask does not have the shape [B, L], or the pooling method is unknown.

@@ -47,16 +47,12 @@ def rotary_tables(
     Args:
         position_ids: Positions [B, L], integer, at least 0.
         head_dim: Size of one attention head; even.
-        theta: Base of the geometric series of wavelengths.
+        theta: RoPE base.
         rotary_dim: Number of leading features of each head to rotate; even. None rotates all.
         scaling: RoPE scaling for long sequences; None keeps the frequencies of the equation.
         length: Longest sequence length, for scalings that depend on it. None uses the largest position id of this call
-            plus 1. Set it if batches are split (data or context parallelism, microbatches); otherwise results depend on
-            the split.
+            plus 1; results then depend on how batches are split (data or context parallelism, microbatches).
         max_positions: Exclusive upper bound of the position ids; None for no bound.
-
-    Returns:
-        Tables in float32 for every model dtype: half precision cannot distinguish distant positions.
 
     Raises:
         UserError: If `head_dim` or `rotary_dim` is odd or out of range, `position_ids` is not an integer tensor [B, L],

@@ -42,9 +42,6 @@ class LinearScaling:
 
     Attributes:
         factor: Ratio of the new to the pretraining sequence length; above 0.
-
-    Raises:
-        UserError: If `factor` is not above 0.
     """
 
     attention_factor: ClassVar[float] = 1.0
@@ -53,7 +50,6 @@ class LinearScaling:
     factor: float
 
     def __post_init__(self) -> None:
-        """Validate `factor`."""
         _require_positive(self, factor=self.factor)
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
@@ -66,15 +62,11 @@ class LinearScaling:
 class DynamicNtkScaling:
     """Dynamic NTK scaling, whose base grows with the sequence length: YaRN (arXiv:2309.00071), sections 3.1 and 3.3.
 
-    The base is `theta * (factor * length / original - (factor - 1)) ** (rotary_dim / (rotary_dim - 2))`, as in
-    `transformers`.
+    The base is `theta * (factor * length / original - (factor - 1)) ** (rotary_dim / (rotary_dim - 2))`.
 
     Attributes:
         factor: Growth rate of the base; above 0.
         original_max_positions: Longest sequence of the pretraining. Sequences up to this length are not scaled.
-
-    Raises:
-        UserError: If a value is not above 0.
     """
 
     attention_factor: ClassVar[float] = 1.0
@@ -84,7 +76,6 @@ class DynamicNtkScaling:
     original_max_positions: int
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
         _require_positive(self, factor=self.factor, original_max_positions=self.original_max_positions)
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
@@ -111,7 +102,7 @@ class YarnScaling:
         beta_fast: Pairs with at least this many rotations within `original_max_positions` are kept (the paper's beta).
         beta_slow: Pairs with at most this many rotations are fully interpolated (the paper's alpha).
         mscale: Weight in the numerator of the attention factor, see `temperature` (DeepSeek-V2, arXiv:2405.04434).
-            If it or `mscale_all_dim` is 0, the paper's attention factor is used.
+            If `mscale` or `mscale_all_dim` is 0, the paper's attention factor is used.
         mscale_all_dim: Weight in the denominator of the attention factor.
         fixed_attention_factor: Overrides the computed attention factor; None computes it.
         truncate: If True, round the two boundaries outward to whole pairs.
@@ -131,7 +122,6 @@ class YarnScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
         _require_positive(
             self,
             factor=self.factor,
@@ -202,7 +192,6 @@ class Llama3Scaling:
     original_max_positions: int
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
         _require_positive(
             self,
             factor=self.factor,
@@ -249,7 +238,6 @@ class LongRopeScaling:
     fixed_attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
         _require_positive(
             self,
             factor=self.factor,

@@ -93,10 +93,9 @@ class EmbeddingHead(nn.Module):
         return "pools whole rows"
 
     def forward(self, hidden_BLD: Tensor, *, mask_BL: Tensor | None = None) -> Tensor:
-        """Compute embeddings of hidden states [B, L, D]; `mask_BL` [B, L] is the token mask of `pool`.
+        """Compute embeddings [B, E] of hidden states [B, L, D]; `mask_BL` [B, L] is the token mask of `pool`.
 
-        Returns:
-            Embeddings [B, E]: in the dtype of the hidden states, or, if normalized, in float32 (float64 for float64).
+        Normalized embeddings are float32 (float64 for float64 input); others have the dtype of the hidden states.
         """
         pooled_BD = pool(hidden_BLD, mask_BL, pooling=self.pooling)
         embedding_BE = pooled_BD if self.projection is None else self.projection(pooled_BD)

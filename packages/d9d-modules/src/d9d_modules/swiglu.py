@@ -28,8 +28,7 @@ class SwiGLU(nn.Module):
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
         """Return the `parallelize_tensor` plan entries that shard the block by intermediate features.
 
-        `name` is the module path of the block, such as `layers.*.feed_forward`. If `sequence_parallel`, the block's
-        input and output are sharded along the sequence; else replicated.
+        Arguments as in `GroupedQueryAttention.tensor_plan`.
         """
         activation = Shard(1) if sequence_parallel else Replicate()
         return {

@@ -1,8 +1,8 @@
 """Dispatch between ranks by all-to-all: each rank holds a part of the experts.
 
-A token is sent once to each rank that has at least one of its experts, together with its expert indices and weights.
-The receiving rank copies the token for each of its experts, computes the weighted sum of their outputs, and returns one
-row. The sending rank sums the returned rows of each token. Rows are not padded, and no token is dropped.
+A token is sent once to each rank that has at least one of the token's experts, with expert indices and weights. The
+receiving rank copies the token for each expert, computes the weighted sum of the experts' outputs, and returns one row.
+The sending rank sums the returned rows of each token. Rows are not padded, and no token is dropped.
 
 The host reads the numbers of rows, which depend on the routing: the only host-device synchronization of a forward
 pass. Combine is asynchronous: work issued before its `wait`, such as shared experts, overlaps with the communication.

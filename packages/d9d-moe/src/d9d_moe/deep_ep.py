@@ -132,7 +132,7 @@ def check_deep_ep(device: torch.device, *, num_ranks: int) -> tuple[Callable[...
 
 
 class _DeepEpDispatch(torch.autograd.Function):
-    """Send of tokens and weights to the ranks of their experts; backward sums the gradients over these ranks."""
+    """Transfer of tokens and weights to the ranks of their experts; backward sums the gradients over these ranks."""
 
     @staticmethod
     def forward(  # noqa: PLR0917  (autograd passes by position)
@@ -161,7 +161,7 @@ class _DeepEpDispatch(torch.autograd.Function):
 
 
 class _DeepEpCombine(torch.autograd.Function):
-    """Sum of rows over ranks, returned with its event; backward dispatches the gradients."""
+    """Sum of rows over ranks and its event; backward dispatches the gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows_MD: Tensor, buffer: DeepEpBuffer, handle: Any) -> tuple[Tensor, Any]:

@@ -50,10 +50,9 @@ class Dispatcher(Protocol):
     """Transport of tokens to experts on this rank or on other ranks."""
 
     def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> Dispatched:
-        """Send copies of this rank's tokens [T, D] to their experts, sorted by expert; T may be 0.
+        """Send copies of this rank's tokens [T, D] to their experts; return the rows for the experts of this rank.
 
-        The expert indices of the routing are global, from 0 to `num_experts` - 1. Returned are the rows for the experts
-        of this rank.
+        The expert indices of the routing are global, from 0 to `num_experts` - 1. T may be 0.
         """
         ...
 
@@ -71,9 +70,8 @@ class LocalDispatcher:
 def dispatch_local(tokens_TD: Tensor, routing: Routing, *, num_experts: int, num_rows: int) -> Dispatched:
     """Sort copies of tokens [T, D] by expert, for the choices whose expert is on this rank.
 
-    The routing has local expert indices. `num_experts` or more means an expert of another rank; such a choice gets no
-    row, and its probability is ignored. `num_rows` counts the other choices: as a Python int it avoids a host-device
-    synchronization.
+    The routing has local expert indices; choices with an index of `num_experts` or more are ignored. `num_rows` is the
+    number of the other choices, passed to avoid a host-device synchronization.
     """
     order_N, counts_E = sort_by_expert(routing.indices.flatten(), num_experts)
     inverse_N = inverse_permutation(order_N)

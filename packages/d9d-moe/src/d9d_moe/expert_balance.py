@@ -69,12 +69,8 @@ def update_expert_bias(model: nn.Module, counts: Mapping[str, Tensor], *, rate: 
     """Update the expert biases: `bias += rate * sign(mean - count)`.
 
     "Auxiliary-Loss-Free Load Balancing", arXiv:2408.15664, algorithm 1. No collectives: equal counts on all ranks keep
-    the bias equal on all ranks.
-
-    Args:
-        model: The model from which `counts` were taken; layers whose router has no bias are skipped.
-        counts: Result of `pop_tokens_per_expert`. If all counts of a layer are zero, its bias does not change.
-        rate: Change of a bias per step.
+    the bias equal on all ranks. `counts` are the result of `pop_tokens_per_expert`. Layers without a bias, or whose
+    counts are all zero, are skipped.
 
     Raises:
         UserError: If the rate is negative, or a bias has fewer than 32 bits, so that rounding would lose updates.

@@ -1,7 +1,7 @@
 """Tokens per expert of a training step, counted in the backward pass.
 
-A training step runs backward exactly once for each token, but forward also in evaluation and recomputation. So the
-tokens are counted in the backward pass of an identity function.
+A training step runs backward exactly once for each token; forward also runs in evaluation and recomputation. The tokens
+are therefore counted in the backward pass of an identity function.
 
 Shape legend: E experts, A experts per token (top-k), T tokens.
 """

@@ -55,19 +55,11 @@ class GroupedLinear(nn.Module):
 def grouped_matmul(
     x_NI: Tensor, weight_GOI: Tensor, counts_G: Tensor, *, backend: GroupedMatmulBackend | None = None
 ) -> Tensor:
-    """Multiply each group of rows by the transpose of its own matrix.
+    """Multiply each group of rows by the transpose of its own matrix: products [N, O].
 
-    Under `torch.autocast` the inputs are cast as in `torch.nn.Linear`. In a `SplitBackward` the weight gradient can be
-    deferred.
-
-    Args:
-        x_NI: Rows [N, I], sorted by group.
-        weight_GOI: One matrix per group [G, O, I], in the dtype of the rows.
-        counts_G: Number of rows per group [G], integer; may be 0, and the sum is N.
-        backend: Implementation; None for the result of `choose_grouped_matmul`.
-
-    Returns:
-        Products [N, O] in the dtype of the rows, or in the autocast dtype.
+    The rows [N, I] are sorted by group. `counts_G` [G], integer, are the numbers of rows per group; the sum is N. The
+    products have the dtype of the rows and matrices; `torch.autocast` casts both as in `torch.nn.Linear`. In a
+    `SplitBackward` the weight gradient can be deferred. `choose_grouped_matmul` chooses the backend if it is None.
 
     Raises:
         UserError: If the backend is unknown, not installed, or does not support the dtype or device of the rows.
@@ -84,8 +76,7 @@ def choose_grouped_matmul(
 ) -> GroupedMatmulBackend:
     """Return the backend that `D9D_GROUPED_MATMUL` names, else "grouped_mm" if it supports the inputs, else "eager".
 
-    The choice depends only on dtypes and shapes: no host-device synchronization. `environment` is None for
-    `os.environ`.
+    The choice depends only on dtypes and shapes. `environment` is None for `os.environ`.
 
     Raises:
         UserError: If the variable names an unknown backend.

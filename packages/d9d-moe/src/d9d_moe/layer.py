@@ -29,8 +29,7 @@ class MoELayer(nn.Module):
 
     Args:
         router: Module that implements `Router`.
-        shared: Shared experts, a module that maps all tokens [..., hidden_size] to the same shape; None for no shared
-            experts.
+        shared: Shared experts, a module that maps all tokens [..., hidden_size] to the same shape; None for none.
         losses: Router losses. In evaluation mode they are 0.
         dispatcher: Dispatcher of tokens; `parallelize_moe` replaces it.
 

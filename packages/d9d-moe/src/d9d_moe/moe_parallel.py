@@ -40,7 +40,7 @@ def parallelize_moe(
         checkpoint_layers(model.layers)
         parallelize_hsdp(model, dense["dp_replicate", "dp_cp_shard", "cp_replicate"], shard_axis="dp_cp_shard")
 
-    The ranks of a tensor-parallel group must hold different tokens at the experts, as with `decoder_tensor_plan`.
+    At the experts, ranks of a tensor-parallel group must hold different tokens, as with `decoder_tensor_plan`.
     Collective over all ranks of the job. With a degree of 1 no tokens are sent, and experts are sharded or replicated
     over `ep_replicate` only.
 

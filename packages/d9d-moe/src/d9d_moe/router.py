@@ -93,11 +93,9 @@ class SigmoidRouter(nn.Module):
     """Router of DeepSeek-V3 (arXiv:2412.19437, equations 12 to 16): sigmoid scores and an expert bias.
 
     `s = sigmoid(x @ weight.T)`. The `top_k` experts with the largest `s + selection_bias` are chosen. Their weights are
-    their scores `s`: the bias affects the choice, not the weights. Group-limited routing (section 2.1.2, and
-    DeepSeek-V2, arXiv:2405.04434, section 2.2.2): a group's score is the sum of its two largest biased scores, and
-    experts are chosen from the `top_groups` groups with the highest scores.
-
-    The bias is a buffer, not a parameter: `update_expert_bias` updates it once per step from the tokens per expert.
+    the scores `s` without the bias. Group-limited routing (section 2.1.2, and DeepSeek-V2, arXiv:2405.04434, section
+    2.2.2): a group's score is the sum of its two largest biased scores, and experts are chosen from the `top_groups`
+    groups with the highest scores.
 
     Args:
         num_groups: Number of groups of consecutive experts.
@@ -106,7 +104,7 @@ class SigmoidRouter(nn.Module):
         scale: Factor of the weights, applied after renormalization.
 
     Attributes:
-        selection_bias: Expert bias [E], float32, added to the scores to choose experts; a persistent buffer.
+        selection_bias: Expert bias [E], float32; a persistent buffer, which `update_expert_bias` updates once per step.
 
     Raises:
         UserError: If `top_k` is not between 1 and `num_experts`, `num_groups` does not divide `num_experts`,

@@ -54,7 +54,6 @@ class RouterLosses:
     z: float = 0.0
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
         if self.scope not in get_args(BalanceScope):
             expected = ", ".join(get_args(BalanceScope))
             raise UserError(f"router_losses.scope = {self.scope!r}; expected one of {expected}.")
@@ -118,7 +117,7 @@ def token_losses(
         routing: Routing of `rows` rows of equal length, flattened to [T].
         losses: Losses and their factors.
         groups: Process groups over which tokens are counted.
-        rows: B.
+        rows: Number of rows B.
         global_load_E: Load of each expert in the previous step [E], relative to an even load; for "global_batch" only.
         mask_T: Token mask [T], bool; False marks padding. None if there is no padding.
 
@@ -166,8 +165,8 @@ def expert_load(
 ) -> Tensor:
     """Compute the load of each expert relative to an even load: [B, E] for "sequence", [1, E] for "batch"; float32.
 
-    Collective over the group of the scope: one all-reduce of the result. The routing has `rows` rows of equal length,
-    flattened to [T]. Padding, marked by False in `mask_T` [T], is not counted.
+    Collective over the group of the scope: one all-reduce of as many float32 counts. The routing has `rows` rows of
+    equal length, flattened to [T]. Padding, marked by False in `mask_T` [T], is not counted.
     """
     assert routing.scores is not None
     num_tokens, num_experts = routing.scores.shape

@@ -30,7 +30,6 @@ class AttentionOptions:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
-        """Validate the options."""
         for name, value in (("window", self.window), ("scale", self.scale), ("softcap", self.softcap)):
             if value is not None and value <= 0:
                 raise UserError(f"{name} = {value}; expected above 0, or None.")
@@ -82,7 +81,6 @@ class AttentionRequest:
     head_dim: int
 
     def __str__(self) -> str:
-        """Describe the request for error messages."""
         options = self.options
         details = [
             *([] if options.window is None else [f"a window of {options.window}"]),

@@ -61,8 +61,8 @@ def documents_of_lengths(cumulative_lengths: Tensor, *, batch: int, length: int)
         cumulative_lengths: Cumulative lengths (`cu_seqlens` of variable-length kernels) over the B * L positions of all
             rows: [N + 1], integer, increasing, starting with 0. A document that crosses a row boundary is cut there.
             Positions after the last document form one more document (padding).
-        batch: B.
-        length: L.
+        batch: Number of rows B.
+        length: Number of positions per row L.
     """
     positions = torch.arange(batch * length, device=cumulative_lengths.device)
     ids = torch.searchsorted(cumulative_lengths.to(positions.dtype).contiguous(), positions, right=True)

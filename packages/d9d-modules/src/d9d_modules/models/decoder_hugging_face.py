@@ -26,7 +26,7 @@ def decoder_classifier_from_hugging_face(
 ) -> StateMapper:
     """Build the mapper from a Hugging Face `...ForSequenceClassification` checkpoint to `DecoderForClassification`.
 
-    `feed_forward` as in `decoder_from_hugging_face`.
+    `feed_forward` has the same meaning as in `decoder_from_hugging_face`.
     """
     backbone = decoder_backbone_from_hugging_face(params, feed_forward=feed_forward)
     return parallel(backbone, rename("score.weight", "head.score.weight"))
@@ -37,8 +37,8 @@ def decoder_backbone_from_hugging_face(
 ) -> StateMapper:
     """Build the mapper of the backbone only, for models whose heads are not in the checkpoint.
 
-    `prefix` of the tensor names in the checkpoint is empty for text-embedding checkpoints, which have no head.
-    `feed_forward` as in `decoder_from_hugging_face`.
+    The `prefix` of tensor names is empty in text-embedding checkpoints, which have no head. `feed_forward` has the same
+    meaning as in `decoder_from_hugging_face`.
     """
     mixer = {f"self_attn.{theirs}": f"attention.{ours}" for theirs, ours in params.hugging_face_mixer.items()}
     norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "feed_forward_norm"}

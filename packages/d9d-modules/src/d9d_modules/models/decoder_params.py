@@ -47,7 +47,7 @@ class DecoderParams(ABC):
         num_layers: Number of decoder layers of the whole model.
         intermediate_size: Intermediate size of dense feed-forward blocks.
         tie_word_embeddings: If True, the language-model head shares the weight of the token embedding.
-        rope_theta: Base of the rotary wavelengths.
+        rope_theta: RoPE base.
         rope_scaling: RoPE scaling for long sequences; None for no scaling.
         rope_length: Longest sequence length, for scalings that depend on it (dynamic NTK, LongRoPE). None uses the
             longest row of each call, like `transformers`; results then depend on how a batch is split.
@@ -68,7 +68,6 @@ class DecoderParams(ABC):
     max_position_embeddings: int = 4096
 
     def __post_init__(self) -> None:
-        """Validate the hyperparameters."""
         check_positive(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,

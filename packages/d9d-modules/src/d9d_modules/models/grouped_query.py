@@ -35,7 +35,6 @@ class GroupedQueryParams(DecoderParams, ABC):
     sliding_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """See `DecoderParams`."""
         super().__post_init__()
         check_positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         if self.num_heads % self.num_kv_heads:

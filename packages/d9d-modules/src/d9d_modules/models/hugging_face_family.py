@@ -46,7 +46,7 @@ class Entry:
         """Return the name under which a configuration has the entry.
 
         Raises:
-            UserError: If it has neither name, a value of another type, or different values under both names.
+            UserError: If the entry has neither name, another type, or different values under both names.
         """
         if self.alias is None:
             return self.key
@@ -61,11 +61,7 @@ class Entry:
         return [*found][-1]
 
     def read(self, config: HuggingFaceConfig, values: Mapping[str, Any]) -> Any:
-        """Read the value, given the preceding hyperparameters.
-
-        Raises:
-            UserError: If the entry is missing without a default, of another type, or out of range.
-        """
+        """Read the value, given the preceding hyperparameters; errors as in `config_value`."""
         key = self.key_in(config)
         default: Any = self.default
         if callable(default):
@@ -106,7 +102,7 @@ class HuggingFaceFamily(Generic[P]):
     """`config.json` of a family, in both directions.
 
     Attributes:
-        params: Hyperparameters of the family.
+        params: Class of the hyperparameters.
         architecture: Model class of `transformers`.
         model_type: Name of the family in `transformers`.
         entries: Entries that set one hyperparameter each.
@@ -141,7 +137,7 @@ class HuggingFaceFamily(Generic[P]):
         """Read the hyperparameters from a parsed `config.json`.
 
         Raises:
-            UserError: If it describes another family, lacks an entry, or has an unknown entry or an unsupported value.
+            UserError: If `config` is of another family, lacks an entry, or has an unknown or unsupported entry.
         """
         require_value(config, "model_type", self.model_type, required=True)
         require_known_keys(config, used=self.used, irrelevant=self.irrelevant)

@@ -41,11 +41,7 @@ def qwen3_hugging_face_config(params: Qwen3Params) -> dict[str, JsonValue]:
 
 
 def qwen3_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3Params:
-    """Read the hyperparameters from the parsed `config.json` of a Qwen3 checkpoint.
-
-    Raises:
-        UserError: If it describes another family, lacks an entry, or needs an unsupported feature.
-    """
+    """Read the hyperparameters of a Qwen3 model from its `config.json`; errors as in `HuggingFaceFamily.read`."""
     return QWEN3.read(config)
 
 

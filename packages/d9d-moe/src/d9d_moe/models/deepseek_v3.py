@@ -64,7 +64,6 @@ class DeepseekV3Params(SparseParams):
     rotary_layout: RotaryLayout = "interleaved"
 
     def __post_init__(self) -> None:
-        """See `SparseParams`."""
         super().__post_init__()
         check_positive(
             num_heads=self.num_heads,
@@ -170,11 +169,7 @@ def deepseek_v3_hugging_face_config(params: DeepseekV3Params) -> dict[str, JsonV
 
 
 def deepseek_v3_params_from_hugging_face(config: HuggingFaceConfig) -> DeepseekV3Params:
-    """Read the hyperparameters of a DeepSeek-V3 model from its parsed `config.json`.
-
-    Raises:
-        UserError: If the configuration is of another family, lacks a required entry, or has an unsupported value.
-    """
+    """Read the hyperparameters of a DeepSeek-V3 model from its `config.json`; errors as in `HuggingFaceFamily.read`."""
     return DEEPSEEK_V3.read(config)
 
 

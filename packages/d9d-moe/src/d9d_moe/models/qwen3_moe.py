@@ -42,7 +42,6 @@ class Qwen3MoeParams(SparseParams, GroupedQueryParams):
     max_position_embeddings: int = 32768
 
     def __post_init__(self) -> None:
-        """See `SparseParams`."""
         super().__post_init__()
         check_layers("dense_layers", self.dense_layers, self.num_layers)
 
@@ -76,11 +75,7 @@ def qwen3_moe_hugging_face_config(params: Qwen3MoeParams) -> dict[str, JsonValue
 
 
 def qwen3_moe_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3MoeParams:
-    """Read the hyperparameters of a Qwen3-MoE model from its parsed `config.json`.
-
-    Raises:
-        UserError: If the configuration is of another family, lacks a required entry, or has an unsupported value.
-    """
+    """Read the hyperparameters of a Qwen3-MoE model from its `config.json`; errors as in `HuggingFaceFamily.read`."""
     return QWEN3_MOE.read(config)
 
 

@@ -32,7 +32,6 @@ class SparseParams(DecoderParams, ABC):
     router_losses: RouterLosses = NO_LOSSES
 
     def __post_init__(self) -> None:
-        """See `DecoderParams`."""
         super().__post_init__()
         check_positive(num_experts=self.num_experts, expert_intermediate_size=self.expert_intermediate_size)
         check_top_k(self.top_k, self.num_experts)
