@@ -33,7 +33,7 @@ class Accumulator:
     """
 
     def __init__(self, reduction: Reduction, *, shape: Sequence[int] = (), device: torch.device | None = None) -> None:
-        """Create an empty accumulator; a concatenation has the shape `(length,)`. No device: torch's default device."""
+        """Create an empty accumulator; by default a scalar on torch's default device. A concatenation has one dim."""
         assert reduction != "concat" or len(shape) == 1
         self.reduction: Reduction = reduction
         dtype = torch.int64 if reduction == "count" else torch.float64

@@ -67,7 +67,7 @@ class _Classification(Metric):
 
 @final
 class BinaryClassification(_Classification):
-    """Scores of a binary classifier; class 1 is the positive class.
+    """Scores of a binary classifier; class 1 is the positive class. A NaN in a counted sample makes all scores NaN.
 
     Args:
         scores: Scores to compute, by name, e.g. `{"precision": precision(), "f1": f_beta(1.0)}`.
@@ -90,7 +90,7 @@ class BinaryClassification(_Classification):
 class MultilabelClassification(_Classification):
     """Scores of a classifier with several independent binary labels.
 
-    A NaN of one label makes the scores of all labels NaN. See `BinaryClassification` for the arguments.
+    A NaN in a counted sample makes the scores of all labels NaN. See `BinaryClassification` for the arguments.
     """
 
     def __init__(self, num_labels: int, scores: Mapping[str, Score], *, threshold: float = 0.5) -> None:
@@ -104,7 +104,7 @@ class MultilabelClassification(_Classification):
 
 @final
 class MulticlassClassification(_Classification):
-    """Scores of a classifier over several exclusive classes.
+    """Scores of a classifier over several exclusive classes. A NaN in a counted sample makes all scores NaN.
 
     With `top_k` > 1, the predicted class of a sample is the true class if it is among the k highest predictions, and
     otherwise the highest one. All scores are computed from these predicted classes. Among equal predictions the class
@@ -134,7 +134,7 @@ class MulticlassClassification(_Classification):
 
 @final
 class ConfusionMatrix(Metric):
-    """Confusion matrix: the number of samples of each true class that were predicted as each class."""
+    """Number of samples of each true class that were predicted as each class; NaN if a counted prediction was NaN."""
 
     def __init__(self, num_classes: int) -> None:
         self._num_classes = num_classes

@@ -2,9 +2,9 @@
 
 Model FLOPs are the floating-point operations of the *matrix products* in a training step: two per multiply-add. The
 backward pass has two products for each one of the forward pass, so a step has three times the FLOPs of the forward
-pass. Included are products with weights (of the experts, only those that a token is dispatched to) and the attention
-products for the pairs of positions that the mask allows. Excluded are recomputation (activation checkpointing), padding
-and everything that is not a matrix product.
+pass. Included are products with weights, and the attention products for the pairs of positions that the mask allows.
+Experts count only for the tokens that are dispatched to them. Recomputation (activation checkpointing) and padding are
+excluded.
 
 MFU (Chowdhery et al. 2022, PaLM, https://arxiv.org/abs/2204.02311, section 4.1 and appendix B) is model FLOPs per
 second over the peak rate of all ranks. Unlike the paper, this module counts causal attention by half, as its mask does.
@@ -120,7 +120,7 @@ def transformer_flops_per_token(
 class ModelFlops(Metric):
     """Rate of model FLOPs, and its fraction of the peak rate (MFU).
 
-    The value has `flops_per_second`, summed over all ranks, and `mfu`, from 0 to 1. Both are 0 without data.
+    The value has `flops_per_second`, summed over all ranks, and `mfu`, from 0 to 1. Both values are 0 without data.
 
     Args:
         peak: Peak rate of this rank's device in FLOP/s; see `peak_flops`.

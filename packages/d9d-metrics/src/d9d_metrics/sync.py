@@ -33,8 +33,8 @@ def sync_metrics(metrics: Mapping[str, M], over: ProcessGroup | DeviceMesh | Non
     mesh to one axis to issue only one. Ranks without data contribute the identity of each reduction.
 
     The message has one element per sum and two per count: the halves of the count's bits, whose sums float64 holds
-    exactly for up to 2**21 ranks. Each element of a maximum, minimum or concatenation takes one element *per rank*, of
-    which a rank fills only its own: the sum over ranks is an all-gather.
+    exactly for up to 2**21 ranks. Each element of a maximum, minimum or concatenation takes one element *per rank*. A
+    rank fills only its own element, so the sum over ranks is an all-gather.
 
     Args:
         metrics: Metrics by name, on the device of the group's backend. Every rank passes the same names and types;
@@ -134,7 +134,7 @@ class PendingSync(Generic[M]):
         self._reduced, self._metrics = into
 
     def wait(self) -> dict[str, M]:
-        """Wait for the all-reduce and return metrics with the reduced state; on an accelerator, only the stream waits.
+        """Return the metrics with the reduced state. On an accelerator only the stream waits for the all-reduce.
 
         The next `wait` of the same `MetricSync` overwrites the metrics.
         """

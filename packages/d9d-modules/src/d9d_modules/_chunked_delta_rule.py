@@ -2,7 +2,7 @@
 
 "Gated Delta Networks" (arXiv:2412.06464), section 3.3, which extends "Parallelizing Linear Transformers with the Delta
 Rule" (arXiv:2406.06484), equations 8 to 11. Within a chunk, g[i, j] is the product of the decays of positions j + 1 to
-i, and g[i, start] that of the decays from the start of the chunk to i:
+i. The product from the start of the chunk to i is g[i, start]:
 
     T = (I + strictly lower part of beta[i] * g[i, j] * (k[i] @ k[j])) ** -1
     written = T @ (beta * v) - T @ (beta * g[., start] * k) @ state

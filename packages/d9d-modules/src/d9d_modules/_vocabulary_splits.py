@@ -9,11 +9,7 @@ from d9d_dist.errors import UserError
 
 
 class VocabularySplits(nn.Module):
-    """Abstract module with parameters [V_i, D] of named splits: `weight` for a single split, else `weight_<split>`.
-
-    Raises:
-        UserError: If there is no split, a split has no tokens, or its name is not a Python identifier.
-    """
+    """Abstract module with parameters [V_i, D] of named splits: `weight` for a single split, else `weight_<split>`."""
 
     def __init__(self, vocab_sizes: Mapping[str, int], hidden_size: int, *, init_std: float) -> None:
         super().__init__()

@@ -36,12 +36,12 @@ class GroupedQueryAttention(nn.Module):
         rotary_layout: Pairing of the rotated features.
         options: Sliding window, softmax scale and softcap; None for plain causal attention.
         backends: Allowed attention backends in order of preference; None selects the best installed one per call.
-            The environment variable `D9D_ATTENTION`, read when the layer is built, overrides it.
+            The environment variable `D9D_ATTENTION`, read when the layer is built, overrides `backends`.
         init_std: Standard deviation of the initial projection weights and sinks.
 
     Attributes:
-        attention_function: Computes attention from queries, keys and values. By default it selects a backend for each
-            call. Replace it to use another kernel; `d9d_dist.parallelize_context` replaces it by a context-parallel
+        attention_function: Function of queries, keys and values, which by default selects a backend for each call.
+            Assign another function to use another kernel; `d9d_dist.parallelize_context` assigns a context-parallel
             version.
 
     Raises:
@@ -115,11 +115,9 @@ class GroupedQueryAttention(nn.Module):
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
         """Return the `parallelize_tensor` plan entries that shard this layer by heads.
 
-        The tensor-parallel degree must divide the number of key/value heads.
-
-        Args:
-            name: Module path of the layer in the model, such as `layers.*.attention`.
-            sequence_parallel: If True, the layer's input and output are sharded along the sequence; else replicated.
+        The tensor-parallel degree must divide the number of key/value heads. `name` is the module path of the layer,
+        such as `layers.*.attention`. If `sequence_parallel`, the layer's input and output are sharded along the
+        sequence; else replicated.
         """
         activation = Shard(1) if sequence_parallel else Replicate()
         heads = ColumnParallel(input=None, head_dim=self.head_dim)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from d9d_dist.errors import UserError
 
 CheckpointPolicy: TypeAlias = Literal["none", "full", "selective"]
-"""What the forward pass saves: all activations; only the inputs; the inputs and the outputs of expensive operators."""
+"""Tensors that forward saves: all activations; only the inputs; the inputs and the outputs of expensive operators."""
 
 Operator: TypeAlias = Callable[..., Any]
 """A torch operator, such as `torch.ops.aten.mm.default`."""

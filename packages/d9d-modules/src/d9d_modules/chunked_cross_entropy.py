@@ -2,10 +2,10 @@
 
 Only one tile of logits is in memory at a time; all logits would be the largest tensor of a training step.
 
-Forward iterates over tiles of tokens and, for each tile, over blocks of the vocabulary. It keeps a running log-sum-exp
-and the running mean of the weight rows under the softmax. That mean, minus the row of the label, is the gradient of the
-hidden states. The algorithm is attention with the weight rows as keys and values: "FlashAttention", arXiv:2205.14135,
-algorithm 1.
+Forward iterates over tiles of tokens and, for each tile, over blocks of the vocabulary. Forward keeps a running
+log-sum-exp and the running mean of the weight rows under the softmax. That mean, minus the row of the label, is the
+gradient of the hidden states. The algorithm is attention with the weight rows as keys and values: "FlashAttention",
+arXiv:2205.14135, algorithm 1.
 
 Backward iterates over blocks of the vocabulary, recomputes their logits, and computes the gradient of the block's rows
 over all tokens. The gradient of the hidden states comes from forward, for an upstream gradient of 1 per loss; backward
@@ -50,16 +50,13 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute the losses [T] of the logits `hidden @ concat(weights).T`, in nats; 0 for ignored labels.
 
+    The weight rows [V_i, D] have the dtype of the hidden states [T, D]; the losses are float32, or float64 for float64
+    input. Labels [T] are int64: within the vocabulary (not checked here) or `IGNORED_LABEL`. `softcap` as in
+    `language_model_head`.
+
     If `loss.mesh` is set, the weights are this rank's vocabulary shard and the labels are global token ids. The
     gradient of the hidden states is then this rank's partial sum. Forward issues two all-reduces per 1,024 tokens, of
-    one and three values per token; backward issues none. Losses are float32, or float64 for float64 input.
-
-    Args:
-        hidden_TD: Hidden states [T, D].
-        weights_VD: Weight rows [V_i, D] to concatenate, in the dtype of the hidden states.
-        labels_T: Token ids [T], int64: within the vocabulary (not checked here) or `IGNORED_LABEL`.
-        loss: Cross entropy to compute.
-        softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
+    one and three values per token; backward issues none.
     """
     with_gradient = torch.is_grad_enabled() and hidden_TD.requires_grad
     taken = [defer_weight_grad(weight_VD, hidden_TD) for weight_VD in weights_VD]

@@ -29,7 +29,7 @@ Hidden: TypeAlias = Tensor | HiddenAndLosses
 class HasExperts(Protocol):
     """Feed-forward block that routes tokens to experts and needs expert parallelism.
 
-    Its `forward` takes the keyword argument `mask_BL`, the token mask [B, L].
+    The method `forward` takes the keyword argument `mask_BL`, the token mask [B, L].
     """
 
     num_experts: int
@@ -64,11 +64,9 @@ class DecoderLayer(nn.Module):
     ) -> Hidden:
         """Apply the layer; shape and dtype of the hidden states [B, L, D] are unchanged.
 
-        Args:
-            x: Hidden states; `HiddenAndLosses` if the model has auxiliary losses.
-            rotary: Rotary tables of the positions.
-            document_ids_BL: Document id of each position [B, L], integer; None: each row is one document.
-            mask_BL: Token mask [B, L] for a feed-forward block with experts; None if there is no padding.
+        `x` is a `HiddenAndLosses` if the model has auxiliary losses. `document_ids_BL` are the document ids of packed
+        sequences, integer; None: each row is one document. `mask_BL` is the token mask for a feed-forward block with
+        experts; None if there is no padding.
         """
         x_BLD, losses = x if isinstance(x, HiddenAndLosses) else (x, None)
         # Token mixers without a `document_ids_BL` argument work as long as no sequences are packed.

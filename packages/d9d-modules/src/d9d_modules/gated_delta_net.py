@@ -39,8 +39,8 @@ class GatedDeltaNet(nn.Module):
     sequence length.
 
     Context parallelism is not supported: `parallelize_context` rejects models with this layer. Each rank would need one
-    contiguous part of each row (`ContextSplit` assigns two), and from the previous rank the final state and the last
-    `conv_width - 1` positions. A scan over ranks can compute the states, each an affine function of the state before.
+    contiguous part of each row, but `ContextSplit` assigns two. From the previous rank, it would
+    need the last `conv_width - 1` positions and the final state, which a scan over ranks can compute.
 
     Args:
         num_key_heads: Number of query and key heads; divides `num_value_heads`.
@@ -97,11 +97,8 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         """Compute causal linear attention of hidden states [B, L, D]; shape and dtype are unchanged.
 
-        Args:
-            x_BLD: Hidden states.
-            rotary: Ignored: a recurrence needs no positions. Present so that the layer can replace an attention layer.
-            document_ids_BL: Document id of each position [B, L], integer, for packed sequences. A document id that
-                reappears after another id starts a new document. None: each row is one document.
+        `rotary` is ignored: a recurrence needs no positions. The argument exists so that the layer can replace an
+        attention layer. `document_ids_BL` as in `gated_delta_rule`.
 
         Raises:
             UserError: If the shape of `document_ids_BL` does not match, or the backend does not support the call.

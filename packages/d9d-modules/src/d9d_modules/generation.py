@@ -24,7 +24,7 @@ def generate(
     """Sample a continuation of each prompt, one token at a time.
 
     There is no key/value cache: each new token recomputes the whole context. The only collectives are those of the
-    model's forward pass. For a sharded model, call it on all ranks with equal arguments and equally seeded generators.
+    model's forward pass. For a sharded model, all ranks need equal arguments and equally seeded generators.
 
     Args:
         model: Maps token ids [B, L] to logits [B, L, V]. Call `eval()` first if the model has a training mode.

@@ -1,7 +1,4 @@
-"""Bias-free linear layer with normal initialization.
-
-It subclasses `torch.nn.Linear`, so LoRA, quantization and tensor parallelism recognize it.
-"""
+"""Bias-free linear layer, a subclass of `torch.nn.Linear`: LoRA, quantization and tensor parallelism recognize it."""
 
 from typing import final
 

@@ -1,4 +1,4 @@
-"""Language-model head: maps hidden states to logits, or to per-token losses without materializing all logits.
+"""Language-model head: logits, or per-token losses without materializing all logits.
 
 Shape legend: B batch, L length, T = B * L tokens, D hidden size, V vocabulary.
 """

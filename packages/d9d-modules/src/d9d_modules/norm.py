@@ -9,7 +9,7 @@ from d9d_dist.errors import UserError
 from d9d_modules._kernel_choice import has_kernel
 
 _LARGEST_KERNEL_SIZE = 2**15
-"""Largest row that the Triton kernel supports: it keeps whole rows in registers."""
+"""Largest row that the Triton kernel supports: a program keeps whole rows in registers."""
 
 
 @final

@@ -66,7 +66,7 @@ class DynamicNtkScaling:
 
     Attributes:
         factor: Growth rate of the base; above 0.
-        original_max_positions: Longest sequence of the pretraining. Sequences up to this length are not scaled.
+        original_max_positions: Longest sequence of the pretraining, which is not scaled; above 0.
     """
 
     attention_factor: ClassVar[float] = 1.0

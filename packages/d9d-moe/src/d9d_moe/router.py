@@ -94,8 +94,8 @@ class SigmoidRouter(nn.Module):
 
     `s = sigmoid(x @ weight.T)`. The `top_k` experts with the largest `s + selection_bias` are chosen. Their weights are
     the scores `s` without the bias. Group-limited routing (section 2.1.2, and DeepSeek-V2, arXiv:2405.04434, section
-    2.2.2): a group's score is the sum of its two largest biased scores, and experts are chosen from the `top_groups`
-    groups with the highest scores.
+    2.2.2) chooses experts from the `top_groups` groups with the highest scores. The score of a group is the sum of its
+    two largest biased scores.
 
     Args:
         num_groups: Number of groups of consecutive experts.

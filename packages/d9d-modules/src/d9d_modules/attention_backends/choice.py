@@ -59,7 +59,7 @@ class ChosenAttention:
     """`d9d_dist.Attention` that selects a backend for each call.
 
     Attributes:
-        sinks: Returns the sink logits of the query heads [H]; None for no sinks. It is evaluated in each call, because
+        sinks: Returns the sink logits of the query heads [H]; None for no sinks. Called in each forward pass, because
             parallelism replaces a parameter by this rank's shard only while the layer runs.
         in_given_order: If True, use the first backend that supports a call; if False, prefer fast backends.
     """

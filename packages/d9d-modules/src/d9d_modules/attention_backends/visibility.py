@@ -57,12 +57,9 @@ def document_runs(documents_BS: Tensor) -> list[list[int]] | None:
 def documents_of_lengths(cumulative_lengths: Tensor, *, batch: int, length: int) -> Tensor:
     """Return document ids [B, L] for cumulative document lengths. No host-device synchronization.
 
-    Args:
-        cumulative_lengths: Cumulative lengths (`cu_seqlens` of variable-length kernels) over the B * L positions of all
-            rows: [N + 1], integer, increasing, starting with 0. A document that crosses a row boundary is cut there.
-            Positions after the last document form one more document (padding).
-        batch: Number of rows B.
-        length: Number of positions per row L.
+    `cumulative_lengths` (`cu_seqlens` of variable-length kernels) count over the B * L positions of all rows: [N + 1],
+    integer, increasing, starting with 0. A document that crosses a row boundary is cut there. Positions after the last
+    document form one more document (padding).
     """
     positions = torch.arange(batch * length, device=cumulative_lengths.device)
     ids = torch.searchsorted(cumulative_lengths.to(positions.dtype).contiguous(), positions, right=True)

@@ -34,7 +34,7 @@ class DecoderModel(nn.Module):
     Args:
         params: Hyperparameters of the whole model.
         stage: Pipeline stage to build. The first stage has the embedding, the last stage the final norm. With weight
-            tying the last stage has a copy of the embedding too, for the head.
+            tying the last stage also has a copy of the embedding, for the head.
 
     Attributes:
         token_mask: Identity at which a tensor-parallel plan splits the token mask along the sequence.
@@ -87,7 +87,7 @@ class DecoderModel(nn.Module):
                 the sequence (sequence parallelism), because later stages then do not know L.
             document_ids_BL: Document id of each position [B, L], integer, for packed sequences: a position attends only
                 within its document. Positions do not restart at document starts. To mask left padding, give the padding
-                a document id. None: each row is one document.
+                its own document id. None: each row is one document.
             mask_BL: Token mask [B, L], bool or 0 and 1; None if there is no padding. Padding is excluded from the
                 tokens per expert and has auxiliary loss 0. The mask does not affect attention. Pass it to all stages.
 

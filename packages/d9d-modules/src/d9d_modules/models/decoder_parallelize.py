@@ -55,7 +55,7 @@ def parallelize_decoder(
         model: Model on the `meta` device, with its layers in `backbone.layers`.
         ctx: Distributed context of the job.
         plan: Tensor-parallel plan; None for `decoder_tensor_plan(model)`.
-        context_method: How context-parallel ranks exchange keys and values.
+        context_method: Method by which context-parallel ranks exchange keys and values.
         experts: Expert parallelism of a sparse decoder, on all stages: `d9d_moe.parallelize_moe`, or a `partial` of it
             with other options. None for a dense decoder.
         checkpointing: Policy of `checkpoint_layers`.
@@ -67,8 +67,8 @@ def parallelize_decoder(
 
     Raises:
         UserError: If the plan does not match the model or the parallel degrees, a layer has experts but `experts` is
-            None, `convert_to_float8` rejects the model or the device, or context parallelism is enabled although a head
-            or a token mixer needs whole rows.
+            None, or `convert_to_float8` rejects the model or the device. Also if context parallelism is enabled, but a
+            head or a token mixer needs whole rows.
     """
     dense = ctx.mesh_for("dense")
     dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]

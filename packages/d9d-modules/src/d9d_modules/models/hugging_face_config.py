@@ -19,12 +19,8 @@ def config_value(
 ) -> T:
     """Read one number or flag of a configuration. An int is accepted as a float; numbers must be finite.
 
-    Args:
-        config: Parsed `config.json`.
-        key: Name of the entry.
-        kind: Expected type.
-        default: Value of a missing entry; None if the entry is required.
-        minimum: Smallest valid number; None requires a number above 0.
+    `default` is the value of a missing entry; None if the entry is required. `minimum` is the smallest valid number;
+    None requires a number above 0.
 
     Raises:
         UserError: If the entry is missing without a default, of another type, or out of range.
