@@ -1,8 +1,4 @@
-"""The state of a metric: a tensor with a reduction that combines values, and the tensors of several ranks.
-
-Metrics own accumulators instead of bare tensors, so `d9d_metrics.sync` can reduce all metrics of a job together,
-whatever they measure.
-"""
+"""State of a metric: a tensor with a reduction that combines values, and the states of several ranks."""
 
 import math
 from collections.abc import Sequence
@@ -22,28 +18,22 @@ _IDENTITY: dict[Reduction, float] = {"sum": 0.0, "count": 0, "max": -math.inf, "
 class Accumulator:
     """Tensor that combines values by a reduction, starting from the reduction's identity.
 
-    Counts are int64: every integer below 2**63 is exact. All other reductions are float64, so sums of float32 losses
-    keep their precision. Convert counts before a division (`value.double()`), because the ratio of two int64 tensors is
-    float32. All accumulators share one float64 collective, in which a count is sent as two halves.
+    Counts are int64 and exact below 2**63. All other reductions are float64, so sums of float32 losses keep their
+    precision. Convert counts before a division (`value.double()`), because the ratio of two int64 tensors is float32.
+    All accumulators share one float64 collective, in which a count is sent as two halves.
 
     A concatenation holds single numbers, up to its length; further ones are dropped. Unused elements are NaN, so NaN
-    itself cannot be stored. It is the only reduction whose state grows when ranks are combined.
+    itself cannot be stored. Only the state of a concatenation grows when ranks are combined.
 
     Attributes:
-        reduction: How values, and the states of ranks, are combined: `"sum"`, `"count"` (a sum of integers), `"max"`,
+        reduction: Combination of values, and of the states of ranks: `"sum"`, `"count"` (a sum of integers), `"max"`,
             `"min"` or `"concat"`. NaN propagates through sums, maxima and minima.
-        value: Current state, of the given shape; int64 for a count, otherwise float64. Read the attribute on every use:
-            `Metric.to` and the first sync replace the tensor.
+        value: Current state; int64 for a count, otherwise float64. Read the attribute on every use: `Metric.to` and the
+            first sync replace the tensor.
     """
 
     def __init__(self, reduction: Reduction, *, shape: Sequence[int] = (), device: torch.device | None = None) -> None:
-        """Create an empty accumulator.
-
-        Args:
-            reduction: How values are combined.
-            shape: Shape of the tensor; a scalar by default. `(length,)` for a concatenation.
-            device: Device of the tensor; torch's default device if None.
-        """
+        """Create an empty accumulator; by default a scalar on torch's default device. A concatenation has one dim."""
         assert reduction != "concat" or len(shape) == 1
         self.reduction: Reduction = reduction
         dtype = torch.int64 if reduction == "count" else torch.float64
@@ -52,9 +42,8 @@ class Accumulator:
     def update(self, value: Tensor | float) -> None:
         """Combine a value with the state. No host-device synchronization, no gradient.
 
-        Args:
-            value: A number, or a tensor of the accumulator's shape on its device, of any real dtype. A count takes
-                integers only. A concatenation takes a one-dim tensor of any length and ignores its NaNs.
+        The value is a number, or a tensor of the accumulator's shape on its device, of any real dtype. A concatenation
+        takes a one-dim tensor of any length and ignores its NaNs.
 
         Raises:
             UserError: If a count gets a tensor of floating dtype, or a number that is not an integer.

@@ -31,11 +31,11 @@ class Sum(Metric):
 
 @final
 class WeightedMean(Metric):
-    """Weighted mean of values that are added as partial sums with their weights.
+    """Weighted mean of values that are added as partial sums with their weights, such as a loss and a token count.
 
-    An example is a loss summed over tokens, and the number of tokens. The mean is the sum of totals over the sum of
-    weights, so it does not depend on how the data is split over ranks and steps. If the sum of weights is 0, the value
-    is the sum of totals: 0 without data. It is NaN if a total or weight was NaN.
+    The mean is the sum of totals over the sum of weights, so it does not depend on how the data is split over ranks and
+    steps. If the sum of weights is 0, the value is the sum of totals: 0 without data. The value is NaN if a total or
+    weight was NaN.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,7 @@ class WeightedMean(Metric):
         return {"total": self._total, "weight": self._weight}
 
     def update(self, total: Tensor | float, weight: Tensor | float) -> None:
-        """Add a weighted sum of values and its weight.
-
-        Args:
-            total: Sum of the weighted values; a number or a scalar tensor.
-            weight: Sum of their weights; a number or a scalar tensor.
-        """
+        """Add a sum of weighted values and the sum of their weights; numbers or scalar tensors."""
         self._total.update(total)
         self._weight.update(weight)
 

@@ -18,22 +18,19 @@ class BinaryAUROC(Metric):
     $$A = \frac{1}{PN} \sum_b p_b \Big( \sum_{a < b} n_a + \tfrac12 n_b \Big), \qquad
       |A - \mathrm{AUROC}| \le \frac{1}{2PN} \sum_b p_b n_b,$$
 
-    because bins keep the order of scores, and only the order of pairs within one bin is unknown. The value has both, as
-    `value` and `error_bound`. Both are NaN if one of the two classes has no samples, or if a counted score or target
-    was NaN.
+    because only the order of pairs within one bin is unknown. The value has both numbers, as `value` and `error_bound`.
+    Both numbers are NaN if a class has no samples, or if a counted score or target was NaN.
 
-    Bins have equal width in $x / (1 + |x|)$ of the logit $x$. They need no range, and they resolve both the middle and
-    the probabilities near 0 and 1.
-
+    Bins have equal width in $x / (1 + |x|)$ of the logit $x$. Bins need no range and resolve extreme probabilities.
     Counts are float64, exact up to 2^53, because int64 counts would double the message between ranks.
 
     A rank keeps up to `exact_samples` samples per class. While no rank has seen more, the value is exact and the bound
-    is 0. Memory: 16 bytes per bin, and 16 bytes per kept sample; the collective takes the latter once per rank.
+    is 0. Memory: 16 bytes per bin, and 16 bytes per kept sample; the message has the kept samples of every rank.
 
     Args:
         num_bins: Number of bins. For scores spread evenly over the bins the bound is 1 / (2 num_bins).
-        exact_samples: Number of samples per class that a rank keeps between two resets.
-        logits: True if scores are logits (any real number), False if they are probabilities.
+        exact_samples: Largest number of samples per class that a rank keeps between two resets.
+        logits: True if scores are logits, False if they are probabilities.
     """
 
     def __init__(self, *, num_bins: int = 16384, exact_samples: int = 0, logits: bool = False) -> None:
@@ -48,12 +45,9 @@ class BinaryAUROC(Metric):
         return {**self._binned, **kept, "nan": self._num_nan}
 
     def update(self, scores_N: Tensor, targets_N: Tensor, mask_N: Tensor | None = None) -> None:
-        """Add a batch of samples.
+        """Add samples of any shape: scores (larger means more likely positive), and targets (0 or 1, or bool).
 
-        Args:
-            scores_N: Scores, of any shape; larger means more likely positive.
-            targets_N: True labels: 0 or 1, or bool.
-            mask_N: True for samples to count; all by default.
+        `mask_N` is True for samples to count; None counts all.
         """
         scores = scores_N.detach().reshape(-1).double()
         counts = torch.ones_like(scores, dtype=torch.bool) if mask_N is None else mask_N.reshape(-1).bool()

@@ -1,7 +1,6 @@
 """Binary, multiclass and multilabel classification metrics; any number of scores share one set of counts.
 
-A NaN among a sample's predictions or targets makes its answer undefined. All metrics here count such samples
-separately, and their values are NaN if there is one. Samples that the mask excludes do not matter.
+Values are NaN if a prediction or target of a counted sample was NaN. Samples that the mask excludes do not matter.
 
 Legend: N samples (any leading dims), C classes or labels.
 """
@@ -68,9 +67,7 @@ class _Classification(Metric):
 
 @final
 class BinaryClassification(_Classification):
-    """Scores of a binary classifier; class 1 is the positive class.
-
-    All scores are NaN if a prediction or target of a counted sample was NaN.
+    """Scores of a binary classifier; class 1 is the positive class. A NaN in a counted sample makes all scores NaN.
 
     Args:
         scores: Scores to compute, by name, e.g. `{"precision": precision(), "f1": f_beta(1.0)}`.
@@ -82,12 +79,9 @@ class BinaryClassification(_Classification):
         self._threshold = threshold
 
     def update(self, predictions_N: Tensor, targets_N: Tensor, mask_N: Tensor | None = None) -> None:
-        """Add a batch of samples.
+        """Add samples of any shape: probabilities or logits, and targets (0 or 1, or bool).
 
-        Args:
-            predictions_N: Probabilities or logits, of any shape.
-            targets_N: True labels: 0 or 1, or bool.
-            mask_N: True for samples to count; all by default.
+        `mask_N` is True for samples to count; None counts all.
         """
         self._count_above(self._threshold, predictions_N.unsqueeze(-1), targets_N.unsqueeze(-1), mask_N)
 
@@ -96,12 +90,7 @@ class BinaryClassification(_Classification):
 class MultilabelClassification(_Classification):
     """Scores of a classifier with several independent binary labels.
 
-    All scores of all labels are NaN if a prediction or target of a counted sample was NaN.
-
-    Args:
-        num_labels: Number of labels.
-        scores: Scores to compute, by name.
-        threshold: Predictions above it are positive: 0.5 for probabilities, 0.0 for logits.
+    A NaN in a counted sample makes the scores of all labels NaN. See `BinaryClassification` for the arguments.
     """
 
     def __init__(self, num_labels: int, scores: Mapping[str, Score], *, threshold: float = 0.5) -> None:
@@ -109,29 +98,19 @@ class MultilabelClassification(_Classification):
         self._threshold = threshold
 
     def update(self, predictions_NC: Tensor, targets_NC: Tensor, mask_N: Tensor | None = None) -> None:
-        """Add a batch of samples.
-
-        Args:
-            predictions_NC: Probabilities or logits; the last dim is the label.
-            targets_NC: True labels: 0 or 1, or bool.
-            mask_N: True for samples to count; all by default.
-        """
+        """Add samples as in `BinaryClassification.update`; the last dim of predictions and targets is the label."""
         self._count_above(self._threshold, predictions_NC, targets_NC, mask_N)
 
 
 @final
 class MulticlassClassification(_Classification):
-    """Scores of a classifier over several exclusive classes.
+    """Scores of a classifier over several exclusive classes. A NaN in a counted sample makes all scores NaN.
 
     With `top_k` > 1, the predicted class of a sample is the true class if it is among the k highest predictions, and
     otherwise the highest one. All scores are computed from these predicted classes. Among equal predictions the class
-    with the smaller index ranks higher. Infinite predictions are compared like other numbers.
-
-    All scores are NaN if a prediction of a counted sample was NaN, for any class.
+    with the smaller index ranks higher.
 
     Args:
-        num_classes: Number of classes.
-        scores: Scores to compute, by name.
         top_k: Number of highest predictions that may contain the true class.
     """
 
@@ -141,12 +120,9 @@ class MulticlassClassification(_Classification):
         self._num_classes, self._top_k = num_classes, top_k
 
     def update(self, predictions_NC: Tensor, targets_N: Tensor, mask_N: Tensor | None = None) -> None:
-        """Add a batch of samples.
+        """Add probabilities or logits, whose last dim is the class, and int64 indices of the true classes.
 
-        Args:
-            predictions_NC: Probabilities or logits; the last dim is the class.
-            targets_N: Index of the true class; int64. Ignored where the mask is false.
-            mask_N: True for samples to count; all by default.
+        `mask_N` is True for samples to count, None counts all; targets of other samples are ignored.
         """
         targets_N = targets_N if mask_N is None else targets_N.where(mask_N, 0)
         predicted_N = _predicted_classes(predictions_NC, targets_N, self._top_k)
@@ -158,13 +134,7 @@ class MulticlassClassification(_Classification):
 
 @final
 class ConfusionMatrix(Metric):
-    """Confusion matrix: the number of samples of each true class that were predicted as each class.
-
-    All elements of the value are NaN if a prediction of a counted sample was NaN.
-
-    Args:
-        num_classes: Number of classes.
-    """
+    """Number of samples of each true class that were predicted as each class; NaN if a counted prediction was NaN."""
 
     def __init__(self, num_classes: int) -> None:
         self._num_classes = num_classes
@@ -191,7 +161,7 @@ class ConfusionMatrix(Metric):
 
 
 def _is_nan(values_NC: Tensor) -> Tensor:
-    """Return True for samples with a NaN in the last dim; bool of shape [N]."""
+    """Return a bool mask [N], True for samples with a NaN in the last dim."""
     return values_NC.isnan().any(-1)
 
 

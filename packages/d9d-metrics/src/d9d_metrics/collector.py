@@ -1,4 +1,4 @@
-"""Moves metric values from the device to the trackers in a background thread, without blocking training steps."""
+"""Collection of metric values in a background thread, which does not block training steps."""
 
 import queue
 import threading
@@ -19,15 +19,13 @@ _JOIN_SECONDS_AFTER_ERROR = 1.0
 
 @final
 class MetricCollector:
-    """Reduces metrics and delivers their values from a background thread, in step order.
+    """Collector that reduces metrics and delivers their values from a background thread, in step order.
 
-    `collect` copies the state and starts its all-reduce. The calling thread issues it, so every rank issues its
-    collectives in the same order. The background thread does the rest. On an accelerator it uses its own stream, which
-    waits for the all-reduce while the step's stream continues; on CPU the thread waits.
+    `collect` copies the state and starts its all-reduce on the calling thread, so every rank issues its collectives in
+    the same order. On an accelerator the background thread waits for the all-reduce on its own stream, while the step's
+    stream continues; on CPU the thread waits. `collect` blocks while `max_lag` collections are undelivered.
 
-    The lag is bounded: `collect` waits while `max_lag` collections are undelivered.
-
-    Use it as a context manager, or call `close`.
+    Use the collector as a context manager, or call `close`.
 
     Args:
         metrics: Metrics by name, as for `sync_metrics`. Each collection resets them.
@@ -59,7 +57,6 @@ class MetricCollector:
         self._thread.start()
 
     def __enter__(self) -> Self:
-        """Return the collector itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -73,12 +70,9 @@ class MetricCollector:
     def collect(self, step: int, values: Mapping[str, Tensor | float] | None = None) -> None:
         """Start to collect the metrics, and reset them.
 
-        Collective: issues the all-reduce of `sync_metrics`, without waiting for it.
-
-        Args:
-            step: Step of the values.
-            values: Values that are already equal on all ranks, delivered before the metrics: numbers, or scalar tensors
-                on the collector's device. They are read later, so the tensors must not be overwritten.
+        Collective: issues the all-reduce of `sync_metrics`, without waiting for it. `values` are numbers, or scalar
+        tensors on the collector's device, already equal on all ranks; they are delivered before the metrics. The
+        tensors are read later and must not be overwritten.
         """
         self._raise_failure()
         self._free.acquire()
@@ -142,7 +136,7 @@ class MetricCollector:
 @final
 @dataclass(frozen=True, slots=True)
 class _Collection:
-    """A collection that is being processed: metrics in reduction, and values that are still on the device."""
+    """Collection in progress: metrics in reduction, and values that are still on the device."""
 
     step: int
     values: dict[str, Tensor | float]

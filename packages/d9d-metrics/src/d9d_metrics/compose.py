@@ -1,4 +1,4 @@
-"""Combines several metrics with the same `update` arguments into one."""
+"""Composition of several metrics with the same `update` arguments."""
 
 from collections.abc import Mapping
 from typing import Any, final

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Average = Literal["micro", "macro", "weighted"] | None
-"""How per-class scores are averaged.
+"""Average of per-class scores.
 
 `"micro"` sums the counts of all classes and computes one score. `"macro"` is the mean over all classes. Classes without
 samples have the score 0, as in scikit-learn with `labels=range(num_classes)` and `zero_division=0`; only `accuracy`
@@ -26,10 +26,6 @@ class ConfusionCounts:
     """Confusion counts of each class, one versus the rest; float64 tensors of shape [C].
 
     Attributes:
-        true_positive: Samples of the class that were predicted as the class.
-        false_positive: Samples of other classes that were predicted as the class.
-        false_negative: Samples of the class that were predicted as another class.
-        true_negative: Samples of other classes that were predicted as other classes.
         is_exclusive: True if each sample has exactly one true and one predicted class.
     """
 
@@ -46,7 +42,7 @@ class ConfusionCounts:
 
 
 Score: TypeAlias = Callable[[ConfusionCounts], Tensor]
-"""Computes a score from counts: a float64 scalar, or one value per class. No host-device synchronization."""
+"""Function of counts that returns a float64 scalar, or one value per class. No host-device synchronization."""
 
 
 def accuracy(average: Average = "micro") -> Score:
@@ -55,9 +51,6 @@ def accuracy(average: Average = "micro") -> Score:
     If classes are exclusive, the accuracy of a class is TP / (TP + FN), the fraction of its samples that were predicted
     correctly. Then `"micro"` is the fraction of all samples. `"macro"` is the balanced accuracy: the mean over classes
     with at least one sample, as in scikit-learn's `balanced_accuracy_score`.
-
-    Args:
-        average: How per-class scores are averaged.
     """
 
     def score(counts: ConfusionCounts) -> Tensor:
@@ -72,11 +65,7 @@ def accuracy(average: Average = "micro") -> Score:
 
 
 def precision(average: Average = "micro") -> Score:
-    """Return a score of the precision: TP / (TP + FP).
-
-    Args:
-        average: How per-class scores are averaged.
-    """
+    """Return a score of the precision: TP / (TP + FP)."""
 
     def score(counts: ConfusionCounts) -> Tensor:
         return _average(counts.true_positive, counts.true_positive + counts.false_positive, counts, average)
@@ -85,11 +74,7 @@ def precision(average: Average = "micro") -> Score:
 
 
 def recall(average: Average = "micro") -> Score:
-    """Return a score of the recall: TP / (TP + FN).
-
-    Args:
-        average: How per-class scores are averaged.
-    """
+    """Return a score of the recall: TP / (TP + FN)."""
 
     def score(counts: ConfusionCounts) -> Tensor:
         return _average(counts.true_positive, counts.support, counts, average)
@@ -100,11 +85,7 @@ def recall(average: Average = "micro") -> Score:
 def f_beta(beta: float = 1.0, average: Average = "micro") -> Score:
     """Return a score of F-beta, the weighted harmonic mean of precision and recall.
 
-    It is (1 + b^2) TP / ((1 + b^2) TP + b^2 FN + FP), with b = beta.
-
-    Args:
-        beta: Weight of recall relative to precision.
-        average: How per-class scores are averaged.
+    F-beta is (1 + b^2) TP / ((1 + b^2) TP + b^2 FN + FP), where b = beta is the weight of recall.
     """
 
     def score(counts: ConfusionCounts) -> Tensor:

@@ -1,11 +1,10 @@
-"""Model FLOPs and model FLOPs utilization (MFU), by one definition.
+"""Model FLOPs and model FLOPs utilization (MFU).
 
 Model FLOPs are the floating-point operations of the *matrix products* in a training step: two per multiply-add. The
 backward pass has two products for each one of the forward pass, so a step has three times the FLOPs of the forward
-pass. Included are products with weights, the language-model head among them, and the attention products for the pairs
-of positions that the mask allows. Of a mixture of experts, only the experts that a token is dispatched to count.
-Excluded are recomputation (activation checkpointing), padding, embedding lookups, norms, activation functions, softmax
-and the optimizer.
+pass. Included are products with weights, and the attention products for the pairs of positions that the mask allows.
+Experts count only for the tokens that are dispatched to them. Recomputation (activation checkpointing) and padding are
+excluded.
 
 MFU (Chowdhery et al. 2022, PaLM, https://arxiv.org/abs/2204.02311, section 4.1 and appendix B) is model FLOPs per
 second over the peak rate of all ranks. Unlike the paper, this module counts causal attention by half, as its mask does.
@@ -58,18 +57,16 @@ PEAK_FLOPS: Mapping[str, float] = {
 }
 """Peak rates of dense bfloat16 matrix products with float32 accumulation, in FLOP/s per device.
 
-Devices are counted as in torch, where an MI250X is two. The rates are from NVIDIA's and AMD's data sheets. Many of
-NVIDIA's give the sparse rate, which is twice the dense rate. Names without a form factor (PCIe, NVL) are SXM and OAM
-modules. A device has the rate of the longest name that its own name contains.
+Devices are counted as in torch, where an MI250X is two. The rates are from the data sheets of NVIDIA, with sparse rates
+halved, and AMD. Names without a form factor (PCIe, NVL) are SXM and OAM modules. A device has the rate of the longest
+name that its own name contains.
 """
 
 
 def peak_flops(device: torch.device, *, table: Mapping[str, float] = PEAK_FLOPS) -> float:
-    """Return the peak rate of a device, in FLOP/s.
+    """Return the peak rate of an accelerator, in FLOP/s.
 
-    Args:
-        device: An accelerator.
-        table: Peak rates in FLOP/s by device name, or part of it. `{**PEAK_FLOPS, "My Chip": 1e15}` adds an entry.
+    `table` maps device names, or parts of them, to FLOP/s; `{**PEAK_FLOPS, "My Chip": 1e15}` adds an entry.
 
     Raises:
         UserError: If the table has no entry for the device, or the device is the CPU.
@@ -109,10 +106,9 @@ def transformer_flops_per_token(
             an embedding table that is only used for lookups, and experts that a token is not dispatched to.
         num_layers: L: number of attention layers.
         num_heads: H: number of query heads per layer.
-        head_dim: D: size of a head; the mean of the key and value sizes if they differ.
-        sequence_length: S: number of positions that attend to each other. For packed documents, the mean document
-            length weighted by length.
-        causal: True if a position attends only to itself and earlier positions.
+        head_dim: D: the mean of the key and value sizes if they differ.
+        sequence_length: S. For packed documents, the mean document length weighted by length.
+        causal: True for a causal mask.
         training: True to include the backward pass; otherwise the factor 3 is omitted.
     """
     num_keys = (sequence_length + 1) / 2 if causal else sequence_length
@@ -124,7 +120,7 @@ def transformer_flops_per_token(
 class ModelFlops(Metric):
     """Rate of model FLOPs, and its fraction of the peak rate (MFU).
 
-    The value has `flops_per_second`, summed over all ranks, and `mfu`, from 0 to 1. Both are 0 without data.
+    The value has `flops_per_second`, summed over all ranks, and `mfu`, from 0 to 1. Both values are 0 without data.
 
     Args:
         peak: Peak rate of this rank's device in FLOP/s; see `peak_flops`.
@@ -140,12 +136,10 @@ class ModelFlops(Metric):
         return {"flops": self._flops, "possible": self._possible, "seconds": self._seconds}
 
     def update(self, flops: Tensor | float, seconds: float) -> None:
-        """Add the work of a time interval.
+        """Add the model FLOPs of this rank in a time interval.
 
-        Args:
-            flops: Model FLOPs of this rank: its tokens times `transformer_flops_per_token`, divided by the number of
-                ranks that share each token's work (tensor, pipeline and context parallel).
-            seconds: Duration of the interval.
+        The FLOPs are the rank's tokens times `transformer_flops_per_token`, divided by the number of ranks that share
+        each token's work (tensor, pipeline and context parallel).
         """
         self._flops.update(flops)
         self._possible.update(self._peak * seconds)

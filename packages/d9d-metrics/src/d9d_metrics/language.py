@@ -26,17 +26,12 @@ class _MeanCrossEntropy(Metric):
 class BitsPerByte(_MeanCrossEntropy):
     r"""Cross-entropy per byte of UTF-8 text, in bits: $\sum_i -\ln p_i / (\text{bytes} \cdot \ln 2)$.
 
-    It compares models with different vocabularies, because the number of bytes does not depend on the tokenizer. It is
-    0 without data and NaN if a cross-entropy was NaN.
+    Comparable between tokenizers, because the number of bytes does not depend on them. The value is 0 without data, and
+    NaN if a cross-entropy was NaN.
     """
 
     def update(self, nats: Tensor | float, num_bytes: Tensor | float) -> None:
-        """Add the losses and byte count of a batch.
-
-        Args:
-            nats: Sum of the cross-entropies of the predicted tokens, in nats; a number or a scalar tensor.
-            num_bytes: Number of UTF-8 bytes of these tokens; a number or a scalar tensor.
-        """
+        """Add the summed cross-entropies of tokens, in nats, and their UTF-8 bytes; numbers or scalar tensors."""
         self._mean.update(nats, num_bytes)
 
     def compute(self) -> Tensor:
@@ -49,8 +44,7 @@ class Perplexity(_MeanCrossEntropy):
     r"""Exponential of the mean cross-entropy over all tokens, $\exp(\sum_i -\ln p_i / \text{tokens})$; 1 without data.
 
     The mean is taken over the tokens of all ranks before the exponential, so the value is not a mean of perplexities.
-    It is NaN if a cross-entropy was NaN. It is also NaN for minus infinity, which would give the perplexity 0, better
-    than any valid one.
+    The value is NaN if a cross-entropy was NaN or minus infinity.
     """
 
     def update(self, nats: Tensor | float, num_tokens: Tensor | float) -> None:

@@ -1,4 +1,4 @@
-"""The contract of a metric: state in accumulators, which reduce exactly over any number of ranks."""
+"""Base class of metrics: state in accumulators, which reduce exactly over any number of ranks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ MetricValue: TypeAlias = Tensor | Mapping[str, "MetricValue"]
 
 
 class Metric(ABC):
-    """A quantity that is accumulated on each rank, reduced over ranks, and turned into a value.
+    """Quantity that is accumulated on each rank, reduced over ranks, and turned into a value.
 
     A metric keeps its whole state in accumulators. A subclass adds an `update` method of any signature, which changes
     only this rank's state, on the device and without host-device synchronization::
@@ -34,8 +34,7 @@ class Metric(ABC):
             def compute(self) -> Tensor:
                 return self.tokens.value / self.sequences.value
 
-    `d9d_metrics.sync_metrics` reduces any number of metrics together and returns copies with the reduced state, so
-    the local state is never counted twice.
+    `d9d_metrics.sync_metrics` reduces any number of metrics together and returns copies with the reduced state.
     """
 
     @abstractmethod
@@ -46,10 +45,9 @@ class Metric(ABC):
     def compute(self) -> MetricValue:
         """Return the value of the state, without host-device synchronization.
 
-        The value is float64 or int64 tensors on the metric's device. It must be defined for the empty state as well,
-        because a rank or a step may have no data. The returned tensors must not change when the metric does. The value
-        must be NaN if `update` got a NaN that counts. Comparisons with NaN are false, so a metric that compares must
-        count NaNs separately.
+        The value is float64 or int64 tensors on the metric's device, which must not change when the metric does. The
+        value must be defined for the empty state, because a rank or a step may have no data. If `update` counted a NaN,
+        the value must be NaN; a metric that compares must count NaNs separately, because comparisons are false.
         """
 
     def reset(self) -> None:

@@ -16,8 +16,8 @@ _GIB = 2**30
 class PeakMemory(Metric):
     """Peak memory of the rank that uses most, in GiB (2**30 bytes).
 
-    On an accelerator it is the memory allocated by torch since the last `reset`. On CPU it is the process's peak
-    resident set since its start, because the operating system cannot reset that peak.
+    On an accelerator the peak is the memory allocated by torch since the last `reset`. On CPU it is the process's peak
+    resident set since its start, which cannot be reset.
     """
 
     def __init__(self) -> None:
@@ -44,11 +44,7 @@ class PeakMemory(Metric):
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory of a device in bytes.
-
-    Args:
-        device: An accelerator, or the CPU for the resident set of this process.
-    """
+    """Return the peak memory of an accelerator in bytes; for the CPU, the peak resident set of this process."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
     import resource  # noqa: PLC0415 - POSIX only

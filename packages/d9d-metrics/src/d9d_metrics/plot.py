@@ -1,4 +1,4 @@
-"""Plots the metrics of a run from its JSON Lines file."""
+"""Plots of the metrics in a JSON Lines file."""
 
 import itertools
 import math
@@ -32,18 +32,11 @@ def plot_metrics(
     panels: Sequence[Sequence[str]] = (("loss", "evaluation_loss"), ("learning_rate",)),
     title: str = "",
 ) -> None:
-    """Plot values over steps in vertically stacked panels.
+    """Plot the values of a `JsonlTracker`'s file over steps, in vertically stacked panels of a PNG file.
 
     Long noisy curves are smoothed and drawn over their raw values. The legend shows the last value of each curve,
-    smoothed if the curve is.
-
-    Args:
-        metrics_path: File written by a `JsonlTracker`.
-        png_path: PNG file to write.
-        panels: Names of the values in each panel, from top to bottom; the first panel is the tallest. All values of a
-            panel share its y axis, so they should have one unit. Names that the file does not contain are ignored, and
-            so are empty panels.
-        title: Title above the first panel.
+    smoothed if the curve is. `panels` has the names of the values in each panel, from top to bottom. The first panel is
+    the tallest. Names that the file does not contain, and empty panels, are ignored.
 
     Raises:
         UserError: If the file contains none of the values, or a line is not a JSON object.
@@ -119,7 +112,7 @@ def _smoothed(curve: _Curve) -> _Curve:
 
 
 def _is_noisy(curve: _Curve, smoothed: _Curve) -> bool:
-    """Return True if smoothing removes more than half of the curve's total variation, unlike that of a schedule."""
+    """Return True if smoothing removes more than half of the curve's total variation; False for schedules."""
     return _variation(curve.values) > 2 * _variation(smoothed.values)
 
 

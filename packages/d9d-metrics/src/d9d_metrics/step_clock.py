@@ -1,4 +1,4 @@
-"""Measures the duration of steps, and their time in data loading and communication, on the host and on the device."""
+"""Measurement of step durations, and of their data loading and communication, on the host and on the device."""
 
 import time
 from collections import deque
@@ -27,7 +27,7 @@ class StepSeconds:
 
 
 class _Section(Protocol):
-    """A time interval that starts when the object is created."""
+    """Time interval that starts when the object is created."""
 
     def end(self) -> None: ...
 
@@ -38,14 +38,10 @@ class _Section(Protocol):
 
 @final
 class StepClock:
-    """Measures steps, data loading and communication without host-device synchronization.
+    """Clock of steps, data loading and communication, without host-device synchronization.
 
-    The wait for data is measured on the host. Communication is measured on an accelerator between two events of the
-    current stream, so its steps are returned a little later.
-
-    Args:
-        device: Device that computes.
-        now: Returns the time in seconds.
+    The wait for data is measured on the host. Communication on an accelerator is measured between two events of the
+    current stream, so the durations of a step are returned a few steps later.
     """
 
     def __init__(self, device: torch.device, *, now: Callable[[], float] = time.perf_counter) -> None:
@@ -71,11 +67,7 @@ class StepClock:
         self._sections.append(section)
 
     def step(self) -> list[StepSeconds]:
-        """End a step.
-
-        Returns:
-            The steps whose durations are finished and were not returned before, in order; on CPU, this step.
-        """
+        """End a step; return the finished steps that were not returned before, in order (on CPU, this step)."""
         now = self._now()
         self._pending.append((now - self._since, self._data_wait, self._sections))
         self._since, self._data_wait, self._sections = now, 0.0, []

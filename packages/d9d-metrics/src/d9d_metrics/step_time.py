@@ -21,12 +21,7 @@ class Throughput(Metric):
         return {"items": self._items, "seconds": self._seconds}
 
     def update(self, items: Tensor | float, seconds: float) -> None:
-        """Add the work of a time interval.
-
-        Args:
-            items: Number of items that this rank processed, e.g. tokens; a number or a scalar tensor.
-            seconds: Duration of the interval.
-        """
+        """Add the items that this rank processed in a time interval, e.g. tokens; a number or a scalar tensor."""
         self._items.update(items)
         # Times add up on one rank; the maximum is taken over ranks.
         self._seconds.update(self._seconds.value.clamp(min=0) + seconds)
@@ -41,8 +36,8 @@ class Throughput(Metric):
 class StepTime(Metric):
     """Mean step time, split into waiting for data, communication and computation.
 
-    The value has `seconds`, `data_wait`, `communication` and `compute`, each a mean over steps and ranks. `seconds` is
-    the sum of the other three. `slowest` is the longest step of any rank. All are in seconds, and 0 without a step.
+    The value has the means over steps and ranks of `data_wait`, `communication` and `compute`, and their sum `seconds`.
+    `slowest` is the longest step of any rank. All values are in seconds, and 0 without a step.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Reduces all metrics of a job over ranks in one fused all-reduce, instead of several small ones per metric."""
+"""Reduction of all metrics of a job over ranks in one fused all-reduce."""
 
 import copy
 import functools
@@ -32,10 +32,9 @@ def sync_metrics(metrics: Mapping[str, M], over: ProcessGroup | DeviceMesh | Non
     Collectives: one float64 all-reduce for all metrics. On a mesh, one per axis with more than one rank; flatten the
     mesh to one axis to issue only one. Ranks without data contribute the identity of each reduction.
 
-    The message has one element per sum and two per count. The two are the halves of the count's bits, whose sums
-    float64 holds exactly for up to 2**21 ranks. Each element of a maximum, minimum or concatenation takes one element
-    *per rank*. A rank fills only its own, so the sum over ranks is an all-gather. There are few of these elements, so
-    one longer message is faster than two messages.
+    The message has one element per sum and two per count: the halves of the count's bits, whose sums float64 holds
+    exactly for up to 2**21 ranks. Each element of a maximum, minimum or concatenation takes one element *per rank*. A
+    rank fills only its own element, so the sum over ranks is an all-gather.
 
     Args:
         metrics: Metrics by name, on the device of the group's backend. Every rank passes the same names and types;
@@ -49,29 +48,19 @@ def sync_metrics(metrics: Mapping[str, M], over: ProcessGroup | DeviceMesh | Non
 
 
 def compute_metrics(metrics: Mapping[str, Metric], over: ProcessGroup | DeviceMesh | None) -> dict[str, float]:
-    """Reduce metrics over ranks and copy their values to the host.
+    """Reduce metrics over ranks and return their values on the host, in the order of `metrics`.
 
-    Collectives: those of `sync_metrics`. One host-device synchronization for all metrics.
-
-    Args:
-        metrics: Metrics by name, as for `sync_metrics`.
-        over: Process group or mesh to reduce over; `None` for this process alone.
-
-    Returns:
-        The reduced values by name, in the order of `metrics`. A scalar has the metric's name. A mapping becomes one
-        `name/key` per key, and a tensor becomes `name/0`, `name/1` and so on.
+    Arguments and collectives are those of `sync_metrics`. One host-device synchronization for all metrics.
+    A scalar has the metric's name. A mapping becomes one `name/key` per key, and a tensor becomes `name/0`, `name/1`
+    and so on.
     """
     return read_values({name: metric.compute() for name, metric in sync_metrics(metrics, over).items()})
 
 
 def read_values(values: Mapping[str, MetricValue]) -> dict[str, float]:
-    """Copy computed values to the host with one host-device synchronization.
+    """Copy computed values to the host with one host-device synchronization; names as in `compute_metrics`.
 
-    Args:
-        values: Values by name: tensors of any shape, all on one device, or nested mappings of such tensors.
-
-    Returns:
-        Numbers, with names as in `compute_metrics`.
+    Values are tensors of any shape, all on one device, or nested mappings of such tensors.
     """
     tensors = dict(_flattened(values))
     if not tensors:
@@ -94,14 +83,10 @@ def _flattened(values: Mapping[str, MetricValue]) -> Iterator[tuple[str, Tensor]
 
 @final
 class MetricSync(Generic[M]):
-    """Reduces the same metrics repeatedly, with buffers that are set up once.
+    """Repeated reduction of the same metrics, with buffers that are set up once. See `sync_metrics` for the arguments.
 
     The first `start` moves the values of all accumulators into one flat buffer, of which they are views afterwards.
     Later calls copy the whole state with one operation.
-
-    Args:
-        metrics: Metrics by name, as for `sync_metrics`.
-        over: Process group or mesh to reduce over; `None` for this process alone.
     """
 
     def __init__(self, metrics: Mapping[str, M], over: ProcessGroup | DeviceMesh | None) -> None:
@@ -135,7 +120,7 @@ class MetricSync(Generic[M]):
 
 @final
 class PendingSync(Generic[M]):
-    """A running reduction, created by `MetricSync.start`."""
+    """Reduction in progress, started by `MetricSync.start`."""
 
     def __init__(
         self,
@@ -149,10 +134,9 @@ class PendingSync(Generic[M]):
         self._reduced, self._metrics = into
 
     def wait(self) -> dict[str, M]:
-        """Wait for the all-reduce; on an accelerator, only the current stream waits.
+        """Return the metrics with the reduced state. On an accelerator only the stream waits for the all-reduce.
 
-        Returns:
-            Metrics with the reduced state. The next `wait` of the same `MetricSync` overwrites them.
+        The next `wait` of the same `MetricSync` overwrites the metrics.
         """
         self._all_reduce.receive(self._message, self._work)
         self._reduced.set_views(self._all_reduce.after)
@@ -173,7 +157,7 @@ class _AccumulatorViews:
         return self._accumulators[0].value.device if self._accumulators else torch.device("cpu")
 
     def move_to(self, state: "_State") -> None:
-        # Values are no views before the first sync, after `Metric.to`, and after a sync by another `MetricSync`.
+        # Values are not views before the first sync, after `Metric.to`, and after a sync by another `MetricSync`.
         for accumulator, view in zip(self._accumulators, state.views, strict=True):
             if accumulator.value is not view:
                 accumulator.value = view.copy_(accumulator.value)
@@ -185,12 +169,10 @@ class _AccumulatorViews:
 
 @final
 class _AllReduce:
-    """One sum all-reduce over one group, of sums, halves of counts, and one row per rank of the other values.
+    """Sum all-reduce over one group, of sums, halves of counts, and one row per rank of the other values.
 
-    Each rank fills only its own row, so the sum of the rows over ranks is an all-gather. All buffers but the message
-    are allocated once, because on CPU the cost of an operation exceeds that of its few elements.
-
-    It reads `before`, the state of this rank, and writes `after`, the reduced state.
+    Each rank fills only its own row, so the sum of the rows over ranks is an all-gather. `before` is the state of this
+    rank, `after` the reduced state. All buffers but the message are allocated once: on CPU allocations dominate.
     """
 
     def __init__(self, shapes: _Shapes, group: ProcessGroup | None, device: torch.device) -> None:

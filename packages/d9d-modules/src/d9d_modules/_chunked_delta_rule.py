@@ -2,7 +2,7 @@
 
 "Gated Delta Networks" (arXiv:2412.06464), section 3.3, which extends "Parallelizing Linear Transformers with the Delta
 Rule" (arXiv:2406.06484), equations 8 to 11. Within a chunk, g[i, j] is the product of the decays of positions j + 1 to
-i, and g[i, start] that of the decays from the start of the chunk to i:
+i. The product from the start of the chunk to i is g[i, start]:
 
     T = (I + strictly lower part of beta[i] * g[i, j] * (k[i] @ k[j])) ** -1
     written = T @ (beta * v) - T @ (beta * g[., start] * k) @ state
@@ -100,11 +100,8 @@ def _chunks(x_BLGR: Tensor, size: int) -> Tensor:
 def _decays(log_decay_BGRNC: Tensor, run_BNC: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute the products of decays g[i, j] [B, G, R, N, I, J] and g[i, start] [B, G, R, N, C].
 
-    A product is zero if j > i, or if a document starts in between.
-
-    Args:
-        log_decay_BGRNC: Logarithms of the decays.
-        run_BNC: Number of document starts in the chunk up to each position; None if there are no document starts.
+    A product is zero if j > i, or if a document starts in between. `run_BNC` is the number of document starts in the
+    chunk up to each position.
     """
     size = log_decay_BGRNC.shape[-1]
     # Sum for each pair of positions: the difference of two long cumulative sums would lose precision.

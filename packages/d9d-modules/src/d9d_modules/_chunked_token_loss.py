@@ -20,22 +20,14 @@ _CHUNK_LOGITS = 2**24
 def chunked_token_loss(
     hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, token_loss: TokenLoss, softcap: float | None
 ) -> Tensor:
-    """Compute the losses of any `TokenLoss`, materializing the logits of one chunk of tokens at a time.
+    """Compute the losses [T] of any `TokenLoss`, materializing the logits of one chunk of tokens at a time.
+
+    `token_loss` gets logits [t, V] in at least float32. The loss of a token depends only on its own logits and label,
+    and on no other tensor that requires a gradient.
 
     Backward recomputes the logits and both gradients; the weight gradient is accumulated over chunks in at least
-    float32. A split backward does not defer the weight gradient: that would recompute the loss, and its collectives,
-    once more.
-
-    Args:
-        hidden_TD: Hidden states [T, D].
-        weight_VD: Projection to the vocabulary [V, D].
-        labels_T: Labels of the tokens [T], passed to `token_loss`.
-        token_loss: Maps logits [T, V], in at least float32, and labels [T] to losses [T]. The loss of a token depends
-            only on its own logits and label, and on no other tensor that requires a gradient.
-        softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
-
-    Returns:
-        Losses [T].
+    float32. A split backward does not defer the weight gradient, because the loss and its collectives would have to be
+    recomputed once more.
     """
     losses_T: Tensor = _ChunkedTokenLoss.apply(hidden_TD, weight_VD, labels_T, _Options(token_loss, softcap))
     return losses_T

@@ -11,13 +11,7 @@ from d9d_modules.cross_entropy import IGNORED_LABEL, PLAIN_CROSS_ENTROPY
 
 
 def why_not_cut_cross_entropy(hidden_TD: Tensor, num_weights: int, loss: object) -> str | None:
-    """Return the reason why the package does not support a call, or None if it does.
-
-    Args:
-        hidden_TD: Hidden states [T, D].
-        num_weights: Number of vocabulary splits.
-        loss: Loss to compute.
-    """
+    """Return the reason why the package does not support a call, or None if it does."""
     if find_spec("cut_cross_entropy") is None:
         return "it is not installed: pip install 'd9d-modules[cut-cross-entropy]'"
     if hidden_TD.device.type in ("cpu", "meta"):
@@ -32,14 +26,7 @@ def why_not_cut_cross_entropy(hidden_TD: Tensor, num_weights: int, loss: object)
 
 
 def cut_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, softcap: float | None) -> Tensor:
-    """Compute losses [T] in float32 with the package's kernel, with its filtering of small gradients disabled.
-
-    Args:
-        hidden_TD: Hidden states [T, D].
-        weight_VD: Projection to the vocabulary [V, D].
-        labels_T: Token ids [T].
-        softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
-    """
+    """Compute losses [T] in float32 with the package's kernel, with its filtering of small gradients disabled."""
     losses_T: Tensor = import_module("cut_cross_entropy").linear_cross_entropy(
         hidden_TD,
         weight_VD,
@@ -54,11 +41,7 @@ def cut_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *,
 
 
 def require_cut_cross_entropy(reason: str | None) -> None:
-    """Raise an error if the package does not support a call.
-
-    Raises:
-        UserError: If `reason` is not None.
-    """
+    """Raise a `UserError` if `reason` is not None."""
     if reason is not None:
         raise UserError(
             f"loss backend 'cut_cross_entropy' is not available: {reason}. Use 'chunked', or None to select one."

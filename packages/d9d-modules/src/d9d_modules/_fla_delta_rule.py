@@ -21,12 +21,7 @@ _RESET_LOG_DECAY = -100.0
 
 
 def why_not_fla(v_BLHV: Tensor, *, key_dim: int) -> str | None:
-    """Return the reason why the package does not support a call, or None if it does.
-
-    Args:
-        v_BLHV: Values; queries and keys have their dtype and device.
-        key_dim: Number of features of a key.
-    """
+    """Return the reason why the package does not support a call, or None if it does."""
     if find_spec("fla") is None:
         return "it is not installed: pip install 'd9d-modules[fla]'"
     reason = _unsupported_reason(v_BLHV, key_dim)
@@ -49,20 +44,10 @@ def fla_delta_rule(
     state_BHKV: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """See `d9d_modules.gated_delta_rule`.
+    """Compute `d9d_modules.gated_delta_rule` for bfloat16 or float16 queries, keys and values.
 
-    A decay of almost zero resets the state at document starts. The kernels' own packed-sequence arguments are document
-    lengths, which would need a host-device synchronization.
-
-    Args:
-        q_BLGK: Queries; bfloat16 or float16, like keys and values.
-        k_BLGK: Keys.
-        v_BLHV: Values.
-        log_decay_BLH: Logarithms of the decays.
-        beta_BLH: Write strengths.
-        starts_BL: Boolean mask of the positions before which the state is reset; None for no resets.
-        state_BHKV: State before the first position; None for zeros.
-        scale: Factor of the queries.
+    A decay of almost zero resets the state at document starts [B, L]. The kernels' own packed-sequence arguments are
+    document lengths, which would need a host-device synchronization.
     """
     log_decay_BLH = log_decay_BLH.float().clamp(min=_RESET_LOG_DECAY)
     if starts_BL is not None:
@@ -80,11 +65,7 @@ def fla_delta_rule(
 
 
 def require_fla(reason: str | None) -> None:
-    """Raise an error if the package does not support a call.
-
-    Raises:
-        UserError: If `reason` is not None.
-    """
+    """Raise a `UserError` if `reason` is not None."""
     if reason is not None:
         raise UserError(f"backend 'fla' is not available: {reason}. Use 'chunked', or None to select one.")
 

@@ -12,7 +12,7 @@ def has_kernel(x: Tensor) -> bool:
     """Return True if the Triton kernels support a tensor: float32, bfloat16 or float16 on an accelerator with Triton.
 
     Always False for tensor subclasses, such as fake tensors, and during torch.compile tracing: the compiler fuses torch
-    operators with the surrounding ones itself.
+    operators with the surrounding ones.
     """
     return (
         type(x) in (Tensor, nn.Parameter)

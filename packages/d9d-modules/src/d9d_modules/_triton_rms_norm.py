@@ -1,11 +1,11 @@
 """RMS norm with an optional residual add: one fused Triton kernel forward and one backward.
 
-Arithmetic is in float32; 16-bit dtypes are used only for loads and stores. Forward saves its input and one float32
-number per row.
+Arithmetic is in float32; 16-bit dtypes are used only for loads and stores. Forward saves its input and the inverse RMS
+of each row.
 
 Backward reads the input and the gradient once and computes the gradients of both the input and the weight. Each program
 accumulates the weight gradient over its rows; the partial sums are then added in a fixed order. The number of programs
-is fixed too, so results are bitwise reproducible on devices of the same kind.
+is fixed, so results are bitwise reproducible on devices of the same kind.
 
 Shape legend: N rows, D size of a row, P programs.
 """
@@ -30,14 +30,7 @@ _NUM_PROGRAMS = 256
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float, zero_centered: bool) -> Tensor:
-    """Compute `x / rms(x) * weight`; see `d9d_modules.rms_norm`.
-
-    Args:
-        x: Input [..., D] in float32, bfloat16 or float16, with any strides. A program keeps whole rows in registers.
-        weight_D: Weight [D] in any of these dtypes.
-        eps: Added to the mean square.
-        zero_centered: If True, scale by `1 + weight`.
-    """
+    """Compute `d9d_modules.rms_norm`; `x` may have any strides. A program keeps whole rows in registers."""
     normed: Tensor = _RMSNorm.apply(x, weight_D, eps, zero_centered)
     return normed
 

@@ -26,7 +26,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _SiluMul(torch.autograd.Function):
-    """`silu(gate) * up`. It has no weights, so a split backward has nothing to defer."""
+    """`silu(gate) * up`; without weights, a split backward has nothing to defer."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

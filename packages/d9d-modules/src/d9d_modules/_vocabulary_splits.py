@@ -9,16 +9,7 @@ from d9d_dist.errors import UserError
 
 
 class VocabularySplits(nn.Module):
-    """Parameters [V_i, D] of named splits: `weight` for a single split, else `weight_<split>`. Abstract.
-
-    Args:
-        vocab_sizes: Number of token ids V_i of each split.
-        hidden_size: Size of each vector.
-        init_std: Standard deviation of the initial weights.
-
-    Raises:
-        UserError: If there is no split, a split has no tokens, or its name is not a Python identifier.
-    """
+    """Abstract module with parameters [V_i, D] of named splits: `weight` for a single split, else `weight_<split>`."""
 
     def __init__(self, vocab_sizes: Mapping[str, int], hidden_size: int, *, init_std: float) -> None:
         super().__init__()

@@ -26,8 +26,6 @@ class GroupedQueryAttention(nn.Module):
     Each key/value head is shared by `num_heads / num_kv_heads` query heads.
 
     Args:
-        hidden_size: Size of the last dim of input and output.
-        num_heads: Number of query heads.
         num_kv_heads: Number of key and value heads; divides `num_heads`.
         head_dim: Size of one head; may differ from `hidden_size / num_heads`.
         qk_norm_eps: Epsilon of an RMS norm on each query and key head; None disables QK norm.
@@ -35,15 +33,15 @@ class GroupedQueryAttention(nn.Module):
             projection: "Gated Attention" (arXiv:2505.06708), equation 5 at position G1, as in Qwen3-Next.
         sinks: If True, each query head has a learnable attention sink; see `AttentionSinks`.
         rotary_dim: Number of leading features of each head to rotate; None rotates all.
-        rotary_layout: Which two features form a rotated pair.
+        rotary_layout: Pairing of the rotated features.
         options: Sliding window, softmax scale and softcap; None for plain causal attention.
         backends: Allowed attention backends in order of preference; None selects the best installed one per call.
-            The environment variable `D9D_ATTENTION`, read when the layer is built, overrides it.
+            The environment variable `D9D_ATTENTION`, read when the layer is built, overrides `backends`.
         init_std: Standard deviation of the initial projection weights and sinks.
 
     Attributes:
-        attention_function: Computes attention from queries, keys and values. By default it selects a backend for each
-            call. Replace it to use another kernel; `d9d_dist.parallelize_context` replaces it by a context-parallel
+        attention_function: Function of queries, keys and values, which by default selects a backend for each call.
+            Assign another function to use another kernel; `d9d_dist.parallelize_context` assigns a context-parallel
             version.
 
     Raises:
@@ -88,17 +86,13 @@ class GroupedQueryAttention(nn.Module):
         self.attention_function: Attention = chosen_attention(options, sinks=self.sinks, backends=backends)
 
     def forward(self, x_BLD: Tensor, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None) -> Tensor:
-        """Compute causal self-attention.
+        """Compute causal self-attention of hidden states [B, L, D]; shape and dtype are unchanged.
 
         Args:
-            x_BLD: Hidden states [B, L, D].
-            rotary: Rotary tables of the positions. They rotate queries and keys; the causal mask follows the order in
-                the row.
+            x_BLD: Hidden states.
+            rotary: Rotary tables of the positions. The causal mask follows the order in the row, not the positions.
             document_ids_BL: Document id of each position [B, L], integer, for packed sequences: a position attends only
                 within its document. None: each row is one document.
-
-        Returns:
-            Output of the layer [B, L, D], in the dtype of `x_BLD`.
 
         Raises:
             UserError: If the shape of `rotary` or `document_ids_BL` does not match, or no allowed backend supports the
@@ -121,12 +115,9 @@ class GroupedQueryAttention(nn.Module):
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
         """Return the `parallelize_tensor` plan entries that shard this layer by heads.
 
-        The tensor-parallel degree must divide the number of key/value heads. The output gate and the sinks, if any, are
-        sharded by heads too.
-
-        Args:
-            name: Module path of the layer in the model, such as `layers.*.attention`.
-            sequence_parallel: If True, the layer's input and output are sharded along the sequence; else replicated.
+        The tensor-parallel degree must divide the number of key/value heads. `name` is the module path of the layer,
+        such as `layers.*.attention`. If `sequence_parallel`, the layer's input and output are sharded along the
+        sequence; else replicated.
         """
         activation = Shard(1) if sequence_parallel else Replicate()
         heads = ColumnParallel(input=None, head_dim=self.head_dim)

@@ -19,10 +19,6 @@ class AttentionSinks(nn.Module):
     """Learnable logit of each head [H], added to the softmax denominator: "gpt-oss" (arXiv:2508.10925), section 2.2.
 
     A separate module, so that tensor parallelism can shard it by heads (`HeadParallel`).
-
-    Args:
-        num_heads: Number of query heads.
-        init_std: Standard deviation of the initial logits.
     """
 
     def __init__(self, num_heads: int, *, init_std: float = 0.02) -> None:

@@ -1,4 +1,4 @@
-"""Activation checkpointing of a module or of a model's layers: saves memory at the cost of recomputation."""
+"""Activation checkpointing, of one module or of the layers of a model."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from d9d_dist.errors import UserError
 
 CheckpointPolicy: TypeAlias = Literal["none", "full", "selective"]
-"""What the forward pass saves: all activations; only the inputs; the inputs and the outputs of expensive operators."""
+"""Tensors that forward saves: all activations; only the inputs; the inputs and the outputs of expensive operators."""
 
 Operator: TypeAlias = Callable[..., Any]
 """A torch operator, such as `torch.ops.aten.mm.default`."""
@@ -21,7 +21,7 @@ Operator: TypeAlias = Callable[..., Any]
 def default_saved_operators() -> frozenset[Operator]:
     """Return the operators whose outputs the policy "selective" saves: matrix products, attention and collectives.
 
-    All other operators, such as norms and activation functions, are memory-bound and recomputed.
+    All other operators are memory-bound and recomputed.
     """
     aten = torch.ops.aten
     operators: set[Operator] = {
@@ -51,10 +51,10 @@ def default_saved_operators() -> frozenset[Operator]:
 def checkpoint_activations(
     module: nn.Module, *, policy: CheckpointPolicy = "full", keep: Collection[Operator] | None = None
 ) -> None:
-    """Enable activation checkpointing for a module, in place.
+    """Enable activation checkpointing for a module, in place. The results do not change.
 
-    The results do not change. The module is not wrapped, so parameter names stay the same. Call it on each layer of a
-    model, after `parallelize_tensor` and before compilation and `parallelize_hsdp`.
+    The module is not wrapped, so parameter names stay the same. Call this function on each layer of a model, after
+    `parallelize_tensor` and before compilation and `parallelize_hsdp`.
 
     Args:
         module: Module whose forward pass is recomputed during its backward pass.
@@ -88,13 +88,10 @@ def checkpoint_layers(
     every: int = 1,
     keep: Collection[Operator] | None = None,
 ) -> None:
-    """Enable activation checkpointing for every n-th layer of a model or pipeline stage.
+    """Call `checkpoint_activations` on every n-th layer of a model or pipeline stage.
 
-    Args:
-        layers: Layers keyed by their global index, so that the choice does not depend on the pipeline layout.
-        policy: See `checkpoint_activations`.
-        every: Checkpoint the layers whose index is a multiple of it; the other layers save all activations.
-        keep: See `checkpoint_activations`.
+    Layers whose global index, their key in `layers`, is a multiple of `every` are checkpointed; the others save all
+    activations. The choice does not depend on the pipeline layout.
 
     Raises:
         UserError: If `every` is below 1, the policy is unknown, or `keep` is given for a policy other than

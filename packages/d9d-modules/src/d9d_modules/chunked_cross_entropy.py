@@ -1,20 +1,19 @@
 """Fused linear cross entropy: computes losses from hidden states without materializing all logits.
 
-With a vocabulary of 150k the logits of a batch are the largest tensor of a training step. This implementation holds
-one tile of logits at a time.
+Only one tile of logits is in memory at a time; all logits would be the largest tensor of a training step.
 
-Forward iterates over tiles of tokens and, for each tile, over blocks of the vocabulary. It keeps a running log-sum-exp
-and the running mean of the weight rows under the softmax. That mean, minus the row of the label, is the gradient of the
-hidden states. The algorithm is attention with the weight rows as keys and values: "FlashAttention", arXiv:2205.14135,
-algorithm 1.
+Forward iterates over tiles of tokens and, for each tile, over blocks of the vocabulary. Forward keeps a running
+log-sum-exp and the running mean of the weight rows under the softmax. That mean, minus the row of the label, is the
+gradient of the hidden states. The algorithm is attention with the weight rows as keys and values: "FlashAttention",
+arXiv:2205.14135, algorithm 1.
 
 Backward iterates over blocks of the vocabulary, recomputes their logits, and computes the gradient of the block's rows
 over all tokens. The gradient of the hidden states comes from forward, for an upstream gradient of 1 per loss; backward
 only scales it. Therefore the two gradients can be computed at different times (split backward).
 
 Gradients are accumulated in float32 (float64 for float64 input). No buffer of the size of the weight is saved between
-forward and backward. The cost is 8 T D V floating-point operations, as for any method that recomputes the logits; it is
-6 T D V if the logits are kept. "Cut Your Losses", arXiv:2411.09009, does the same in one kernel.
+forward and backward. The cost is 8 T D V floating-point operations: 2 T D V more than with materialized logits, for
+their recomputation. "Cut Your Losses", arXiv:2411.09009, does the same in one kernel.
 
 Shape legend: T tokens (t in a tile), D hidden size, V vocabulary (v in a block). lse: log-sum-exp of the logits.
 """
@@ -49,21 +48,15 @@ def linear_cross_entropy(
     loss: CrossEntropy = PLAIN_CROSS_ENTROPY,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute the losses of the logits `hidden @ concat(weights).T`.
+    """Compute the losses [T] of the logits `hidden @ concat(weights).T`, in nats; 0 for ignored labels.
+
+    The weight rows [V_i, D] have the dtype of the hidden states [T, D]; the losses are float32, or float64 for float64
+    input. Labels [T] are int64: within the vocabulary (not checked here) or `IGNORED_LABEL`. `softcap` as in
+    `language_model_head`.
 
     If `loss.mesh` is set, the weights are this rank's vocabulary shard and the labels are global token ids. The
     gradient of the hidden states is then this rank's partial sum. Forward issues two all-reduces per 1,024 tokens, of
     one and three values per token; backward issues none.
-
-    Args:
-        hidden_TD: Hidden states [T, D].
-        weights_VD: Weight rows [V_i, D] to concatenate, in the dtype of the hidden states.
-        labels_T: Token ids [T], int64: within the vocabulary (not checked here) or `IGNORED_LABEL`.
-        loss: Cross entropy to compute.
-        softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
-
-    Returns:
-        Losses [T] in nats, 0 for ignored labels: float32, or float64 for float64 input.
     """
     with_gradient = torch.is_grad_enabled() and hidden_TD.requires_grad
     taken = [defer_weight_grad(weight_VD, hidden_TD) for weight_VD in weights_VD]
@@ -171,13 +164,7 @@ def _weight_gradient(
 
 @final
 class _Vocabulary:
-    """Vocabulary rows of this rank and the computation of their logits.
-
-    Attributes:
-        weights_VD: Weight rows of this rank.
-        loss: Cross entropy to compute.
-        size: Number of vocabulary rows over all ranks.
-    """
+    """Vocabulary rows of this rank and the computation of their logits; `size` is the number of rows of all ranks."""
 
     def __init__(self, weights_VD: Sequence[Tensor], loss: CrossEntropy, softcap: float | None) -> None:
         rank, num_ranks = (0, 1) if loss.mesh is None else (loss.mesh.get_local_rank(), loss.mesh.size())

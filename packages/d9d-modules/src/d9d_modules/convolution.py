@@ -19,9 +19,7 @@ class CausalConvolution(nn.Module):
 
     Features are independent, so tensor parallelism can shard the weight by heads (`HeadParallel`).
 
-    Args:
-        num_features: Size of the last dim of input and output.
-        width: Kernel width: each output depends on its position and the `width - 1` before it.
+    Each output depends on its position and the `width - 1` positions before it.
     """
 
     def __init__(self, num_features: int, *, width: int = 4) -> None:
@@ -42,14 +40,8 @@ class CausalConvolution(nn.Module):
 def causal_convolution(x_BLD: Tensor, weight_DW: Tensor, *, document_ids_BL: Tensor | None = None) -> Tensor:
     """Compute `y[t] = sum over i < W of weight[:, W - 1 - i] * x[t - i]`, with zeros before the first position.
 
-    Args:
-        x_BLD: Input [B, L, D]; any floating-point dtype.
-        weight_DW: Weight [D, W]; its last column multiplies the current position.
-        document_ids_BL: Document id of each position [B, L], integer: positions of other documents count as zero. None:
-            each row is one document.
-
-    Returns:
-        Tensor with the shape and dtype of `x_BLD`, rounded once.
+    The result has the shape [B, L, D] and the floating-point dtype of the input, rounded once. `document_ids_BL` is the
+    document id of each position, integer: positions of other documents count as zero. None: each row is one document.
 
     Raises:
         UserError: If the last dim of `x_BLD` is not D.

@@ -24,9 +24,8 @@ class CrossEntropy:
     The loss of a token with logits `x` is `lse - (1 - s) * x[label] - s * mean(x) + z * lse ** 2`, where
     `lse = logsumexp(x)`. `LanguageModelHead` computes it without materializing the logits of all tokens.
 
-    It implements `d9d_dist.TokenLoss` and `d9d_dist.HasVocabParallelForm`. Label smoothing follows "Rethinking the
-    Inception Architecture", arXiv:1512.00567, section 7. The z-loss, which keeps `lse` near 0, follows "PaLM",
-    arXiv:2204.02311, section 5.
+    Implements `d9d_dist.TokenLoss` and `d9d_dist.HasVocabParallelForm`. Sources: label smoothing, "Rethinking the
+    Inception Architecture", arXiv:1512.00567, section 7; z-loss, "PaLM", arXiv:2204.02311, section 5.
 
     Attributes:
         z_loss: Coefficient `z`; 0 disables it, 1e-4 is common.
@@ -43,7 +42,6 @@ class CrossEntropy:
     mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        """Validate the coefficients."""
         if self.z_loss < 0.0:
             raise UserError(f"z_loss = {self.z_loss}; expected 0 (for none) or more, such as 1e-4.")
         if not 0.0 <= self.label_smoothing < 1.0:
@@ -54,14 +52,9 @@ class CrossEntropy:
         return self if mesh.size() == 1 else replace(self, mesh=mesh)
 
     def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-        """Compute the loss from materialized logits of an unsharded vocabulary.
+        """Compute the losses [T] in nats from logits [T, V] (float32 or float64) of an unsharded vocabulary.
 
-        Args:
-            logits_TV: Logits [T, V], float32 or float64.
-            labels_T: Token ids [T], int64; tokens with `IGNORED_LABEL` have loss 0.
-
-        Returns:
-            Losses [T] in nats, in the dtype of the logits.
+        Labels [T] are int64; tokens with `IGNORED_LABEL` have loss 0. Losses have the dtype of the logits.
         """
         assert self.mesh is None, "only linear_cross_entropy computes the loss of a sharded vocabulary"
         losses_T = F.cross_entropy(

@@ -24,11 +24,8 @@ class DecayGate(nn.Module):
     """Decay gate `log(alpha) = -exp(log_rate) * softplus(x + bias)`, with one rate and bias per head; alpha < 1.
 
     Formula and initialization are those of Mamba-2 (arXiv:2405.21060), as used by "Gated Delta Networks"
-    (arXiv:2412.06464), section 3.3. It computes in float32 (float64 for float64 input), because products of many alphas
-    need that precision.
-
-    Args:
-        num_heads: Number of heads.
+    (arXiv:2412.06464), section 3.3. The gate computes in float32 (float64 for float64 input), because products of many
+    alphas need that precision.
     """
 
     def __init__(self, num_heads: int) -> None:

@@ -10,7 +10,7 @@ from d9d_modules.rope import RotaryTables
 
 @final
 class HiddenAndLosses(NamedTuple):
-    """Hidden states and the auxiliary losses of the layers so far, such as those of routers.
+    """Hidden states and the auxiliary losses of the layers so far, such as router losses.
 
     Attributes:
         hidden: Hidden states [B, L, D].
@@ -27,9 +27,9 @@ Hidden: TypeAlias = Tensor | HiddenAndLosses
 
 @runtime_checkable
 class HasExperts(Protocol):
-    """Feed-forward block that routes tokens to experts.
+    """Feed-forward block that routes tokens to experts and needs expert parallelism.
 
-    Its `forward` takes the keyword argument `mask_BL`, the token mask [B, L]. It needs expert parallelism.
+    The method `forward` takes the keyword argument `mask_BL`, the token mask [B, L].
     """
 
     num_experts: int
@@ -42,7 +42,6 @@ class DecoderLayer(nn.Module):
     Auxiliary losses of the feed-forward block are added to those of the layers before.
 
     Args:
-        hidden_size: Size of the last dim of input and output.
         attention: Token mixer, called with hidden states [B, L, D] and the rotary tables; returns [B, L, D].
             For packed sequences it also receives the keyword argument `document_ids_BL`.
         feed_forward: Feed-forward block, called with hidden states [B, L, D]; returns [B, L, D] or `HiddenAndLosses`.
@@ -63,13 +62,11 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Hidden, rotary: RotaryTables, *, document_ids_BL: Tensor | None = None, mask_BL: Tensor | None = None
     ) -> Hidden:
-        """Apply the layer; shape and dtype of the hidden states are unchanged.
+        """Apply the layer; shape and dtype of the hidden states [B, L, D] are unchanged.
 
-        Args:
-            x: Hidden states [B, L, D]; `HiddenAndLosses` if the model has auxiliary losses.
-            rotary: Rotary tables of the positions.
-            document_ids_BL: Document id of each position [B, L], integer; None: each row is one document.
-            mask_BL: Token mask [B, L] for a feed-forward block with experts; None if there is no padding.
+        `x` is a `HiddenAndLosses` if the model has auxiliary losses. `document_ids_BL` are the document ids of packed
+        sequences, integer; None: each row is one document. `mask_BL` is the token mask for a feed-forward block with
+        experts; None if there is no padding.
         """
         x_BLD, losses = x if isinstance(x, HiddenAndLosses) else (x, None)
         # Token mixers without a `document_ids_BL` argument work as long as no sequences are packed.

@@ -33,12 +33,12 @@ def gated_delta_rule(
     backend: DeltaRuleBackend | None = None,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """Apply the gated delta rule to each head.
+    """Apply the gated delta rule to each head. No collectives.
 
     For each position: `S = alpha * S; S = S + outer(k, beta * (v - k @ S)); out = scale * q @ S`. This is "Gated Delta
     Networks" (arXiv:2412.06464), equation 10, with the state S [K, V] transposed. State and arithmetic are float32
     (float64 for float64 values); the kernels of `fla-core` multiply matrices in the dtype of the values. Memory is
-    linear in the sequence length. Issues no collectives.
+    linear in the sequence length.
 
     Args:
         q_BLGK: Queries [B, L, G, K].
@@ -51,11 +51,11 @@ def gated_delta_rule(
         initial_state_BHKV: State before the first position of each row [B, H, K, V]; None for zeros.
         scale: Factor of the queries; None for 1/sqrt(K).
         backend: Implementation; None selects `"fla"` if it is installed and supports the call, else `"chunked"`.
-        chunk_size: Number of positions in a chunk; used only by `"chunked"`.
+        chunk_size: Positions per chunk of `"chunked"`.
 
     Returns:
-        Output [B, L, H, V] in the dtype of `v_BLHV`, and the state after the last position [B, H, K, V] in float32 or
-        float64.
+        Output [B, L, H, V] in the dtype of `v_BLHV`, and the float32 or float64 state after the last position
+        [B, H, K, V].
 
     Raises:
         UserError: If shapes or dtypes do not match, or the backend is unknown or does not support the call.

@@ -13,13 +13,7 @@ from d9d_modules._vocabulary_splits import VocabularySplits
 
 @final
 class TokenEmbedding(nn.Embedding):
-    """`torch.nn.Embedding` initialized from `Normal(0, init_std)` instead of `Normal(0, 1)`.
-
-    Args:
-        vocab_size: Number of token ids.
-        hidden_size: Size of each vector.
-        init_std: Standard deviation of the initial weight.
-    """
+    """`torch.nn.Embedding` initialized from `Normal(0, init_std)` instead of `Normal(0, 1)`."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, init_std: float = 0.02) -> None:
         self.init_std = init_std  # before the parent's __init__, which calls reset_parameters
@@ -40,11 +34,9 @@ class SplitTokenEmbedding(VocabularySplits):
     Args:
         vocab_sizes: Number of token ids of each split, such as `{"orig": 32000, "special": 8}`, where `special` has the
             ids from 32000. The parameter of the split `special` is `weight_special`; a single split is named `weight`.
-        hidden_size: Size of each vector.
-        init_std: Standard deviation of the initial weights.
 
     Raises:
-        UserError: If there is no split, a split has no tokens, or its name is not a Python identifier.
+        UserError: If there is no split, a split has no tokens, or the name of a split is not a Python identifier.
     """
 
     def __init__(self, vocab_sizes: Mapping[str, int], hidden_size: int, *, init_std: float = 0.02) -> None:

@@ -54,15 +54,11 @@ class Float8(BaseModel):
 def convert_to_float8(module: nn.Module, float8: Float8, ctx: DistributedContext) -> list[str]:
     """Convert the linear layers of a module to float8 matmuls, in place.
 
-    It converts instances of `torch.nn.Linear` whose in and out features are multiples of 16. Other modules, such as
-    grouped experts and routers, do not change. Parameter names, initial values and the dtype of weights, gradients and
-    checkpoints stay the same. Call it before any parallelization; compile afterwards to fuse the rounding with
-    neighboring operators.
+    The function converts instances of `torch.nn.Linear` whose in and out features are multiples of 16, but no grouped
+    experts and routers. Embeddings and heads should stay in high precision: pass the decoder layers.
+    Parameter names, initial values and the dtype of weights, gradients and checkpoints stay the same.
 
-    Args:
-        module: Module to convert, usually the decoder layers. Embeddings and heads should stay in high precision.
-        float8: Recipe and emulation.
-        ctx: Distributed context of the job; its device and its tensor-parallel degree are checked.
+    Call this function before any parallelization; compile afterwards to fuse the rounding with neighboring operators.
 
     Returns:
         Names of the converted layers.

@@ -38,25 +38,15 @@ class GatedDeltaNet(nn.Module):
     queries and keys are L2-normalized. The output is RMS-normalized and gated. Time and memory are linear in the
     sequence length.
 
-    Context parallelism is not supported: `parallelize_context`
-    rejects models with this layer. Support would need three things:
-
-    - One contiguous part of each row per rank, in rank order. `ContextSplit` assigns two parts per rank to balance
-      causal attention.
-    - The last `conv_width - 1` positions of the previous rank.
-    - The final state of the previous rank. It is an affine function of the state before (per head a matrix [K, K] and a
-      state [K, V]), so a scan over ranks can compute it.
+    Context parallelism is not supported: `parallelize_context` rejects models with this layer. Each rank would need one
+    contiguous part of each row, but `ContextSplit` assigns two. From the previous rank, it would
+    need the last `conv_width - 1` positions and the final state, which a scan over ranks can compute.
 
     Args:
-        hidden_size: Size of the last dim of input and output.
         num_key_heads: Number of query and key heads; divides `num_value_heads`.
         num_value_heads: Number of value heads; each has its own state.
-        key_dim: Size of one query or key head.
-        value_dim: Size of one value head.
         conv_width: Kernel width of the causal convolutions of queries, keys and values.
-        norm_eps: Epsilon of the RMS norm of the output.
         backend: Implementation of the delta rule; see `gated_delta_rule`.
-        init_std: Standard deviation of the initial projection weights.
 
     Raises:
         UserError: If `num_key_heads` does not divide `num_value_heads`.
@@ -105,16 +95,10 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, x_BLD: Tensor, rotary: RotaryTables | None = None, *, document_ids_BL: Tensor | None = None
     ) -> Tensor:
-        """Compute causal linear attention.
+        """Compute causal linear attention of hidden states [B, L, D]; shape and dtype are unchanged.
 
-        Args:
-            x_BLD: Hidden states [B, L, D].
-            rotary: Ignored: a recurrence needs no positions. Present so that the layer can replace an attention layer.
-            document_ids_BL: Document id of each position [B, L], integer, for packed sequences. A document id that
-                reappears after another id starts a new document. None: each row is one document.
-
-        Returns:
-            Output of the layer [B, L, D], in the dtype of `x_BLD`.
+        `rotary` is ignored: a recurrence needs no positions. The argument exists so that the layer can replace an
+        attention layer. `document_ids_BL` as in `gated_delta_rule`.
 
         Raises:
             UserError: If the shape of `document_ids_BL` does not match, or the backend does not support the call.
@@ -145,11 +129,8 @@ class GatedDeltaNet(nn.Module):
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
         """Return the `parallelize_tensor` plan entries that shard this layer by heads.
 
-        The tensor-parallel degree must divide both numbers of heads.
-
-        Args:
-            name: Module path of the layer in the model, such as `layers.*.attention`.
-            sequence_parallel: If True, the layer's input and output are sharded along the sequence; else replicated.
+        The tensor-parallel degree must divide both numbers of heads. Arguments as in
+        `GroupedQueryAttention.tensor_plan`.
         """
         activation = Shard(1) if sequence_parallel else Replicate()
         keys = ColumnParallel(input=None, head_dim=self.key_dim)

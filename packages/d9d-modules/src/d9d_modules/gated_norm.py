@@ -15,10 +15,6 @@ class GatedRMSNorm(nn.Module):
 
     The norm is applied before the gate, as in "Gated Delta Networks" (arXiv:2412.06464), figure 1. On accelerators it
     uses the Triton kernels of `rms_norm` and `silu_mul`.
-
-    Args:
-        size: Size of the last dim.
-        eps: Added to the mean square.
     """
 
     def __init__(self, size: int, *, eps: float = 1e-6) -> None:

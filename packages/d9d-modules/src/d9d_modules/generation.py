@@ -23,9 +23,8 @@ def generate(
 ) -> Tensor:
     """Sample a continuation of each prompt, one token at a time.
 
-    There is no key/value cache: each new token recomputes the whole context. The function issues only the collectives
-    of the model's forward pass. For a sharded model, call it on all ranks with equal arguments and equally seeded
-    generators.
+    There is no key/value cache: each new token recomputes the whole context. The only collectives are those of the
+    model's forward pass. For a sharded model, all ranks need equal arguments and equally seeded generators.
 
     Args:
         model: Maps token ids [B, L] to logits [B, L, V]. Call `eval()` first if the model has a training mode.

@@ -29,23 +29,18 @@ class MultiHeadLatentAttention(nn.Module):
     N features without position and R rotated features. All heads share the rotated features of the key.
 
     Args:
-        hidden_size: Size of the last dim of input and output.
-        num_heads: Number of heads.
         kv_rank: Size of the latent vector of keys and values.
         q_rank: Size of the latent vector of queries; None projects queries directly from the input.
         head_dim: N, number of non-rotated features of a query or key head.
         rotary_dim: R, number of rotated features; even.
         value_dim: V, number of features of a value head.
-        norm_eps: Epsilon of the RMS norms of the latent vectors.
-        rotary_layout: Which two features form a rotated pair.
+        rotary_layout: Pairing of the rotated features.
         options: Sliding window, softmax scale and softcap; None for plain causal attention. The default scale is
             1/sqrt(N + R). With YaRN, DeepSeek multiplies it by `YarnScaling.temperature(mscale_all_dim) ** 2`.
         backends: See `GroupedQueryAttention`.
-        init_std: Standard deviation of the initial projection weights.
 
     Attributes:
-        attention_function: See `GroupedQueryAttention`. Queries, keys and values are zero-padded to the same head dim
-            K.
+        attention_function: See `GroupedQueryAttention`; the same head dim K for queries, keys and values (zero-padded).
 
     Raises:
         UserError: If a name in `backends` is unknown.
@@ -104,11 +99,7 @@ class MultiHeadLatentAttention(nn.Module):
         """Return the `parallelize_tensor` plan entries that shard this layer by heads.
 
         The tensor-parallel degree must divide the number of heads. The projections to the latent vectors and their
-        norms are replicated.
-
-        Args:
-            name: Module path of the layer in the model, such as `layers.*.attention`.
-            sequence_parallel: If True, the layer's input and output are sharded along the sequence; else replicated.
+        norms are replicated. Arguments as in `GroupedQueryAttention.tensor_plan`.
         """
         activation = Shard(1) if sequence_parallel else Replicate()
         queries = ColumnParallel(input=None, head_dim=self.head_dim + self.rotary_dim)

@@ -1,7 +1,7 @@
 """Mean of each layer's output over the tokens, collected across pipeline stages.
 
-Representations from middle layers are often better than those of the last layer. Keeping all hidden states to choose
-from would need as much memory as training does.
+Representations from middle layers are often better than those of the last layer. Saving all hidden states to choose
+from would need as much memory as training.
 
 Shape legend: N layers added so far, B batch, L length, D hidden size.
 """
@@ -37,11 +37,9 @@ class LayerMeans(NamedTuple):
 
     @staticmethod
     def start(mask_BL: Tensor, hidden_BLD: Tensor) -> "LayerMeans":
-        """Create `LayerMeans` without layers (N = 0).
+        """Create `LayerMeans` without layers (N = 0), from the token mask [B, L], bool or 0 and 1.
 
-        Args:
-            mask_BL: Token mask [B, L], bool or 0 and 1.
-            hidden_BLD: Tensor with the shape, dtype and device of the layer outputs [B, L, D]; its values are unused.
+        `hidden_BLD` has the shape, dtype and device of the layer outputs [B, L, D]; its values are unused.
 
         Raises:
             UserError: If the mask does not have the shape [B, L].
@@ -51,11 +49,7 @@ class LayerMeans(NamedTuple):
         return LayerMeans(mask_BL.bool(), hidden_BLD.new_zeros(0, batch, hidden_size))
 
     def add(self, hidden_BLD: Tensor) -> "LayerMeans":
-        """Return a copy with the mean of one more layer output [B, L, D].
-
-        Raises:
-            UserError: If the mask does not have the shape [B, L].
-        """
+        """Return a copy with the mean of one more layer output [B, L, D]; errors as in `start`."""
         check_mask(self.mask_BL, hidden_BLD)
         mean_1BD = masked_mean(hidden_BLD, self.mask_BL).unsqueeze(0)
         return LayerMeans(self.mask_BL, torch.cat((self.means_NBD, mean_1BD)))

@@ -1,7 +1,4 @@
-"""Bias-free linear layer with normal initialization.
-
-It subclasses `torch.nn.Linear`, so LoRA, quantization and tensor parallelism recognize it.
-"""
+"""Bias-free linear layer, a subclass of `torch.nn.Linear`: LoRA, quantization and tensor parallelism recognize it."""
 
 from typing import final
 
@@ -10,13 +7,7 @@ from torch import nn
 
 @final
 class Linear(nn.Linear):
-    """`torch.nn.Linear` without bias, initialized from `Normal(0, init_std)` instead of Kaiming uniform.
-
-    Args:
-        in_features: Size of the last dim of the input.
-        out_features: Size of the last dim of the output.
-        init_std: Standard deviation of the initial weight.
-    """
+    """`torch.nn.Linear` without bias, initialized from `Normal(0, init_std)` instead of Kaiming uniform."""
 
     def __init__(self, in_features: int, out_features: int, *, init_std: float = 0.02) -> None:
         self.init_std = init_std  # before the parent's __init__, which calls reset_parameters

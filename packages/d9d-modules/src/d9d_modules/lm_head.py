@@ -1,4 +1,4 @@
-"""Language-model head: maps hidden states to logits, or to per-token losses without materializing all logits.
+"""Language-model head: logits, or per-token losses without materializing all logits.
 
 Shape legend: B batch, L length, T = B * L tokens, D hidden size, V vocabulary.
 """
@@ -28,24 +28,19 @@ class LanguageModelHead(VocabularySplits):
     """Projection to the vocabulary, `logits = hidden @ weight.T`, and per-token loss.
 
     A vocabulary in named splits has one parameter per split; the logits of the splits are concatenated in order. To
-    train only new tokens, freeze the other splits: `head.weight_orig.requires_grad_(False)`. No gradient is computed
-    for frozen weights.
+    train only new tokens, freeze the other splits: `head.weight_orig.requires_grad_(False)`.
 
     Args:
-        hidden_size: Size of the last dim of the hidden states.
         vocab_size: Number of token ids, of the whole vocabulary or of each split, such as
             `{"orig": 32000, "special": 8}`. The parameter of the split `special` is `weight_special`; that of a single
             split, or of a whole vocabulary, is `weight`.
         softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
-        token_loss: Maps logits [T, V] and labels [T] to losses [T]. Pass a `CrossEntropy` to set z-loss or label
-            smoothing.
-        loss_backend: Implementation of a cross entropy; None selects the fastest one that supports the call. See
-            `language_model_head`.
-        init_std: Standard deviation of the initial weights.
+        token_loss: See `language_model_head`. Pass a `CrossEntropy` to set z-loss or label smoothing.
+        loss_backend: See `backend` of `language_model_head`.
 
     Attributes:
-        token_loss: Per-token loss. `d9d_dist.VocabParallelHead` replaces it by its vocabulary-parallel version while it
-            shards the vocabulary; a `CrossEntropy` then still materializes no full logits.
+        token_loss: Per-token loss. While the vocabulary is sharded, `d9d_dist.VocabParallelHead` replaces the loss by
+            its vocabulary-parallel version.
 
     Raises:
         UserError: If `softcap` is not above 0, there is no split, a split has no tokens, or its name is not a Python
@@ -102,11 +97,10 @@ def language_model_head(
         hidden_BLD: Hidden states [B, L, D].
         weight_VD: Projection to the vocabulary [V, D], or a sequence of tensors [V_i, D] to concatenate.
         labels: Token to predict at each position [B, L], int64; `IGNORED_LABEL` ignores a position.
-        vocab_size: Size of the whole vocabulary, an exclusive upper bound of the labels. Set it if `weight_VD` is a
-            vocabulary shard; None uses the number of rows of `weight_VD`.
+        vocab_size: Size of the whole vocabulary, if `weight_VD` is a vocabulary shard; None for its number of rows.
         token_loss: Maps logits [T, V] and labels [T] to losses [T]; the loss of a token depends only on its own logits.
-            A `CrossEntropy` and `d9d_dist.token_cross_entropy` are computed by `linear_cross_entropy`. Any other loss
-            is computed from the logits of one chunk of tokens at a time.
+            Losses other than a `CrossEntropy` and `d9d_dist.token_cross_entropy` are computed from the materialized
+            logits of one chunk of tokens at a time.
         softcap: Soft-cap `c`: each logit `x` becomes `c * tanh(x / c)`. None disables it.
         backend: Implementation of a cross entropy. None selects Cut Cross Entropy if it is installed and supports the
             call, else `"chunked"`. With deterministic algorithms enabled None always selects `"chunked"`.

@@ -9,7 +9,7 @@ from d9d_dist.errors import UserError
 from d9d_modules._kernel_choice import has_kernel
 
 _LARGEST_KERNEL_SIZE = 2**15
-"""Largest row that the Triton kernel supports: it keeps whole rows in registers."""
+"""Largest row that the Triton kernel supports: a program keeps whole rows in registers."""
 
 
 @final
@@ -45,15 +45,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalize `x`, or `x + residual`.
-
-        Args:
-            x: Input [..., size].
-            residual: Residual stream to add before the norm [..., size], in the dtype of `x`; None for none.
-
-        Returns:
-            Normalized tensor with the shape and dtype of `x`. With a residual, the pair of the normalized tensor and
-            the sum, which is the new residual; on accelerators one kernel computes both.
+        """Normalize `x` [..., size]; with a residual, see `add_rms_norm`.
 
         Raises:
             UserError: If the last dim is not `size`, or shape or dtype of `residual` differ from `x`.
@@ -64,16 +56,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float = 1e-6, zero_centered: bool = False) -> Tensor:
-    """Compute the RMS norm of `RMSNorm`.
-
-    Args:
-        x: Input [..., D]; any floating-point dtype.
-        weight_D: Weight [D].
-        eps: Added to the mean square.
-        zero_centered: If True, scale by `1 + weight`.
-
-    Returns:
-        Tensor with the shape and dtype of `x`.
+    """Compute the norm of `RMSNorm` for `x` [..., D], with the weight [D]; shape and dtype do not change.
 
     Raises:
         UserError: If the last dim of `x` is not D.
@@ -93,18 +76,10 @@ def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float = 1e-6, zero_centered: b
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight_D: Tensor, *, eps: float = 1e-6, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Compute `rms_norm(x + residual)` and the sum `x + residual`.
+    """Return `rms_norm(x + residual)` and the sum `x + residual`.
 
-    Args:
-        x: Output of a block [..., D].
-        residual: Residual stream [..., D], in the dtype of `x`.
-        weight_D: Weight [D].
-        eps: Added to the mean square.
-        zero_centered: If True, scale by `1 + weight`.
-
-    Returns:
-        The normalized sum and the sum, both with the shape and dtype of `x`. The sum is rounded to that dtype before it
-        is normalized, so the fused kernel and the separate operators compute the same.
+    `x` and `residual` [..., D] have the same shape and dtype, and so do the results. The sum is rounded to that dtype
+    before the norm, so the fused kernel and the separate operators compute the same.
 
     Raises:
         UserError: If the last dim of `x` is not D, or shape or dtype of `residual` differ from `x`.

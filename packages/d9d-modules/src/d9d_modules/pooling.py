@@ -15,16 +15,10 @@ Pooling: TypeAlias = Literal["last", "mean", "first"]
 
 
 def pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None, *, pooling: Pooling) -> Tensor:
-    """Pool each row over its tokens. Padding may be on either side.
+    """Pool the hidden states [B, L, D] of each row over its tokens to [B, D]. Padding may be on either side.
 
-    Args:
-        hidden_BLD: Hidden states [B, L, D].
-        mask_BL: Token mask [B, L], bool or 0 and 1; None if there is no padding.
-        pooling: Pooling method.
-
-    Returns:
-        One vector per row [B, D] in the dtype of the hidden states; zeros for a row without tokens. The mean is
-        computed in at least float32.
+    `mask_BL` is the token mask [B, L], bool or 0 and 1; None if there is no padding. The mean is computed in at least
+    float32 and rounded to the dtype of the hidden states. A row without tokens gives zeros.
 
     Raises:
         UserError: If the mask does not have the shape [B, L], or the pooling method is unknown.
@@ -47,23 +41,14 @@ def pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None, *, pooling: Pooling)
 
 
 def masked_mean(hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-    """Return the mean over the tokens of each row [B, D], computed in at least float32; zeros without tokens.
-
-    Args:
-        hidden_BLD: Hidden states [B, L, D].
-        mask_BL: Token mask [B, L], bool.
-    """
+    """Return the mean over the tokens of each row [B, D], computed in at least float32; zeros without tokens."""
     weight_BL1 = mask_BL.to(torch.promote_types(hidden_BLD.dtype, torch.float32)).unsqueeze(-1)
     sum_BD = (hidden_BLD * weight_BL1).sum(dim=1)
     return (sum_BD / weight_BL1.sum(dim=1).clamp(min=1.0)).to(hidden_BLD.dtype)
 
 
 def check_mask(mask_BL: Tensor, hidden_BLD: Tensor) -> None:
-    """Check the shape of a token mask.
-
-    Raises:
-        UserError: If the mask does not have the shape [B, L].
-    """
+    """Raise a `UserError` if the mask does not have the shape [B, L]."""
     if mask_BL.shape != hidden_BLD.shape[:-1]:
         raise UserError(
             f"the mask has shape {tuple(mask_BL.shape)}; expected {tuple(hidden_BLD.shape[:-1])}, one value for each "

@@ -47,16 +47,12 @@ def rotary_tables(
     Args:
         position_ids: Positions [B, L], integer, at least 0.
         head_dim: Size of one attention head; even.
-        theta: Base of the geometric series of wavelengths.
+        theta: RoPE base.
         rotary_dim: Number of leading features of each head to rotate; even. None rotates all.
         scaling: RoPE scaling for long sequences; None keeps the frequencies of the equation.
         length: Longest sequence length, for scalings that depend on it. None uses the largest position id of this call
-            plus 1. Set it if batches are split (data or context parallelism, microbatches); otherwise results depend on
-            the split.
+            plus 1; results then depend on how batches are split (data or context parallelism, microbatches).
         max_positions: Exclusive upper bound of the position ids; None for no bound.
-
-    Returns:
-        Tables in float32 for every model dtype: half precision cannot distinguish distant positions.
 
     Raises:
         UserError: If `head_dim` or `rotary_dim` is odd or out of range, `position_ids` is not an integer tensor [B, L],
@@ -77,16 +73,10 @@ def rotary_tables(
 
 
 def apply_rotary(x_BLHK: Tensor, tables: RotaryTables, *, layout: RotaryLayout = "half") -> Tensor:
-    """Rotate each pair of features by the angle of its position. Features beyond the first 2 R are unchanged.
+    """Rotate each pair of features of `x_BLHK` [B, L, H, K] by the angle of its position.
 
-    Args:
-        x_BLHK: Queries or keys [B, L, H, K].
-        tables: Rotary tables of the same positions, with at most `K / 2` pairs.
-        layout: Which two features form a rotated pair.
-
-    Returns:
-        Rotated tensor with the shape and dtype of `x_BLHK`. The arithmetic uses the wider dtype of `x_BLHK` and the
-        tables.
+    The tables have at most `K / 2` pairs; features beyond the first 2 R are unchanged. The arithmetic uses the wider
+    dtype of `x_BLHK` and the tables; the result has the dtype of `x_BLHK`.
     """
     cos, sin = tables.cos.unsqueeze(-2), tables.sin.unsqueeze(-2)
     rotary_dim = 2 * cos.shape[-1]
@@ -102,15 +92,12 @@ def apply_rotary(x_BLHK: Tensor, tables: RotaryTables, *, layout: RotaryLayout =
 
 
 def check_tables(tables: RotaryTables, positions: Sequence[int], *, rotary_dim: int) -> None:
-    """Check the shape of the rotary tables passed to a layer.
+    """Check that the rotary tables passed to a layer are [B, L, rotary_dim / 2] or [1, L, rotary_dim / 2].
 
-    Args:
-        tables: Rotary tables passed to the layer.
-        positions: Batch size B and sequence length L of the layer's input.
-        rotary_dim: Number of features of a head that the layer rotates.
+    `positions` are B and L of the layer's input.
 
     Raises:
-        UserError: If the tables are neither [B, L, rotary_dim / 2] nor [1, L, rotary_dim / 2].
+        UserError: If the tables have another shape.
     """
     batch, length = positions
     if tables.cos.shape not in ((batch, length, rotary_dim // 2), (1, length, rotary_dim // 2)):
@@ -129,11 +116,7 @@ def _longest(position_ids: Tensor, length: int | None) -> Tensor:
 
 
 def check_rotary_sizes(head_dim: int, rotary_dim: int) -> None:
-    """Check that the features of a head can be rotated in pairs.
-
-    Raises:
-        UserError: If `head_dim` or `rotary_dim` is odd, or `rotary_dim` is not between 2 and `head_dim`.
-    """
+    """Raise a `UserError` if `head_dim` or `rotary_dim` is odd, or `rotary_dim` is not between 2 and `head_dim`."""
     if head_dim % 2:
         raise UserError(f"head_dim = {head_dim}; RoPE rotates pairs of features: use an even head_dim.")
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:

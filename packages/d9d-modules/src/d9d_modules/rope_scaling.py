@@ -1,6 +1,4 @@
-"""RoPE scalings: extend a model to sequences longer than in its pretraining.
-
-Each scaling is a frozen dataclass that computes the scaled frequencies and the attention factor.
+"""RoPE scalings, which extend a model to sequences longer than in its pretraining.
 
 Shape legend: R rotated pairs, half the number of rotated features.
 """
@@ -26,10 +24,7 @@ class RotaryScaling(Protocol):
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
         """Return the rotation angle per position of each pair [R], float32, in radians.
 
-        Args:
-            theta: Base of the geometric series of wavelengths.
-            rotary_dim: Number of rotated features, 2 R.
-            length: Longest sequence length, a scalar tensor on the device of the result.
+        `length` is the longest sequence length, a scalar tensor on the device of the result. `rotary_dim` is 2 R.
         """
         ...
 
@@ -46,11 +41,7 @@ class LinearScaling:
     """Linear scaling, which divides all frequencies by a factor: "Position Interpolation" (arXiv:2306.15595), eq. 4.
 
     Attributes:
-        kind: Discriminator of the scaling in a configuration.
         factor: Ratio of the new to the pretraining sequence length; above 0.
-
-    Raises:
-        UserError: If `factor` is not above 0.
     """
 
     attention_factor: ClassVar[float] = 1.0
@@ -59,7 +50,6 @@ class LinearScaling:
     factor: float
 
     def __post_init__(self) -> None:
-        """Validate `factor`."""
         _require_positive(self, factor=self.factor)
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
@@ -72,16 +62,11 @@ class LinearScaling:
 class DynamicNtkScaling:
     """Dynamic NTK scaling, whose base grows with the sequence length: YaRN (arXiv:2309.00071), sections 3.1 and 3.3.
 
-    The base is `theta * (factor * length / original - (factor - 1)) ** (rotary_dim / (rotary_dim - 2))`, as in
-    `transformers`.
+    The base is `theta * (factor * length / original - (factor - 1)) ** (rotary_dim / (rotary_dim - 2))`.
 
     Attributes:
-        kind: Discriminator of the scaling in a configuration.
         factor: Growth rate of the base; above 0.
-        original_max_positions: Longest sequence of the pretraining. Sequences up to this length are not scaled.
-
-    Raises:
-        UserError: If a value is not above 0.
+        original_max_positions: Longest sequence of the pretraining, which is not scaled; above 0.
     """
 
     attention_factor: ClassVar[float] = 1.0
@@ -91,7 +76,6 @@ class DynamicNtkScaling:
     original_max_positions: int
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
         _require_positive(self, factor=self.factor, original_max_positions=self.original_max_positions)
 
     def frequencies(self, theta: float, *, rotary_dim: int, length: Tensor) -> Tensor:
@@ -113,13 +97,12 @@ class YarnScaling:
     """YaRN, which interpolates long wavelengths and keeps short ones (arXiv:2309.00071, section 3.2 and equation 22).
 
     Attributes:
-        kind: Discriminator of the scaling in a configuration.
         factor: Ratio of the new to the pretraining sequence length; above 0.
         original_max_positions: Longest sequence of the pretraining.
         beta_fast: Pairs with at least this many rotations within `original_max_positions` are kept (the paper's beta).
         beta_slow: Pairs with at most this many rotations are fully interpolated (the paper's alpha).
         mscale: Weight in the numerator of the attention factor, see `temperature` (DeepSeek-V2, arXiv:2405.04434).
-            If it or `mscale_all_dim` is 0, the paper's attention factor is used.
+            If `mscale` or `mscale_all_dim` is 0, the paper's attention factor is used.
         mscale_all_dim: Weight in the denominator of the attention factor.
         fixed_attention_factor: Overrides the computed attention factor; None computes it.
         truncate: If True, round the two boundaries outward to whole pairs.
@@ -139,7 +122,6 @@ class YarnScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
         _require_positive(
             self,
             factor=self.factor,
@@ -192,7 +174,6 @@ class Llama3Scaling:
     The formula comes from the released model code; the paper mentions only the larger base.
 
     Attributes:
-        kind: Discriminator of the scaling in a configuration.
         factor: Ratio of the new to the pretraining sequence length; above 0.
         low_freq_factor: Wavelengths above `original_max_positions / low_freq_factor` are fully interpolated.
         high_freq_factor: Wavelengths below `original_max_positions / high_freq_factor` are kept.
@@ -211,7 +192,6 @@ class Llama3Scaling:
     original_max_positions: int
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
         _require_positive(
             self,
             factor=self.factor,
@@ -240,7 +220,6 @@ class LongRopeScaling:
     """LongRoPE, which divides each frequency by a searched factor (arXiv:2402.13753, section 3).
 
     Attributes:
-        kind: Discriminator of the scaling in a configuration.
         short_factors: R factors for sequences up to `original_max_positions`.
         long_factors: R factors for longer sequences.
         factor: Ratio of the new to the pretraining sequence length; determines the attention factor.
@@ -259,7 +238,6 @@ class LongRopeScaling:
     fixed_attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
         _require_positive(
             self,
             factor=self.factor,

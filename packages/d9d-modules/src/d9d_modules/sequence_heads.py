@@ -21,10 +21,7 @@ class ClassificationHead(nn.Module):
     """Sequence classification head: logits `pool(hidden) @ weight.T`, or the loss of each row.
 
     Args:
-        hidden_size: Size of the last dim of the hidden states.
-        num_classes: Number of classes.
         pooling: Pooling method. In a causal model only the last token attends to the whole text.
-        init_std: Standard deviation of the initial weight [C, D].
     """
 
     def __init__(
@@ -72,11 +69,8 @@ class EmbeddingHead(nn.Module):
     """Text embedding head: pooled hidden states, optionally projected and L2-normalized.
 
     Args:
-        hidden_size: Size of the last dim of the hidden states.
         embedding_size: Size of the embeddings; None for the hidden size without a projection.
-        pooling: Pooling method.
         normalize: If True, scale embeddings to unit L2 norm, so that dot products are cosine similarities.
-        init_std: Standard deviation of the initial projection.
     """
 
     def __init__(
@@ -99,10 +93,9 @@ class EmbeddingHead(nn.Module):
         return "pools whole rows"
 
     def forward(self, hidden_BLD: Tensor, *, mask_BL: Tensor | None = None) -> Tensor:
-        """Compute embeddings of hidden states [B, L, D]; `mask_BL` [B, L] is the token mask of `pool`.
+        """Compute embeddings [B, E] of hidden states [B, L, D]; `mask_BL` [B, L] is the token mask of `pool`.
 
-        Returns:
-            Embeddings [B, E]: in the dtype of the hidden states, or, if normalized, in float32 (float64 for float64).
+        Normalized embeddings are float32 (float64 for float64 input); others have the dtype of the hidden states.
         """
         pooled_BD = pool(hidden_BLD, mask_BL, pooling=self.pooling)
         embedding_BE = pooled_BD if self.projection is None else self.projection(pooled_BD)

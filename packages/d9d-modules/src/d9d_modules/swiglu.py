@@ -13,13 +13,7 @@ from d9d_modules.linear import Linear
 
 @final
 class SwiGLU(nn.Module):
-    """SwiGLU block `down(silu(gate(x)) * up(x))` ("GLU Variants Improve Transformer", arXiv:2002.05202, equation 6).
-
-    Args:
-        hidden_size: Size of the last dim of input and output.
-        intermediate_size: Output size of the gate and up projections.
-        init_std: Standard deviation of the initial weights.
-    """
+    """SwiGLU block `down(silu(gate(x)) * up(x))` ("GLU Variants Improve Transformer", arXiv:2002.05202, equation 6)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, init_std: float = 0.02) -> None:
         super().__init__()
@@ -34,9 +28,7 @@ class SwiGLU(nn.Module):
     def tensor_plan(self, name: str, *, sequence_parallel: bool = False) -> dict[str, TensorStyle]:
         """Return the `parallelize_tensor` plan entries that shard the block by intermediate features.
 
-        Args:
-            name: Module path of the block in the model, such as `layers.*.feed_forward`.
-            sequence_parallel: If True, the block's input and output are sharded along the sequence; else replicated.
+        Arguments as in `GroupedQueryAttention.tensor_plan`.
         """
         activation = Shard(1) if sequence_parallel else Replicate()
         return {
@@ -48,16 +40,9 @@ class SwiGLU(nn.Module):
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute `silu(gate) * up`.
+    """Compute `silu(gate) * up` of two tensors of the same shape and floating-point dtype.
 
     On accelerators forward and backward are one fused Triton kernel each, computed in float32 and rounded once.
-
-    Args:
-        gate: Tensor of any shape and floating-point dtype.
-        up: Tensor of the same shape and dtype.
-
-    Returns:
-        Tensor of the same shape and dtype.
 
     Raises:
         UserError: If shapes or dtypes differ.

@@ -41,7 +41,7 @@ def gather(x: Tensor, order_K: Tensor, *, copies: int) -> Tensor:
 def gather_sum(rows: Tensor, inverse_N: Tensor, weights_TA: Tensor | None, *, copies: int) -> Tensor:
     """Return rows [T, D]: row `t` is the sum over `a < copies` of `weights[t, a] * rows[inverse[t * copies + a]]`.
 
-    Without weights they are 1. Indices of `len(rows)` or more are skipped.
+    Without `weights_TA` all weights are 1. Indices of `len(rows)` or more are skipped.
     """
     rows = rows.contiguous()
     out = rows.new_empty(len(inverse_N) // copies, rows.shape[1])

@@ -1,12 +1,11 @@
 """Dispatch between ranks by all-to-all: each rank holds a part of the experts.
 
-A token is sent once to each rank that has at least one of its experts, together with its expert indices and weights.
-The receiving rank copies the token for each of its experts, computes the weighted sum of their outputs, and returns one
-row. The sending rank sums the returned rows of each token. Rows are not padded, and no token is dropped.
+A token is sent once to each rank that has at least one of the token's experts, with expert indices and weights. The
+receiving rank copies the token for each expert, computes the weighted sum of the experts' outputs, and returns one row.
+The sending rank sums the returned rows of each token. Rows are not padded, and no token is dropped.
 
-The numbers of rows depend on the routing. The host reads them, which is the only host-device synchronization of a
-forward pass. Combine is asynchronous: work that a layer issues before it waits, such as shared experts, overlaps with
-the communication.
+The host reads the numbers of rows, which depend on the routing: the only host-device synchronization of a forward
+pass. Combine is asynchronous: work issued before its `wait`, such as shared experts, overlaps with the communication.
 
 Shape legend: T tokens, D hidden size, E experts, A experts per token (top-k), R ranks, P experts per rank (E / R),
 L rows sent by this rank, one per token and destination rank, M rows received.
@@ -29,13 +28,10 @@ from d9d_moe.router import Routing
 @final
 @dataclass(frozen=True, slots=True)
 class AllToAllDispatcher:
-    """Dispatcher over a process group whose rank r holds the experts r * E / R to (r + 1) * E / R - 1.
+    """Dispatcher over an expert-parallel group, whose rank r holds the experts r * E / R to (r + 1) * E / R - 1.
 
     Collective over the group. Forward: one all-to-all each of counts, rows, expert indices and weights, and one of rows
     in `combine`. Backward: two all-to-alls of rows and one of weights. Ranks without tokens must take part as well.
-
-    Attributes:
-        group: Expert-parallel process group.
     """
 
     group: dist.ProcessGroup
@@ -87,7 +83,7 @@ def _local_experts(experts_MA: Tensor, rank: int, num_local_experts: int) -> Ten
 
 
 class _AsyncAllToAll(torch.autograd.Function):
-    """Asynchronous all-to-all of rows; returns the output buffer and the work handle. Backward sends gradients back."""
+    """Asynchronous all-to-all of rows that returns the output buffer and the work handle."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,6 @@
-"""Support of `torch.autocast`: grouped products follow it as `nn.Linear` does; routing and weighted sums disable it.
+"""Support of `torch.autocast`, which custom autograd functions must query themselves.
 
-Autocast applies to torch's own operators. Custom autograd functions must query it.
+Grouped products use the autocast dtype, like `nn.Linear`; routing and weighted sums disable autocast.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +12,7 @@ from torch import Tensor
 def autocast_inputs(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the inputs of a product, cast to the autocast dtype if autocast is enabled on their device.
 
-    As in torch's own products, float64 tensors are not cast, and gradients have the original dtypes of the inputs.
+    As in torch's own products, float64 tensors are not cast, and gradients have the dtypes of the inputs.
     """
     device = x.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):

@@ -1,7 +1,7 @@
 """Dispatch by DeepEP, whose kernels send each token once to each rank that has at least one of its experts.
 
-DeepEP uses NVLink within a node and RDMA between nodes, as the sizes of its buffers allow. The weighted sum of the
-experts' outputs is computed on the experts' rank. DeepEP then sums the rows of all ranks, asynchronously.
+DeepEP uses NVLink within a node and RDMA between nodes. The weighted sum of the experts' outputs is computed on the
+experts' rank. DeepEP then sums the rows of all ranks, asynchronously.
 
 Shape legend: T tokens, D hidden size, E experts, A experts per token (top-k), M tokens received by this rank, N rows:
 one per received token and expert of this rank.
@@ -51,10 +51,7 @@ class DeepEpDispatcher:
     """Dispatcher that sends tokens by DeepEP, in bfloat16. All layers of a model share one dispatcher and its buffer.
 
     Collective over the ranks of the buffer, in forward and backward. One host-device synchronization per forward pass,
-    to read the number of rows.
-
-    Attributes:
-        buffer: Communication buffer, as `deep_ep_buffer` returns it.
+    to read the number of rows. `deep_ep_buffer` allocates the buffer.
     """
 
     buffer: DeepEpBuffer
@@ -92,12 +89,7 @@ class DeepEpDispatcher:
 
 
 def deep_ep_buffer(group: dist.ProcessGroup, *, hidden_size: int, device: torch.device) -> DeepEpBuffer:
-    """Allocate the communication buffer of DeepEP between the ranks of a group. Collective over the group.
-
-    Args:
-        group: Expert-parallel process group.
-        hidden_size: Largest hidden size D of all layers.
-        device: Device of the tokens.
+    """Allocate the communication buffer of DeepEP, for layers of at most this hidden size. Collective over the group.
 
     Raises:
         UserError: If the device is a CPU, the package `deep_ep` is not installed, or it does not support the group
@@ -114,14 +106,7 @@ def deep_ep_buffer(group: dist.ProcessGroup, *, hidden_size: int, device: torch.
 
 
 def check_deep_ep(device: torch.device, *, num_ranks: int) -> tuple[Callable[..., DeepEpBuffer], Sequence[Any]]:
-    """Check that DeepEP can be used.
-
-    Args:
-        device: Device of the tokens.
-        num_ranks: Size of the expert-parallel group.
-
-    Returns:
-        The class `deep_ep.Buffer`, and the configurations that it recommends for dispatch and for combine.
+    """Return the class `deep_ep.Buffer`, and the configurations that it recommends for dispatch and for combine.
 
     Raises:
         UserError: If the device is a CPU, the package `deep_ep` is not installed, or it does not support `num_ranks`.
@@ -147,7 +132,7 @@ def check_deep_ep(device: torch.device, *, num_ranks: int) -> tuple[Callable[...
 
 
 class _DeepEpDispatch(torch.autograd.Function):
-    """Sends tokens and weights to the ranks of their experts; backward sums the gradients over these ranks."""
+    """Transfer of tokens and weights to the ranks of their experts; backward sums the gradients over these ranks."""
 
     @staticmethod
     def forward(  # noqa: PLR0917  (autograd passes by position)
@@ -176,7 +161,7 @@ class _DeepEpDispatch(torch.autograd.Function):
 
 
 class _DeepEpCombine(torch.autograd.Function):
-    """Starts the sum of rows over ranks and returns it with its event; backward dispatches the gradients."""
+    """Sum of rows over ranks and its event; backward dispatches the gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows_MD: Tensor, buffer: DeepEpBuffer, handle: Any) -> tuple[Tensor, Any]:

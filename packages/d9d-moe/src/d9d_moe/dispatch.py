@@ -1,6 +1,6 @@
 """Dispatch: send each token to its experts, and combine the experts' outputs per token.
 
-`Dispatcher.dispatch` returns the rows and the function `combine`. So the dispatcher itself keeps no state between them.
+`Dispatcher.dispatch` returns the rows and the function `combine`, so that dispatchers keep no state.
 
 Shape legend: T tokens, D hidden size, E experts, A experts per token (top-k), N dispatched rows (T * A locally).
 """
@@ -22,7 +22,7 @@ class CombineHandle:
     """Handle of a combine that may still be in flight: work issued before `wait` overlaps with the communication.
 
     Attributes:
-        wait: Waits for the combine and returns the tokens [T, D]. Call it exactly once.
+        wait: Function that waits for the combine and returns the tokens [T, D]. Call it exactly once.
     """
 
     wait: Callable[[], Tensor]
@@ -36,9 +36,9 @@ class Dispatched:
     Attributes:
         rows: Copies of tokens [N, D]: rows of the first expert, then of the second, and so on.
         counts: Number of rows per expert of this rank [E], int64; the sum is N.
-        combine: Starts to sum the experts' outputs [N, D] of each token, in the order of `rows`, weighted by the
-            router's probabilities. The handle's `wait` returns the tokens [T, D] in the dtype of the outputs. The sum
-            over the experts of one rank is computed in the wider of that dtype and the dtype of the probabilities.
+        combine: Function of the experts' outputs [N, D], ordered like `rows`. Starts the sum over each token's experts,
+            weighted by the router's probabilities, and returns a handle. The handle's `wait` returns the tokens [T, D]
+            in the dtype of the outputs. Experts of one rank are summed in the wider dtype of outputs and probabilities.
     """
 
     rows: Tensor
@@ -47,18 +47,12 @@ class Dispatched:
 
 
 class Dispatcher(Protocol):
-    """Sends tokens to experts on this rank or on other ranks."""
+    """Transport of tokens to experts on this rank or on other ranks."""
 
     def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> Dispatched:
-        """Send copies of the tokens to their experts, sorted by expert.
+        """Send copies of this rank's tokens [T, D] to their experts; return the rows for the experts of this rank.
 
-        Args:
-            tokens_TD: This rank's tokens [T, D]; T may be 0.
-            routing: Experts of each token, as indices from 0 to `num_experts` - 1.
-            num_experts: Number of experts over all ranks.
-
-        Returns:
-            The rows for the experts of this rank.
+        The expert indices of the routing are global, from 0 to `num_experts` - 1. T may be 0.
         """
         ...
 
@@ -66,7 +60,7 @@ class Dispatcher(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class LocalDispatcher:
-    """Dispatcher for experts that are all on this rank: a permutation, without capacity and dropped tokens."""
+    """Dispatcher for experts that are all on this rank: a permutation that drops no tokens."""
 
     def dispatch(self, tokens_TD: Tensor, routing: Routing, *, num_experts: int) -> Dispatched:
         """Sort copies of the tokens [T, D] by expert. The sort is stable."""
@@ -74,14 +68,10 @@ class LocalDispatcher:
 
 
 def dispatch_local(tokens_TD: Tensor, routing: Routing, *, num_experts: int, num_rows: int) -> Dispatched:
-    """Sort copies of tokens by expert, for the choices whose expert is on this rank.
+    """Sort copies of tokens [T, D] by expert, for the choices whose expert is on this rank.
 
-    Args:
-        tokens_TD: Tokens [T, D].
-        routing: Local expert indices. An index of `num_experts` or more means an expert of another rank; such a choice
-            gets no row, and its probability is ignored.
-        num_experts: Number of experts of this rank.
-        num_rows: Number of choices of experts of this rank, as a Python int: avoids a host-device synchronization.
+    The routing has local expert indices; choices with an index of `num_experts` or more are ignored. `num_rows` is the
+    number of the other choices, passed to avoid a host-device synchronization.
     """
     order_N, counts_E = sort_by_expert(routing.indices.flatten(), num_experts)
     inverse_N = inverse_permutation(order_N)
@@ -97,12 +87,7 @@ def dispatch_local(tokens_TD: Tensor, routing: Routing, *, num_experts: int, num
 def sort_by_expert(experts_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return the stable order that sorts rows by expert [N], and the number of rows per expert [E].
 
-    No host-device synchronization.
-
-    Args:
-        experts_N: Expert of each row [N], int64. Rows with an index of `num_experts` or more come last and are not
-            counted.
-        num_experts: E.
+    Rows with an index of `num_experts` or more come last and are not counted. No host-device synchronization.
     """
     sorted_N, order_N = experts_N.sort(stable=True)
     # searchsorted, because torch.bincount synchronizes with the device.

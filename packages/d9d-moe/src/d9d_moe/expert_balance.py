@@ -20,22 +20,16 @@ _MIN_BIAS_BYTES = 4
 
 
 def balance_experts(model: nn.Module, *, rate: float = 1e-3, taken: Tensor | bool = True) -> dict[str, Tensor]:
-    """Balance the experts once per step: sum the tokens per expert over ranks, then update expert biases and loads.
+    """Call `pop_tokens_per_expert`, `update_expert_bias` and `update_global_load`, and return the tokens per expert.
 
-    In a job, call it in an event handler of `OptimizerDone`: `balance_experts(done.model, taken=done.taken)`.
-    Calls `pop_tokens_per_expert`, `update_expert_bias` and `update_global_load`; collective as the first one is.
+    Call this function once per step; in a job, in an event handler of `OptimizerDone`:
+    `balance_experts(done.model, taken=done.taken)`. Errors and collectives are those of the three functions.
 
     Args:
-        model: A model, or one pipeline stage of it.
+        model: Model, or one of its pipeline stages.
         rate: Change of a bias per step.
         taken: False if the optimizer step was skipped; biases and loads then do not change. A bool or a 0-dim tensor,
             which causes no host-device synchronization.
-
-    Returns:
-        The tokens per expert, as `pop_tokens_per_expert` returns them.
-
-    Raises:
-        UserError: As `pop_tokens_per_expert` and `update_expert_bias`.
     """
     counts = pop_tokens_per_expert(model)
     is_taken = torch.as_tensor(taken)
@@ -47,17 +41,11 @@ def balance_experts(model: nn.Module, *, rate: float = 1e-3, taken: Tensor | boo
 
 @torch.no_grad()
 def pop_tokens_per_expert(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tokens per expert of the step, summed over ranks, and reset the counters to zero.
+    """Return the tokens per expert [E] of the step by layer name, summed over ranks, and reset the counters to zero.
 
-    Call it once per step, after the last backward pass and before the next forward pass, e.g. in an event handler of
-    `OptimizerDone`. Collective over all ranks of a pipeline stage: one all-reduce for all layers.
-    `parallelize_moe` sets the process group; a model on several ranks needs it also with a degree of 1.
-
-    Args:
-        model: A model, or one pipeline stage of it.
-
-    Returns:
-        Tokens per expert [E], int64, by the name of the mixture-of-experts layer. No host-device synchronization.
+    Call this function once per step, after the last backward pass and before the next forward pass. Counts are int64.
+    Collective over all ranks of a pipeline stage: one all-reduce for all layers, without host-device synchronization.
+    `parallelize_moe` sets the process group; a model on several ranks needs it even if the degree is 1.
 
     Raises:
         UserError: If there are several ranks and `parallelize_moe` was not called.
@@ -80,19 +68,12 @@ def pop_tokens_per_expert(model: nn.Module) -> dict[str, Tensor]:
 def update_expert_bias(model: nn.Module, counts: Mapping[str, Tensor], *, rate: float = 1e-3) -> None:
     """Update the expert biases: `bias += rate * sign(mean - count)`.
 
-    Experts with more tokens than the mean become less likely to be chosen, experts with fewer become more likely.
-    "Auxiliary-Loss-Free Load Balancing", arXiv:2408.15664, algorithm 1. Local: equal counts on all ranks keep the bias
-    equal on all ranks.
-
-    Args:
-        model: The model from which `counts` were taken; layers whose router has no bias are skipped.
-        counts: Tokens per expert of the step, as `pop_tokens_per_expert` returns them. If they are all zero, the bias
-            does not change.
-        rate: Change of a bias per step.
+    "Auxiliary-Loss-Free Load Balancing", arXiv:2408.15664, algorithm 1. No collectives: equal counts on all ranks keep
+    the bias equal on all ranks. `counts` are the result of `pop_tokens_per_expert`. Layers without a bias, or whose
+    counts are all zero, are skipped.
 
     Raises:
-        UserError: If the rate is negative, or a bias has fewer than 32 bits, where updates of the size of the rate are
-            lost to rounding.
+        UserError: If the rate is negative, or a bias has fewer than 32 bits, so that rounding would lose updates.
     """
     if rate < 0:
         raise UserError(f"rate = {rate}; expected 0 or above.")
@@ -112,10 +93,7 @@ def update_expert_bias(model: nn.Module, counts: Mapping[str, Tensor], *, rate: 
 def update_global_load(model: nn.Module, counts: Mapping[str, Tensor]) -> None:
     """Set `global_load`, which balance losses with the scope "global_batch" use in the next step.
 
-    Args:
-        model: The model from which `counts` were taken; layers without such a loss are skipped.
-        counts: Tokens per expert of the step, as `pop_tokens_per_expert` returns them. If they are all zero, the load
-            does not change.
+    Layers without such a loss, or whose `counts` (see `pop_tokens_per_expert`) are all zero, are skipped.
     """
     for name, block in _blocks(model).items():
         if name in counts and block.global_load is not None:
@@ -126,7 +104,7 @@ def update_global_load(model: nn.Module, counts: Mapping[str, Tensor]) -> None:
 
 @final
 class LoadStatistics(NamedTuple):
-    """Statistics of the tokens per expert; each has one float64 number per layer.
+    """Statistics of the tokens per expert: one float64 number per layer each.
 
     Attributes:
         max_over_mean: Largest number of tokens of an expert, divided by the mean; 1 if the load is even.
@@ -167,10 +145,7 @@ def _check_token_groups(blocks: Mapping[str, MoELayer]) -> None:
 
 
 def _blocks(model: nn.Module) -> dict[str, MoELayer]:
-    """Return the blocks by their names in the whole model, also if `model` is a pipeline stage.
-
-    The names are derived from the names of the blocks' buffers.
-    """
+    """Return the blocks by their names in the whole model, which are derived from the names of their buffers."""
     names = {id(buffer): canonical_name(name) for name, buffer in model.named_buffers()}
     blocks = [module for module in model.modules() if isinstance(module, MoELayer)]
     return {names[id(block.counter.counts)].removesuffix(".counter.counts"): block for block in blocks}

@@ -1,8 +1,7 @@
 """Tokens per expert of a training step, counted in the backward pass.
 
-A training step runs backward exactly once for each of its tokens. Forward runs more often: in evaluation, and when
-activations are recomputed. So an identity function counts the tokens in its backward pass. Evaluation and recomputation
-change neither the counts nor the expert bias that is updated from them.
+A training step runs backward exactly once for each token; forward also runs in evaluation and recomputation. The tokens
+are therefore counted in the backward pass of an identity function.
 
 Shape legend: E experts, A experts per token (top-k), T tokens.
 """
@@ -16,9 +15,6 @@ from torch import Tensor, nn
 @final
 class ExpertCounter(nn.Module):
     """Counter of tokens per expert that counts in the backward pass.
-
-    Args:
-        num_experts: Number of experts.
 
     Attributes:
         counts: Tokens per expert of this rank since the last reset [E], int64; a non-persistent buffer.
@@ -43,7 +39,7 @@ class ExpertCounter(nn.Module):
         Args:
             y: Output of the layer, of any shape.
             indices_TA: Chosen experts of each token [T, A].
-            mask_T: Token mask [T], bool: True for tokens, False for padding; None if there is no padding.
+            mask_T: Token mask [T], bool; False marks padding. None if there is no padding.
         """
         if y.requires_grad:
             return _CountInBackward.apply(y, indices_TA, mask_T, self.counts)

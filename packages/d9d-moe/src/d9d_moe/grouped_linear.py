@@ -1,8 +1,7 @@
 """Grouped matrix product: each group of rows is multiplied by its own matrix, as in a layer of experts.
 
 `torch.nn.functional.grouped_mm` is one kernel for float32, bfloat16 and float16 with rows aligned to 16 bytes. Other
-inputs use a loop over groups ("eager"), which is also the reference in the tests. The library `grouped_gemm` is used
-only on request.
+inputs use a loop over groups ("eager"). The library `grouped_gemm` is used only on request.
 
 Shape legend: N rows, sorted by group; G groups; I input features; O output features.
 """
@@ -35,14 +34,7 @@ _ALIGNMENT = 16
 class GroupedLinear(nn.Module):
     """Linear layer without bias that has a weight per group: `y = x @ weight[group].T`.
 
-    The weight is [G, O, I]: each group has the layout of `nn.Linear`, so checkpoints with one matrix per expert can be
-    stacked.
-
-    Args:
-        num_groups: Number of groups.
-        in_features: Size of the last dim of the input.
-        out_features: Size of the last dim of the output.
-        init_std: Standard deviation of the initial weight.
+    The weight is [G, O, I]: matrices of `nn.Linear`, such as those of the experts in a checkpoint, can be stacked.
     """
 
     def __init__(self, num_groups: int, in_features: int, out_features: int, *, init_std: float = 0.02) -> None:
@@ -63,19 +55,11 @@ class GroupedLinear(nn.Module):
 def grouped_matmul(
     x_NI: Tensor, weight_GOI: Tensor, counts_G: Tensor, *, backend: GroupedMatmulBackend | None = None
 ) -> Tensor:
-    """Multiply each group of rows by the transpose of its own matrix.
+    """Multiply each group of rows by the transpose of its own matrix: products [N, O].
 
-    Under `torch.autocast` the inputs are cast as in `torch.nn.Linear`. In a `SplitBackward` the weight gradient can be
-    deferred.
-
-    Args:
-        x_NI: Rows [N, I], sorted by group.
-        weight_GOI: One matrix per group [G, O, I], in the dtype of the rows.
-        counts_G: Number of rows per group [G], integer; may be 0, and the sum is N.
-        backend: Implementation; None for the result of `choose_grouped_matmul`.
-
-    Returns:
-        Products [N, O] in the dtype of the rows, or in the autocast dtype.
+    The rows [N, I] are sorted by group. `counts_G` [G], integer, are the numbers of rows per group; the sum is N. The
+    products have the dtype of the rows and matrices; `torch.autocast` casts both as in `torch.nn.Linear`. In a
+    `SplitBackward` the weight gradient can be deferred. `choose_grouped_matmul` chooses the backend if it is None.
 
     Raises:
         UserError: If the backend is unknown, not installed, or does not support the dtype or device of the rows.
@@ -92,12 +76,7 @@ def choose_grouped_matmul(
 ) -> GroupedMatmulBackend:
     """Return the backend that `D9D_GROUPED_MATMUL` names, else "grouped_mm" if it supports the inputs, else "eager".
 
-    The choice depends only on dtypes and shapes: no host-device synchronization.
-
-    Args:
-        x_NI: Rows [N, I].
-        weight_GOI: Matrices [G, O, I].
-        environment: Environment variables; None for `os.environ`.
+    The choice depends only on dtypes and shapes. `environment` is None for `os.environ`.
 
     Raises:
         UserError: If the variable names an unknown backend.

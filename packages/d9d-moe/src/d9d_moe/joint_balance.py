@@ -1,7 +1,7 @@
 """Balance loss over the tokens of all layers, as `transformers` defines it.
 
 `transformers` concatenates the tokens of all layers and computes `E * sum_e f_e * P_e`. The fraction f of tokens that
-chose an expert is known only after the last layer. So each layer records per token what the loss needs. The records are
+chose an expert is known only after the last layer. Each layer therefore returns a record per token. The records are
 summed over layers, sent from stage to stage, and converted to losses after the last layer.
 
 Shape legend: B batch, L length, T = B * L tokens, E experts, R = 2 E + 2 record entries per token.
@@ -21,12 +21,7 @@ def token_records(routing: Routing, losses: RouterLosses, *, mask_T: Tensor | No
     """Return the records [T, R] of one layer for the loss over all layers; zeros for padding.
 
     The columns are the scores [E], 1 for each chosen expert and 0 for the others [E], the number of layers (1), and the
-    z-loss.
-
-    Args:
-        routing: Routing of tokens [T].
-        losses: Losses and their factors.
-        mask_T: Token mask [T], bool: True for tokens, False for padding; None if there is no padding.
+    z-loss. `mask_T` is the token mask [T], bool; None if there is no padding.
 
     Raises:
         UserError: If the routing has no logits or no scores.
@@ -40,7 +35,7 @@ def token_records(routing: Routing, losses: RouterLosses, *, mask_T: Tensor | No
 
 @final
 class JointBalance(nn.Module):
-    """Converts the records of all layers to one loss per token, after the last layer of a model.
+    """Conversion of the records of all layers to one loss per token, after the last layer of a model.
 
     Args:
         losses: Losses and their factors, with `definition = "transformers"`.
@@ -55,12 +50,10 @@ class JointBalance(nn.Module):
         self.token_groups = TokenGroups()
 
     def forward(self, records_BLR: Tensor) -> Tensor:
-        """Compute the router losses of each token [B, L].
+        """Compute the router losses of each token [B, L] from the sum of `token_records` over all layers.
 
-        Collective over the group of the scope: one all-reduce of B x (E + 1) or E + 1 float64 values.
-
-        Args:
-            records_BLR: `token_records`, summed over all layers; [B, L, 1] if the model has no sparse layers.
+        Without sparse layers the records are [B, L, 1]. Collective over the group of the scope: one all-reduce of
+        B x (E + 1) or E + 1 float64 values.
         """
         num_experts = (records_BLR.shape[-1] - 2) // 2
         if num_experts <= 0:

@@ -28,17 +28,12 @@ class MoELayer(nn.Module):
         moe = MoELayer(64, 32, router=TopKRouter(64, num_experts=8, top_k=2))
 
     Args:
-        hidden_size: Size of the last dim of input and output.
-        intermediate_size: Intermediate size of each expert.
         router: Module that implements `Router`.
-        shared: Shared experts, a module that maps all tokens [..., hidden_size] to the same shape; None for no shared
-            experts.
+        shared: Shared experts, a module that maps all tokens [..., hidden_size] to the same shape; None for none.
         losses: Router losses. In evaluation mode they are 0.
-        dispatcher: Dispatcher of tokens to experts.
-        init_std: Standard deviation of the initial weights of the experts.
+        dispatcher: Dispatcher of tokens; `parallelize_moe` replaces it.
 
     Attributes:
-        dispatcher: Dispatcher in use; `parallelize_moe` replaces it.
         token_groups: Process groups over which tokens are counted; `parallelize_moe` sets them.
         global_load: Load of each expert in the previous step [E], float32, relative to an even load (1 is even). A
             buffer that `update_global_load` writes; None unless the scope of the losses is "global_batch".
@@ -75,14 +70,12 @@ class MoELayer(nn.Module):
             nn.init.ones_(self.global_load)
 
     def forward(self, x: Tensor, *, mask_BL: Tensor | None = None) -> Tensor | HiddenAndLosses:
-        """Route, dispatch, compute and combine.
-
-        Collective if the dispatcher or the router losses are.
+        """Apply the experts to hidden states. Issues collectives only if the dispatcher or the router losses do.
 
         Args:
             x: Hidden states [..., hidden_size]; [B, L, hidden_size] if there are router losses.
-            mask_BL: Token mask [...] (the leading shape of `x`), bool or 0 and 1: true for tokens, false for padding;
-                None if there is no padding. Padding is routed too, but it is not counted and its router losses are 0.
+            mask_BL: Token mask [...] (the leading shape of `x`), bool or 0 and 1; None if there is no padding. Padding
+                is routed, but excluded from the tokens per expert, and has router loss 0.
 
         Returns:
             Hidden states of the shape and dtype of `x`; with router losses a `HiddenAndLosses`.

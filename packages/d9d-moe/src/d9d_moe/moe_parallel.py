@@ -1,4 +1,4 @@
-"""Expert parallelism of a model: shards the experts over ranks and sets the dispatcher of tokens."""
+"""Expert parallelism of a model: sharded experts, and the dispatcher of tokens."""
 
 from collections.abc import Callable, Collection
 from typing import Literal, TypeAlias, get_args
@@ -40,17 +40,16 @@ def parallelize_moe(
         checkpoint_layers(model.layers)
         parallelize_hsdp(model, dense["dp_replicate", "dp_cp_shard", "cp_replicate"], shard_axis="dp_cp_shard")
 
-    The ranks of a tensor-parallel group must hold different tokens at the experts, as with `decoder_tensor_plan`.
-    Collective over all ranks of the job, because process groups are created. With a degree of 1 no tokens are sent, and
-    experts are sharded or replicated over `ep_replicate` only.
+    At the experts, ranks of a tensor-parallel group must hold different tokens, as with `decoder_tensor_plan`.
+    Collective over all ranks of the job. With a degree of 1 no tokens are sent, and experts are sharded or replicated
+    over `ep_replicate` only.
 
     Args:
-        model: A model or one pipeline stage of it, on `meta` or with equal values on all ranks. A stage may have no
-            `MoELayer` block.
-        ctx: Distributed context with the meshes of the job.
+        model: Model or pipeline stage, on `meta` or with equal values on all ranks. A stage may have no `MoELayer`.
+        ctx: Distributed context of the job.
         dispatch: Dispatcher of tokens between ranks.
         shard_replicas: See `d9d_dist.parallelize_experts`.
-        precision: dtypes of the experts' computation and gradient reduction.
+        precision: Dtypes of the experts' computation and gradient reduction; None for those of the parameters.
 
     Raises:
         UserError: If the degree does not divide the number of experts, the name of the dispatcher is unknown, or DeepEP
@@ -93,9 +92,9 @@ def _check_dispatch(dispatch: Dispatch, ctx: DistributedContext, degree: int) ->
 def _build_dispatcher(
     dispatch: Dispatch, group: dist.ProcessGroup, ctx: DistributedContext, blocks: Collection[MoELayer]
 ) -> Dispatcher | None:
-    """Build one dispatcher for all blocks of a stage; return None if the stage has no blocks.
+    """Build one dispatcher for all blocks of a stage; None if the stage has no blocks. Collective over the group.
 
-    Collective over the group. All its ranks have the same stage, so they agree on whether to build one.
+    All ranks of the group have the same stage, so either all or none build a dispatcher.
     """
     if not blocks:
         return None

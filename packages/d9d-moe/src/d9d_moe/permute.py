@@ -2,8 +2,7 @@
 
 On accelerators, the backward of torch's indexing sums gradients in a nondeterministic order. The functions here take a
 permutation and its inverse, so each gradient is a gather and a sum in a fixed order. On an accelerator, forward and
-backward are one Triton kernel each, which reads and writes each row once. The kernels are tested against the torch
-implementation in this file.
+backward are one Triton kernel each, which reads and writes each row once.
 
 Each token has A slots for copies. If the order has K < N rows, the remaining N - K slots are empty.
 
@@ -22,52 +21,27 @@ from d9d_moe.autocast import no_autocast
 
 
 def take_rows(x: Tensor, order_K: Tensor, inverse_N: Tensor, *, copies: int = 1) -> Tensor:
-    """Gather copies of rows: row `i` of the result is row `order[i] // copies` of `x`.
+    """Gather copies of the rows of `x` [T, D]: row `i` of the result [K, D] is row `order[i] // copies` of `x`.
 
-    Backward sums the gradients of the copies in a fixed order.
-
-    Args:
-        x: Rows [T, D].
-        order_K: First K elements of a permutation of the N slots [K], int64.
-        inverse_N: Inverse of the whole permutation [N], int64; K or more for an empty slot.
-        copies: A, slots per row of `x`.
-
-    Returns:
-        Rows [K, D].
+    `order_K` are the first K elements of a permutation of the N slots, int64. `inverse_N` is the inverse of the whole
+    permutation, int64; K or more for an empty slot. Backward sums the gradients of the copies in a fixed order.
     """
     return cast(Tensor, _Move.apply(x, order_K, inverse_N, copies, False))
 
 
 def sum_rows(rows_KD: Tensor, order_K: Tensor, inverse_N: Tensor, *, copies: int) -> Tensor:
-    """Sum the copies of each token: row `t` of the result is the sum over `a` of `rows[inverse[t * A + a]]`.
+    """Sum the copies of each token: row `t` of the result [T, D] is the sum over `a` of `rows[inverse[t * A + a]]`.
 
-    The adjoint of `take_rows`.
-
-    Args:
-        rows_KD: Rows [K, D], in the order of the result of `take_rows`.
-        order_K: The `order_K` passed to `take_rows` [K], int64.
-        inverse_N: The `inverse_N` passed to `take_rows` [N], int64.
-        copies: A, slots per token.
-
-    Returns:
-        Rows [T, D] in the dtype of `rows_KD`; the sum is accumulated in at least float32.
+    The adjoint of `take_rows`. The sum is accumulated in at least float32 and has the dtype of the rows.
     """
     return cast(Tensor, _Move.apply(rows_KD, order_K, inverse_N, copies, True))
 
 
 def combine_rows(rows_KD: Tensor, weights_TA: Tensor, order_K: Tensor, inverse_N: Tensor) -> Tensor:
-    """Compute the weighted sum over each token's copies.
+    """Compute the sum over `a` of `weights[t, a] * rows[inverse[t * A + a]]` for each token `t` [T, D].
 
-    Row `t` of the result is the sum over `a` of `weights[t, a] * rows[inverse[t * A + a]]`.
-
-    Args:
-        rows_KD: Rows [K, D], in the order of the result of `take_rows`.
-        weights_TA: Weight of each copy [T, A]; weights of empty slots are ignored.
-        order_K: The `order_K` passed to `take_rows` [K], int64.
-        inverse_N: The `inverse_N` passed to `take_rows` [N], int64.
-
-    Returns:
-        Rows [T, D] in the dtype of `rows_KD`; the sum is computed in the wider of the dtypes of rows and weights.
+    `order_K` and `inverse_N` are those of `take_rows`; weights of empty slots are ignored. The sum is computed in the
+    wider dtype of rows and weights and has the dtype of the rows.
     """
     return cast(Tensor, _Combine.apply(rows_KD, weights_TA, order_K, inverse_N))
 
@@ -78,7 +52,7 @@ def inverse_permutation(order_N: Tensor) -> Tensor:
 
 
 class _Move(torch.autograd.Function):
-    """Take rows, or sum them; each is the backward of the other."""
+    """Gather of rows, or sum of rows; each is the backward of the other."""
 
     @staticmethod
     def forward(  # noqa: PLR0917  (autograd passes by position)
@@ -151,10 +125,9 @@ def _unpermute(rows_KD: Tensor, inverse_N: Tensor, copies: int) -> Tensor:
 
 
 def _has_kernel(x: Tensor) -> bool:
-    """Return True if the Triton kernels support a tensor.
+    """Return True if the Triton kernels support a tensor: float32, bfloat16 or float16 on an accelerator with Triton.
 
-    They need Triton, a plain tensor or parameter of float32, bfloat16 or float16 on an accelerator, and no
-    `torch.compile` tracing.
+    Always False for tensor subclasses other than parameters, and during `torch.compile` tracing.
     """
     return (
         type(x) in (Tensor, nn.Parameter)

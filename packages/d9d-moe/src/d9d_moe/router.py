@@ -22,9 +22,9 @@ class Routing(NamedTuple):
     Attributes:
         indices: Chosen experts [T, A], int64, distinct in each row.
         probabilities: Weight of each chosen expert [T, A], float32 (float64 for float64 input).
-        logits: Router logits [T, E]; None if the router has none, which excludes router losses.
-        scores: Scores of all experts [T, E], without the expert bias, normalized to sum to 1 for each token; None if
-            the router has none, which excludes router losses.
+        logits: Router logits [T, E]; required for router losses.
+        scores: Scores of all experts [T, E], without the expert bias, normalized to sum to 1 for each token; required
+            for router losses.
     """
 
     indices: Tensor
@@ -56,11 +56,7 @@ class TopKRouter(nn.Module):
     """Router of Qwen3-MoE and Mixtral: softmax over all experts, then the `top_k` largest, computed in float32.
 
     Args:
-        hidden_size: Size of the last dim of the input.
-        num_experts: Number of experts.
-        top_k: Number of experts per token.
-        renormalize: Scale the chosen probabilities to sum to 1.
-        init_std: Standard deviation of the initial weight [E, D].
+        renormalize: If True, scale the chosen probabilities to sum to 1.
 
     Raises:
         UserError: If `top_k` is not between 1 and `num_experts`.
@@ -97,24 +93,18 @@ class SigmoidRouter(nn.Module):
     """Router of DeepSeek-V3 (arXiv:2412.19437, equations 12 to 16): sigmoid scores and an expert bias.
 
     `s = sigmoid(x @ weight.T)`. The `top_k` experts with the largest `s + selection_bias` are chosen. Their weights are
-    their scores `s`: the bias affects the choice, not the weights. Group-limited routing (section 2.1.2, and
-    DeepSeek-V2, arXiv:2405.04434, section 2.2.2): a group's score is the sum of its two largest biased scores, and
-    experts are chosen from the `top_groups` groups with the highest scores.
-
-    The bias is a buffer, not a parameter: `update_expert_bias` updates it once per step from the tokens per expert.
+    the scores `s` without the bias. Group-limited routing (section 2.1.2, and DeepSeek-V2, arXiv:2405.04434, section
+    2.2.2) chooses experts from the `top_groups` groups with the highest scores. The score of a group is the sum of its
+    two largest biased scores.
 
     Args:
-        hidden_size: Size of the last dim of the input.
-        num_experts: Number of experts.
-        top_k: Number of experts per token.
         num_groups: Number of groups of consecutive experts.
         top_groups: Number of groups from which the experts of a token are chosen.
-        renormalize: Scale the chosen scores to sum to 1.
+        renormalize: If True, scale the chosen scores to sum to 1.
         scale: Factor of the weights, applied after renormalization.
-        init_std: Standard deviation of the initial weight [E, D].
 
     Attributes:
-        selection_bias: Expert bias [E], float32, added to the scores to choose experts; a persistent buffer.
+        selection_bias: Expert bias [E], float32; a persistent buffer, which `update_expert_bias` updates once per step.
 
     Raises:
         UserError: If `top_k` is not between 1 and `num_experts`, `num_groups` does not divide `num_experts`,
@@ -177,22 +167,13 @@ class SigmoidRouter(nn.Module):
 
 
 def check_top_k(top_k: int, num_experts: int) -> None:
-    """Check the number of experts per token.
-
-    Raises:
-        UserError: If `top_k` is not between 1 and `num_experts`.
-    """
+    """Raise a `UserError` if `top_k` is not between 1 and `num_experts`."""
     if not 1 <= top_k <= num_experts:
         raise UserError(f"top_k = {top_k}; expected 1 <= top_k <= num_experts = {num_experts}.")
 
 
 def check_groups(*, num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
-    """Check the groups of experts.
-
-    Raises:
-        UserError: If `num_groups` does not divide `num_experts`, `top_groups` is not between 1 and `num_groups`, or
-            `top_groups` groups hold fewer than `top_k` experts.
-    """
+    """Raise a `UserError` if a token cannot choose `top_k` experts from `top_groups` of `num_groups` equal groups."""
     if num_groups < 1 or num_experts % num_groups:
         raise UserError(f"num_groups = {num_groups}; expected a divisor of num_experts = {num_experts}.")
     if not 1 <= top_groups <= num_groups:

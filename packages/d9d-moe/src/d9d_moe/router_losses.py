@@ -1,9 +1,8 @@
 """Auxiliary losses of routers, as one value per token, so that their sum does not depend on how tokens are split.
 
-For a given load of the experts, the balance loss is linear in the scores. So the loss of a sequence is a sum over its
-tokens, and each rank computes the values of its own tokens. A model adds the values to its losses per token. A task
-that averages losses over tokens then averages the router losses too, with pipelines, gradient accumulation and masks,
-and without an extra scale factor.
+For a given load of the experts, the balance loss is linear in the scores. The loss of a sequence is therefore a sum
+over its tokens, and each rank computes the values of its own tokens. A model adds the values to its losses per token,
+so a task that averages losses over tokens averages the router losses too.
 
 Shape legend: B batch, L length, T = B * L tokens, E experts, A experts per token (top-k).
 """
@@ -31,24 +30,22 @@ class RouterLosses:
     """Auxiliary losses of the routers of a model and their factors, relative to the loss of a token.
 
     Attributes:
-        balance: Factor of the load-balancing loss, `sum_e f_e * P_e`; 0 disables it. f is the fraction of tokens that
-            chose an expert, times `num_experts / top_k`; P is the expert's mean score ("DeepSeek-V3", arXiv:2412.19437,
-            equations 17 to 20; "Switch Transformers", arXiv:2101.03961, equation 4, for a top_k of 1). The loss is 1 if
-            load and scores are even. With `definition = "transformers"` the factor is the `router_aux_loss_coef` of
-            `transformers`.
+        balance: Factor of the load-balancing loss `sum_e f_e * P_e`; 0 disables it. f is the fraction of tokens that
+            chose an expert, times `num_experts / top_k`; P is the expert's mean score. Sources: "DeepSeek-V3",
+            arXiv:2412.19437, equations 17 to 20; for a top_k of 1, "Switch Transformers", arXiv:2101.03961, equation 4.
+            The loss is 1 if load and scores are even. With `definition = "transformers"` the factor is the
+            `router_aux_loss_coef` of `transformers`.
         definition: "per_layer": each layer has the loss above, and the losses of all layers are added. "transformers":
-            one loss over the tokens of all layers, `E * sum_e f_e * P_e`, where f is the fraction of tokens that chose
-            an expert; it equals `load_balancing_loss_func`. This loss is `top_k` if load and scores are even. With more
-            than one layer no factor converts one definition into the other.
+            one loss over the tokens of all layers, `E * sum_e f_e * P_e`, as `load_balancing_loss_func`. Here f is the
+            fraction of tokens that chose an expert, and the loss is `top_k` if load and scores are even. With more than
+            one layer no factor converts one definition into the other.
         scope: Set of tokens over which f is counted; padding is excluded if the model gets a mask. "sequence": the
-            tokens of one row of the batch, over all its context-parallel and tensor-parallel parts. The loss is the
-            same in every parallel layout and for every number of microbatches. "batch": the tokens of one microbatch
-            over all ranks (arXiv:2501.11873); with one microbatch per step this is the global batch. "global_batch":
-            all tokens of the previous step, whose load `balance_experts` sets; the loss is the same in every parallel
-            layout. The load of the current step is known only after its last microbatch. The paper instead counts the
-            microbatches so far, so the loss of a token depends on the microbatches before it.
+            tokens of one row of the batch, over all its context-parallel and tensor-parallel parts. "batch": the tokens
+            of one microbatch over all ranks (arXiv:2501.11873). "global_batch": all tokens of the previous step, whose
+            load `balance_experts` sets; the load of the current step is known only after its last microbatch. With
+            "sequence" and "global_batch" the loss does not depend on the parallel layout.
         z: Factor of the z-loss, the mean of `logsumexp(logits)^2` ("ST-MoE", arXiv:2202.08906, equation 5); 0 disables
-            it.
+            the z-loss.
     """
 
     balance: float = 0.0
@@ -57,11 +54,6 @@ class RouterLosses:
     z: float = 0.0
 
     def __post_init__(self) -> None:
-        """Validate the fields.
-
-        Raises:
-            UserError: If a factor is negative, a name is unknown, or the definition does not support the scope.
-        """
         if self.scope not in get_args(BalanceScope):
             expected = ", ".join(get_args(BalanceScope))
             raise UserError(f"router_losses.scope = {self.scope!r}; expected one of {expected}.")
@@ -125,10 +117,9 @@ def token_losses(
         routing: Routing of `rows` rows of equal length, flattened to [T].
         losses: Losses and their factors.
         groups: Process groups over which tokens are counted.
-        rows: B, number of rows.
-        global_load_E: Load of each expert in the previous step [E], relative to an even load. Required if the scope is
-            "global_batch".
-        mask_T: Token mask [T], bool: True for tokens, False for padding; None if there is no padding.
+        rows: Number of rows B.
+        global_load_E: Load of each expert in the previous step [E], relative to an even load; for "global_batch" only.
+        mask_T: Token mask [T], bool; False marks padding. None if there is no padding.
 
     Raises:
         UserError: If the routing has no logits or no scores.
@@ -148,11 +139,7 @@ def token_losses(
 
 
 def require_scores(routing: Routing) -> tuple[Tensor, Tensor]:
-    """Return the scores and the logits of a routing, both [T, E].
-
-    Raises:
-        UserError: If the routing has no scores or no logits.
-    """
+    """Return the scores and the logits of a routing, both [T, E]; raise a `UserError` if one is missing."""
     if routing.scores is None or routing.logits is None:
         raise UserError(
             "got router losses for a router that returns no logits and scores; expected both in its Routing. Disable "
@@ -176,19 +163,10 @@ def expert_load(
     rows: int,
     mask_T: Tensor | None = None,
 ) -> Tensor:
-    """Compute the load of each expert, relative to an even load (1 is even).
+    """Compute the load of each expert relative to an even load: [B, E] for "sequence", [1, E] for "batch"; float32.
 
-    Collective over the group of the scope: one all-reduce of B x E ("sequence") or E ("batch") float32 values.
-
-    Args:
-        routing: Routing of tokens [T].
-        groups: Process groups over which tokens are counted.
-        scope: Set of tokens over which the load is counted.
-        rows: B, number of rows of equal length in the T tokens.
-        mask_T: Token mask [T], bool; padding is not counted. None if there is no padding.
-
-    Returns:
-        Loads [B, E] for "sequence", [1, E] for "batch"; float32.
+    Collective over the group of the scope: one all-reduce of as many float32 counts. The routing has `rows` rows of
+    equal length, flattened to [T]. Padding, marked by False in `mask_T` [T], is not counted.
     """
     assert routing.scores is not None
     num_tokens, num_experts = routing.scores.shape

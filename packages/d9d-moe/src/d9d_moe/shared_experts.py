@@ -14,10 +14,8 @@ class SharedExperts(nn.Module):
     Several shared experts are equal to one of their total intermediate size.
 
     Args:
-        hidden_size: Size of the last dim of input and output.
         intermediate_size: Total intermediate size of all shared experts.
-        is_gated: Multiply the output by `sigmoid(x @ gate.T)`, one number per token (Qwen2-MoE).
-        init_std: Standard deviation of the initial weights.
+        is_gated: If True, multiply the output by `sigmoid(x @ gate.T)`, one number per token (Qwen2-MoE).
     """
 
     def __init__(

@@ -20,11 +20,7 @@ class ExtraTrackerConfig(BaseModel, ABC):
     kind: str
 
     def check(self) -> None:
-        """Check that the package is installed, without importing it.
-
-        Raises:
-            UserError: If it is not, with the command that installs it.
-        """
+        """Raise a `UserError` with the command that installs the package if it is missing; do not import it."""
         if find_spec(self.kind) is None:
             raise UserError(
                 f"the {self.kind} tracker needs the package {self.kind}, which is not installed: "
@@ -32,11 +28,7 @@ class ExtraTrackerConfig(BaseModel, ABC):
             )
 
     def build(self, run_dir: Path) -> BackgroundTracker:
-        """Create the tracker, with a spool in the run folder.
-
-        Raises:
-            UserError: If the package is not installed.
-        """
+        """Create the tracker, with a spool in the run folder; raise a `UserError` if the package is missing."""
         self.check()
         return BackgroundTracker(self._opener(run_dir), name=self.kind, spool=run_dir / "trackers" / self.kind)
 

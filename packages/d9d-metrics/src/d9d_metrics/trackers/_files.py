@@ -1,4 +1,4 @@
-"""Writes files and folder entries durably, so that they survive a power loss."""
+"""Durable writes of files and folder entries, which survive a power loss."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Queues of tracker entries between the run's thread and a tracker's thread; the one in memory."""
+"""Queues of tracker entries between the thread of the run and the thread of a tracker, and the in-memory queue."""
 
 import threading
 from collections import deque
@@ -36,14 +36,14 @@ class Flush(NamedTuple):
 
 
 Entry: TypeAlias = StepValues | RunConfig | Rollback | Flush
-"""One call of a tracker."""
+"""Call of a tracker, in a queue."""
 
 
 class Outbox(Protocol):
     """Queue from the run's thread to a tracker's thread. Only `put` is called during steps, and it never blocks."""
 
     def put(self, entry: Entry) -> None:
-        """Append an entry; if there is no room, drop it and count it."""
+        """Append an entry, or drop and count it if the outbox is full."""
         ...
 
     def head(self) -> Entry | None:
@@ -51,23 +51,19 @@ class Outbox(Protocol):
         ...
 
     def delivered(self) -> None:
-        """Advance to the next entry: the tracker processed the one that `head` returned."""
+        """Advance to the next entry, after the tracker processed the result of `head`."""
         ...
 
     def flushed(self) -> None:
-        """Discard all delivered entries: the tracker has written them durably."""
+        """Discard all delivered entries, which the tracker has written durably."""
         ...
 
     def failed(self) -> None:
-        """Return to the oldest entry that the outbox still holds: the tracker was closed after an error."""
+        """Return to the oldest entry that the outbox still holds, after the tracker was closed on an error."""
         ...
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all entries are durable.
-
-        Returns:
-            False if `seconds` have passed, or the tracker is failing.
-        """
+        """Wait until all entries are durable; return False after `seconds`, or if the tracker is failing."""
         ...
 
     def forget_after(self, step: int) -> None:
@@ -75,7 +71,7 @@ class Outbox(Protocol):
         ...
 
     def load_state(self) -> dict[str, JsonValue]:
-        """Return the state of the last `save_state`, possibly of an earlier process; empty if there is none."""
+        """Return the state of the last `save_state`, possibly of an earlier process; else an empty state."""
         ...
 
     def save_state(self, state: Mapping[str, JsonValue]) -> None:
@@ -87,7 +83,7 @@ class Outbox(Protocol):
         ...
 
     def describe_rest(self) -> str:
-        """Describe the entries that are undelivered or dropped; empty if there are none."""
+        """Describe the undelivered and dropped entries; empty if there are none."""
         ...
 
 
@@ -95,14 +91,8 @@ class Outbox(Protocol):
 class Inbox:
     """Queue from the run's thread to a background thread, which polls it every 50 ms.
 
-    Waking a thread would take longer than everything else that the run's thread does per entry.
-
-    Attributes:
-        num_put: Number of accepted entries.
-        num_dropped: Number of entries that were dropped because the queue was full.
-
-    Args:
-        capacity: Largest number of queued entries, besides rollbacks and flushes.
+    Waking a thread would take longer than everything else that the run's thread does per entry. Rollbacks and flushes
+    do not count towards the capacity.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -128,7 +118,7 @@ class Inbox:
         self.wake()
 
     def get(self) -> Entry | None:
-        """Remove and return the oldest entry, waiting for one; `None` is the end."""
+        """Remove and return the oldest entry, waiting for one; `None` is the end marker."""
         while not self._entries:
             self._wake.wait(_POLL_SECONDS)
             self._wake.clear()
@@ -137,11 +127,7 @@ class Inbox:
 
 @final
 class MemoryOutbox:
-    """Keeps entries in memory; undelivered ones are lost with the process.
-
-    Args:
-        capacity: Largest number of queued entries.
-    """
+    """In-memory queue of entries; undelivered entries are lost when the process ends."""
 
     def __init__(self, capacity: int) -> None:
         self._incoming = Inbox(capacity)
@@ -175,7 +161,7 @@ class MemoryOutbox:
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until the tracker has processed all entries, or is failing; the last entry is a `Flush`."""
+        """Wait until the tracker has processed all entries, the last of which is a `Flush`, or is failing."""
         wanted = self._incoming.num_put
         self._incoming.wake()
         with self._changed:

@@ -24,15 +24,14 @@ _OFFSET_DIGITS = 20
 class Spool:
     """On-disk queue: `put` passes an entry to a thread that appends it to a file, from which it is delivered.
 
-    The folder has three files. `entries.jsonl` has one entry per line. `delivered` is the number of its bytes that the
-    tracker has written durably. `state.json` identifies the tracker's run.
+    The folder has three files. `entries.jsonl` has one entry per line. `delivered` is the number of bytes of
+    `entries.jsonl` that the tracker has written durably. `state.json` identifies the tracker's run.
 
     Entries are delivered at least once. If the process is killed, entries that the tracker received but did not write
-    durably are delivered again at the next start. The file is truncated whenever the tracker has written all of it
-    durably.
+    durably are delivered again at the next start. When the tracker has written all entries, the file is truncated.
 
     Args:
-        folder: The folder, created if needed; no other process may use it.
+        folder: Folder, created if needed; no other process may use it.
         capacity: Largest number of entries in memory that wait to be written.
         max_bytes: Largest size of the file; further entries are dropped and counted.
     """

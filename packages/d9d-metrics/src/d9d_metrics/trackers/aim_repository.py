@@ -1,4 +1,4 @@
-"""Logs metric values to an Aim repository, in a folder or on a server."""
+"""Aim tracker, for a repository in a folder or on a server."""
 
 import io
 from collections.abc import Callable, Mapping
@@ -20,18 +20,15 @@ _MAX_BINS = 512
 
 @final
 class AimTracker:
-    """Logs to an Aim run, which the first call that needs it opens.
+    """Tracker that logs to an Aim run, which is opened when first needed.
 
-    Logging a step again replaces its values, so steps that run again after an interruption have their latest values. A
-    histogram of more than 512 bins is skipped, because Aim does not support it.
+    Logging a step again replaces its values. Aim does not support histograms of more than 512 bins: they are skipped.
     """
 
     def __init__(self, repository: str, *, experiment: str | None = None) -> None:
         """Configure a new run; it is not opened yet.
 
-        Args:
-            repository: Folder of the repository, created if needed; or the address of a server, `aim://host:port`.
-            experiment: Name of the experiment that the run belongs to.
+        `repository` is a folder, created if needed, or the address of a server, `aim://host:port`.
         """
         self._repository, self._experiment = repository, experiment
         self._hash: str | None = None
@@ -109,10 +106,8 @@ class AimTrackerConfig(ExtraTrackerConfig):
     """Configuration of Aim; needs the extra `aim`.
 
     Attributes:
-        kind: Tracker type, `"aim"`.
         repository: Folder of the repository, relative to the run folder, or the address of a server
             (`aim://host:port`).
-        experiment: Name of the experiment that the run belongs to.
     """
 
     kind: Literal["aim"] = "aim"

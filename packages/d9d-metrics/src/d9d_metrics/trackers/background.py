@@ -1,4 +1,4 @@
-"""Runs a tracker in a background thread behind a queue, so that a failing or slow tracker does not delay steps."""
+"""Background thread and queue for a tracker, so that a failing or slow tracker does not delay steps."""
 
 import logging
 import threading
@@ -25,24 +25,23 @@ _FORGET_NOTHING = 2**53
 
 @final
 class BackgroundTracker:
-    """Forwards every call to another tracker, in order, from a background thread.
+    """Tracker that forwards every call to another tracker, in order, from a background thread.
 
-    Values logged before a checkpoint survive a failure of the job. `flush` makes them durable: in the spool, or through
-    the tracker's own `flush` without one. If that fails or times out, `state_dict` contains the values themselves, and
+    Values logged before a checkpoint survive a failure of the job. `flush` makes them durable: in the spool, or without
+    a spool through the tracker's own `flush`. If `flush` fails or times out, `state_dict` contains the values, and
     `resume` logs them again.
 
-    Any exception of the tracker counts as an outage. The tracker is closed, opened again after a delay, resumed from
-    the last step that it has, and given the failed entry again. Only a `UserError` is not retried. While the tracker is
-    opened, `resume` raises it; later, the entry is dropped with a warning.
+    After an exception the tracker is closed, opened again after a delay, resumed from its last step, and given the
+    failed entry again. Only a `UserError` is not retried. While the tracker is opened, `resume` raises the error.
+    Later, the entry is dropped with a warning.
 
     Args:
-        open_tracker: Creates the tracker; called in the background thread, and again after each outage.
+        open_tracker: Creates the tracker; called in the background thread, and again after each exception.
         name: Name of the tracker in log messages.
-        spool: Folder that stores values until they are delivered, also at the next start. If None, values wait in
-            memory.
-        start_seconds: How long `resume` waits for the tracker to be opened.
-        flush_seconds: How long `flush` waits. After a timeout, it waits again only once the tracker has made progress.
-        close_seconds: How long `close` waits for undelivered values.
+        spool: Folder that stores values until they are delivered, also by the next process. None: store in memory.
+        start_seconds: Timeout of `resume`, which waits for the tracker to be opened.
+        flush_seconds: Timeout of `flush`. After a timeout, `flush` waits again only once the tracker has made progress.
+        close_seconds: Timeout of `close` for undelivered values.
         retry_seconds: Delay before the first retry; it doubles with each consecutive failure.
         longest_retry_seconds: Largest delay between retries.
     """
@@ -74,7 +73,7 @@ class BackgroundTracker:
         self._thread = threading.Thread(target=self._deliver_all, name=f"d9d-metrics-{name}", daemon=True)
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
-        """Continue a run and deliver what its last process did not; if already started, queue a rollback.
+        """Continue a run and deliver the values left by its last process; if already started, queue a rollback.
 
         Raises:
             UserError: If the tracker raised one within `start_seconds`.
@@ -87,7 +86,7 @@ class BackgroundTracker:
             return
         state = dict(state)
         from_checkpoint = _decoded(state.pop(_NOT_DURABLE, []))
-        # The tracker may already have some of the values from the checkpoint: it forgets them and gets all again.
+        # The tracker may already have some of the values in the checkpoint: it forgets them, and all are logged again.
         first = min((values.step for values in from_checkpoint), default=step + 1)
         self._outbox.forget_after(first - 1)
         self._state, self._step, self._is_resumed = state or self._state, first - 1, True
@@ -111,7 +110,7 @@ class BackgroundTracker:
     def flush(self) -> None:
         """Wait until queued values are durable in the spool, or in the tracker if there is no spool.
 
-        It waits up to `flush_seconds`, and not at all for a tracker without a spool that is failing.
+        `flush` waits up to `flush_seconds`, and not at all for a failing tracker without a spool.
         """
         if self._thread.ident is None:
             return

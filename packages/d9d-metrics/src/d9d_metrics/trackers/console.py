@@ -1,4 +1,4 @@
-"""Prints metric values to the console, one aligned line per step."""
+"""Console tracker: one aligned line per step."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,20 +14,16 @@ _VALUE_WIDTH = 11
 
 
 def _print_and_flush(line: str) -> None:
-    """Print and flush, because Python buffers output to a pipe."""
+    """Print and flush: Python buffers output to a pipe."""
     print(line, flush=True)
 
 
 @final
 class ConsoleTracker:
-    """Writes lines like `step       10  loss     2.50000`, with fixed-width columns."""
+    """Tracker that writes lines like `step       10  loss     2.50000`, with fixed-width columns."""
 
     def __init__(self, write: Callable[[str], object] = _print_and_flush) -> None:
-        """Write to standard output, or to another function.
-
-        Args:
-            write: Writes one line, passed without its newline; `tqdm.write` keeps a progress bar intact.
-        """
+        """Set the function that writes a line without newline; `tqdm.write` keeps a progress bar intact."""
         self._write = write
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
@@ -62,11 +58,7 @@ class ConsoleTracker:
 
 @final
 class ConsoleTrackerConfig(BaseModel):
-    """Configuration of a tracker that prints to standard output.
-
-    Attributes:
-        kind: Tracker type, `"console"`.
-    """
+    """Configuration of a tracker that prints to standard output."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

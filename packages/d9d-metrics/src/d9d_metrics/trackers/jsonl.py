@@ -1,4 +1,4 @@
-"""Logs metric values to a JSON Lines file, one object per line."""
+"""JSON Lines tracker: one object per line of a file."""
 
 import errno
 import json
@@ -23,26 +23,20 @@ RESERVED_NAMES = frozenset({"step", "time", "config"})
 
 @final
 class JsonlTracker:
-    """Appends lines to a JSON Lines file.
+    """Tracker that appends lines to a JSON Lines file.
 
     `log` writes `{"step": 10, "time": 1767225600.0, "loss": 2.5}`, with the time in seconds since 1970. `log_config`
     writes `{"time": 1767225600.0, "config": {...}}`.
 
-    Numbers that JSON does not support are written as the strings `"nan"`, `"inf"` and `"-inf"`, which Python's `float`
-    and pandas' `to_numeric` parse; `read_metrics` returns them as numbers. A histogram is `{"histogram": {...}}` and
-    text is `{"text": ...}`. An image is saved as a PNG file in a folder beside this file, and `{"picture": ...}` is its
-    path.
+    NaN and infinities are the strings `"nan"`, `"inf"` and `"-inf"`, which `read_metrics`, Python's `float` and pandas'
+    `to_numeric` parse. A histogram is `{"histogram": {...}}` and text is `{"text": ...}`. An image is saved as a PNG
+    file in a folder beside this file, with its path as `{"picture": ...}`.
 
     Each line is one unbuffered write, so logged lines survive a kill of the process.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
-        """Open the file for appending; create its folder if needed, and drop an incomplete last line.
-
-        Args:
-            path: The file, usually `metrics.jsonl` in the run folder.
-            clock: Returns the time of a line, in seconds.
-        """
+        """Open the file for appending; create its folder if needed, and drop an incomplete last line."""
         self._path = path
         self._clock = clock
         make_folder(path.parent)
@@ -51,9 +45,7 @@ class JsonlTracker:
         sync(path.parent)
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = {}) -> None:
-        """Drop the lines of steps after `step`.
-
-        The file is replaced atomically.
+        """Drop the lines of steps after `step`, atomically.
 
         Raises:
             UserError: If a line is not a JSON object; the file is unchanged then.
@@ -86,7 +78,7 @@ class JsonlTracker:
         os.fsync(self._file.fileno())
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return an empty state: the run is found by the file's path."""
+        """Return an empty state: a resumed run finds the file by its path."""
         return {}
 
     def close(self) -> None:
@@ -117,7 +109,6 @@ class JsonlTrackerConfig(BaseModel):
     """Configuration of a JSON Lines file in the run folder.
 
     Attributes:
-        kind: Tracker type, `"jsonl"`.
         file: Name of the file, relative to the run folder.
     """
 
@@ -136,14 +127,9 @@ class JsonlTrackerConfig(BaseModel):
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float]]:
-    """Read the numbers that a `JsonlTracker` logged.
+    """Read the numbers that a `JsonlTracker` logged: one mapping per call of `log`, with `step` and `time`.
 
-    Args:
-        path: The file; an incomplete last line is ignored.
-
-    Returns:
-        One mapping per call of `log`, in order: the numbers by name, with `step` and `time`. Configurations,
-            histograms, text and images are skipped.
+    Configurations, histograms, text, images and an incomplete last line are skipped.
 
     Raises:
         UserError: If a line is not a JSON object.

@@ -1,4 +1,4 @@
-"""Combines several trackers into one."""
+"""Combination of several trackers."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -12,7 +12,7 @@ from d9d_metrics.trackers.values import Tracked
 
 @final
 class MultiTracker:
-    """Forwards every call to several trackers, in order; without trackers it does nothing."""
+    """Tracker that forwards every call to several trackers, in order; without trackers it does nothing."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)

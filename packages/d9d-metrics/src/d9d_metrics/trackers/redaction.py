@@ -1,4 +1,4 @@
-"""Redacts secrets from configurations before they are passed to trackers."""
+"""Redaction of secrets in configurations before they are passed to trackers."""
 
 import os
 import re
@@ -28,18 +28,12 @@ _MIN_SECRET_LENGTH = 6
 def redact_secrets(
     config: Mapping[str, JsonValue], environment: Mapping[str, str] | None = None
 ) -> dict[str, JsonValue]:
-    """Replace values that look like secrets by `<redacted>`.
+    """Return a copy of JSON values in which values that look like secrets are `<redacted>`.
 
-    A value is a secret in one of three cases. Its name says so (`password`, `api_key`, `hubToken`, ...). It has the
-    format of one: a password in a URL, an access token of a known service, a private key. Or an environment variable
-    with a secret's name has the same value. Other secrets are not detected, so keep secrets in environment variables.
-
-    Args:
-        config: JSON values.
-        environment: Environment variables; those of this process by default.
-
-    Returns:
-        A redacted copy.
+    A value is a secret in one of three cases. The name of the value says so (`password`, `api_key`, `hubToken`, ...).
+    The value has the format of a secret: a password in a URL, an access token of a known service, a private key. Or an
+    environment variable with a secret's name has the same value; `environment` defaults to that of this process. Other
+    secrets are not detected, so keep secrets in environment variables.
     """
     variables = os.environ if environment is None else environment
     known = [value for name, value in variables.items() if _names_secret(name) and len(value) >= _MIN_SECRET_LENGTH]

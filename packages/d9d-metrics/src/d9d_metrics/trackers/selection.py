@@ -1,4 +1,4 @@
-"""Builds trackers from their configurations."""
+"""Creation of trackers from their configurations."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,8 +28,7 @@ def check_trackers(configs: Sequence[TrackerConfig]) -> None:
     """Check that trackers can be built, without building any; call it at the start of a job.
 
     Raises:
-        UserError: If a package is missing, with the command that installs it; or if two trackers would write to the
-            same file or folder.
+        UserError: If a package is missing, or two trackers would write to the same file or folder.
     """
     for config in configs:
         config.check()
@@ -42,17 +41,10 @@ def check_trackers(configs: Sequence[TrackerConfig]) -> None:
 
 
 def build_trackers(configs: Sequence[TrackerConfig], run_dir: Path) -> MultiTracker:
-    """Create the trackers of a configuration, each wrapped in a `BackgroundTracker`.
+    """Create the trackers of a configuration, each wrapped in a `BackgroundTracker`; calls reach them in this order.
 
     The `wandb`, `aim` and `tensorboard` trackers spool undelivered values to `trackers/` in the run folder. Combine the
     result with a tracker of your own: `MultiTracker([build_trackers(configs, run_dir), mine])`.
-
-    Args:
-        configs: Tracker configurations, in the order in which the trackers are called.
-        run_dir: Run folder, where trackers keep their files.
-
-    Returns:
-        One tracker that forwards every call to all of them.
 
     Raises:
         UserError: If `check_trackers` raises; no tracker is open then.

@@ -1,4 +1,4 @@
-"""Logs metric values to TensorBoard event files."""
+"""TensorBoard tracker, for event files."""
 
 import json
 import struct
@@ -20,14 +20,10 @@ if TYPE_CHECKING:
 
 @final
 class TensorBoardTracker:
-    """Writes event files to a folder. A resumed run writes a new file, which hides the steps that run again."""
+    """Tracker that writes event files to a folder. A resumed run writes a new file, which hides the repeated steps."""
 
     def __init__(self, folder: Path) -> None:
-        """Set the folder; no file is opened yet.
-
-        Args:
-            folder: Folder of the event files; one folder is one run.
-        """
+        """Set the folder of the event files of this run; no file is opened yet."""
         self._folder = folder
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
@@ -63,7 +59,7 @@ class TensorBoardTracker:
             self._sync_files()
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return an empty state: the run is found by its folder."""
+        """Return an empty state: a resumed run finds its files by the folder."""
         return {}
 
     def close(self) -> None:
@@ -118,7 +114,6 @@ class TensorBoardTrackerConfig(ExtraTrackerConfig):
     """Configuration of TensorBoard event files; needs the extra `tensorboard`.
 
     Attributes:
-        kind: Tracker type, `"tensorboard"`.
         folder: Folder of the event files, relative to the run folder.
     """
 

@@ -1,4 +1,4 @@
-"""The interface of an experiment tracker, the only one that a training loop uses."""
+"""Interface of an experiment tracker."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -9,21 +9,20 @@ from d9d_metrics.trackers.values import Tracked
 
 
 class Tracker(Protocol):
-    """Logs the values that a run measures. One process of a job owns it and calls it from one thread.
+    """Destination of the values that a run measures. One process of a job calls the tracker from one thread.
 
-    The order of calls: `resume` first, if the run continues an interrupted one; `log_config` once; any number of `log`
+    Order of calls: `resume` first, if the run continues an interrupted one; `log_config` once; any number of `log`
     with non-decreasing steps, `flush` and `state_dict`; `resume` again if the job rolls back to a checkpoint; `close`
     once.
 
-    A custom tracker needs no base class and no registration. It may block and raise if it is wrapped in a
-    `BackgroundTracker`.
+    A custom tracker needs no base class. Wrapped in a `BackgroundTracker`, it may block and raise.
     """
 
     def resume(self, step: int, state: Mapping[str, JsonValue] = ...) -> None:
         """Continue a run.
 
         Args:
-            step: Forget everything logged after this step, because later steps run again; -1 forgets every step.
+            step: Last step to keep: later steps run again. -1 forgets every step.
             state: The `state_dict` of the interrupted run; empty if unknown.
         """
         ...
@@ -39,8 +38,7 @@ class Tracker(Protocol):
     def flush(self) -> None:
         """Write logged values durably: they must survive the process, and a power loss if the tracker supports it.
 
-        Call it before saving a checkpoint, because a job that resumes from the checkpoint does not log earlier steps
-        again.
+        Call `flush` before saving a checkpoint: a job that resumes from it does not log earlier steps again.
         """
         ...
 

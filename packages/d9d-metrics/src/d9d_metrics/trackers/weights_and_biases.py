@@ -1,4 +1,4 @@
-"""Logs metric values to Weights & Biases, online or to a folder that `wandb sync` uploads later."""
+"""Weights & Biases tracker, online or to a folder that `wandb sync` uploads later."""
 
 import secrets
 import tempfile
@@ -20,10 +20,10 @@ _ID = "wandb_run_id"
 
 @final
 class WandbTracker:
-    """Logs to a Weights & Biases run, which the first call that needs it opens.
+    """Tracker that logs to a Weights & Biases run, which is opened when first needed.
 
     W&B's steps never decrease, so steps that run again after a resume keep their first values. W&B reads the API key
-    from `WANDB_API_KEY` or `wandb login`; it is not part of the configuration.
+    from `WANDB_API_KEY` or `wandb login`.
     """
 
     def __init__(
@@ -37,17 +37,7 @@ class WandbTracker:
         tags: tuple[str, ...] = (),
         mode: Literal["online", "offline"] = "online",
     ) -> None:
-        """Configure a new run; it is not opened yet.
-
-        Args:
-            run_dir: Folder in which W&B creates its folder `wandb`.
-            project: Name of the project.
-            entity: User or team; the account's default if None.
-            name: Display name of the run; W&B generates one if None.
-            group: Name of the group that the run belongs to.
-            tags: Tags of the run.
-            mode: `"offline"` only writes files.
-        """
+        """Configure a new run, with files in `run_dir/wandb`; see `WandbTrackerConfig` for the other arguments."""
         self._run_dir, self._mode = run_dir, mode
         self._options: dict[str, Any] = {"project": project, "entity": entity, "name": name, "group": group}
         self._options["tags"] = list(tags)
@@ -122,12 +112,8 @@ class WandbTrackerConfig(ExtraTrackerConfig):
     """Configuration of Weights & Biases; needs the extra `wandb`.
 
     Attributes:
-        kind: Tracker type, `"wandb"`.
-        project: Name of the project.
         entity: User or team; the account's default if null.
         name: Display name of the run; W&B generates one if null.
-        group: Name of the group that the run belongs to.
-        tags: Tags of the run.
         mode: `"offline"` writes files that `wandb sync` uploads later.
     """
 

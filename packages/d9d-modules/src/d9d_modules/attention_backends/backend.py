@@ -26,22 +26,15 @@ class AttentionBackend(Protocol):
         ...
 
     def is_fast(self, request: AttentionRequest) -> bool:
-        """Return True if it needs no [L, S] mask or scores in memory and no host-device synchronization.
+        """Return True if a call needs no [L, S] mask or scores in memory and no host-device synchronization.
 
         Called only for supported requests.
         """
         ...
 
     def attend(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
-        """Compute attention.
+        """Compute attention [B, L, H, K] in the dtype of the queries, which are the *last* L of the S positions.
 
-        Args:
-            q_BLHK: Queries [B, L, H, K] of the *last* L of the S positions.
-            k_BSGK: Keys [B, S, G, K]; H / G query heads share a key head.
-            v_BSGK: Values [B, S, G, K].
-            features: Options, document ids and sinks.
-
-        Returns:
-            Attention output [B, L, H, K], in the dtype of the queries.
+        H / G query heads share a key/value head.
         """
         ...

@@ -36,10 +36,7 @@ def choose_attention_backend(
 ) -> AttentionBackend:
     """Return the first backend that is fast for a request, or else the first that supports it.
 
-    Args:
-        request: Features that the call needs.
-        backends: Candidates in order of preference.
-        in_given_order: If True, return the first backend that supports the request, even if a later one is fast.
+    If `in_given_order`, return the first backend that supports the request, even if a later one is fast.
 
     Raises:
         UserError: If no backend supports the request. The message lists the reason of each backend.
@@ -62,10 +59,8 @@ class ChosenAttention:
     """`d9d_dist.Attention` that selects a backend for each call.
 
     Attributes:
-        options: Window, scale and softcap.
-        sinks: Returns the sink logits of the query heads [H]; None for no sinks. It is evaluated in each call, because
+        sinks: Returns the sink logits of the query heads [H]; None for no sinks. Called in each forward pass, because
             parallelism replaces a parameter by this rank's shard only while the layer runs.
-        backends: Candidates in order of preference.
         in_given_order: If True, use the first backend that supports a call; if False, prefer fast backends.
     """
 
@@ -89,7 +84,7 @@ class ChosenAttention:
         return self if sinks is None else replace(self, sinks=lambda: sinks()[heads])
 
     def __call__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
-        """Compute attention with the layer's options and sinks; see `d9d_dist.Attention`. Issues no collectives.
+        """See `d9d_dist.Attention`.
 
         Raises:
             UserError: If no backend supports the call, or the numbers of sinks and query heads differ.
@@ -129,10 +124,8 @@ def chosen_attention(
     Args:
         options: Window, scale and softcap.
         sinks: Returns the sink logits of the query heads [H]; None for no sinks.
-        backends: Allowed backends in order of preference, as names or objects; None allows all of this package and
-            prefers fast ones.
-        environment: Mapping in which `D9D_ATTENTION` is looked up; None for `os.environ`. The variable overrides
-            `backends`.
+        backends: Allowed backends in order of preference; None allows all of this package and prefers fast ones.
+        environment: Mapping with the variable `D9D_ATTENTION`, which overrides `backends`; None for `os.environ`.
 
     Raises:
         UserError: If a backend name is unknown, or `backends` is empty.

@@ -16,7 +16,7 @@ from d9d_modules.attention_backends.visibility import visible
 class EagerBackend:
     """`softmax(q k^T * scale) v`, "Attention Is All You Need" (arXiv:1706.03762), equation 1, in at least float32.
 
-    It supports every request and materializes the scores [B, H, L, S].
+    The scores [B, H, L, S] are materialized.
     """
 
     name = "eager"

@@ -21,8 +21,8 @@ from d9d_modules.attention_backends.visibility import document_runs
 class Flash2Backend:
     """FlashAttention 2 (arXiv:2307.08691), package `flash-attn` 2.6 or later.
 
-    Packed documents use its variable-length function. Reading the lengths from the document ids synchronizes with the
-    device, so `is_fast` is False for packed documents.
+    Packed documents use the variable-length function. Reading the document lengths synchronizes with the device, so
+    `is_fast` is False for packed documents.
     """
 
     def __init__(self) -> None:
@@ -50,10 +50,7 @@ class Flash2Backend:
 
 @final
 class Flash4Backend:
-    """FlashAttention 4 for Hopper and later GPUs, package `flash-attn-4`.
-
-    It handles packed documents like `Flash2Backend`.
-    """
+    """FlashAttention 4 for Hopper and later GPUs, package `flash-attn-4`; packed documents as in `Flash2Backend`."""
 
     def __init__(self) -> None:
         self._is_installed = _is_installed("flash-attn-4")
@@ -86,11 +83,7 @@ def _attend(
     unlimited: int | None,
     **extra: Any,
 ) -> Tensor:
-    """Call the functions of a package, in which `unlimited` is the size of a window without limit.
-
-    Raises:
-        UserError: If a document's positions are not contiguous.
-    """
+    """Call the functions of a package, in which `unlimited` is the size of a window without limit."""
     kernels: Any = import_module(package)
     options, documents_BS = features["options"], features["documents_BS"]
     settings = {
@@ -107,9 +100,9 @@ def _attend(
 
 
 def _deterministic() -> dict[str, bool]:
-    """Return the option for a deterministic backward, if torch's deterministic algorithms are enabled.
+    """Return the option for a deterministic backward if torch's deterministic algorithms are enabled; else none.
 
-    Otherwise return no option, because not every release supports it.
+    Not every release supports the option.
     """
     return {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
 

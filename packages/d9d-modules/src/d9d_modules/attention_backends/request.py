@@ -30,7 +30,6 @@ class AttentionOptions:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
-        """Validate the options."""
         for name, value in (("window", self.window), ("scale", self.scale), ("softcap", self.softcap)):
             if value is not None and value <= 0:
                 raise UserError(f"{name} = {value}; expected above 0, or None.")
@@ -68,14 +67,8 @@ class AttentionRequest:
     """Features of an attention call that decide which backends support it. Holds no tensors.
 
     Attributes:
-        options: Window, scale and softcap.
-        has_sinks: True if each head has an attention sink.
-        has_documents: True if rows contain packed documents.
         has_prefix_keys: True if there are more keys than queries: the queries are the last positions of the row.
         needs_gradient: True if a backward pass may follow.
-        dtype: Dtype of queries, keys and values.
-        device: Device of queries, keys and values.
-        head_dim: Size of one head.
     """
 
     options: AttentionOptions = field(default_factory=AttentionOptions)
@@ -88,7 +81,6 @@ class AttentionRequest:
     head_dim: int
 
     def __str__(self) -> str:
-        """Describe the request for error messages."""
         options = self.options
         details = [
             *([] if options.window is None else [f"a window of {options.window}"]),

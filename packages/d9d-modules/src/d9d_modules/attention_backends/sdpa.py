@@ -21,9 +21,8 @@ from d9d_modules.attention_backends.visibility import document_runs, visible
 class SdpaBackend:
     """`torch.nn.functional.scaled_dot_product_attention`.
 
-    A window uses a mask [L, S], packed documents a mask [B, 1, L, S]. On the CPU, where reading document ids needs no
-    synchronization, packed documents use one call per document instead. Sinks are supported without window and packed
-    documents.
+    A window uses a mask [L, S], packed documents a mask [B, 1, L, S]. On the CPU packed documents use one call per
+    document instead. Sinks are supported without window and packed documents.
     """
 
     name = "sdpa"

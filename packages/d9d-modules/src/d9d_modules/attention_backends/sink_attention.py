@@ -2,7 +2,7 @@
 
 Let `lse` be the log-sum-exp of the scores over the keys. With the sink the softmax mass of the keys is
 `sigmoid(lse - sink)`, so forward multiplies the output by it. The backward of a flash kernel takes the output and the
-log-sum-exp of the whole softmax. Given those with the sink included, it computes correct gradients without changes.
+log-sum-exp. If both include the sink, the kernel computes correct gradients.
 
 Shape legend: B batch, L query length, S key length, H query heads, G key/value heads, K head dim.
 """

@@ -29,15 +29,7 @@ def visible(
 
 
 def check_documents(document_ids_BL: Tensor | None, positions: Sequence[int]) -> None:
-    """Check the document ids passed to a layer.
-
-    Args:
-        document_ids_BL: Document ids passed to the layer; None is valid.
-        positions: Batch size B and sequence length L of the layer's input.
-
-    Raises:
-        UserError: If it is not an integer tensor [B, L].
-    """
+    """Raise a `UserError` if the document ids passed to a layer are neither None nor an integer tensor [B, L]."""
     if document_ids_BL is None:
         return
     if document_ids_BL.shape != tuple(positions) or document_ids_BL.is_floating_point():
@@ -50,7 +42,7 @@ def check_documents(document_ids_BL: Tensor | None, positions: Sequence[int]) ->
 def document_runs(documents_BS: Tensor) -> list[list[int]] | None:
     """Return the document lengths of each row in order, or None if a document is not contiguous.
 
-    It reads tensor values, so it synchronizes with the device unless the tensor is on the CPU.
+    Synchronizes with the device unless the tensor is on the CPU.
     """
     starts_BS = F.pad(documents_BS[:, 1:] != documents_BS[:, :-1], (1, 0), value=True)
     runs: list[list[int]] = []
@@ -65,12 +57,9 @@ def document_runs(documents_BS: Tensor) -> list[list[int]] | None:
 def documents_of_lengths(cumulative_lengths: Tensor, *, batch: int, length: int) -> Tensor:
     """Return document ids [B, L] for cumulative document lengths. No host-device synchronization.
 
-    Args:
-        cumulative_lengths: Cumulative lengths (`cu_seqlens` of variable-length kernels) over the B * L positions of all
-            rows: [N + 1], integer, increasing, starting with 0. A document that crosses a row boundary is cut there.
-            Positions after the last document form one more document (padding).
-        batch: Number of rows B.
-        length: Number of positions per row L.
+    `cumulative_lengths` (`cu_seqlens` of variable-length kernels) count over the B * L positions of all rows: [N + 1],
+    integer, increasing, starting with 0. A document that crosses a row boundary is cut there. Positions after the last
+    document form one more document (padding).
     """
     positions = torch.arange(batch * length, device=cumulative_lengths.device)
     ids = torch.searchsorted(cumulative_lengths.to(positions.dtype).contiguous(), positions, right=True)

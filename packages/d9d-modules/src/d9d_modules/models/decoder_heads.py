@@ -24,11 +24,11 @@ Head: TypeAlias = LanguageModelHead | ClassificationHead | EmbeddingHead
 """Head types that decoders support."""
 
 HeadFactory: TypeAlias = Callable[[DecoderModel], Head]
-"""Builds a head for the last stage of a backbone; for a language model, `decoder_lm_head`."""
+"""Function that builds a head for the last stage of a backbone, such as `decoder_lm_head`."""
 
 
 class HeadedDecoder(nn.Module):
-    """Backbone with heads on its last stage. Base class of the decoders below, which are its constructors.
+    """Backbone with heads on its last stage. Base class of the decoders below.
 
     Args:
         params: Hyperparameters of the whole model.
@@ -71,8 +71,8 @@ class HeadedDecoder(nn.Module):
         """Run this stage.
 
         Args:
-            hidden: See `DecoderModel.forward`, like `position_ids`.
-            position_ids: Positions [B, L] or [1, L], integer; None counts from 0 in each row.
+            hidden: See `DecoderModel.forward`.
+            position_ids: See `DecoderModel.forward`.
             document_ids_BL: Document id of each position [B, L], integer; see `DecoderModel.forward`. With left
                 padding, pass the token mask here as well, so that tokens do not attend to padding.
             mask_BL: Token mask [B, L] for heads that pool and for experts, bool or 0 and 1; None if there is no
@@ -83,7 +83,7 @@ class HeadedDecoder(nn.Module):
 
         Returns:
             On the last stage, by head name for a `DecoderWithHeads`. With labels, the loss of each token [B, L] or row
-            [B] in nats (float32, or float64 for a float64 model), auxiliary losses included: those of the token, or
+            [B] in nats (float32, or float64 for a float64 model). Auxiliary losses are included: those of the token, or
             their mean over the tokens of the row. Without labels, the logits [B, L, V] or [B, C], or the embeddings
             [B, E], in at least float32 if normalized. On other stages, the output of `DecoderModel.forward`.
 
@@ -112,10 +112,6 @@ class DecoderForCausalLM(HeadedDecoder):
     """Backbone with a language-model head on its last stage.
 
     With weight tying, the head and the embedding share one parameter.
-
-    Args:
-        params: Hyperparameters of the whole model.
-        stage: Pipeline stage to build.
     """
 
     lm_head: LanguageModelHead | None
@@ -126,14 +122,7 @@ class DecoderForCausalLM(HeadedDecoder):
 
 @final
 class DecoderForClassification(HeadedDecoder):
-    """Backbone with a `ClassificationHead` on its last stage.
-
-    Args:
-        params: Hyperparameters of the whole model.
-        stage: Pipeline stage to build.
-        num_classes: Number of classes.
-        pooling: Pooling method.
-    """
+    """Backbone with a `ClassificationHead` on its last stage."""
 
     def __init__(
         self, params: DecoderParams, stage: StageInfo = WHOLE_MODEL, *, num_classes: int, pooling: Pooling = "last"
@@ -145,14 +134,7 @@ class DecoderForClassification(HeadedDecoder):
 
 @final
 class DecoderForEmbedding(HeadedDecoder):
-    """Backbone with an `EmbeddingHead` on its last stage. The task computes the loss of the embeddings.
-
-    Args:
-        params: Hyperparameters of the whole model, without auxiliary losses.
-        stage: Pipeline stage to build.
-        embedding_size: Size of the embeddings; None for the hidden size without a projection.
-        pooling: Pooling method.
-        normalize: If True, scale embeddings to unit L2 norm.
+    """Backbone with an `EmbeddingHead` on its last stage, with the same arguments. The task computes the loss.
 
     Raises:
         UserError: If `params` has auxiliary losses.
@@ -182,11 +164,6 @@ class DecoderWithHeads(HeadedDecoder):
             "topic": lambda backbone: ClassificationHead(backbone.params.hidden_size, 4),
         })
         losses = model(input_ids, labels={"text": next_ids, "topic": topics})    # {"text": [B, L], "topic": [B]}
-
-    Args:
-        params: Hyperparameters of the whole model, without auxiliary losses.
-        stage: Pipeline stage to build.
-        heads: Head factories by head name.
 
     Raises:
         UserError: If `heads` is empty, a name is not a valid submodule name, or `params` has auxiliary losses.

@@ -7,15 +7,13 @@ from d9d_modules.models.decoder_params import DecoderParams
 from d9d_state import StateMapper, parallel, rename, repeat, scope
 
 FeedForwardMapper: TypeAlias = Callable[[int], StateMapper]
-"""Returns the mapper of the feed-forward block at a global layer index; names are relative to `mlp.`/`feed_forward.`"""
+"""Function that maps a layer index to the mapper of its feed-forward block; names are relative to the block."""
 
 
 def decoder_from_hugging_face(params: DecoderParams, *, feed_forward: FeedForwardMapper | None = None) -> StateMapper:
     """Build the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`; its `inverse()` exports.
 
-    Args:
-        params: Hyperparameters of the model.
-        feed_forward: Returns the mapper of each feed-forward block; None for `SwiGLU`.
+    `feed_forward` returns the mapper of each feed-forward block; None for `SwiGLU`.
     """
     return parallel(
         decoder_backbone_from_hugging_face(params, feed_forward=feed_forward),
@@ -28,9 +26,7 @@ def decoder_classifier_from_hugging_face(
 ) -> StateMapper:
     """Build the mapper from a Hugging Face `...ForSequenceClassification` checkpoint to `DecoderForClassification`.
 
-    Args:
-        params: Hyperparameters of the model.
-        feed_forward: Returns the mapper of each feed-forward block; None for `SwiGLU`.
+    `feed_forward` has the same meaning as in `decoder_from_hugging_face`.
     """
     backbone = decoder_backbone_from_hugging_face(params, feed_forward=feed_forward)
     return parallel(backbone, rename("score.weight", "head.score.weight"))
@@ -41,10 +37,8 @@ def decoder_backbone_from_hugging_face(
 ) -> StateMapper:
     """Build the mapper of the backbone only, for models whose heads are not in the checkpoint.
 
-    Args:
-        params: Hyperparameters of the model.
-        prefix: Prefix of the tensor names in the checkpoint; empty for text-embedding checkpoints, which have no head.
-        feed_forward: Returns the mapper of each feed-forward block; None for `SwiGLU`.
+    The `prefix` of tensor names is empty in text-embedding checkpoints, which have no head. `feed_forward` has the same
+    meaning as in `decoder_from_hugging_face`.
     """
     mixer = {f"self_attn.{theirs}": f"attention.{ours}" for theirs, ours in params.hugging_face_mixer.items()}
     norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "feed_forward_norm"}

@@ -29,12 +29,12 @@ WHOLE_MODEL = StageInfo()
 
 @final
 class DecoderModel(nn.Module):
-    """Backbone, or one pipeline stage of it: token embedding, decoder layers, final norm.
+    """Decoder backbone, or one of its pipeline stages: token embedding, decoder layers, final norm.
 
     Args:
         params: Hyperparameters of the whole model.
         stage: Pipeline stage to build. The first stage has the embedding, the last stage the final norm. With weight
-            tying the last stage has a copy of the embedding too, for the head.
+            tying the last stage also has a copy of the embedding, for the head.
 
     Attributes:
         token_mask: Identity at which a tensor-parallel plan splits the token mask along the sequence.
@@ -78,28 +78,28 @@ class DecoderModel(nn.Module):
         document_ids_BL: Tensor | None = None,
         mask_BL: Tensor | None = None,
     ) -> Received:
-        """Run this stage. Collective if the feed-forward blocks or their losses are.
+        """Run this stage. Issues collectives only if the feed-forward blocks or their auxiliary losses do.
 
         Args:
             hidden: Token ids [B, L], int64, on the first stage; on later stages the output of the previous stage.
             position_ids: Positions [B, L] or [1, L], integer, below `max_position_embeddings` unless dynamic NTK
-                scaling is used; None counts from 0 in each row. Pass them explicitly if stages exchange hidden states
-                sharded along the sequence (sequence parallelism), because later stages then do not know L.
+                scaling is used; None counts from 0 in each row. Required if stages exchange hidden states sharded along
+                the sequence (sequence parallelism), because later stages then do not know L.
             document_ids_BL: Document id of each position [B, L], integer, for packed sequences: a position attends only
-                within its document. The positions do not restart at document starts. To mask left padding, give it its
-                own document id. None: each row is one document.
-            mask_BL: Token mask [B, L], bool or 0 and 1; None if there is no padding. Experts do not count padding, and
-                its auxiliary losses are 0. The mask does not affect attention. Pass it to all stages.
+                within its document. Positions do not restart at document starts. To mask left padding, give the padding
+                its own document id. None: each row is one document.
+            mask_BL: Token mask [B, L], bool or 0 and 1; None if there is no padding. Padding is excluded from the
+                tokens per expert and has auxiliary loss 0. The mask does not affect attention. Pass it to all stages.
 
         Returns:
             Hidden states [B, L, D], after the final norm on the last stage. With auxiliary losses: a tuple of the
-            hidden states and the losses of each token so far [B, L]; with `AuxiliaryLosses.total`, stages before the
-            last one return the records [B, L, R] instead.
+            hidden states and the losses of each token so far [B, L]. With `AuxiliaryLosses.total`, stages before the
+            last one return the records [B, L, R] instead of losses.
 
         Raises:
-            UserError: If `hidden` is not a valid input of this stage, `position_ids` or `document_ids_BL` do not match
-                it, or token ids or positions on the CPU are out of range. On accelerators an out-of-range token id
-                raises an asynchronous device error, and an out-of-range position is not detected.
+            UserError: If an argument is not valid for this stage, or token ids or positions on the CPU are out of
+                range. On accelerators an out-of-range token id raises an asynchronous device error, and an out-of-range
+                position is not detected.
         """
         received = hidden[0] if isinstance(hidden, tuple) else hidden
         self._check_inputs(received, position_ids, has_losses=isinstance(hidden, tuple))

@@ -53,14 +53,13 @@ def parallelize_decoder(
 
     Args:
         model: Model on the `meta` device, with its layers in `backbone.layers`.
-        ctx: Distributed context with the meshes of the job.
+        ctx: Distributed context of the job.
         plan: Tensor-parallel plan; None for `decoder_tensor_plan(model)`.
-        context_method: How context-parallel ranks exchange keys and values.
-        experts: Expert parallelism of a sparse decoder: `d9d_moe.parallelize_moe`, or a `partial` of it
-            with other options. Pass it on all stages; None for a dense decoder.
-        checkpointing: Activation checkpointing policy of the layers.
-        checkpoint_every: Checkpoint the layers whose global index is a multiple of it; the other layers save all
-            activations.
+        context_method: Method by which context-parallel ranks exchange keys and values.
+        experts: Expert parallelism of a sparse decoder, on all stages: `d9d_moe.parallelize_moe`, or a `partial` of it
+            with other options. None for a dense decoder.
+        checkpointing: Policy of `checkpoint_layers`.
+        checkpoint_every: Argument `every` of `checkpoint_layers`.
         compile_blocks: If True, compile each layer with `torch.compile`.
         float8: Float8 configuration of the linear layers, without experts and routers; None disables float8.
         precision: Dtypes of computation and gradient reduction; None for those of the parameters. With `experts`,
@@ -68,8 +67,8 @@ def parallelize_decoder(
 
     Raises:
         UserError: If the plan does not match the model or the parallel degrees, a layer has experts but `experts` is
-            None, a head or a token mixer needs whole rows and there is context parallelism, or `convert_to_float8`
-            rejects the model or the device.
+            None, or `convert_to_float8` rejects the model or the device. Also if context parallelism is enabled, but a
+            head or a token mixer needs whole rows.
     """
     dense = ctx.mesh_for("dense")
     dp = dense["dp_replicate", "dp_cp_shard", "cp_replicate"]

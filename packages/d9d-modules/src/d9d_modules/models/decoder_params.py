@@ -1,4 +1,4 @@
-"""Hyperparameters that all decoder families share, and what a family adds to them."""
+"""Hyperparameters that all decoder families share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -41,19 +41,16 @@ class AuxiliaryLosses:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderParams(ABC):
-    """Hyperparameters that all decoder families share. A family is a subclass that builds the blocks of each layer.
+    """Hyperparameters that all decoder families share. The subclass of a family builds the blocks of each layer.
 
     Attributes:
-        vocab_size: Number of token ids.
-        hidden_size: Size of the hidden states.
         num_layers: Number of decoder layers of the whole model.
         intermediate_size: Intermediate size of dense feed-forward blocks.
         tie_word_embeddings: If True, the language-model head shares the weight of the token embedding.
-        rope_theta: Base of the rotary wavelengths.
+        rope_theta: RoPE base.
         rope_scaling: RoPE scaling for long sequences; None for no scaling.
         rope_length: Longest sequence length, for scalings that depend on it (dynamic NTK, LongRoPE). None uses the
             longest row of each call, like `transformers`; results then depend on how a batch is split.
-        rms_norm_eps: Epsilon of all RMS norms.
         initializer_range: Standard deviation of the initial weights.
         max_position_embeddings: Exclusive upper bound of the positions; written to exported configurations.
     """
@@ -71,11 +68,6 @@ class DecoderParams(ABC):
     max_position_embeddings: int = 4096
 
     def __post_init__(self) -> None:
-        """Validate the hyperparameters.
-
-        Raises:
-            UserError: If a field is out of range; the message names the field, its value and the valid values.
-        """
         check_positive(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -114,22 +106,14 @@ class DecoderParams(ABC):
 
 
 def check_positive(**values: float | None) -> None:
-    """Check that named values are above 0; None is valid.
-
-    Raises:
-        UserError: If a value is not above 0.
-    """
+    """Raise a `UserError` if a named value is neither None nor above 0."""
     for name, value in values.items():
         if value is not None and value <= 0:
             raise UserError(f"{name} = {value}; expected a number above 0.")
 
 
 def check_layers(name: str, layers: tuple[int, ...], num_layers: int) -> None:
-    """Check that layer indices are in range.
-
-    Raises:
-        UserError: If an index is out of range.
-    """
+    """Raise a `UserError` if a layer index is out of range."""
     outside = [index for index in layers if index not in range(num_layers)]
     if outside:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Tensor-parallel plan of a decoder: shard heads, features and vocabulary, with sequence parallelism between blocks."""
+"""Tensor-parallel plan of a decoder: heads, features and vocabulary are sharded, with sequence parallelism."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,14 +64,11 @@ class RowParts(TensorStyle):
 
 
 def decoder_tensor_plan(model: nn.Module) -> dict[str, TensorStyle]:
-    """Return the `parallelize_tensor` plan of a decoder, or one pipeline stage of it, derived from its parts.
+    """Return the `parallelize_tensor` plan of a decoder or one of its pipeline stages, with this package's heads.
 
     Between the blocks each rank holds L / tp tokens (sequence parallelism). The tensor-parallel degree must divide L,
     the number of key/value heads, the intermediate size of dense feed-forward blocks and the vocabulary size. Routers,
     experts and shared experts are replicated; they process the rank's tokens.
-
-    Args:
-        model: Module that contains a `DecoderModel`, and any of the heads of this package.
 
     Raises:
         UserError: If a token mixer has no `tensor_plan`.

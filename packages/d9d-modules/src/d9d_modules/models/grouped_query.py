@@ -18,7 +18,6 @@ class GroupedQueryParams(DecoderParams, ABC):
     """Hyperparameters of a decoder with grouped-query attention in all layers; see also `DecoderParams`.
 
     Attributes:
-        num_heads: Number of query heads.
         num_kv_heads: Number of key/value heads; divides `num_heads`.
         head_dim: Size of one head; even.
         sliding_window: Window size of the layers in `sliding_layers`, including the current position; None if no layer
@@ -36,7 +35,6 @@ class GroupedQueryParams(DecoderParams, ABC):
     sliding_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """See `DecoderParams`."""
         super().__post_init__()
         check_positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         if self.num_heads % self.num_kv_heads:

@@ -17,14 +17,10 @@ T = TypeVar("T", int, float, bool)
 def config_value(
     config: HuggingFaceConfig, key: str, kind: type[T], *, default: T | None = None, minimum: float | None = None
 ) -> T:
-    """Read one number or flag of a configuration.
+    """Read one number or flag of a configuration. An int is accepted as a float; numbers must be finite.
 
-    Args:
-        config: Parsed `config.json`.
-        key: Name of the entry.
-        kind: Expected type; an int is accepted as a float.
-        default: Value of a missing entry; None if the entry is required.
-        minimum: Smallest valid number; None requires a number above 0. Numbers must be finite.
+    `default` is the value of a missing entry; None if the entry is required. `minimum` is the smallest valid number;
+    None requires a number above 0.
 
     Raises:
         UserError: If the entry is missing without a default, of another type, or out of range.
@@ -51,12 +47,7 @@ def require_value(
 ) -> None:
     """Check that an entry has the only value that is implemented.
 
-    Args:
-        config: Parsed `config.json`.
-        key: Name of the entry.
-        supported: The only supported value.
-        required: If True, a missing entry is an error; if False, it counts as supported.
-        where: Name of the configuration in error messages.
+    A missing entry is valid unless it is `required`. Error messages call the configuration `where`.
 
     Raises:
         UserError: If the entry has another value, or is a number instead of a bool or vice versa.
@@ -71,16 +62,9 @@ def require_value(
 def require_known_keys(
     config: HuggingFaceConfig, *, used: Collection[str], irrelevant: Mapping[str, str], where: str = "config.json"
 ) -> None:
-    """Check that a configuration has no unknown entries, which would be silently ignored.
+    """Raise a `UserError` that names all unknown entries of a configuration: they would be silently ignored.
 
-    Args:
-        config: Parsed `config.json`, or one object in it.
-        used: Entries that the caller reads.
-        irrelevant: Reasons by entry, for entries that do not change the model.
-        where: Name of the configuration in error messages.
-
-    Raises:
-        UserError: If there are unknown entries; the message names all of them.
+    Known are the entries `used` by the caller, and `irrelevant` ones, which do not change the model.
     """
     unknown = {key: value for key, value in config.items() if key not in used and key not in irrelevant}
     if unknown:
@@ -93,14 +77,7 @@ def require_known_keys(
 
 @contextmanager
 def config_keys_in_errors(keys: Mapping[str, str]) -> Generator[None]:
-    """Append the names of `config.json` entries to errors about fields that were read from them.
-
-    Args:
-        keys: Names of `config.json` entries by field name.
-
-    Raises:
-        UserError: The error of the body, extended by the entry names of the fields that it mentions.
-    """
+    """Append the names of `config.json` entries to each `UserError` that mentions their fields."""
     try:
         yield
     except UserError as error:

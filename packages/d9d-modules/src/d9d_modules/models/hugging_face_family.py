@@ -1,4 +1,4 @@
-"""`config.json` of a family as data: which entry sets which hyperparameter, and which entries have one valid value."""
+"""`config.json` of a family as data: entries that set hyperparameters, and entries with one valid value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,10 +29,10 @@ class Entry:
         field: Name of the hyperparameter.
         key: Name of the entry.
         kind: Type of the value.
-        default: Value of a missing entry, or a function of the hyperparameters of the entries before, for which null
-            counts as missing; None if the entry is required.
+        default: Default value, or a function that computes it from the preceding hyperparameters; with a function, null
+            also counts as missing. None: the entry is required.
         minimum: Smallest valid number; None requires a number above 0.
-        alias: Second name of the entry; a configuration may have either, or both with equal values.
+        alias: Second name of the entry; a configuration may use one name, or both with equal values.
     """
 
     field: str
@@ -46,7 +46,7 @@ class Entry:
         """Return the name under which a configuration has the entry.
 
         Raises:
-            UserError: If it has neither name, a value of another type, or different values under both names.
+            UserError: If the entry has neither name, another type, or different values under both names.
         """
         if self.alias is None:
             return self.key
@@ -61,11 +61,7 @@ class Entry:
         return [*found][-1]
 
     def read(self, config: HuggingFaceConfig, values: Mapping[str, Any]) -> Any:
-        """Read the value, given the hyperparameters of the entries before.
-
-        Raises:
-            UserError: If the entry is missing without a default, of another type, or out of range.
-        """
+        """Read the value, given the preceding hyperparameters; errors as in `config_value`."""
         key = self.key_in(config)
         default: Any = self.default
         if callable(default):
@@ -106,17 +102,17 @@ class HuggingFaceFamily(Generic[P]):
     """`config.json` of a family, in both directions.
 
     Attributes:
-        params: Hyperparameters of the family.
+        params: Class of the hyperparameters.
         architecture: Model class of `transformers`.
         model_type: Name of the family in `transformers`.
         entries: Entries that set one hyperparameter each.
         fixed: Entries with only one supported value: read if present, always written.
         written: Further entries that are always written.
         own: Names of the entries that `check` and `read_own` read.
-        check: Refuses configurations that the family does not support.
-        read_own: Reads the other hyperparameters, given those of `entries`.
-        write_own: Returns the entries of the other hyperparameters.
-        irrelevant: Entries that do not affect the model, each with the reason.
+        check: Function that refuses configurations that the family does not support.
+        read_own: Function that reads the other hyperparameters, given those of `entries`.
+        write_own: Function that returns the entries of the other hyperparameters.
+        irrelevant: Entries that do not affect the model, with the reasons.
     """
 
     params: type[P]
@@ -141,7 +137,7 @@ class HuggingFaceFamily(Generic[P]):
         """Read the hyperparameters from a parsed `config.json`.
 
         Raises:
-            UserError: If it describes another family, lacks an entry, or has an unknown entry or an unsupported value.
+            UserError: If `config` is of another family, lacks an entry, or has an unknown or unsupported entry.
         """
         require_value(config, "model_type", self.model_type, required=True)
         require_known_keys(config, used=self.used, irrelevant=self.irrelevant)

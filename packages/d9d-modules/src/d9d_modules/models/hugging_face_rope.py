@@ -41,12 +41,8 @@ _SCALING_ENTRIES = {
 def rope_from_hugging_face(config: HuggingFaceConfig) -> tuple[float, RopeScaling | None]:
     """Read the RoPE base and the RoPE scaling from a `config.json`.
 
-    Like `transformers`, it prefers `rope_scaling` to `rope_parameters`. The base is read from the same object, or from
-    the top level.
-
-    Raises:
-        UserError: If the base or a scaling value is missing, the scaling is unknown, an entry does not belong to the
-            scaling, or two places contradict each other.
+    As in `transformers`, `rope_scaling` has precedence over `rope_parameters`. The base is in the same object, or at
+    the top level. Missing, unknown and contradicting entries raise a `UserError`.
     """
     places = {key: _entries(config, key) for key in ("rope_scaling", "rope_parameters")}
     require_value(config, "partial_rotary_factor", 1.0)
@@ -76,13 +72,10 @@ def rope_from_hugging_face(config: HuggingFaceConfig) -> tuple[float, RopeScalin
 
 
 def rope_to_hugging_face(params: DecoderParams) -> dict[str, JsonValue]:
-    """Return the RoPE entries of a `config.json`.
+    """Return the RoPE entries of a `config.json`; raise a `UserError` if it cannot represent the scaling.
 
-    They include both formats: `rope_parameters` of `transformers` 5, and `rope_theta` with `rope_scaling`, which
+    The entries include both formats: `rope_parameters` of `transformers` 5, and `rope_theta` with `rope_scaling`, which
     earlier versions and inference engines read.
-
-    Raises:
-        UserError: If `config.json` cannot represent the scaling.
     """
     scaling = None if params.rope_scaling is None else _written(params.rope_scaling, params)
     return {

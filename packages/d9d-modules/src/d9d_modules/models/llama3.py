@@ -47,11 +47,7 @@ def llama3_hugging_face_config(params: Llama3Params) -> dict[str, JsonValue]:
 
 
 def llama3_params_from_hugging_face(config: HuggingFaceConfig) -> Llama3Params:
-    """Read the hyperparameters from the parsed `config.json` of a Llama 3 checkpoint.
-
-    Raises:
-        UserError: If it describes another family, lacks an entry, or needs an unsupported feature.
-    """
+    """Read the hyperparameters of a Llama 3 model from its `config.json`; errors as in `HuggingFaceFamily.read`."""
     return LLAMA3.read(config)
 
 

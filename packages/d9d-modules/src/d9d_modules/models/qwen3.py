@@ -41,20 +41,12 @@ def qwen3_hugging_face_config(params: Qwen3Params) -> dict[str, JsonValue]:
 
 
 def qwen3_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3Params:
-    """Read the hyperparameters from the parsed `config.json` of a Qwen3 checkpoint.
-
-    Raises:
-        UserError: If it describes another family, lacks an entry, or needs an unsupported feature.
-    """
+    """Read the hyperparameters of a Qwen3 model from its `config.json`; errors as in `HuggingFaceFamily.read`."""
     return QWEN3.read(config)
 
 
 def sliding_window_of(config: HuggingFaceConfig) -> int:
-    """Read the sliding-window size of a configuration that enables sliding windows.
-
-    Raises:
-        UserError: If the entry is missing or not a positive integer.
-    """
+    """Read the window size of a configuration with sliding windows; raise a `UserError` if it is missing or invalid."""
     if config.get("sliding_window") is None:
         raise UserError(
             "config.json has no 'sliding_window', but use_sliding_window = True; expected the window size in positions."
@@ -89,7 +81,7 @@ def _sliding_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int, ..
 
 
 def _written_sliding(params: Qwen3Params) -> Mapping[str, JsonValue]:
-    """Return all three entries, also without windows, to override those of the original `config.json`."""
+    """Return all three entries, even without windows, to override those of the original `config.json`."""
     if params.sliding_window is None:
         return {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
     layers = range(params.num_layers)

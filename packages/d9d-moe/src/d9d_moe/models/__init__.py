@@ -1,1 +1,1 @@
-"""Model catalog: per family one file for the model and one for its Hugging Face layout."""
+"""Model families: one file for each family, and one for the Hugging Face layout of experts."""

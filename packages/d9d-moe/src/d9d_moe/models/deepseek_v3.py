@@ -35,23 +35,19 @@ DeepseekV3ForCausalLM: TypeAlias = DecoderForCausalLM
 @final
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Params(SparseParams):
-    """Parameters of a DeepSeek-V3 model; see also `SparseParams`.
+    """Hyperparameters of a DeepSeek-V3 model; see also `SparseParams`.
 
     The paper uses a small sequence-level balance loss. YaRN with `mscale_all_dim` also changes the softmax scale.
 
     Attributes:
-        num_heads: Number of attention heads.
-        kv_rank: Size of the latent vector of keys and values.
         q_rank: Size of the latent vector of queries; None projects queries from the hidden states directly.
         head_dim: Features per head of queries and keys without RoPE.
         rotary_dim: Features per head of queries and keys with RoPE; even.
-        value_dim: Features per head of values.
         num_dense_layers: Number of layers with a dense feed-forward block; they come first.
         num_shared_experts: Number of shared experts of `expert_intermediate_size`; 0 for none.
-        num_groups: Number of groups of routed experts.
         top_groups: Number of groups from which the experts of a token are chosen.
         routed_scale: Factor of the weights, applied after renormalization.
-        rotary_layout: Layout of the pairs of features that RoPE rotates.
+        rotary_layout: Pairing of the features that RoPE rotates.
     """
 
     num_heads: int
@@ -68,7 +64,6 @@ class DeepseekV3Params(SparseParams):
     rotary_layout: RotaryLayout = "interleaved"
 
     def __post_init__(self) -> None:
-        """See `SparseParams`."""
         super().__post_init__()
         check_positive(
             num_heads=self.num_heads,
@@ -155,7 +150,7 @@ class DeepseekV3Params(SparseParams):
 
 
 def deepseek_v3_from_hugging_face(params: DeepseekV3Params, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
-    """Return the mapper that loads a Hugging Face checkpoint into `DeepseekV3ForCausalLM`; its `inverse()` exports.
+    """Build the mapper from a Hugging Face checkpoint to `DeepseekV3ForCausalLM`; its `inverse()` exports.
 
     The layer for multi-token prediction, which follows the last decoder layer in a checkpoint, is not mapped.
     """
@@ -174,11 +169,7 @@ def deepseek_v3_hugging_face_config(params: DeepseekV3Params) -> dict[str, JsonV
 
 
 def deepseek_v3_params_from_hugging_face(config: HuggingFaceConfig) -> DeepseekV3Params:
-    """Return the parameters of a DeepSeek-V3 model from its parsed `config.json`.
-
-    Raises:
-        UserError: If the configuration is of another family, lacks a required entry, or has an unsupported value.
-    """
+    """Read the hyperparameters of a DeepSeek-V3 model from its `config.json`; errors as in `HuggingFaceFamily.read`."""
     return DEEPSEEK_V3.read(config)
 
 

@@ -16,11 +16,7 @@ ExpertsLayout: TypeAlias = Literal["per_expert", "fused"]
 
 
 def expert_entries(num_experts: str) -> tuple[Entry, ...]:
-    """Return the entries of `config.json` about experts.
-
-    Args:
-        num_experts: Name of the entry with the number of experts; `transformers` 5 also writes `num_local_experts`.
-    """
+    """Return the entries about experts; their number is in the entry `num_experts`, or in `num_local_experts`."""
     return (
         Entry("num_experts", num_experts, alias="num_local_experts"),
         Entry("top_k", "num_experts_per_tok"),
@@ -29,12 +25,9 @@ def expert_entries(num_experts: str) -> tuple[Entry, ...]:
 
 
 def sparse_from_hugging_face(params: SparseParams, *others: StateMapper, layout: ExpertsLayout) -> StateMapper:
-    """Return the mapper that loads a Hugging Face checkpoint into `DecoderForCausalLM`; its `inverse()` exports.
+    """Build the mapper from a Hugging Face checkpoint to `DecoderForCausalLM`; its `inverse()` exports.
 
-    Args:
-        params: Parameters of the model.
-        others: Mappers of the other parts of a sparse layer; names are relative to `mlp.`/`feed_forward.`.
-        layout: Layout of the expert weights in the checkpoint.
+    `others` map the other parts of a sparse layer; their names are relative to `mlp.` and `feed_forward.`.
     """
     sparse = parallel(
         rename("gate.weight", "router.weight"),
@@ -48,14 +41,7 @@ def sparse_from_hugging_face(params: SparseParams, *others: StateMapper, layout:
 
 
 def experts_from_hugging_face(num_experts: int, intermediate_size: int, *, layout: ExpertsLayout) -> StateMapper:
-    """Return the mapper that loads the routed experts of one layer; its `inverse()` exports them.
-
-    The names of its tensors start with `experts.`.
-
-    Args:
-        num_experts: Number of experts E.
-        intermediate_size: Intermediate size F of each expert.
-        layout: Layout of the expert weights in the checkpoint.
+    """Build the mapper of the routed experts of one layer, whose names start with `experts.`; its `inverse()` exports.
 
     Raises:
         UserError: If the layout is unknown.

@@ -29,7 +29,7 @@ Qwen3MoeForCausalLM: TypeAlias = DecoderForCausalLM
 @final
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeParams(SparseParams, GroupedQueryParams):
-    """Parameters of a Qwen3-MoE model; see also `SparseParams` and `d9d_modules.GroupedQueryParams`.
+    """Hyperparameters of a Qwen3-MoE model; see also `SparseParams` and `d9d_modules.GroupedQueryParams`.
 
     Attributes:
         dense_layers: Indices of the layers with a dense feed-forward block.
@@ -42,7 +42,6 @@ class Qwen3MoeParams(SparseParams, GroupedQueryParams):
     max_position_embeddings: int = 32768
 
     def __post_init__(self) -> None:
-        """See `SparseParams`."""
         super().__post_init__()
         check_layers("dense_layers", self.dense_layers, self.num_layers)
 
@@ -62,7 +61,7 @@ class Qwen3MoeParams(SparseParams, GroupedQueryParams):
 
 
 def qwen3_moe_from_hugging_face(params: Qwen3MoeParams, *, layout: ExpertsLayout = "per_expert") -> StateMapper:
-    """Return the mapper that loads a Hugging Face checkpoint into `Qwen3MoeForCausalLM`; its `inverse()` exports."""
+    """Build the mapper from a Hugging Face checkpoint to `Qwen3MoeForCausalLM`; its `inverse()` exports."""
     return sparse_from_hugging_face(params, layout=layout)
 
 
@@ -70,27 +69,18 @@ def qwen3_moe_hugging_face_config(params: Qwen3MoeParams) -> dict[str, JsonValue
     """Return the `config.json` of an exported `Qwen3MoeForCausalLM`, for `transformers` and inference engines.
 
     Raises:
-        UserError: If a `config.json` cannot express the RoPE scaling, or only a part of the layers has a sliding
-            window.
+        UserError: If a `config.json` cannot express the RoPE scaling, or only some layers have a sliding window.
     """
     return QWEN3_MOE.write(params)
 
 
 def qwen3_moe_params_from_hugging_face(config: HuggingFaceConfig) -> Qwen3MoeParams:
-    """Return the parameters of a Qwen3-MoE model from its parsed `config.json`.
-
-    Raises:
-        UserError: If the configuration is of another family, lacks a required entry, or has an unsupported value.
-    """
+    """Read the hyperparameters of a Qwen3-MoE model from its `config.json`; errors as in `HuggingFaceFamily.read`."""
     return QWEN3_MOE.read(config)
 
 
 def _refuse_router_loss(config: HuggingFaceConfig) -> None:
-    """Refuse the balance loss that `transformers` adds to the loss of the model.
-
-    Raises:
-        UserError: If `output_router_logits` is true.
-    """
+    """Refuse `output_router_logits`, with which `transformers` adds the balance loss to the loss of the model."""
     if config_value(config, "output_router_logits", bool, default=False):
         factor = config_value(config, "router_aux_loss_coef", float, default=0.001, minimum=0.0)
         raise UserError(
@@ -101,7 +91,7 @@ def _refuse_router_loss(config: HuggingFaceConfig) -> None:
 
 
 def _read_layers(config: HuggingFaceConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Read the layers without experts, named or skipped by the sparse step, and the window of all layers or none."""
+    """Read the indices of the dense layers, and the sliding window of all layers."""
     num_layers = values["num_layers"]
     named = config.get("mlp_only_layers")
     named = [] if named is None else named

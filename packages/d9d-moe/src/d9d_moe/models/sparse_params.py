@@ -1,4 +1,4 @@
-"""Hyperparameters of decoders with mixture-of-experts layers, whatever their token mixer."""
+"""Hyperparameters of decoders with mixture-of-experts layers and any token mixer."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class SparseParams(DecoderParams, ABC):
         num_experts: Number of routed experts of each sparse layer.
         top_k: Number of routed experts per token.
         expert_intermediate_size: Intermediate size of each expert.
-        renormalize: Scale the weights of a token's experts to sum to 1.
+        renormalize: If True, scale the weights of a token's experts to sum to 1.
         router_losses: Auxiliary losses of the routers.
     """
 
@@ -32,7 +32,6 @@ class SparseParams(DecoderParams, ABC):
     router_losses: RouterLosses = NO_LOSSES
 
     def __post_init__(self) -> None:
-        """See `DecoderParams`."""
         super().__post_init__()
         check_positive(num_experts=self.num_experts, expert_intermediate_size=self.expert_intermediate_size)
         check_top_k(self.top_k, self.num_experts)
