@@ -25,11 +25,7 @@ class Leaf(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Metadata of a message: its tree structure and the metadata of its leaves.
-
-    Attributes:
-        tree: Tree structure of the leaves; None for a flat list.
-    """
+    """Metadata of a message: the leaves, and their tree structure; `tree` is None for a flat list."""
 
     tree: pytree.TreeSpec | None
     leaves: tuple[Leaf | None, ...]

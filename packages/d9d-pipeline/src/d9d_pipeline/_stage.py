@@ -21,8 +21,8 @@ class ForwardState:
 
     Attributes:
         received: For each input tensor that requires a gradient, the detached leaf that accumulates it.
-        sources: Gradient edge of each output tensor that requires a gradient, where backward starts. An edge does not
-            keep the output's memory alive.
+        sources: Gradient edge of each output tensor that requires a gradient. An edge does not keep the output's memory
+            alive.
     """
 
     received: list[Tensor]
@@ -31,7 +31,7 @@ class ForwardState:
 
 @final
 class Stage:
-    """Runs the forward and backward of a stage's module.
+    """Forward and backward of a stage's module.
 
     Args:
         last_backward: Microbatch of the stage's last backward in a step, which starts the gradient reduction; None if
@@ -64,8 +64,7 @@ class Stage:
     def forward(self, args: tuple[Any, ...], shared: Mapping[str, Any]) -> tuple[Any, ForwardState | None]:
         """Run the forward of a microbatch; return the output, and the state for its backward if there is one.
 
-        On all stages but the first, tensors in `args` that require a gradient are detached and become leaves of a new
-        graph.
+        On all stages but the first, tensors in `args` that require a gradient become detached leaves of a new graph.
         """
         if not self.trains:
             with torch.no_grad():

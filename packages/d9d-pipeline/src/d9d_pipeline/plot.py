@@ -39,9 +39,9 @@ _MIN_FONT_POINTS = 4.0  # smallest readable number
 
 
 def plot_program(program: Program, target: Target, *, title: str = "") -> None:
-    """Plot a program with a forward and each half of a backward taking one unit of time.
+    """Plot a program, with lines from each computation to those on other ranks that need its result.
 
-    Lines connect each computation to the computation on another rank that needs its result.
+    A forward and each half of a backward take one unit of time.
 
     Args:
         program: The program to plot.
@@ -57,9 +57,7 @@ def plot_program(program: Program, target: Target, *, title: str = "") -> None:
 
 
 def plot_simulation(timeline: Timeline, target: Target, *, title: str = "") -> None:
-    """Plot a timeline, simulated or measured.
-
-    Transfers, if the timeline has any, are thin bars below the computations of the sending rank.
+    """Plot a timeline, simulated or measured, with transfers as thin bars in the row of the sending rank.
 
     Args:
         timeline: The timeline to plot.
@@ -139,7 +137,7 @@ def _draw_on(axes: "Axes", timeline: Timeline, *, title: str, links: list[_Link]
 
 
 class _Box(NamedTuple):
-    """A rectangle: (start, length) on the time axis, (upper edge, height) on the rank axis, and its style."""
+    """Rectangle: (start, length) on the time axis, (upper edge, height) on the rank axis, and its style."""
 
     span: tuple[float, float]
     rows: tuple[float, float]

@@ -1,4 +1,4 @@
-"""The contract of a schedule: the order of each rank's computations, from which `build` derives all other actions."""
+"""Contract of a schedule: the order of each rank's computations, from which `build` derives all other actions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ per rank, rank r holds stages r and 2p - 1 - r. Rank 0 then holds the first and 
 
 
 class Schedule(ABC):
-    """Yields the computations of each rank in order. Subclass it to define a schedule, and pass an instance.
+    """Base class of schedules, whose instances yield the computations of each rank in order.
 
     Attributes:
         stages_per_rank: Number of stages on each rank.
@@ -31,14 +31,9 @@ class Schedule(ABC):
 
     @abstractmethod
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Compute]:
-        """Return the computations of one rank in one step, in execution order.
+        """Return the computations of one pipeline rank in one step, in execution order.
 
         The loss and the transfers are not included: `build` adds them.
-
-        Args:
-            rank: The pipeline rank.
-            num_ranks: Number of pipeline ranks.
-            num_microbatches: Number of microbatches per step.
 
         Raises:
             UserError: If the schedule does not support this number of ranks or microbatches.

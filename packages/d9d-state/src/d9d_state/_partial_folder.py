@@ -15,7 +15,7 @@ from d9d_state.errors import StateError, describe
 
 
 def partial_of(target: Path) -> Path:
-    """Return the path used while a folder is being written, or while a checkpoint is being deleted."""
+    """Return the path of a folder while it is being written, or while a checkpoint is being deleted."""
     return target.with_name(f"{target.name}.partial")
 
 
@@ -24,8 +24,7 @@ def make_partial(
 ) -> None:
     """Create an empty partial folder, replacing an old one, and check that all writers see it. Collective.
 
-    Raises:
-        StateError: On every rank, if the folder cannot be created or a writing rank does not see it.
+    Raises `StateError` on every rank if the folder cannot be created or a writing rank does not see it.
     """
     partial, problem = partial_of(target), None
     try:
@@ -53,12 +52,7 @@ def discard_partial(partial: Path) -> None:
 
 
 def check_sizes(partial: Path, sizes: Mapping[str, int]) -> None:
-    """Check that this process sees every file of a partial folder with the size that its rank wrote.
-
-    Raises:
-        OSError: If a file does not exist or cannot be accessed.
-        ValueError: If a file has a different size; names both sizes.
-    """
+    """Raise `OSError` or `ValueError` unless this process sees every file with the size that its rank wrote."""
     for name, size in sizes.items():
         found = os.stat(partial / name).st_size  # noqa: PTH116
         if found != size:

@@ -17,8 +17,8 @@ class FileLayout:
 
     Attributes:
         header: First bytes of the file: the 8-byte length and the JSON header.
-        starts: Position of each tensor's first byte in the file, in file order.
-        num_bytes: Size of the file in bytes.
+        starts: Byte offset of each tensor in the file, in file order.
+        num_bytes: Size of the file.
     """
 
     header: bytes
@@ -27,11 +27,7 @@ class FileLayout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo], *, metadata: Mapping[str, str] | None = None) -> Self:
-        """Compute the layout of a file; `metadata` has the entries of the header's `__metadata__`.
-
-        Raises:
-            ValueError: If safetensors does not support a dtype, or the header would exceed its size limit.
-        """
+        """Compute the layout; raise `ValueError` for unsupported dtypes and headers above the size limit."""
         # Each tensor must be aligned to its item size, so tensors with larger items come first.
         ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
         header: dict[str, JsonValue] = {} if metadata is None else {"__metadata__": dict(metadata)}

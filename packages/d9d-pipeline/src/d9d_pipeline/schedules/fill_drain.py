@@ -1,4 +1,4 @@
-"""All forwards, then all backwards: the simplest schedules; they hold the activations of every microbatch at once."""
+"""All forwards, then all backwards: the simplest schedules. They hold the activations of all microbatches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class ForwardOnly(Schedule):
 
     Attributes:
         stages_per_rank: Number of stages on each rank.
-        placement: Assignment of stages to ranks; use the one of the training schedule.
+        placement: Assignment of stages to ranks, as in the training schedule.
     """
 
     stages_per_rank: int = 1  # ty: ignore[incompatible-attribute-override] - read-only on purpose
@@ -52,9 +52,6 @@ class LoopedBreadthFirst(Schedule):
 
     Each stage's parameters are needed once in forward and once in backward, so FSDP gathers them twice per step. With v
     stages per rank, the bubble is v times smaller than that of GPipe.
-
-    Attributes:
-        stages_per_rank: Number of stages on each rank, v.
     """
 
     stages_per_rank: int = 2  # ty: ignore[incompatible-attribute-override] - read-only on purpose

@@ -1,4 +1,4 @@
-"""Backwards in two halves: deferred weight gradients fill the time in which a rank would wait for other ranks."""
+"""Backwards in two halves: deferred weight gradients fill the time in which a rank would be idle."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

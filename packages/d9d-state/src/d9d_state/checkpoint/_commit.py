@@ -36,7 +36,7 @@ from d9d_state.safetensors_file import write_safetensors
 @final
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Everything that one save writes, except the tensor data.
+    """Content of one save, except the tensor data.
 
     Attributes:
         run_id: Id of the run; only the main process's value is written.
@@ -68,13 +68,8 @@ class SaveJob:
 def write_checkpoint(job: SaveJob, parts: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> None:
     """Write this rank's files and commit the checkpoint, which is complete on disk when this returns. Collective.
 
-    Args:
-        job: The save.
-        parts: This rank's tensor parts by key. The caller must not change them before this returns.
-        group: Gloo group of all ranks, for use in a background thread; `None` for the default group.
-
-    Raises:
-        StateError: On every rank, if writing failed on any rank.
+    The caller must not change `parts`, this rank's tensor parts by key, before this returns. `group` is a Gloo group of
+    all ranks for use in a background thread. Raises `StateError` on every rank if writing failed on any rank.
     """
     failed = f"{job.folder} could not be written"
     problem = None

@@ -21,7 +21,7 @@ _MAX_THREADS = 8
 @final
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A contiguous part of a file with a recorded digest.
+    """Contiguous part of a file with a recorded digest.
 
     Attributes:
         size: Expected size of the whole file in bytes.

@@ -7,14 +7,9 @@ from d9d_dist import Region
 
 
 def cover_problem(shape: tuple[int, ...], regions: Sequence[Region]) -> str | None:
-    """Check that regions cover every element of a tensor exactly once.
+    """Return the error text unless regions, in any order, cover every element of a tensor exactly once.
 
-    Args:
-        shape: Shape of the tensor.
-        regions: Regions in any order; none for a tensor without elements.
-
-    Returns:
-        Error text, or `None` if the regions cover the tensor exactly.
+    A tensor without elements must have no regions.
     """
     for region in regions:
         if not (len(region.offsets) == len(region.sizes) == len(shape)) or region.num_elements == 0:

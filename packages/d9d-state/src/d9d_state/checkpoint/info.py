@@ -57,7 +57,7 @@ class CheckpointInfo:
 
     @property
     def state(self) -> JsonValue:
-        """The `state` that was passed to `save`, read from its file and verified.
+        """Shared state passed to `save`, read from its file and verified.
 
         Raises:
             StateError: If the file is damaged.
@@ -66,7 +66,7 @@ class CheckpointInfo:
 
     @property
     def rank_states(self) -> list[JsonValue]:
-        """The `rank_state` that each rank passed to `save`, in rank order, read from their files and verified.
+        """State that each rank passed to `save`, in rank order, read from the files and verified.
 
         Raises:
             StateError: If a file is damaged.
@@ -74,10 +74,7 @@ class CheckpointInfo:
         return [self._read_json(rank_state_name(rank)) for rank in range(self.manifest.num_ranks)]
 
     def verify(self, names: list[str] | None = None) -> None:
-        """Read files and compare the digest of each part with the manifest.
-
-        Args:
-            names: Names of the files to read; `None` means all.
+        """Compare the digests of files with the manifest; `names=None` reads all files.
 
         Raises:
             StateError: If a file is damaged; names the file and its damaged tensors.
@@ -122,8 +119,7 @@ def step_of(name: str) -> int:
 def open_complete(path: Path) -> CheckpointInfo:
     """Read the manifest of a folder and check that every file exists with its recorded size.
 
-    Raises:
-        StateError: If the folder is not a complete checkpoint; says why.
+    Raises `StateError` with the reason if the folder is not a complete checkpoint.
     """
     step = step_of(path.name)
     if step < 0 or path.is_symlink() or not path.is_dir():

@@ -17,10 +17,9 @@ def identity(*names: str) -> StateMapper:
 
 
 def identity_of(origin: nn.Module | StateMapper) -> StateMapper:
-    """Return an identity mapper for the parameters and persistent buffers of a module, or for a mapper's outputs.
+    """Return an identity mapper for a mapper's outputs, or for a module's parameters and persistent buffers.
 
-    Args:
-        origin: Module, whose tied tensors appear under their first name only; or mapper.
+    Tied tensors of a module appear under their first name only.
     """
     return identity(*(origin.outputs if isinstance(origin, StateMapper) else unique_tensors(origin)))
 
@@ -33,7 +32,7 @@ def rename(src: str, dst: str) -> StateMapper:
 def keep(*names: str) -> StateMapper:
     """Declare outputs that the checkpoint does not contain; their current values stay. The inverse is `drop`.
 
-    Use it for newly initialized weights, such as an adapter's, beside loaded ones.
+    For newly initialized weights, such as an adapter's, beside loaded ones.
 
     Raises:
         ValueError: If a name occurs twice.
