@@ -67,10 +67,9 @@ class Channel:
                 self._pending_sends.append((work, tensor))
 
     def send_gradients(self, gradients: Sequence[Tensor | None], *, kind: Kind, peer: int) -> None:
-        """Start to send gradients; see `send`.
+        """Start to send gradients; see `send`. None is sent as zeros if the first message of this kind had a tensor.
 
-        A gradient that is None, but was a tensor in the first message of this kind, is sent as zeros. Raises
-        `UserError` for a tensor that was None in the first message.
+        Raises `UserError` for a tensor that was None in the first message.
         """
         known = self._sent.get(kind)
         if known is not None:

@@ -15,8 +15,6 @@ from d9d_dist import UserError
 
 @final
 class Leaf(NamedTuple):
-    """Metadata of one tensor."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_gradient: bool
@@ -65,11 +63,7 @@ class Description:
 
 
 def check_can_be_sent(output: Any) -> None:
-    """Check that a stage's output can be sent to a stage on another rank.
-
-    Raises:
-        UserError: Naming the leaf or container type that cannot be sent.
-    """
+    """Raise `UserError` if a stage's output cannot be sent to another rank; names the leaf or container type."""
     Description.of(*pytree.tree_flatten(output)).to_json()
 
 

@@ -27,10 +27,7 @@ from d9d_pipeline.actions import (
 
 
 def with_transfers(ranks: Sequence[Sequence[Compute]], stage_ranks: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each rank with the loss and transfers.
-
-    Computations that can never run come last on their rank; `verify` reports the cause.
-    """
+    """Return each rank's actions with loss and transfers; computations that can never run come last."""
     times = earliest_times(ranks, stage_ranks, duration=_units)
     # The rank of the loss comes first: no simultaneous transfer may come between a forward and its loss.
     order = sorted(range(len(ranks)), key=lambda rank: rank != stage_ranks[-1])

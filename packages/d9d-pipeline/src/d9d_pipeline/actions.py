@@ -10,12 +10,7 @@ from typing import ClassVar, TypeAlias, final
 
 @dataclass(frozen=True, slots=True)
 class StageAction:
-    """Action of one stage on one microbatch.
-
-    Attributes:
-        stage: Global index of the stage.
-        microbatch: Index of the microbatch within the step.
-    """
+    """Action of one stage (global index) on one microbatch (index within the step)."""
 
     letter: ClassVar[str]
     stage: int
@@ -27,11 +22,7 @@ class StageAction:
 
 @dataclass(frozen=True, slots=True)
 class PeerAction(StageAction):
-    """Send or receive of a stage for one microbatch.
-
-    Attributes:
-        peer: Pipeline rank that receives or sends.
-    """
+    """Send or receive of a stage for one microbatch; `peer` is the other pipeline rank."""
 
     peer: int
 
@@ -105,12 +96,7 @@ class ReceiveOutputGradient(PeerAction):
 @final
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Independent forward and backward that may run at the same time.
-
-    Attributes:
-        forward: The forward.
-        backward: The backward, of another stage or another microbatch than the forward.
-    """
+    """Forward and backward of different stages or microbatches, which may run at the same time."""
 
     forward: Forward
     backward: Backward | BackwardInput

@@ -68,10 +68,8 @@ _Pair: TypeAlias = tuple[int, int]
 class _Step:
     """State of one step; each entry is removed when it is used, so that its memory is freed.
 
-    Attributes:
-        kinds: For each microbatch the shapes and dtypes of its inputs, part of the key of cached message metadata.
-        stopwatch: Stopwatch of a measured step, else None.
-        ready: In a measured step, the start of the current action, or the arrival of its input.
+    `kinds` has the shapes and dtypes of each microbatch's inputs, part of the key of cached message metadata. `ready`
+    is the start of the current action, or the arrival of its input, if the step is measured.
     """
 
     inputs: Sequence[Inputs]
@@ -284,7 +282,6 @@ class Executor:
         step.gradients[stage + 1, microbatch] = [torch.ones_like(loss)]
 
     def _gradients_of(self, pair: _Pair, step: _Step) -> list[Tensor | None]:
-        """Return the gradients of a stage's outputs."""
         stage, microbatch = pair
         arriving = step.arriving_gradients.pop(pair, None)
         if arriving is None:  # the next stage, or the loss, is on this rank

@@ -41,12 +41,7 @@ _MIN_FONT_POINTS = 4.0  # smallest readable number
 def plot_program(program: Program, target: Target, *, title: str = "") -> None:
     """Plot a program, with lines from each computation to those on other ranks that need its result.
 
-    A forward and each half of a backward take one unit of time.
-
-    Args:
-        program: The program to plot.
-        target: The file or axes to draw to.
-        title: Title of the plot, followed by the bubble.
+    A forward and each half of a backward take one unit of time. The bubble follows the title.
 
     Raises:
         ProgramError: If the program does not pass `verify`.
@@ -57,16 +52,7 @@ def plot_program(program: Program, target: Target, *, title: str = "") -> None:
 
 
 def plot_simulation(timeline: Timeline, target: Target, *, title: str = "") -> None:
-    """Plot a timeline, simulated or measured, with transfers as thin bars in the row of the sending rank.
-
-    Args:
-        timeline: The timeline to plot.
-        target: The file or axes to draw to.
-        title: Title of the plot, followed by the bubble.
-
-    Raises:
-        ModuleNotFoundError: If `target` is a file and matplotlib is not installed.
-    """
+    """Plot a timeline, simulated or measured; see `plot_program`. Thin bars are transfers of the sending rank."""
     _draw(timeline, target, title=title, links=[])
 
 

@@ -31,9 +31,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Compute]:
-        """Return the computations of one pipeline rank in one step, in execution order.
-
-        The loss and the transfers are not included: `build` adds them.
+        """Return the computations of a pipeline rank in one step, in execution order; `build` adds the transfers.
 
         Raises:
             UserError: If the schedule does not support this number of ranks or microbatches.
@@ -41,11 +39,7 @@ class Schedule(ABC):
 
 
 def ranks_of_stages(placement: StagePlacement, *, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Return the rank of every stage, indexed by global stage.
-
-    Raises:
-        UserError: If `stages_per_rank` is less than 1, or the placement is unknown.
-    """
+    """Return the rank of each global stage; raise `UserError` for an unknown placement or `stages_per_rank` below 1."""
     if stages_per_rank < 1:
         raise UserError(f"got stages_per_rank = {stages_per_rank}; expected at least 1.")
     if placement not in get_args(StagePlacement):

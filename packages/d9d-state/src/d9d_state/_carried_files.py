@@ -32,12 +32,11 @@ _logger = logging.getLogger(__name__)
 def add_carried_files(
     own: Mapping[str, JsonValue], source: Path, tensors: Iterable[TensorInfo]
 ) -> dict[str, JsonValue | bytes]:
-    """Merge the small files of a source folder with those in `own`, which an exporter writes.
+    """Merge the small files of a source folder with those in `own`, which an exporter writes and which take precedence.
 
-    If both have a name, the exporter's file is used. Exception: of two `config.json` files with the same `model_type`,
-    entries that only the source has are kept. `dtype` becomes the dtype of the exported tensors. Symlinks are followed,
-    as in the Hugging Face cache. Raises `UserError` if the source cannot be read or its `config.json` is not a JSON
-    object.
+    Exception: of two `config.json` files with the same `model_type`, entries that only the source has are kept, and
+    `dtype` becomes that of the exported tensors. Raises `UserError` if the source is unreadable or its `config.json` is
+    not an object.
     """
     try:
         carried = _read(source)

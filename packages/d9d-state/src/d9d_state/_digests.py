@@ -68,8 +68,6 @@ class Digests:
 
 @final
 class _Worker:
-    """Thread that hashes the queued blocks in order."""
-
     def __init__(self) -> None:
         self._queue: Queue[tuple[Any, memoryview] | None] = Queue(_QUEUE_SIZE)
         self._thread = Thread(target=self._work, name="d9d-digests", daemon=True)

@@ -36,10 +36,7 @@ class Export:
     """
 
     def __init__(self, target: Path, files: Sequence[PlannedFile], ctx: DistributedContext | None) -> None:
-        """Create the partial folder. Collective.
-
-        Raises `StateError` on every rank if the folder cannot be created or a writing rank does not see it.
-        """
+        """Create the partial folder; raise `StateError` on every rank if a writing rank does not see it. Collective."""
         self._target = target
         self._partial = partial_of(target)
         self._plan = files
@@ -102,7 +99,6 @@ class Export:
                 self._open.pop(plan.name).close()
 
     def _abandon(self) -> None:
-        """Close the files that a failure left open."""
         while self._open:
             self._open.popitem()[1].abandon()
 
@@ -143,10 +139,7 @@ class Export:
 
 
 def extra_texts(extra_files: Mapping[str, JsonValue | bytes]) -> dict[str, bytes]:
-    """Encode the extra files beside the weights: JSON values as text, bytes unchanged.
-
-    Raises `ValueError` if a name is not a plain file name or is reserved for weights, or a value is not JSON.
-    """
+    """Encode extra files: JSON values as text, bytes unchanged; raise `ValueError` for invalid names or values."""
     for name in extra_files:
         if name in ("", ".", "..") or "/" in name or _OWN_NAMES.fullmatch(name):
             raise ValueError(
@@ -175,7 +168,6 @@ def refuse_foreign(target: Path, own: Iterable[str]) -> None:
 
 
 def _num_bytes(plan: PlannedFile) -> int:
-    """Return the size of a file in bytes, including its header."""
     return FileLayout.of(plan.tensors, metadata=_METADATA).num_bytes
 
 

@@ -16,9 +16,7 @@ from d9d_state.tensor_info import TensorInfo
 class Offer:
     """Tensors that one rank can write.
 
-    Attributes:
-        part: Index of a set of ranks with the same values: the ranks of one pipeline stage, or a single rank.
-        produced: Mapper outputs that the rank can compute, in order.
+    `part` is the index of a set of ranks with the same values: those of one pipeline stage, or a single rank.
     """
 
     part: int
@@ -42,7 +40,7 @@ class Part:
 @final
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """One file of an export."""
+    """File of an export."""
 
     name: str
     rank: int
@@ -50,7 +48,7 @@ class PlannedFile:
 
 
 def exchange_offers(offer: Offer, ctx: DistributedContext | None) -> tuple[Part, ...]:
-    """All-gather the offers and merge them into parts; several offers of a tensor go to the first part. Collective.
+    """All-gather the offers and merge them into parts; a tensor of several parts goes to the first part. Collective.
 
     Raises `UserError` on every rank, with the problem of each rank that has one.
     """

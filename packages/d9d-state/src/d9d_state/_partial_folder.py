@@ -22,10 +22,7 @@ def partial_of(target: Path) -> Path:
 def make_partial(
     target: Path, ctx: DistributedContext | None, *, writes: bool = True, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Create an empty partial folder, replacing an old one, and check that all writers see it. Collective.
-
-    Raises `StateError` on every rank if the folder cannot be created or a writing rank does not see it.
-    """
+    """Create an empty partial folder; raise `StateError` on every rank if a writer does not see it. Collective."""
     partial, problem = partial_of(target), None
     try:
         if is_main(ctx):

@@ -27,9 +27,9 @@ _TOKEN = re.compile(r"\.shared-[0-9a-f]{32}")
 def sharing_problem(
     folder: Path, ctx: DistributedContext | None, *, needed: bool = True, group: dist.ProcessGroup | None = None
 ) -> str | None:
-    """Return the error text that names the ranks that do not see a folder; `None` if all do. Collective.
+    """Return the error text, equal on all ranks, that names the ranks that do not see a folder, or `None`. Collective.
 
-    The text is equal on all ranks. Raises `StateError` on every rank if the main process cannot write to the folder.
+    Raises `StateError` on every rank if the main process cannot write to the folder.
     """
     if ctx is None or ctx.world_size == 1:
         return None

@@ -70,11 +70,7 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def acquire(self, run_id: str | None) -> None:
-        """Acquire the lock without waiting; the folder is created if it does not exist.
-
-        Raises `UserError` with host and process id of the holder, if any, and `OSError` if the lock file cannot be
-        created.
-        """
+        """Acquire the lock without waiting; raise `UserError` with host and process id of another holder."""
         _files.make_folder(self._path.parent)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:

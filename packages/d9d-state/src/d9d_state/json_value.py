@@ -29,10 +29,7 @@ def dump_json(value: JsonValue, *, indent: int | None = None) -> bytes:
 
 
 def parse_json(data: bytes) -> JsonValue:
-    """Parse UTF-8 JSON; raise `ValueError` if it is invalid, repeats a key or nests too deeply.
-
-    Non-finite numbers and integers of thousands of digits are also refused.
-    """
+    """Parse UTF-8 JSON; raise `ValueError` for invalid JSON, repeated keys, and non-finite or huge numbers."""
     try:
         value: JsonValue = _DECODER.decode(data.decode())
     except RecursionError as error:

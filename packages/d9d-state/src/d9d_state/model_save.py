@@ -97,7 +97,6 @@ def _write(export: Export, mapper: StateMapper, tensors: Mapping[str, Tensor]) -
 
 
 def _offer(model: nn.Module, mapper: StateMapper, stage: int) -> Offer:
-    """Describe the tensors that this rank can write."""
     tensors = module_tensors(model)
     infos = {name: TensorInfo.of(tensors[name]) for name in mapper.inputs if name in tensors}
     try:

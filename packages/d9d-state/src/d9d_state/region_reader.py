@@ -30,17 +30,12 @@ _GAP = 1 << 12  # bytes; gaps of up to a page between wanted runs are read too, 
 
 @final
 class RegionReader:
-    """Reader of tensor regions in a model folder. Thread-safe.
-
-    Attributes:
-        num_bytes_read: Number of bytes read from files so far.
-    """
+    """Reader of tensor regions in a model folder, thread-safe; `num_bytes_read` counts the bytes read so far."""
 
     def __init__(self, folder: ModelFolder, *, pool: Executor | None = None) -> None:
         """Create the reader; files are opened at their first read.
 
-        The threads of `pool` read the blocks of a large region in parallel; `None` reads in the calling thread. Calls
-        from a thread of that pool could deadlock.
+        The threads of `pool` read the blocks of a large region in parallel; a call from one of them could deadlock.
         """
         self._folder = folder
         self._pool = pool
@@ -69,8 +64,8 @@ class RegionReader:
     def read_into(self, name: str, region: Region, target: Tensor) -> None:
         """Read a region of a stored tensor into a plain tensor of its shape, on any device, with any strides.
 
-        Values are converted to the target's dtype as by `copy_`. Raises `StateError` if the file cannot be read or was
-        truncated after its header was read, and `UserError` if the file no longer exists or is not a regular file.
+        Values are converted to the target's dtype as by `copy_`. Raises `StateError` if the file is unreadable or
+        truncated, and `UserError` if it no longer exists or is not a regular file.
         """
         assert tuple(target.shape) == region.sizes, f"{name}: target and region have different shapes"
         blocks = list(_blocks(self._folder.tensors[name], region, target))

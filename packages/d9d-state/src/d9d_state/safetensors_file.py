@@ -26,10 +26,9 @@ class SafetensorsRecord:
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> SafetensorsRecord:
-    """Write a new safetensors file and fsync it; return the size and digest of the header and of each tensor.
+    """Write plain tensors to a new safetensors file and fsync it; return the size and digest of each part.
 
-    Plain tensors on any device are copied to the CPU one at a time. The caller must not change them before this
-    returns. Raises `ValueError` if safetensors does not support a dtype.
+    Tensors are copied to the CPU one at a time and must not change before this returns.
     """
     layout = FileLayout.of({name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, metadata=metadata)
     header, *records = write_file(path, _parts(layout, tensors))

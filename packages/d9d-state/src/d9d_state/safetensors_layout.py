@@ -13,13 +13,7 @@ from d9d_state.tensor_info import TensorInfo
 @final
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Layout of a safetensors file.
-
-    Attributes:
-        header: First bytes of the file: the 8-byte length and the JSON header.
-        starts: Byte offset of each tensor in the file, in file order.
-        num_bytes: Size of the file.
-    """
+    """Layout of a safetensors file: its first bytes, the byte offset of each tensor, and its size."""
 
     header: bytes
     starts: Mapping[str, int]

@@ -41,12 +41,7 @@ from d9d_state import locked_folder
 
 @dataclass(frozen=True, slots=True)
 class InferenceResult:
-    """Result of an inference job.
-
-    Attributes:
-        num_samples: Number of samples in `file`.
-        file: Results as JSON lines, one line per sample in the order of the dataset.
-    """
+    """Result of an inference job: number of samples, and file of JSON lines, one per sample in the dataset's order."""
 
     num_samples: int
     file: Path
@@ -216,8 +211,6 @@ class Inference:
 
 @final
 class _PartForward:
-    """Forward passes of the batches of a part."""
-
     def __init__(self, pipeline: Pipeline, task: InferenceTask, ctx: DistributedContext) -> None:
         self._task, self._forward = task, ForwardRunner(pipeline, task, ctx)
         self._split = ContextSplit(ctx.mesh_for("batch")["cp"]) if ctx.size("batch", "cp") > 1 else None
@@ -230,8 +223,7 @@ class _PartForward:
         """Return the results of a part in order, padding batches included; `None` on ranks that do not write.
 
         `sizes` has the number of samples of each batch, and `each` returns the context of one executor step. Collective
-        over the ranks of the pipeline, tensor and context parallelism. Raises `UserError` if the task returns a wrong
-        number of results.
+        over the ranks of the pipeline, tensor and context parallelism.
         """
         results: list[JsonValue] = []
         at_a_time = self._forward.batches_per_step

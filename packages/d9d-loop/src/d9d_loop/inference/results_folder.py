@@ -21,15 +21,8 @@ from d9d_loop.job.job_check import differences
 class ResultsFolder:
     """Folder with the parts, `results.jsonl` (one line per sample) and `plan.json` (the identity of the job).
 
-    Attributes:
-        folder: The results folder.
-        file: File of all results; exists once the job is complete.
-
-    Args:
-        folder: The results folder.
-        num_samples: Number of samples of the job.
-        part_size: Number of samples per part.
-        identity: Other values that determine the results. A folder with another identity is rejected by `check`.
+    `file` exists once the job is complete. `identity` has other values that determine the results; `check` rejects a
+    folder with another identity.
     """
 
     def __init__(
@@ -78,10 +71,7 @@ class ResultsFolder:
         return [part for part in range(self.num_parts) if not self._part(part).exists()]
 
     def write(self, part: int, results: Sequence[JsonValue]) -> None:
-        """Write the results of a part, one per sample in the order of `samples_of(part)`, atomically with fsync.
-
-        Raises `UserError` if a result is not valid JSON; NaN and infinity are not.
-        """
+        """Write the results of a part atomically with fsync; raise `UserError` if a result is not JSON, like NaN."""
         assert len(results) == len(self.samples_of(part))
         try:
             lines = [f"{json.dumps(result, allow_nan=False)}\n" for result in results]

@@ -11,11 +11,7 @@ from d9d_pipeline import Executor, OutputHandler
 
 @final
 class ForwardRunner:
-    """Runner of forward passes through a pipeline, several batches in one executor step.
-
-    Attributes:
-        batches_per_step: Largest number of batches of a step. With two for each pipeline rank, the bubble is small.
-    """
+    """Runner of forward passes: several batches in one executor step, at most `batches_per_step`."""
 
     def __init__(self, pipeline: Pipeline, task: BatchTask, ctx: DistributedContext) -> None:
         self._pipeline, self._task = pipeline, task
@@ -26,8 +22,8 @@ class ForwardRunner:
     def __call__(self, batches: Sequence[Any], on_outputs: OutputHandler) -> None:
         """Run one step. Collective over the ranks that hold parts of the model.
 
-        At most `batches_per_step` placed batches, equally many on all ranks. The ranks of the last stage call
-        `on_outputs` with the outputs and the index of each batch.
+        `batches` are placed and equally many on all ranks. The ranks of the last stage call `on_outputs` with the
+        outputs and the index of each batch.
         """
         if len(batches) not in self._executors:
             self._executors[len(batches)] = self._pipeline.evaluation(len(batches))

@@ -286,10 +286,7 @@ def _draw_plans(plan: JobPlan) -> None:
 
 
 def _end_startup(job: Job) -> None:
-    """Switch to the step timeout after the first step, which compiles kernels and creates process groups. Collective.
-
-    Also compare persistent buffers between ranks, and allocate the host buffer of background saves.
-    """
+    """Switch to the step timeout after the first step, which compiles kernels and creates groups. Collective."""
     check_buffers(job.pipeline.model, step=job.record.step, ctx=job.ctx)
     job.ctx.set_timeout(job.ctx.timeouts.step + job.watchdog.margin)
     if job.plan.config.checkpoint.background:

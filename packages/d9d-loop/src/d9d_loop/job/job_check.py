@@ -64,10 +64,7 @@ def microbatch_size_of(config: TrainerConfig, dp_size: int) -> int:
 
 
 def check_retention(config: TrainerConfig, task: Task, *, evaluates: bool) -> None:
-    """Raise `UserError` if a retention option has no effect, or `best_by` is not a value of the evaluation.
-
-    Intervals must be multiples of the intervals that they depend on.
-    """
+    """Raise `UserError` if a retention option has no effect, or `best_by` is not a value of the evaluation."""
     checkpoint = config.checkpoint
     if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.every:
         raise UserError(

@@ -52,7 +52,7 @@ class Record:
     tracker: dict[str, JsonValue] = field(default_factory=dict)
 
     def quality(self, name: str) -> float | None:
-        """Return a metric of the last evaluation, `None` if it does not exist, and NaN if the loss was not finite.
+        """Return a metric of the last evaluation; `None` if it does not exist, NaN if the loss was not finite.
 
         For NaN outputs, other metrics may be good by chance.
         """
@@ -89,8 +89,8 @@ class JobState:
         data_identity: JSON value that determines the order of samples, stored in each checkpoint.
         seed: The job's seed.
         ctx: Distributed context.
-        events: Event bus for `CheckpointSaved`, emitted at the same point of execution on every rank: at the end of
-            `save`, or for a background save in the next `finish` (which `save` calls first).
+        events: Event bus for `CheckpointSaved`, emitted at the same point on every rank: at the end of `save`, or for a
+            background save in the next `finish`.
         trainable_only: True to save only parameters that require gradients, and a digest of the frozen ones, which keep
             their initial values on restore.
     """
@@ -167,10 +167,7 @@ class JobState:
         return record
 
     def rewind(self) -> Record:
-        """Roll back to the newest valid checkpoint, after a pending background save. Collective.
-
-        Raises `StateError` on every rank if there is no valid checkpoint, or the background save failed.
-        """
+        """Roll back to the newest valid checkpoint; raise `StateError` on every rank if there is none. Collective."""
         self.store.wait()
         if not self.store.complete():
             raise StateError(
@@ -233,10 +230,7 @@ class JobState:
             self._events.emit(CheckpointSaved(record.step))
 
     def finish(self) -> None:
-        """Wait for a pending background save, then emit `CheckpointSaved`. Collective.
-
-        Raises `StateError` on every rank if the save failed.
-        """
+        """Wait for a pending background save (`StateError` if it failed), then emit `CheckpointSaved`. Collective."""
         self.store.wait()
         if self._being_written is not None:
             self._events.emit(CheckpointSaved(self._being_written))
@@ -269,7 +263,6 @@ def frozen_digest_of(info: CheckpointInfo) -> str | None:
 
 
 def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a parameter group, without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 

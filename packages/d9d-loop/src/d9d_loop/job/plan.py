@@ -76,7 +76,7 @@ def plan_job(
     lr_schedule: LrSchedule | None = None,
     pipeline_schedule: Schedule | None = None,
 ) -> JobPlan:
-    """Check a training job and plan it; the arguments are those of `Trainer`. No collectives; writes no files.
+    """Check a training job and plan it; the arguments are those of `Trainer`, as providers. No collectives or writes.
 
     Raises:
         UserError: If a check fails. The message names the field, the value, the expected value and the remedy.

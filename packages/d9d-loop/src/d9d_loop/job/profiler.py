@@ -45,12 +45,6 @@ class Profiler:
     `rank-00000.json.gz`, for Perfetto or `chrome://tracing`, and `summary.md`. If the job ends or is stopped within a
     range, its completed steps are written. After a rollback into a range, only the steps after the rollback are
     written.
-
-    Args:
-        config: Selection of the steps.
-        folder: The run folder.
-        ctx: Distributed context.
-        num_steps: Number of steps of the whole job.
     """
 
     def __init__(self, config: ProfileConfig, folder: Path, ctx: DistributedContext, *, num_steps: int) -> None:

@@ -27,18 +27,8 @@ class Reports:
     all-reduce, so every rank issues its collectives in the same order. Values are delivered in step order, at most two
     reports late. An evaluation, a save and the end of the job wait for pending values.
 
-    On the main process, `__enter__` creates the run folder, writes `config.json` and opens the trackers.
-
-    Attributes:
-        progress: Progress display, created by `__enter__`.
-
-    Args:
-        config: The job's configuration.
-        resolved: The resolved configuration as JSON.
-        record: The job's record, which `settle` updates.
-        metrics: This rank's task metrics; each report resets them.
-        weight_unit: Unit of the loss weight, e.g. tokens.
-        ctx: Distributed context.
+    On the main process, `__enter__` creates the run folder, writes `config.json` and opens the trackers. `settle`
+    updates the record. Each report resets this rank's task metrics.
     """
 
     def __init__(

@@ -30,10 +30,7 @@ class TimeBreakdown:
 
 
 def break_down(compute: Iterable[_Span], communication: Iterable[_Span], *, total: _Span) -> TimeBreakdown:
-    """Compute the time breakdown of one rank from spans in seconds, which may be unordered and overlap.
-
-    Spans are clipped to `total`, the start and end of the profile.
-    """
+    """Compute the time breakdown of one rank from spans in seconds, in any order, which are clipped to `total`."""
     computing, communicating = _union(compute, total), _union(communication, total)
     busy = _length(_union([*computing, *communicating], total))
     whole = total[1] - total[0]

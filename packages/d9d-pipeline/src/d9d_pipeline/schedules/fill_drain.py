@@ -13,9 +13,7 @@ from d9d_pipeline.schedule import Schedule, StagePlacement, ranks_of_stages
 class ForwardOnly(Schedule):
     """Inference and evaluation: one forward per microbatch and stage.
 
-    Attributes:
-        stages_per_rank: Number of stages on each rank.
-        placement: Assignment of stages to ranks, as in the training schedule.
+    `stages_per_rank` and `placement` are those of the training schedule.
     """
 
     stages_per_rank: int = 1  # ty: ignore[incompatible-attribute-override] - read-only on purpose

@@ -25,11 +25,7 @@ class OneForwardOneBackward(Schedule):
     max_activations: int | None = None  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Part]:
-        """Return the warm-up forwards, alternating backwards and forwards, and the last backwards.
-
-        Raises:
-            UserError: If `max_activations` is less than 1.
-        """
+        """Return the warm-up forwards, alternating backwards and forwards, and the last backwards."""
         return interleaved_actions(rank, num_ranks, num_microbatches, max_activations=self.max_activations)
 
 
@@ -52,11 +48,7 @@ class Interleaved(Schedule):
     max_activations: int | None = None  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Part]:
-        """Return the warm-up forwards, alternating backwards and forwards, and the last backwards.
-
-        Raises:
-            UserError: If `max_activations` is too small for a backward to run.
-        """
+        """Return the warm-up forwards, alternating backwards and forwards, and the last backwards."""
         return interleaved_actions(
             rank,
             num_ranks,
@@ -120,7 +112,7 @@ def interleaved_actions(
 
 
 def _rounds(num_microbatches: int, num_ranks: int) -> list[range]:
-    """Split the microbatches into the most rounds of nearly equal length with at least `num_ranks` microbatches."""
+    """Split the microbatches into rounds of nearly equal length: as many as possible with at least `num_ranks` each."""
     count = max(1, num_microbatches // num_ranks)
     edges = [index * (num_microbatches // count) + min(index, num_microbatches % count) for index in range(count + 1)]
     return [range(start, end) for start, end in itertools.pairwise(edges)]

@@ -142,11 +142,7 @@ class DualPipeV(Schedule):
     placement = "v"  # ty: ignore[incompatible-attribute-override] - read-only on purpose
 
     def actions(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Compute]:
-        """Yield the eight phases of the original schedule, for one direction.
-
-        Raises:
-            UserError: If there are fewer than two microbatches per rank.
-        """
+        """Yield the eight phases of the original schedule, for one direction."""
         if num_microbatches < 2 * num_ranks:
             raise UserError(
                 f"DualPipeV got {num_microbatches} microbatches on {num_ranks} ranks; expected at least "
@@ -187,10 +183,7 @@ def _warmup(
 def _cooldown(
     early: "_StageCounter", late: "_StageCounter", rank: int, behind: int, deferred: deque[BackwardWeight]
 ) -> Iterator[Compute]:
-    """Yield the last three phases: backwards of both stages, backwards of the early stage, remaining weight gradients.
-
-    Deferred weight gradients fill the time in which the rank waits for input gradients.
-    """
+    """Yield the last three phases, in which deferred weight gradients fill the wait for input gradients."""
     for index in range(2 * (rank + 1)):
         stage = late if index % 2 == 0 else early
         yield stage.backward() if index <= rank else stage.backward_input(deferred)

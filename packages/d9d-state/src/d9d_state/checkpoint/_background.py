@@ -24,10 +24,7 @@ class Background:
         self._group: dist.ProcessGroup | None = None
 
     def group(self, ctx: DistributedContext | None) -> dist.ProcessGroup | None:
-        """Return a Gloo group of all ranks for use in the thread; `None` for a single process.
-
-        The first call with a context creates the group and is collective.
-        """
+        """Return a Gloo group of all ranks for the thread, or `None` for one process. Collective on the first call."""
         if ctx is None or ctx.world_size == 1:
             return None
         if ctx is not self._ctx:

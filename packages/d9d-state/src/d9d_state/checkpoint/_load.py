@@ -27,10 +27,7 @@ def mismatches(info: CheckpointInfo, tensors: Mapping[str, Tensor]) -> str | Non
 
 
 def load_tensors(info: CheckpointInfo, tensors: Mapping[str, Tensor], *, threads: int) -> None:
-    """Load tensors in place; each rank reads only its local shards. No collectives.
-
-    Raises `StateError` if a file cannot be read, and `ValueError` for a `DTensor` with a Partial placement.
-    """
+    """Load tensors in place; each rank reads only its local shards. No collectives."""
     reads: list[tuple[str, Region, Tensor]] = []
     for name, tensor in tensors.items():
         mine, local = local_region(tensor, name), local_tensor(tensor).detach()

@@ -58,9 +58,7 @@ class TensorRecord:
 class FileRecord:
     """Record of a file beside the manifest.
 
-    Attributes:
-        size: Size of the whole file in bytes.
-        head: Record of the bytes before the tensor chunks: the safetensors header, or the whole file without tensors.
+    `head` covers the bytes before the tensor chunks: the safetensors header, or the whole file without tensors.
     """
 
     size: int

@@ -26,13 +26,7 @@ Part = tuple[str, Region]
 @final
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Tensors of a checkpoint and their assignment to ranks. Equal on all ranks.
-
-    Attributes:
-        tensors: Shape and dtype of every tensor of every rank.
-        parts: Parts to write, by rank.
-        digest: SHA-256 of the ranks' descriptions; equal digests mean equal plans.
-    """
+    """Tensors of a checkpoint and the parts that each rank writes. Equal on all ranks, as is `digest`."""
 
     tensors: Mapping[str, TensorInfo]
     parts: tuple[tuple[Part, ...], ...]
@@ -45,11 +39,7 @@ class SavePlan:
 
 @final
 class SavePlanner:
-    """Planner of saves; it reuses the last plan while names, shapes, dtypes and placements stay equal.
-
-    Attributes:
-        num_plans: Number of plans computed so far.
-    """
+    """Planner of saves; it reuses the last plan while names, shapes, dtypes and placements stay equal."""
 
     def __init__(self) -> None:
         self._key: object = None
@@ -59,8 +49,8 @@ class SavePlanner:
     def plan(self, tensors: Mapping[str, Tensor], ctx: DistributedContext | None) -> SavePlan:
         """Return the plan for some tensors. Collective: all-gathers a digest, and descriptions if one rank changed.
 
-        Raises `StateError` on every rank if a tensor cannot be saved or the ranks' tensors are inconsistent; in a
-        single process `ValueError` if a tensor cannot be saved.
+        Raises `StateError` on every rank if tensors cannot be saved or are inconsistent; `ValueError` in a single
+        process.
         """
         problem, key = None, None
         try:

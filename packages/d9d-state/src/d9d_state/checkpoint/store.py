@@ -263,10 +263,7 @@ class CheckpointStore:
 
     @contextmanager
     def locked(self, ctx: DistributedContext | None = None) -> Generator[None]:
-        """Hold an exclusive lock on the folder while the body runs; see `locked_folder`. Collective.
-
-        The lock is released after a background save has finished.
-        """
+        """Hold an exclusive lock on the folder for the body and background saves; see `locked_folder`. Collective."""
         run_id = None
         if is_main(ctx):
             with suppress(OSError, StateError):  # the id only informs people; a folder that cannot be read fails below

@@ -109,7 +109,7 @@ def check_same_model(info: CheckpointInfo, model: nn.Module, *, trainable_only: 
 
 
 def named_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, Mapping[str, object]]]:
-    """Return name, parameter and parameter group of every tensor that the optimizer updates.
+    """Return name, parameter and group of all tensors that the optimizer updates.
 
     Raises `ValueError` for a tensor that is not a parameter of the model.
     """

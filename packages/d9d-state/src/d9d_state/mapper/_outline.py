@@ -156,11 +156,9 @@ def _numbers(name: str) -> tuple[int, ...]:
 
 
 def _kind(name: str | None) -> str | None:
-    """Replace the numbers in a name by a placeholder."""
     return None if name is None else _NUMBER.sub(lambda match: match[1] or "\0", name)
 
 
 def _refilled(name: str, texts: Sequence[str]) -> str:
-    """Replace the numbers in a name by other texts."""
     left = iter(texts)
     return _NUMBER.sub(lambda match: match[1] or next(left), name)

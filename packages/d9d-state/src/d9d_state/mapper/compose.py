@@ -9,11 +9,7 @@ from d9d_state.mapper.state_mapper import StateMapper, checked, refuse_duplicate
 
 
 def parallel(*mappers: StateMapper) -> StateMapper:
-    """Combine independent mappers into one.
-
-    Raises:
-        ValueError: If several mappers consume or produce the same name; lists these names.
-    """
+    """Combine independent mappers into one; raise `ValueError` that lists names consumed or produced twice."""
     nodes: list[Node] = []
     inputs: dict[str, int] = {}
     outputs: dict[str, int] = {}

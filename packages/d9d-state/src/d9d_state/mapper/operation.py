@@ -22,11 +22,7 @@ class Operation(Protocol):
         ...
 
     def infer(self, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
-        """Infer shapes and dtypes of the outputs; `infer_on_meta(self, *inputs)` is a generic implementation.
-
-        Raises:
-            ValueError: If the operation does not accept the inputs.
-        """
+        """Infer shapes and dtypes of the outputs, as `infer_on_meta` does; raise `ValueError` for unsuitable inputs."""
         ...
 
     def inverse(self) -> "Operation":
@@ -41,13 +37,7 @@ class Operation(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Region of an input, and the part of the output that it fills.
-
-    Attributes:
-        input: Index of the input.
-        region: Region of that input.
-        target: View of the output's memory, with the region's shape.
-    """
+    """Region of input number `input`, and the view of the output's memory that it fills, of the same shape."""
 
     input: int
     region: Region
@@ -100,11 +90,7 @@ class Local(Operation, Protocol):
 
 
 def infer_on_meta(operation: Operation, *inputs: TensorInfo) -> tuple[TensorInfo, ...]:
-    """Infer shapes and dtypes of an operation's outputs by running it on meta tensors.
-
-    Raises:
-        ValueError: If the operation fails on the meta tensors.
-    """
+    """Infer an operation's output shapes and dtypes by running it on meta tensors; raise `ValueError` if that fails."""
     try:
         outputs = operation(*(info.to_meta() for info in inputs))
     except (RuntimeError, ValueError, IndexError, TypeError) as error:

@@ -180,7 +180,7 @@ class StateMapper(Graph):
 
 
 def leaf(operation: Operation, inputs: Iterable[str], outputs: Iterable[str]) -> StateMapper:
-    """Create a mapper with a single operation from the names of its inputs and outputs, in order.
+    """Create a mapper of one operation from its input and output names, in order.
 
     Raises:
         ValueError: If `inputs` or `outputs` is empty or contains a name twice.
