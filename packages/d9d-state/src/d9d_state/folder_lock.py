@@ -37,8 +37,8 @@ def locked_folder(
         run_id: Id of the run, shown to a job that finds the folder locked; only that of the main process counts.
 
     Raises:
-        UserError: On every rank, if another job holds the lock (names its host and process), or if ranks do not see the
-            main process's folder (names the ranks and their hosts).
+        UserError: On every rank, if another job holds the lock (names its host and process). Also if ranks do not see
+            the main process's folder (names the ranks and their hosts).
         StateError: On every rank, if the folder cannot be created or locked.
     """
     lock = FolderLock(folder)

@@ -35,8 +35,8 @@ class Interleaved(Schedule):
     """Interleaved 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2): v stages per rank divide the bubble by v.
 
     With p ranks, m microbatches pass in rounds, each through all stages of a rank. In the paper a round has p
-    microbatches, and m is a multiple of p. For other m, rounds have a few more microbatches, so that no rank waits for
-    a microbatch of the next round.
+    microbatches, and m is a multiple of p.
+    For other m, rounds have p or a few more microbatches, so that no rank waits for a microbatch of the next round.
 
     Attributes:
         stages_per_rank: Number of stages on each rank, v.

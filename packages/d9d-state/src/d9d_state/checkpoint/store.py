@@ -243,8 +243,8 @@ class CheckpointStore:
             ctx: Distributed context; `None` for a single process.
 
         Raises:
-            StateError: On every rank, if a file is damaged or cannot be read, or a tensor is missing from the
-                checkpoint or has a different shape or dtype.
+            StateError: On every rank, if a file is damaged or unreadable, or the checkpoint lacks a tensor of a wanted
+                name, shape and dtype.
             ValueError: If `ctx` is missing although there are several ranks.
         """
         num_ranks(ctx)

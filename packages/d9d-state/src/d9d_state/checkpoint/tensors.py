@@ -33,8 +33,8 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
     Numbers in the optimizer state are in `non_tensor_optimizer_state`.
 
     Raises:
-        ValueError: If the optimizer updates a tensor that is not a parameter of the model, or its state has a value
-            that is not a tensor, a number or `None`.
+        ValueError: If the optimizer updates a tensor that is not a parameter of the model. Also if its state has a
+            value that is not a tensor, a number or `None`.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter, _ in named_parameters(model, optimizer):

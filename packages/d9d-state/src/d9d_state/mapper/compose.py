@@ -35,8 +35,8 @@ def sequential(*mappers: StateMapper) -> StateMapper:
     and `drop` those that are no longer needed.
 
     Raises:
-        ValueError: If no mapper is given, the outputs of a mapper are not exactly the inputs of the next (lists the
-            names), or an operation would get values for some of its inputs only.
+        ValueError: If no mapper is given, or the outputs of a mapper are not exactly the inputs of the next (lists
+            the names). Also if an operation would get values for some of its inputs only.
     """
     if not mappers:
         raise ValueError("sequential() got no mappers; expected at least one.")
